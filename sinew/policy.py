@@ -6,6 +6,7 @@ Imports no torch: a policy whose engine is ONNX Runtime runs where torch is not 
 from __future__ import annotations
 
 import html
+import inspect
 import logging
 import threading
 import time
@@ -23,8 +24,18 @@ from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.gguf_file import watch
 from sinew.bundle.rename import rename_cameras, renamed
 from sinew.convert.sources import resolve
-from sinew.core import RTC, ActionChunk, BundleError, Moment, Observation, ObservationError, SinewError, hints
-from sinew.engine.backend import ASKED, BACKENDS, choose
+from sinew.core import (
+    RTC,
+    ActionChunk,
+    BundleError,
+    Moment,
+    Observation,
+    ObservationError,
+    SinewError,
+    did_you_mean,
+)
+from sinew.core.hints import option
+from sinew.engine.backend import ASKED, BACKENDS, REFERENCE, choose, other_precision
 from sinew.engine.engine import Engine, Watch
 from sinew.processing import (
     Allowed,
@@ -54,7 +65,12 @@ def load(
 
     ``options``: ``rename``, ``threads``, ``adapters``, ``reuse`` and what else ``help(sinew.Policy)`` explains.
     """
-    hints.refuse_unknown("sinew.load", options, Policy.__init__)
+    known = list(inspect.signature(Policy).parameters)[1:]
+    for word in options:
+        if word not in known:
+            raise TypeError(
+                f"sinew.load: expected {', '.join(known)}, got {word!r}{did_you_mean(word, known)}"
+            )
     return Policy(open_bundle(path), device, dtype, engine, **options)
 
 
@@ -252,7 +268,8 @@ class Policy(OpenPolicy):
     @property
     def dtype_reason(self) -> str:
         """Why the weights have their precision."""
-        return "the bundle's recipe" if self.recipe else self.choice.dtype_reason
+        reason = "the bundle's recipe" if self.recipe else self.choice.dtype_reason
+        return f"{reason}; {other_precision()}" if reason.startswith(REFERENCE) else reason
 
     @property
     def threads(self) -> int:
@@ -674,7 +691,7 @@ class Policy(OpenPolicy):
             return
         kept = self.manifest.config.get("lm_head", "")
         if kept and not self.facts.has_lm_head:
-            asked = hints.option("engine", "plan")
+            asked = option("engine", "plan")
             wanted = f"nothing, or engine eager, plan or cpu, which say words ({asked})"
             raise ObservationError(name, wanted, f"engine {self.engine_name}")
         raise ObservationError(

@@ -62,12 +62,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_family_of_another_distribution(installed: Path) -> None:
-    family, place = registry.model_place("theirs-v1")
-    assert (family.name, family.folder.name, family.load(place).__name__) == (
-        "theirs",
-        "their_family",
-        "Theirs",
-    )
+    family = registry.architectures()["theirs-v1"]
+    assert (family.name, family.folder.name) == ("theirs", "their_family")
+    assert registry.model_class("theirs-v1").__name__ == "Theirs"
     assert registry.action_units("Theirs-V1") == ("radian",)
     assert {each.name for each in registry.families()} == {*registry.FAMILIES, "theirs"}
 

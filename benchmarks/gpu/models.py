@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
-from sinew.core.registry import presets
+from sinew.core.registry import model_class, presets
 from sinew.layers.norm import GemmaRMSNorm, RMSNorm
-from sinew.models import build_on_meta, model_class
+from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
 from sinew.steps.image.base import ImageRecipe, ImageStep

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -102,7 +103,7 @@ SOME = Must("one or more", bool, lambda _: "none")
 Side = Annotated[int, within(1, MAX_SIZE)]  # of a picture, in pixels; and whatever else is counted from 1
 Width = Annotated[int, within(0, MAX_SIZE)]  # the same, from 0
 Finite = Annotated[float, FINITE]
-NotBelowZero = Annotated[float, Must("a finite number of at least 0", lambda value: 0 <= value < math.inf)]
+NotBelowZero = Annotated[float, Must("a finite number of at least 0", within(0, sys.float_info.max).fits)]
 Positive = Annotated[float, positive()]
 Label = Annotated[str, printable(0, MAX_NAME)]
 Word = Annotated[str, word()]

@@ -6,11 +6,10 @@ This is the one place that decides it. The command line and a server say that th
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from sinew.core import SinewError, did_you_mean
+from sinew.core import SinewError
 
 Reader = Literal["python", "command line", "client"]
 _FLAGS = {"providers": "provider"}  # where the command line has another name than sinew.load
@@ -47,15 +46,6 @@ def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[T
         values = [value] if isinstance(value, str) else value
     text = " ".join(f"{flag} {each}" for each in values) or flag
     return text if _reader == "command line" else f"`sinew serve ... {text}`"
-
-
-def refuse_unknown(name: str, given: Iterable[str], function: Callable[..., object]) -> None:
-    """Raise TypeError for a keyword that a function does not have, with the one that may be meant. name: the user's own
-    for it."""
-    known = list(inspect.signature(function).parameters)[2:]  # without self, and what is given by its place
-    for word in given:
-        if word not in known:
-            raise TypeError(f"{name}: expected {', '.join(known)}, got {word!r}{did_you_mean(word, known)}")
 
 
 def pairs(flag: str, form: str, texts: Iterable[str]) -> dict[str, str]:

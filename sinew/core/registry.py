@@ -123,12 +123,12 @@ def architectures() -> dict[str, Family]:
     return {architecture: family for family in families() for architecture in family.models}
 
 
-def model_place(architecture: str) -> tuple[Family, str]:
-    """Return the family of an architecture and where in it the class lies. Raises :class:`BundleError`."""
+def model_class(architecture: str) -> Any:
+    """Return the class of an architecture (:class:`sinew.models.base.Model`). Raises :class:`BundleError`."""
     known = architectures()
     if architecture not in known:
         raise BundleError(f"architecture {architecture!r} is not one of {', '.join(sorted(known))}")
-    return known[architecture], known[architecture].models[architecture]
+    return known[architecture].load(known[architecture].models[architecture])
 
 
 def action_units(architecture: str) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # in place of a name: the first that fits
 ASKED = "asked for"  # the reason of what the user named
+REFERENCE = "the reference precision"  # that of what nobody named, on a CPU
 GIB = 1 << 30
 ROOM = GIB  # for activations and the program itself
 HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
@@ -169,11 +170,7 @@ class Backend:
 
     def dtype(self, kind: str) -> tuple[str, str]:
         """Return the precision of weights that nobody has chosen, on a kind of device, and why."""
-        if kind == "cpu":
-            unit = machine.half_units("bf16")
-            why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
-            return "fp32", f"the reference precision; {option('dtype', 'bf16')} {why}"
-        return "native", "as stored in the bundle"
+        return ("fp32", REFERENCE) if kind == "cpu" else ("native", "as stored in the bundle")
 
     def with_precision(
         self, bundle: Bundle, options: EngineOptions, word: str | None
@@ -243,9 +240,7 @@ class Backend:
         return False, ""
 
     def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
-        """Return the engine; raises :class:`SinewError` for what keeps it from running."""
-        if problem := self.why_not(bundle, options):
-            raise SinewError(problem)
+        """Return the engine with options that :func:`choose` has found to fit it."""
         unshared = self.unshared(bundle, options)
         module, _, function = self.opens.partition(":")
         engine: Engine = getattr(import_module(module), function)(bundle, options)
@@ -288,6 +283,13 @@ def recipe(bundle: Bundle) -> dict[str, str]:
     """Return the components that the bundle wants below its dtype, with their precision."""
     found = bundle.manifest.quantization
     return {} if found is None else {part: kind for part, kind in found.recipe.items() if kind != "fp32"}
+
+
+def other_precision() -> str:
+    """Return what this CPU does in the precision that may be faster than the reference's."""
+    unit = machine.half_units("bf16")
+    why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
+    return f"{option('dtype', 'bf16')} {why}"
 
 
 def installed(module: str) -> bool:

@@ -17,6 +17,7 @@ from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, machine
 from sinew.core.fields import from_builtins
+from sinew.core.registry import model_class
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.kernels.library import extension, take_kept_resize
 from sinew.layers.linear import Embedding, Linear, hold, width_of
@@ -26,7 +27,7 @@ from sinew.layers.stores.half import HALF
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.layers.stores.store import Store, Tensors
-from sinew.models import build_on_meta, mismatch, model_class
+from sinew.models import build_on_meta, mismatch
 from sinew.models.base import Model
 
 log = logging.getLogger(__name__)

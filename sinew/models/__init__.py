@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sinew.core import SinewError
-from sinew.core.registry import model_place
+from sinew.core.registry import model_class
 
 if TYPE_CHECKING:
     from sinew.models.base import Model
-
-
-def model_class(architecture: str) -> type[Model]:
-    """Return the class behind an architecture name; imported on first use."""
-    family, place = model_place(architecture)
-    return family.load(place)
 
 
 def build_on_meta(architecture: str, config: Any) -> Model:

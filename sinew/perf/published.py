@@ -11,8 +11,7 @@ from sinew_client.given import read_text
 
 from sinew.core import SinewError
 from sinew.core.fields import from_builtins
-from sinew.core.registry import PUBLISHED, presets
-from sinew.models import model_class
+from sinew.core.registry import PUBLISHED, model_class, presets
 
 REQUIRED = ("architecture", "title", "config", "views", "side", "tokens", "steps")
 MOST = 1 << 20  # of a size in a file

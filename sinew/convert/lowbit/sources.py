@@ -18,9 +18,10 @@ from sinew.bundle.writer import FileSlice
 from sinew.convert.lowbit.gptq import WIDEST, gptq, portions, second_moments
 from sinew.core import BundleError, SinewError
 from sinew.core.fields import from_builtins
+from sinew.core.registry import model_class
 from sinew.layers.linear import width_of
 from sinew.layers.stores.lowbit import dequantize
-from sinew.models import build_on_meta, model_class
+from sinew.models import build_on_meta
 
 STORED = {
     "int8": "int8",
