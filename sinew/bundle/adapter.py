@@ -96,10 +96,8 @@ def fitted(adapter: Bundle, base: Manifest) -> Manifest:
     prompt = adapter.manifest.spec.default_prompt or base.spec.default_prompt
     spec = replace(base.spec, default_prompt=prompt)
     made = replace(adapter.manifest, spec=spec, tokenizer=base.tokenizer, base=None, seen=base.seen)
-    try:
+    with BundleError.at(adapter.path, BundleError):
         made.check()
-    except BundleError as error:
-        raise BundleError(f"{adapter.path}: {error}") from None
     return made
 
 

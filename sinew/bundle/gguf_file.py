@@ -17,7 +17,7 @@ import struct
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -179,7 +179,7 @@ class _Cursor:
         self.path = path
         self.position = 0
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str) -> NoReturn:
         raise BundleError(f"{self.path}: {message}")
 
     def take(self, size: int, what: str) -> bytes:
@@ -208,7 +208,6 @@ class _Cursor:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             self.fail(f"{what} is not UTF-8")
-            raise AssertionError from None
 
     def kind(self, what: str) -> GGUFValueType:
         number = self.scalar(GGUFValueType.UINT32, f"type of {what}")
@@ -216,7 +215,6 @@ class _Cursor:
             return GGUFValueType(number)
         except ValueError:
             self.fail(f"{what} has the unknown value type {number}")
-            raise AssertionError from None
 
     def value(self, key: str) -> Any:
         kind = self.kind(key)
@@ -248,7 +246,6 @@ class _Cursor:
             kind = GGMLQuantizationType(number)
         except ValueError:
             self.fail(f"tensor {name!r} has the unknown type {number}")
-            raise AssertionError from None
         offset = struct.unpack("<Q", self.take(8, f"offset of tensor {name!r}"))[0]
         block, block_bytes = GGML_QUANT_SIZES[kind]
         elements = 1

@@ -37,11 +37,9 @@ class Bundle:
         self.path = Path(path)
         self.file = GGUFFile(self.path)
         self.infos: dict[str, TensorInfo] = self.file.tensors
-        try:
+        with BundleError.at(self.path, BundleError):
             self.hashes = read_hashes(self.file)
             self.manifest = Manifest.from_metadata(self.file.metadata)
-        except BundleError as error:
-            raise BundleError(f"{self.path}: {error}") from None
 
     def verify(self) -> list[str]:
         """Return the names of tensors whose bytes are not those that were written; reads the whole file.
@@ -185,10 +183,8 @@ def read_hashes(file: GGUFFile) -> dict[str, str] | None:
             f"the header was changed after it was written: {KEY_HEADER} says {said[:16]}..., its bytes give"
             f" {found[:16]}..."
         )
-    try:
+    with BundleError.at(f"{KEY_TENSORS} is not JSON", ValueError, RecursionError):
         hashes: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{KEY_TENSORS} is not JSON: {error}") from None
     if (
         not isinstance(hashes, dict)
         or hashes.keys() != file.tensors.keys()

@@ -15,18 +15,15 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from sinew_client.given import open_regular
 
-from sinew.bundle.reader import BLANK, header_hash
+from sinew.bundle.reader import BLANK, Bundle, header_hash
 from sinew.bundle.schema import ALIGNMENT, KEY_HEADER, KEY_TENSORS, Manifest
 from sinew.core import BundleError, scratch
-
-if TYPE_CHECKING:
-    from sinew.bundle.reader import Bundle
 
 MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes with a terminator
 COPY_BLOCK = 1 << 20  # stays in the cache between the read and the write

@@ -14,11 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from sinew_client.errors import ConnectionLost
+
 from sinew import __version__
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle, hashes
 from sinew.core import SinewError, machine
 from sinew.core.extras import DISTRIBUTION, install
+from sinew.core.registry import families
 from sinew.engine.backend import AUTO, BACKENDS
 
 __all__ = ["Check", "bundle", "hashes", "installation"]
@@ -257,7 +260,6 @@ def temporary_disk() -> Check:
 
 def loopback() -> Check:
     """Round trips of an observation's size over ZeroMQ on 127.0.0.1: what a server adds at the very least."""
-    from sinew_client.errors import ConnectionLost
     from sinew_client.link import Link
 
     payload, samples = bytes(2 * 224 * 224 * 3), []
@@ -303,8 +305,6 @@ def _echo(listening: socket.socket) -> None:
 
 def golden() -> list[Check]:
     """Compare a small policy with the reference implementation's stored outputs."""
-    from sinew.core.registry import families
-
     checks = [family.load(family.golden) for family in families() if family.golden]
     if not checks:
         return [Check("golden", "warn", "this installation carries no golden fixture", "reinstall sinew")]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+import sinew
 from sinew.checks.check import Check, gib
 from sinew.core import BundleError, SinewError, machine
 from sinew.engine.backend import BACKENDS, installed
@@ -24,10 +28,6 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
 
     needs: returns the bytes that a loaded policy needs, and what they are.
     """
-    import numpy as np
-
-    import sinew
-
     try:
         started, available = time.perf_counter(), machine.memory()[1]
         policy = sinew.load(path, **options)
@@ -79,8 +79,6 @@ def _parity(policy: Policy) -> Check:
     """Run the short form of ``sinew validate`` on the engine at hand."""
     if not installed("torch"):
         return Check("bundle parity", "ok", "skipped: no torch, and the reference is eager")
-    from itertools import islice
-
     from sinew.checks.validate.observations import random_observations
     from sinew.checks.validate.parity import compare
     from sinew.policy import Policy

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, Transf
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, Texts, json_object, motion_of
-from sinew.convert.options import CheckpointFlags
-from sinew.core import progress
+from sinew.convert import ConvertOptions, is_bundle, read, upgrade
+from sinew.convert.options import CheckpointFlags, parse_motion, parse_settings, parse_vectors
+from sinew.core import ConvertError, progress
 
 FACTS = CheckpointFlags()
 
@@ -55,9 +56,6 @@ def convert(
         force: overwrite an existing file.
     """
     from sinew.bundle.rename import parse_renames, rename_cameras, renamed
-    from sinew.convert import ConvertOptions, is_bundle, read, upgrade
-    from sinew.convert.options import parse_motion, parse_settings, parse_vectors
-    from sinew.core import ConvertError
 
     if out.exists() and not force:
         raise ConvertError(f"{out} exists; --force overwrites it")

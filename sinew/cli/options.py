@@ -134,10 +134,8 @@ def json_object(name: str, text: str | None) -> dict[str, Any] | None:
     """Return what a flag says as JSON; None where it is absent. Raises :class:`SinewError`."""
     if text is None:
         return None
-    try:
+    with SinewError.at(f"{name}: expected a JSON object", ValueError):
         value = json.loads(text)
-    except ValueError as error:
-        raise SinewError(f"{name}: expected a JSON object: {error}") from error
     if not isinstance(value, dict):
         raise SinewError(f"{name}: expected a JSON object, got {text}")
     return value

@@ -151,10 +151,8 @@ def assist_rule(target: str, address: str | None, when: str, deadline: float) ->
         raise SinewError(
             f"--assist: expected a policy here, which the far one assists, got the server {target}"
         )
-    try:
+    with SinewError.at("--assist-when", ValueError):
         return parse_assist(when)
-    except ValueError as error:
-        raise SinewError(f"--assist-when: {error}") from error
 
 
 def open_assist(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from cyclopts import Parameter, validators
 from sinew_client import ClientError
 from sinew_client.control import Command, Limits, Onlooker, Settings, Takeover
@@ -116,10 +117,8 @@ class LeaderFlags:
 
             if not isinstance(robot.machine, SimulatedRobot):
                 raise SinewError("--takeover expert: expected a simulated robot, whose state it reads")
-            try:
+            with SinewError.at("--takeover-options", TypeError):
                 return ExpertLeader(robot.machine, **options)
-            except TypeError as error:
-                raise SinewError(f"--takeover-options: {error}") from error
         if kind == "lerobot" and rest:
             names = joint_names(robot.machine, "action") or policy["action"].get("names")
             if not names:
@@ -225,6 +224,4 @@ def _pixels(name: str, frame: Any) -> Any:
 
 
 def _copied(values: Any) -> Any:
-    import numpy as np
-
     return np.array(values)

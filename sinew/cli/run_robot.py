@@ -139,11 +139,9 @@ class RobotFlags:
         if text.startswith("gym:"):
             raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
         opener = RobotFlags(text, self.robot_options, self.rename).opener()
-        try:
+        with SinewError.at("--kinematics", ClientError):
             chosen = KinematicsOptions.parse(json_object("--kinematics-options", self.kinematics_options))
             chain = read_chain(kinematics, chosen.tip, chosen.base)
-        except ClientError as error:
-            raise SinewError(f"--kinematics: {error}") from error
 
         def posed(policy: dict[str, Any]) -> Opened:
             if not chosen.action and moves_joints(policy, chain, joints):

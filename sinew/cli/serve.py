@@ -31,6 +31,7 @@ from sinew.core import SinewError, hints
 from sinew.perf.policy_memory import memory_need
 from sinew.serve.access_log import access_logging
 from sinew.serve.launch import ServerLaunch, ServingLimits, loader, recorders, swapper
+from sinew.serve.policies import DEFAULT, check_name
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import STUCK_S
 from sinew.serve.transport.greeting import ready_text
@@ -247,8 +248,6 @@ def _replayer(
 
 def named_policies(texts: Sequence[str]) -> dict[str, str]:
     """Return name -> source of ``--policy``. Raises :class:`SinewError` for what cannot be one, or names one twice."""
-    from sinew.serve.policies import DEFAULT, check_name
-
     found = hints.pairs("--policy", "NAME=SOURCE", texts)
     for name in found:
         check_name(name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from sinew_client.auth import key_from_environment, keys_in
@@ -17,10 +17,8 @@ from sinew.cli.options import Flag, PositiveIfAny, Texts
 from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.renewed import Keys, Renewed
 from sinew.serve.transport.listen import Listen
+from sinew.serve.wire import Listener
 from sinew.serve.wires import parse, servers
-
-if TYPE_CHECKING:
-    from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 

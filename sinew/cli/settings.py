@@ -9,22 +9,19 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cyclopts import App
+from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Dict, Env
+from sinew_client.given import read_text, shown
 
 from sinew.cli.verbs import groups_of
 from sinew.core import SinewError, did_you_mean, progress
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cyclopts import App
-    from cyclopts.argument import ArgumentCollection
 
 PREFIX = "SINEW_"
 SERVICE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
@@ -94,8 +91,6 @@ class SettingsFile:
     @classmethod
     def read(cls, path: Path, verbs: Iterable[str]) -> SettingsFile:
         """Read a TOML file. Raises :class:`SinewError`."""
-        from sinew_client.given import read_text, shown
-
         try:
             found = tomllib.loads(read_text(path))
         except (OSError, ValueError, RecursionError) as error:

@@ -222,10 +222,8 @@ def emit(record: dict[str, Any]) -> None:
     Its text has been printed with :func:`console`, which is quiet where JSON alone was asked for.
     """
     if output.file is not None:
-        try:
+        with SinewError.at(f"--json {output.file}", OSError):
             output.file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SinewError(f"--json {output.file}: {error.strerror}") from None
     if output.json:
         print(json.dumps(record), flush=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from cyclopts import (
     CoercionError,
@@ -16,13 +16,11 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 from cyclopts import ValidationError as BoundError
+from cyclopts.argument import Argument, ArgumentCollection
 from rich.text import Text
 
 from sinew.cli.verbs import WITHIN
 from sinew.core import did_you_mean
-
-if TYPE_CHECKING:
-    from cyclopts.argument import Argument, ArgumentCollection
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 

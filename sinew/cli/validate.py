@@ -10,6 +10,7 @@ from sinew.cli import terminal
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Count, Flag, Runs, Whole
 from sinew.core import SinewError, progress
+from sinew.engine import proofs
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -48,7 +49,6 @@ def validate(
     """
     from sinew.checks.validate.report import write
     from sinew.convert.sources import resolve
-    from sinew.engine import proofs
     from sinew.eval.report.gate import read_gate
     from sinew.eval.report.gating import gate_of, play_gate
     from sinew.eval.validation import compared, kept_record

@@ -110,10 +110,8 @@ class Conversion:
                     base=base,
                 )
 
-            try:
+            with ConvertError.at("the checkpoint cannot become a bundle", BundleError):
                 manifest().check()
-            except BundleError as error:
-                raise ConvertError(f"the checkpoint cannot become a bundle: {error}") from None
             write_bundle(out, _laid_out_first(manifest, hashes), list(kept.values()), progress)
 
     def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> None:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
 
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
@@ -15,9 +17,6 @@ from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
 from sinew.core.extras import install
 from sinew.steps.tokenizer import open_tokenizer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class TokenizerFiles:
 
     def with_tokens(self, tokens: Sequence[str]) -> TokenizerFiles:
         """Return the tokenizer with special tokens behind its last; those that it has keep their ids."""
-        from tokenizers import AddedToken, Tokenizer
-
         tokenizer = Tokenizer.from_str(self.text)
         tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in tokens])
         return replace(self, text=tokenizer.to_str(), tokenizer=tokenizer)

@@ -35,38 +35,6 @@ from sinew_client.types import (
     VectorSpec,
 )
 
-__all__ = [
-    "DTYPES",
-    "MAX_HISTORY",
-    "MAX_HISTORY_STEPS",
-    "MAX_SAID",
-    "MAX_SIZE",
-    "PROMPT_TABLE",
-    "RTC",
-    "SCHEDULES",
-    "WORDS",
-    "ActionChunk",
-    "BundleError",
-    "BusyError",
-    "CameraSpec",
-    "CancelledError",
-    "ClientError",
-    "ConvertError",
-    "KeyMap",
-    "Moment",
-    "MotionSpec",
-    "Observation",
-    "ObservationError",
-    "PolicySpec",
-    "RequestError",
-    "SinewError",
-    "Timing",
-    "VectorSpec",
-    "did_you_mean",
-    "dtype_word",
-    "upcast_text",
-]
-
 
 class BundleError(SinewError):
     """A bundle file is truncated, corrupted, hostile, or does not fit the code that reads it."""

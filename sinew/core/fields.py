@@ -277,12 +277,10 @@ def from_json(text: str, kind: type[T], where: str) -> T:
 
 def parsed(text: str, where: str) -> Any:
     """Return what JSON text says. Raises :class:`BundleError`."""
-    try:
+    with BundleError.at(f"{where} is not JSON", ValueError, RecursionError):
         raw = json.loads(text)
         # Escapes can spell half a character, which nothing can print
         json.dumps(raw, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{where} is not JSON: {error}") from None
     return raw
 
 
@@ -296,12 +294,9 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
             return kind.read(record)
         raise NotImplementedError(f"a field of {kind}")
 
-    try:
-        with _READING:
-            record = msgspec.convert(raw, kind, strict=True, dec_hook=tagged)
-    # Msgspec's are ValueErrors, so are those of half a character
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{where}: {error}") from None
+    # Msgspec's errors are ValueErrors, so are those of half a character
+    with BundleError.at(where, ValueError, RecursionError), _READING:
+        record = msgspec.convert(raw, kind, strict=True, dec_hook=tagged)
     if unknown := _unknown_field(raw, msgspec.to_builtins(record)):
         raise BundleError(f"{where}: unknown field {unknown!r} (written by a newer version?)")
     form: Any = kind

@@ -242,10 +242,8 @@ def _open_suite(
     changes: dict[str, Any] = {k: options.pop(k) for k in ("prompt", "action", "max_steps") if k in options}
     if "cameras" in options:
         changes["images"] = options.pop("cameras")
-    try:
+    with SinewError.at(f"--env-options for {suite.name}", TypeError):
         env = module.Simulator(tasks, **options)
-    except TypeError as error:
-        raise SinewError(f"--env-options for {suite.name}: {error}") from error
     if adapter:
         return env, named_adapter(adapter, env)
     return env, Mapped(env, replace(getattr(env, "mapping", module.MAPPING), **changes))
@@ -272,10 +270,8 @@ def named_adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
 
 def read_mapping(path: Path) -> Mapping:
     """A :class:`Mapping` from a JSON object; an unknown or missing key is an error that names it."""
-    try:
+    with SinewError.at(path, ValueError):
         values = json.loads(path.read_text())
-    except ValueError as error:
-        raise SinewError(f"{path}: {error}") from error
     known = {f.name for f in fields(Mapping)}
     if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= known:
         raise SinewError(f"{path}: expected an object with images and state, keys of {sorted(known)}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import gymnasium
 
 from sinew.core import SinewError
 from sinew.engine.backend import BACKENDS
@@ -23,9 +25,6 @@ from sinew.eval.policies import (
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Task, Variant
 from sinew.eval.sources import StreamCosts
-
-if TYPE_CHECKING:
-    import gymnasium
 
 TURNS = 4  # episodes of a group for each that is played at once: the last ones of a group have no others beside them
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from sinew_client import Client
 from sinew_client.auth import key_from_environment
+from sinew_client.types import MOST_TOGETHER
 
 from sinew.core import SinewError
+from sinew.engine.backend import choose
 from sinew.eval.settings import Variant
 from sinew.sim.experts import EXPERTS, Expert, open_expert
 
@@ -131,9 +134,6 @@ class ServerPolicy(EpisodePolicy):
     """A server. ``engine``: what runs its policy, and why. client: asks it."""
 
     def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
-        from sinew_client import Client
-        from sinew_client.types import MOST_TOGETHER
-
         self.client = client = Client(address, timeout=timeout, api_key=key_from_environment())
         metadata = client.metadata()
         self.engine: dict[str, Any] = metadata["server"]
@@ -195,7 +195,6 @@ def _computing(variant: Variant) -> dict[str, Any]:
 def chosen(variant: Variant) -> EngineChoice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
     from sinew.bundle.rename import parse_renames, rename_cameras
-    from sinew.engine.backend import choose
     from sinew.eval.sources import StreamCosts
     from sinew.policy import open_bundle
 

@@ -107,10 +107,8 @@ class Variant:
         if self.dtype is not None:
             dtype_word(self.dtype)
         if self.edge_adapter:
-            try:
+            with SinewError.at("edge_adapter", ClientError):
                 Adapter.read(self.edge_adapter)
-            except ClientError as error:
-                raise SinewError(f"edge_adapter: {error}") from error
             if self.stream:
                 raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
         if self.batch < 1:

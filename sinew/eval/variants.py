@@ -15,7 +15,7 @@ from sinew_client.policy import is_address
 from sinew.convert.sources import resolve
 from sinew.core import SinewError, machine, progress
 from sinew.core.extras import MissingPackageError
-from sinew.eval.policies import EXPERT, chosen, stated_motion
+from sinew.eval.policies import EXPERT, InProcess, ServerPolicy, chosen, open_policy, stated_motion
 from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.processing import Allowed
@@ -112,7 +112,6 @@ def in_lockstep(
     """Return the variant with the batch that is fastest here, and print why; with that of the log where a run goes on,
     whose episodes were played so. fastest: measures an open policy, and says the batch and why."""
     from sinew.eval.campaign import batch_played
-    from sinew.eval.policies import InProcess, ServerPolicy, open_policy
 
     if out is not None and (before := batch_played(task, variant, out)) is not None:
         progress.say(f"{variant.show('target')}: batches of {before}, as in {out}")

@@ -2,15 +2,3 @@
 
 from sinew.processing.batch import BatchKey, batch_key, stack, stack_prompts
 from sinew.processing.processor import Allowed, ModelInputs, Prepared, Processor, Words
-
-__all__ = [
-    "Allowed",
-    "BatchKey",
-    "ModelInputs",
-    "Prepared",
-    "Processor",
-    "Words",
-    "batch_key",
-    "stack",
-    "stack_prompts",
-]

@@ -93,11 +93,9 @@ class Prompter:
 
     def _behind(self, words: str) -> tuple[int, ...]:
         """Return the tokens of what a bundle writes behind a subtask. Raises :class:`BundleError`."""
-        try:
+        with BundleError.at("sinew.processing.prompt.text.action", ValueError, ObservationError):
             ids = encode(self.tokenizer, words, False) if words else []
             return tuple(map(int, self.check_tokens(np.array(ids), "text.action", ()))) if ids else ()
-        except (ValueError, ObservationError) as error:
-            raise BundleError(f"sinew.processing.prompt.text.action: {error}") from None
 
     def _tokenize(self, text: str, kind: str) -> np.ndarray:
         ids = encode(self.tokenizer, text, self.recipe.add_special_tokens)

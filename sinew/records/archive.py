@@ -41,10 +41,8 @@ class Archive:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
+        with SinewError.at(path, OSError):
             self._file = open_regular(path)
-        except OSError as error:
-            raise SinewError(f"{path}: {error.strerror or error}") from error
         try:
             stepwise: Any = _Stepwise(self._file)
             self._zip = zipfile.ZipFile(stepwise)

@@ -119,11 +119,9 @@ class Recorder(BackgroundWriter):
         limit_bytes: int = 8 << 30,
         names: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ):
-        try:
+        with SinewError.at(f"--record {directory}", OSError):
             directory.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.stem) for path in directory.glob("*.npz") if path.stem.isdigit()]
-        except OSError as error:
-            raise SinewError(f"--record {directory}: {error.strerror}") from error
         scratch.sweep(directory, re.compile(r"\d+\.part"))  # of one that was killed
         self.directory = directory
         self._left, self._names = limit_bytes, {part: list(each) for part, each in names.items() if each}

@@ -50,10 +50,8 @@ def access_logging(path: str | None) -> Iterator[None]:
     before = access.propagate, access.disabled, access.level
     handler: logging.Handler = logging.NullHandler()
     if path is not None:
-        try:
+        with SinewError.at(f"--access-log {path}", OSError):
             handler = _AccessStream() if path == "-" else _AccessFile(path)
-        except OSError as error:
-            raise SinewError(f"--access-log {path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(message)s"))
     access.addHandler(handler)
     access.propagate, access.disabled = False, path is None

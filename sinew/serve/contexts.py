@@ -85,10 +85,8 @@ def add(service: Service, forms: Sequence[str], host: PolicyHost) -> None:
 
     for form in forms:
         policy = ContextPolicy(standing, form)
-        try:
+        with SinewError.at(f"--context {form}", SinewError):
             scheduler = host.start(policy)
-        except SinewError as error:
-            raise SinewError(f"--context {form}: {error}") from error
         first = service.policies.get()
         about = first.metadata | {
             "server": first.metadata["server"] | {"context": form, "bundle_digest": policy.digest}

@@ -11,7 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
+import sinew
 from sinew.core import machine
+from sinew.serve.batching import LARGEST
 from sinew.serve.process import GRACE_S, Process
 from sinew.serve.renewed import Keys
 
@@ -62,8 +64,6 @@ def loader(
     found = exported_graphs(opened) or opened.path  # alone: an open bundle's map would outlive its policy
 
     def load() -> Policy:
-        import sinew
-
         logger.info("loading %s", found)
         return sinew.load(found, threads=threads, adapters=adapters, **options)
 
@@ -85,7 +85,6 @@ def swapper(
     need: the bytes of a policy's weights and of what it computes: of its source, ``options``, ``threads`` and the
     requests of a batch.
     """
-    from sinew.serve.batching import LARGEST
     from sinew.serve.deploy import deploy
     from sinew.serve.swap import Need, Swapper
 

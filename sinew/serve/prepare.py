@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from sinew.core import RTC, BusyError, RequestError, SinewError, machine
-from sinew.engine.backend import AUTO
+from sinew.engine import prepared
+from sinew.engine.backend import AUTO, BACKENDS, candidates, choose, chosen_by, exported_graphs
 from sinew.engine.prepared import EngineFinding
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.service import STREAMED, Service
@@ -55,8 +56,6 @@ def preparation(
 ) -> Preparation | None:
     """Return what ``sinew prepare`` could make faster of a policy that runs here; None for nothing, which the log says
     where it was found before. budget: bytes that it and its successor may take together."""
-    from sinew.engine import prepared
-    from sinew.engine.backend import BACKENDS, candidates, choose, chosen_by, exported_graphs
     from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import sweep
     from sinew.policy import open_bundle

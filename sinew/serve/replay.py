@@ -281,10 +281,8 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
             return None
         actions = archive.read("actions")
         moments = moments_in(archive.names)
-    try:
+    with SinewError.at(path, SinewError):
         check_array("actions", actions)
-    except SinewError as error:
-        raise SinewError(f"{path}: {error}") from None
     actions = np.asarray(actions, np.float32)
     total_ms = float(meta.get("total_ms") or 0.0)
     if total_ms >= MAX_MS:

@@ -10,5 +10,3 @@ from sinew.stream.local import LocalLink
 from sinew.stream.loops import Loops
 from sinew.stream.session import Session, StreamSettings
 from sinew.stream.windows import Window
-
-__all__ = ["LocalLink", "Loops", "Session", "StreamSettings", "Window"]

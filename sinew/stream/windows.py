@@ -8,20 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from sinew_client.control import Node, Trajectory
 from sinew_client.solver import Solver
 
 from sinew.core import Observation, SinewError
-from sinew.engine.engine import Watch
+from sinew.engine.engine import Engine, Watch
 from sinew.processing import Processor
 from sinew.processing.continuation import Continuation, continuation
 from sinew.stream.text import SILENT, StreamedText
-
-if TYPE_CHECKING:
-    from sinew.engine.engine import Engine
 
 ROLLING = "gradual flow matching"
 CHUNKS = "whole chunks"

@@ -69,11 +69,8 @@ def against_reference(policy: Policy, folder: Path) -> tuple[float, float] | Non
         return None
     got = policy.infer(next(random_observations(policy))).actions
     like = _bytes(np.zeros(got.shape, np.float32))
-    try:
-        with opened(path) as file:
-            data = file.read(len(like) + 1)
-    except OSError as error:
-        raise BundleError(f"{path}: {error}") from None
+    with BundleError.at(path, OSError), opened(path) as file:
+        data = file.read(len(like) + 1)
     head = len(like) - 4 * got.size
     wanted = np.frombuffer(data[head:], np.float32).reshape(got.shape) if len(data) == len(like) else None
     if wanted is None or data[:head] != like[:head] or not np.isfinite(wanted).all():

@@ -42,9 +42,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 def write(found: dict[str, Any], out: Path) -> None:
     """Write report.md and report.json into a folder. Raises :class:`SinewError`."""
-    try:
+    with SinewError.at(f"--out {out}", OSError):
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.md").write_text(markdown(found), encoding="utf-8")
         (out / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SinewError(f"--out {out}: {error.strerror}") from None

@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 from sinew.bundle import Bundle
+from sinew.convert import ConvertOptions, read
+from sinew.convert.lerobot.folder import name_of
 from sinew.convert.sources.identity import FileIdentity, NoCheckpointError, converter, digests, files_of, key
 from sinew.core import BundleError, SinewError, machine, progress, scratch
 
@@ -145,8 +147,6 @@ def converted(checkpoint: Path, said: str, name: str = "") -> Path:
     said: what the user calls it. name: of the policy, instead of the one that the checkpoint gives it.
     Raises :class:`NoCheckpointError`, :class:`ConvertError` and :class:`SinewError`.
     """
-    from sinew.convert.lerobot.folder import name_of
-
     files = digests(files_of(checkpoint), checkpoint)
     home = folder() / key(files, name or name_of(checkpoint))
     try:
@@ -180,8 +180,6 @@ def _unfit(home: Path) -> str | None:
 
 
 def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], home: Path) -> Path:
-    from sinew.convert import ConvertOptions, read
-
     for left in home.parent.glob(
         f".{home.name}.*"
     ):  # of a process that was killed; the lock says that none is at work

@@ -112,10 +112,8 @@ def _hashes(directory: Path) -> dict[str, str]:
     memo = Memo(directory, machine.cache_folder("digests"))
 
     def digest(name: str) -> str:
-        try:
+        with BundleError.at(directory / name, OSError):
             return memo.digest(directory / name)
-        except OSError as error:
-            raise BundleError(f"{directory / name}: {error.strerror}") from None
 
     with ThreadPoolExecutor(4) as threads:
         found = dict(zip(names, threads.map(digest, names), strict=True))

@@ -294,10 +294,8 @@ def adapted(env: gymnasium.Env, adapter: Adapter) -> EnvAdapter:
     if isinstance(adapter, str):
         return named_adapter(adapter, env)
     if isinstance(adapter, Mapping):
-        try:
+        with SinewError.at("adapter", TypeError):
             return Mapped(env, mapping_of(adapter))
-        except TypeError as error:
-            raise SinewError(f"adapter: {error}") from error
     return adapter(env)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType
+from tokenizers import Tokenizer
 
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.bundle.writer import TensorSource
@@ -138,8 +139,6 @@ def bundle_name(name: str) -> str:
 
 def views_after(tokenizer: TokenizerFiles) -> int:
     """Return how many tokens stand before the views: those of the system's text, the same in every prompt."""
-    from tokenizers import Tokenizer
-
     ids = Tokenizer.from_str(tokenizer.text).encode(SYSTEM + VIEWS).ids
     return ids.index(tokenizer.token_id(VIEWS))
 

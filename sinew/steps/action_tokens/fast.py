@@ -68,10 +68,8 @@ class FastTokens(ActionTokens):
         ids = [self.zero - token for token in without(said.tolist(), self.leaves_out)]
         if min(ids, default=0) < 0:
             return []
-        try:
+        with SinewError.at(f"FAST's tokenizer cannot spell {len(ids)} tokens", ValueError):
             text = decode(self.opened(), ids, skip_special_tokens=False)
-        except ValueError as error:
-            raise SinewError(f"FAST's tokenizer cannot spell {len(ids)} tokens: {error}") from None
         return [ord(letter) + self.least for letter in text]
 
     def __str__(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Iterable
+from contextlib import contextmanager
+from typing import Iterable, Iterator
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -16,6 +17,15 @@ class SinewError(Exception):
     """Base of every error a user can cause or meet. ``code`` is stable and travels on the wires."""
 
     code = "internal"
+
+    @classmethod
+    @contextmanager
+    def at(cls, where: object, *errors: type[BaseException]) -> Iterator[None]:
+        """Raise this error for ``errors`` inside, with where they were met: "WHERE: expected X, got Y"."""
+        try:
+            yield
+        except errors as error:
+            raise cls(f"{where}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class ObservationError(SinewError):
