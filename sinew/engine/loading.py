@@ -34,6 +34,21 @@ log = logging.getLogger(__name__)
 BLOCK = 1 << 20  # bytes that are checked at once
 
 
+def open_model(
+    bundle: Bundle, options: EngineOptions, engine: str, lowbit: bool = False
+) -> tuple[Model, torch.device]:
+    """Return the bundle's model as an engine of PyTorch computes it, and its device. lowbit: the engine computes on
+    weights in few bits; else they become wide ones, which is said unless the architecture wants them so (ternary)."""
+    where = open_device(options)
+    half_stays = bool(options.storage)
+    model = load_model(bundle, where, options.dtype, lowbit=lowbit, half_stays=half_stays, tables=True)
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
+    if widened := {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}:
+        kinds = ", ".join(sorted(widened))
+        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
+    return model, where
+
+
 def open_device(options: EngineOptions, available: bool = True) -> torch.device:
     """Return the device, and set PyTorch's number of threads; None leaves its one pool as it is."""
     where = parse_device(options.device)
@@ -82,21 +97,6 @@ def require_device(device: torch.device) -> None:
         raise SinewError(f"device {device}: this torch {torch.__version__} cannot use it: {reason}") from None
 
 
-def open_model(
-    bundle: Bundle, options: EngineOptions, engine: str, lowbit: bool = False
-) -> tuple[Model, torch.device]:
-    """Return the bundle's model as an engine of PyTorch computes it, and its device. lowbit: the engine computes on
-    weights in few bits; else they become wide ones, which is said unless the architecture wants them so (ternary)."""
-    where = open_device(options)
-    half_stays = bool(options.storage)
-    model = load_model(bundle, where, options.dtype, lowbit=lowbit, half_stays=half_stays, tables=True)
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
-    if widened := {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}:
-        kinds = ", ".join(sorted(widened))
-        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
-    return model, where
-
-
 def load_model(
     bundle: Bundle,
     device: torch.device,
@@ -136,42 +136,26 @@ def load_model(
     return model
 
 
-def check_agreement(bundle: Bundle, model: Model) -> None:
-    """Raise :class:`BundleError` where the bundle's records ask of the model what its weights cannot do."""
-    spec, processing = bundle.manifest.spec, bundle.manifest.processing
-    if (
-        model.noise_shape != (spec.noise_shape[0], processing.padded_action_dim)
-        or model.state_size != processing.padded_state_dim
-    ):
-        raise BundleError(
-            f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
-        )
-    if model.views is not None and (spec.views != model.views or not processing.all_cameras):
-        optional = "" if processing.all_cameras else ", of which some may be missing"
-        raise BundleError(
-            f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} views, which the weights"
-            f" fix, got {spec.views}{optional}"
-        )
-    moments = (spec.history, len(spec.cameras)) if spec.history_padding == "mask" else None
-    if model.moments != moments:
-        wanted, got = (
-            f"1 to {each[0]} moments of {each[1]} views" if each else "no history of any length"
-            for each in (model.moments, moments)
-        )
-        raise BundleError(f"{bundle.path}: sinew.spec: expected {wanted}, as sinew.config says, got {got}")
-    if model.grid is not None:
-        for camera in spec.cameras:
-            size = processing.image.size_after(camera.height, camera.width)
-            if (found := model.grid_of(*size)) != model.grid:
-                raise BundleError(
-                    f"{bundle.path}: sinew.config: expected the {found[0]}x{found[1]} patches of camera {camera.name},"
-                    f" whose frames become {size[0]}x{size[1]} pixels, got a grid of {model.grid[0]}x{model.grid[1]}"
-                )
-    if spec.committed_rows and not model.times_per_row:
-        raise BundleError(
-            f"{bundle.path}: spec.committed_rows: expected 0 for {spec.architecture}, whose head takes one time for all"
-            " rows"
-        )
+def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
+    """Return how the bundle stores the weight of ``module`` in few bits. Raises :class:`BundleError` where it does not
+    fit the layer of that name."""
+    name, where = bundle.lowbit[module], f"{bundle.path}: {module + WEIGHT}"
+    rows, row_bytes = bundle.tensor(module + WEIGHT).shape
+    try:
+        k = width_of(model.get_submodule(module))
+    except AttributeError:
+        k = None
+    if k is None:
+        raise BundleError(f"{where} is stored as {name}: expected a linear layer or a table there")
+    with BundleError.at(where, ValueError):
+        wanted = FORMATS[name].row_bytes(k)
+    if row_bytes != wanted:
+        raise BundleError(f"{where}: expected rows of {k} weights in {name}, got {row_bytes} bytes")
+    scale = bundle.infos.get(module + SCALE)
+    if scale is not None and tuple(scale.shape) not in ((1,), (rows,)):
+        got = list(scale.shape)
+        raise BundleError(f"{bundle.path}: {module + SCALE}: expected 1 or {rows} scales, got {got}")
+    return codes(name, k, 0 if scale is None else scale.shape[0])
 
 
 @dataclass(frozen=True)
@@ -268,40 +252,42 @@ class Placement:
         )
 
 
-def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
-    """Return how the bundle stores the weight of ``module`` in few bits. Raises :class:`BundleError` where it does not
-    fit the layer of that name."""
-    name, where = bundle.lowbit[module], f"{bundle.path}: {module + WEIGHT}"
-    rows, row_bytes = bundle.tensor(module + WEIGHT).shape
-    try:
-        k = width_of(model.get_submodule(module))
-    except AttributeError:
-        k = None
-    if k is None:
-        raise BundleError(f"{where} is stored as {name}: expected a linear layer or a table there")
-    try:
-        wanted = FORMATS[name].row_bytes(k)
-    except ValueError as error:
-        raise BundleError(f"{where}: {error}") from None
-    if row_bytes != wanted:
-        raise BundleError(f"{where}: expected rows of {k} weights in {name}, got {row_bytes} bytes")
-    scale = bundle.infos.get(module + SCALE)
-    if scale is not None and tuple(scale.shape) not in ((1,), (rows,)):
-        got = list(scale.shape)
-        raise BundleError(f"{bundle.path}: {module + SCALE}: expected 1 or {rows} scales, got {got}")
-    return codes(name, k, 0 if scale is None else scale.shape[0])
-
-
-def stored_recipe(bundle: Bundle, model: Model) -> dict[str, str]:
-    """Return the formats that each component's low-bit weights are stored in, most first."""
-    found: dict[str, Counter[str]] = {}
-    for module, name in bundle.lowbit.items():
-        found.setdefault(model.component_of(module), Counter())[name] += bundle.infos[module + WEIGHT].nbytes
-    return {
-        component: "+".join(name for name, _ in found[component].most_common())
-        for component in COMPONENTS
-        if component in found
-    }
+def check_agreement(bundle: Bundle, model: Model) -> None:
+    """Raise :class:`BundleError` where the bundle's records ask of the model what its weights cannot do."""
+    spec, processing = bundle.manifest.spec, bundle.manifest.processing
+    if (
+        model.noise_shape != (spec.noise_shape[0], processing.padded_action_dim)
+        or model.state_size != processing.padded_state_dim
+    ):
+        raise BundleError(
+            f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
+        )
+    if model.views is not None and (spec.views != model.views or not processing.all_cameras):
+        optional = "" if processing.all_cameras else ", of which some may be missing"
+        raise BundleError(
+            f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} views, which the weights"
+            f" fix, got {spec.views}{optional}"
+        )
+    moments = (spec.history, len(spec.cameras)) if spec.history_padding == "mask" else None
+    if model.moments != moments:
+        wanted, got = (
+            f"1 to {each[0]} moments of {each[1]} views" if each else "no history of any length"
+            for each in (model.moments, moments)
+        )
+        raise BundleError(f"{bundle.path}: sinew.spec: expected {wanted}, as sinew.config says, got {got}")
+    if model.grid is not None:
+        for camera in spec.cameras:
+            size = processing.image.size_after(camera.height, camera.width)
+            if (found := model.grid_of(*size)) != model.grid:
+                raise BundleError(
+                    f"{bundle.path}: sinew.config: expected the {found[0]}x{found[1]} patches of camera {camera.name},"
+                    f" whose frames become {size[0]}x{size[1]} pixels, got a grid of {model.grid[0]}x{model.grid[1]}"
+                )
+    if spec.committed_rows and not model.times_per_row:
+        raise BundleError(
+            f"{bundle.path}: spec.committed_rows: expected 0 for {spec.architecture}, whose head takes one time for all"
+            " rows"
+        )
 
 
 def check_codes(weight: Tensor, name: str, where: str) -> None:
@@ -314,3 +300,15 @@ def check_codes(weight: Tensor, name: str, where: str) -> None:
     for block in weight.view(-1).split(BLOCK):
         if bool((block & (block >> 1) & 0b01010101).any()):
             raise BundleError(f"{where}: expected ternary codes 0, 1 and 2, got 3")
+
+
+def stored_recipe(bundle: Bundle, model: Model) -> dict[str, str]:
+    """Return the formats that each component's low-bit weights are stored in, most first."""
+    found: dict[str, Counter[str]] = {}
+    for module, name in bundle.lowbit.items():
+        found.setdefault(model.component_of(module), Counter())[name] += bundle.infos[module + WEIGHT].nbytes
+    return {
+        component: "+".join(name for name, _ in found[component].most_common())
+        for component in COMPONENTS
+        if component in found
+    }

@@ -41,7 +41,9 @@ def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
 
     model, where = open_model(bundle, options, "eager")
     bundle.release(model.parameters())
-    adapters = {name: EagerEngine(with_adapter(model, each), where) for name, each in options.adapters.items()}
+    adapters = {
+        name: EagerEngine(with_adapter(model, each), where) for name, each in options.adapters.items()
+    }
     engine = EagerEngine(model, where)
     engine.adapters = adapters
     return engine
