@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, validators
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
 
@@ -34,12 +34,13 @@ from sinew.cli.options import (
     motion_of,
 )
 from sinew.core import SinewError
-from sinew.core.extras import MissingPackageError
-from sinew.eval import suites
-from sinew.eval.evidence import plots
+from sinew.eval import campaign, suites
+from sinew.eval.evidence import plots, run_page
+from sinew.eval.evidence import repeat as repetition
 from sinew.eval.report import stats
-from sinew.eval.report.gate import read_gate, record
-from sinew.eval.runner import Episode
+from sinew.eval.report.gate import Gate, read_gate, record
+from sinew.eval.report.report import conditions, document, markdown, tables
+from sinew.eval.runner import Episode, reactions
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.eval.variants import control_hz, default_env, in_lockstep, settled, usual_workers
 from sinew.eval.variants import variants as variants_of
@@ -165,29 +166,80 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     """
     if setup is not None:
         return _set_up(setup)
-    if join is not None and hosts is not None:
-        raise SinewError("--hosts: expected the run itself; --join helps one from this machine")
     if join is not None:
-        return _join(join, target, workers or usual_workers())
+        return _join(join, target, workers, hosts)
     if films and out is None:
         raise SinewError("--films: expected --out, the folder of the page that shows them")
     if repeat is not None:
-        given_too = (
-            changed(on) or changed(Cameras(cameras.rename)) or changed(Runs(runs.engine, dtype=runs.dtype))
-        )
-        if given_too is not None:
-            raise SinewError(f"{given_too}: expected nothing that changes what --repeat plays")
-        policies = [*([target] if target is not None else []), *compare]
+        for flags in (on, Cameras(cameras.rename), Runs(runs.engine, dtype=runs.dtype)):
+            if given := changed(flags):
+                raise SinewError(f"{given}: expected nothing that changes what --repeat plays")
         if hosts is not None or listen is not None:
             raise SinewError("--repeat: expected this machine, without --hosts and --listen")
+        policies = [*([] if target is None else [target]), *compare]
         return _repeat(repeat, policies, interpreter, workers, out, films)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
-    recording = None if on.rerun is None else _recording(on.rerun, workers, on.realtime, on.stream)
+    _refuse_together(on, runs, workers)
+    viewer: Path | str | None = None
+    if on.rerun is not None:
+        from sinew.records.viewers.rerun_log import target_of
+
+        viewer = target_of(on.rerun)
+    held = None if on.gate is None else read_gate(on.gate)
+    task, first, seeds = _asked(target, on, cameras, runs, held)
+    if out is not None:
+        plots.check()
+    asked, shards = variants_of(first, on.sweep, compare), workers if viewer is None else 1
+    run = _Run.of(task, asked, seeds, interpreter, shards, out)
+    run = replaced(run, viewer=viewer, listen=listen, hosts=hosts)
+    if on.batch == "auto":
+        run = replaced(run, variants=[in_lockstep(each, task, out, _fastest_batch) for each in run.variants])
+    run.check(workers)
+    report = run.play()
+    failed = held is not None and not held.judge_report(report)
+    broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
+    report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
+    run.write(report, films)
+    if on.record_gate is not None:
+        record(report).write(on.record_gate)
+    print_report(report)
+    terminal.emit(_told(report))
+    broke = status.ended(report["failed"])
+    return status.EXIT_ERROR if failed else broke
+
+
+# ----------------------------------------------------------------------------- what is asked for
+
+
+def _refuse_together(on: EpisodeFlags, runs: Runs, workers: int | None) -> None:
+    """Raise :class:`SinewError` for flags that say nothing together, whatever is played."""
     if on.suite is not None and on.env is not None:
         raise SinewError("--suite and --env: expected one of the two; --env takes a task of a suite as well")
+    if on.edge_adapter is not None and on.gate is not None:
+        raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
+    if on.stream is not None and (on.realtime or on.gate is not None):
+        raise SinewError(
+            "--stream: expected simulated time and no gate; `sinew run --stream` runs by the clock"
+        )
+    if on.realtime and (on.latency is not None or any(text.startswith("latency") for text in on.sweep)):
+        raise SinewError("--latency is simulated; with --realtime the latency is what it is")
+    if runs.provider:
+        raise SinewError(
+            "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
+        )
+    if on.rerun is not None and workers not in (None, 1):
+        raise SinewError(f"--rerun: expected one worker, which writes the recording, got --workers {workers}")
+    if on.rerun is not None and (on.realtime or on.stream is not None):
+        slow = "--rerun would slow down the loop that --realtime and --stream measure"
+        raise SinewError(f"{slow}; start `sinew serve --rerun` instead")
+
+
+def _asked(
+    target: str, on: EpisodeFlags, cameras: Cameras, runs: Runs, held: Gate | None
+) -> tuple[Task, Variant, range]:
+    """Return the task, the first variant and the seeds: as the flags say, else as the gate does, else as usual."""
     env = suites.named(on.suite) if on.suite is not None else on.env
-    held = read_gate(on.gate) if on.gate is not None else None
     task = Task(
         env=env or default_env(target, cameras.rename, **cameras.allowed),
         env_options=json_object("--env-options", on.env_options),
@@ -198,127 +250,37 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         motion=motion_of(on.motion),
         future=on.future,
     )
-    given = {name: getattr(on, name) for name in ("replan", "latency", "handover", "solver_steps")}
     if on.record_gate is not None and on.motion is None:
         task = replaced(task, motion=dict(AS_IS))
+    given = {name: getattr(on, name) for name in ("replan", "latency", "handover", "solver_steps")}
+    first, count = SEED, EPISODES
     if held is not None:
         flags = {name: getattr(on, name) for name in ("env_options", "reset_options", "adapter", "noise")}
         task, given = held.held(task, given, {"env": env, **flags})
-    usual = (SEED, EPISODES) if held is None else (held.first_seed, held.episodes)
-    asked_for = (on.seed, on.episodes)
-    first, count = (own if flag is None else flag for flag, own in zip(asked_for, usual, strict=True))
-    if on.edge_adapter is not None and held is not None:
-        raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
-    if on.stream is not None and (on.realtime or held is not None):
-        raise SinewError(
-            "--stream: expected simulated time and no gate; `sinew run --stream` runs by the clock"
-        )
-    if on.realtime and (on.latency is not None or any(text.startswith("latency") for text in on.sweep)):
-        raise SinewError("--latency is simulated; with --realtime the latency is what it is")
-    try:
-        interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
-    except ValueError as error:
-        raise SinewError(f"--replan: {error}") from None
-    base = runs.variant(
-        target, cameras, replan=interval, latency=Latency(given["latency"] or "0"),
+        first, count = held.first_seed, held.episodes
+    first = first if on.seed is None else on.seed
+    seeds = range(first, first + (count if on.episodes is None else on.episodes))
+    with SinewError.at("--replan", ValueError):
+        replan = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
+    variant = runs.variant(
+        target, cameras, replan=replan, latency=Latency(given["latency"] or "0"),
         handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=on.stream or "",
         edge_adapter=on.edge_adapter or "", batch=1 if on.batch == "auto" else on.batch,
     )  # fmt: skip
-    if runs.provider:
-        raise SinewError(
-            "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
-        )
+    return task, variant, seeds
+
+
+def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None = None) -> Foreign | None:
+    """Return where the environment is played, if not here."""
+    simulator = "" if (found := suites.find(task.env)) is None else found[0].simulator
+    if interpreter is None and not simulator:
+        return None
+    from sinew.eval.foreign import run as foreign
+
     if out is not None:
-        plots.check()
-    asked = variants_of(base, on.sweep, compare)
-    elsewhere = elsewhere_for(task, interpreter, out)
-    rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
-    said: set[str] = set()
-    variants = [settled(variant, task, said) for variant in asked]
-    if on.batch == "auto":
-        variants = [in_lockstep(variant, task, out, _fastest_batch) for variant in variants]
-    if any(variant.batch > 1 for variant in variants) and (elsewhere or recording or on.realtime):
-        raise SinewError(
-            "--batch: expected simulated time in this interpreter, without --rerun and --realtime"
-        )
-    seeds = range(first, first + count)
-    if recording is not None and elsewhere is not None:
-        raise SinewError(
-            "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
-        )
-    for flag, given_there in (("--listen", listen), ("--hosts", hosts)):
-        if given_there is not None and (elsewhere or recording or on.realtime):
-            raise SinewError(
-                f"{flag}: expected simulated time in this interpreter, without --rerun and --realtime"
-            )
-    if hosts is not None:
-        from sinew.eval.foreign.cluster import check
-
-        check(hosts)
-        if workers is None:
-            raise SinewError("--hosts: expected --shards, how many play at once on the cluster")
-    workers = workers or usual_workers(alone=on.realtime or recording is not None)
-    if out is not None:
-        from sinew.eval.evidence.repeat import check_place
-
-        check_place(out, task, variants)
-    report = _run(task, rate, variants, seeds, workers, out, elsewhere, recording, listen, hosts)
-    failed = held is not None and not held.judge_report(report)
-    broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
-    report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
-    if out is not None:
-        _write(report, out, task, variants, films, elsewhere)
-    if on.record_gate is not None:
-        record(report).write(on.record_gate)
-
-    print_report(report)
-    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
-    broke = status.ended(report["failed"])
-    return status.EXIT_ERROR if failed else broke
-
-
-def print_report(report: dict[str, Any]) -> None:
-    """Print under which conditions episodes or trials were played, their tables, and what a gate says of them."""
-    from sinew.eval.report.report import conditions, tables
-
-    console = terminal.console()
-    console.print(conditions(report))
-    for title, columns, rows in tables(report):
-        console.print(terminal.table(title, *columns, rows=rows))
-    for verdict in report.get("gate", {}).get("verdicts", []):
-        console.print(f"gate, {verdict['label']}: {verdict['text']}")
-
-
-def _repeat(
-    path: Path,
-    policies: Sequence[str],
-    interpreter: Path | None,
-    workers: int | None,
-    out: Path | None,
-    films: int,
-) -> int:
-    """Play a recorded run again, and print what is equal and what differs."""
-    from sinew.eval.evidence import repeat
-
-    recorded = repeat.read(path)
-    task = recorded.task
-    elsewhere = elsewhere_for(task, interpreter, out)
-    asked = recorded.found(policies)
-    rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
-    said: set[str] = set()
-    variants = [settled(variant, task, said) for variant in asked]
-    workers = workers or usual_workers(alone=task.realtime)
-    report = _run(task, rate, variants, recorded.seeds, workers, out, elsewhere)
-    found = repeat.compare(recorded, report, report["episodes"])
-    report["repeat"] = found
-    if out is not None:
-        _write(report, out, task, variants, films, elsewhere)
-    console = terminal.console()
-    console.print(terminal.table(None, *repeat.COLUMNS, rows=repeat.rows(found)))
-    for text in repeat.sentences(found):
-        console.print(text, markup=False)
-    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
-    return 0 if found["passed"] else status.EXIT_ERROR
+        out.mkdir(parents=True, exist_ok=True)
+    python = interpreter or foreign.interpreter(simulator)
+    return foreign.Foreign(python, None if out is None else out / "serve.log")
 
 
 def _fastest_batch(policy: Policy) -> tuple[int, str]:
@@ -330,15 +292,176 @@ def _fastest_batch(policy: Policy) -> tuple[int, str]:
     return batcher.limit, batcher.reason
 
 
-def _join(run: str, target: str | None, shards: int) -> int:
-    from sinew.eval.farm.shards import join
+# ----------------------------------------------------------------------------- playing it
 
-    if target is not None:
-        raise SinewError(f"--join: expected no target, as the run has one, got {target}")
-    played = join(run, shards)
-    terminal.console().print(f"played here  {played} episodes", markup=False)
-    terminal.emit({"joined": run, "episodes": played})
-    return 0
+
+@dataclass(frozen=True)
+class _Run:
+    """Hold all that is played, and where: ``elsewhere`` in an interpreter of its own, else by ``workers`` processes of
+    this machine, of those that ``listen`` lets join, or of the cluster ``hosts``. viewer: Rerun's, of every step."""
+
+    task: Task
+    variants: Sequence[Variant]
+    seeds: Sequence[int]
+    control_hz: float
+    workers: int
+    elsewhere: Foreign | None
+    out: Path | None
+    viewer: Path | str | None = None
+    listen: str | None = None
+    hosts: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        asked: Sequence[Variant],
+        seeds: Sequence[int],
+        interpreter: Path | None,
+        workers: int | None,
+        out: Path | None,
+    ) -> _Run:
+        """Return the run of variants as they were asked for, each with the engine, device and hand-over that will play
+        it."""
+        elsewhere = elsewhere_for(task, interpreter, out)
+        rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
+        said: set[str] = set()
+        variants = [settled(variant, task, said) for variant in asked]
+        return cls(task, variants, seeds, rate, workers or usual_workers(task.realtime), elsewhere, out)
+
+    def check(self, workers: int | None) -> None:
+        """Raise :class:`SinewError` for what cannot be played so, before anything is. workers: as they were asked
+        for."""
+        batched = any(variant.batch > 1 for variant in self.variants)
+        if self.viewer and self.elsewhere:
+            raise SinewError(
+                "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
+            )
+        for flag, given in (("--batch", batched), ("--listen", self.listen), ("--hosts", self.hosts)):
+            if given and (self.elsewhere or self.viewer or self.task.realtime):
+                raise SinewError(
+                    f"{flag}: expected simulated time in this interpreter, without --rerun and --realtime"
+                )
+        if self.hosts is not None:
+            from sinew.eval.foreign.cluster import check
+
+            check(self.hosts)
+            if workers is None:
+                raise SinewError("--hosts: expected --shards, how many play at once on the cluster")
+        if self.out is not None:
+            repetition.check_place(self.out, self.task, self.variants)
+
+    def play(self) -> dict[str, Any]:
+        """Return the report, with the episodes themselves under "episodes"."""
+        columns = (
+            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+            *(TextColumn("{task.fields[rate]}"), TimeRemainingColumn()),
+        )
+        player: Any = None
+        if self.viewer is not None:
+            from sinew.eval.rerun import LoggedPlayer
+
+            several = len(self.variants) > 1
+            labels = {each: each.label(self.variants) for each in self.variants} if several else {}
+            player = partial(LoggedPlayer, target=self.viewer, labels=labels)
+        with terminal.bars(*columns) as progress:
+            bars = EpisodeBars(progress, self.variants, len(self.seeds))
+            try:
+                results = campaign.run(
+                    self.task, self.variants, self.seeds, workers=self.workers, out=self.out,
+                    on_episode=bars.show, on_todo=bars.begin, elsewhere=self.elsewhere, player=player,
+                    listen=self.listen, hosts=self.hosts,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                goes_on = f"the same command goes on from {self.out}"
+                kept = "nothing is kept without --out" if self.out is None else goes_on
+                terminal.say(f"interrupted after {bars.played} episodes; {kept}")
+                raise
+        report = document(
+            self.task, self.control_hz, self.variants, results, workers=self.workers, command=terminal.typed()
+        )
+        for entry, episodes in zip(report["variants"], results, strict=True):
+            if found := reactions(episodes):
+                entry["reactions_ms"] = found
+                terminal.say(f"{entry['label']}: reactions in ms {json.dumps(found)}")
+        return {**report, "episodes": results}
+
+    def write(self, report: dict[str, Any], films: int) -> None:
+        """Write the report, its page and figures where there is a folder for them. films: of so many failures and
+        successes, which are played once more."""
+        if self.out is None:
+            return
+        shown = _told(report)
+        whole = {**shown, "outcomes": run_page.outcomes(report["episodes"])}
+        (self.out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
+        if films and (self.task.realtime or any(variant.stream for variant in self.variants)):
+            terminal.say("no films: expected chunks in simulated time")
+            films = 0
+        made = []
+        if films:
+            from sinew.eval.evidence.films import shoot
+
+            made = shoot(self.task, self.variants, report["episodes"], films, self.control_hz, self.elsewhere)
+        (self.out / run_page.PAGE).write_text(run_page.write_page(whole, made))
+        (self.out / "report.md").write_text(markdown(shown))
+        for path in (*plots.write_plots(shown, self.out), self.out / run_page.PAGE):
+            terminal.say(f"wrote {path}")
+
+
+class EpisodeBars:
+    """Show episodes as they end: a bar for each variant with its wins so far, their interval, and the pace."""
+
+    def __init__(self, progress: Progress, variants: Sequence[Variant], episodes: int):
+        self._progress, self._variants, self._episodes = progress, variants, episodes
+        self._bars = {v: progress.add_task(v.label(variants), total=episodes, rate="") for v in variants}
+        self._wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
+        self._fresh, self._begun = 0, 0.0  # episodes that were played now, since when
+
+    @property
+    def played(self) -> int:
+        """Return how many episodes there are, those of the log included."""
+        return sum(map(len, self._wins.values()))
+
+    def begin(self, todo: int) -> None:
+        """Count from now on: what the log had says nothing of how fast this goes. todo: episodes that it lacks."""
+        if self._fresh:
+            terminal.say(f"{self._fresh} of {self._fresh + todo} episodes were played before")
+        self._fresh, self._begun = 0, time.monotonic()
+        for bar in self._bars.values():
+            self._progress.reset(bar, completed=int(self._progress.tasks[bar].completed))
+
+    def show(self, variant: Variant, episode: Episode) -> None:
+        """Count an episode."""
+        self._fresh += 1
+        rate = self._fresh / max(time.monotonic() - self._begun, 1e-3)
+        wins = self._wins[variant]
+        wins.append(episode.success)
+        low, high = stats.wilson(sum(wins), len(wins))
+        label = variant.label(self._variants)
+        text = f"{label}: {sum(wins)}/{len(wins)} [{100 * low:.0f}, {100 * high:.0f}] %"
+        shown = text.replace("[", r"\[")
+        speed = f"{rate:.1f}/s" if self._begun else ""
+        self._progress.update(self._bars[variant], completed=len(wins), description=shown, rate=speed)
+        if self._progress.disable and len(wins) == self._episodes:
+            terminal.say(text)
+
+
+def _told(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a report without its episodes, which the log has."""
+    return {name: value for name, value in report.items() if name != "episodes"}
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print under which conditions episodes or trials were played, their tables, and what a gate says of them."""
+    console = terminal.console()
+    console.print(conditions(report))
+    for title, columns, rows in tables(report):
+        console.print(terminal.table(title, *columns, rows=rows))
+    for verdict in report.get("gate", {}).get("verdicts", []):
+        console.print(f"gate, {verdict['label']}: {verdict['text']}")
+
+
+# ----------------------------------------------------------------------------- in place of a run
 
 
 def _set_up(simulator: str) -> int:
@@ -350,134 +473,36 @@ def _set_up(simulator: str) -> int:
     return 0
 
 
-def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None = None) -> Foreign | None:
-    """Return where the environment is played, if not here."""
-    found = suites.find(task.env)
-    if found is None and interpreter is None:
-        return None
-    from sinew.eval.foreign import run as foreign
+def _join(run: str, target: str | None, workers: int | None, hosts: str | None) -> int:
+    from sinew.eval.farm.shards import join
 
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    python = (
-        foreign.interpreter(found[0].simulator) if interpreter is None and found is not None else interpreter
-    )
-    assert python is not None
-    return foreign.Foreign(python, None if out is None else out / "serve.log")
+    if hosts is not None:
+        raise SinewError("--hosts: expected the run itself; --join helps one from this machine")
+    if target is not None:
+        raise SinewError(f"--join: expected no target, as the run has one, got {target}")
+    played = join(run, workers or usual_workers())
+    terminal.console().print(f"played here  {played} episodes", markup=False)
+    terminal.emit({"joined": run, "episodes": played})
+    return 0
 
 
-def _recording(text: str, workers: int | None, realtime: bool, stream: str | None) -> Path | str:
-    """Return where --rerun goes. Raises :class:`SinewError` for what cannot be recorded from here."""
-    from sinew.records.viewers.rerun_log import target_of
-
-    if workers not in (None, 1):
-        raise SinewError(f"--rerun: expected one worker, which writes the recording, got --workers {workers}")
-    if realtime or stream is not None:
-        raise SinewError(
-            "--rerun would slow down the loop that --realtime and --stream measure; start `sinew serve --rerun` instead"
-        )
-    return target_of(text)
-
-
-# ----------------------------------------------------------------------------- running
-
-
-def _run(
-    task: Task,
-    control_hz: float,
-    variants: Sequence[Variant],
-    seeds: Sequence[int],
-    workers: int,
+def _repeat(
+    path: Path,
+    policies: Sequence[str],
+    interpreter: Path | None,
+    workers: int | None,
     out: Path | None,
-    elsewhere: Foreign | None,
-    recording: Path | str | None = None,
-    listen: str | None = None,
-    hosts: str | None = None,
-) -> dict[str, Any]:
-    """The report, with the episodes themselves under "episodes"."""
-    try:
-        from sinew.eval import campaign
-        from sinew.eval.report.report import document
-        from sinew.eval.runner import reactions
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("evaluation", error.name or "mujoco") from None
-    errors = terminal.console(stderr=True)
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
-        *(TextColumn("{task.fields[rate]}"), TimeRemainingColumn()),
-    )
-    fresh, begun = 0, 0.0  # episodes that were played now, since when
-    wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
-    bars: dict[Variant, TaskID] = {}
-    with terminal.bars(*columns) as progress:
-        bars = {v: progress.add_task(v.label(variants), total=len(seeds), rate="") for v in variants}
-
-        def begin(todo: int) -> None:
-            nonlocal fresh, begun
-            if fresh:
-                terminal.say(f"{fresh} of {fresh + todo} episodes were played before")
-            fresh, begun = 0, time.monotonic()
-            for bar in bars.values():  # what the log had says nothing of how fast this goes
-                progress.reset(bar, completed=int(progress.tasks[bar].completed))
-
-        def show(variant: Variant, episode: Episode) -> None:
-            nonlocal fresh
-            fresh += 1
-            rate = fresh / max(time.monotonic() - begun, 1e-3)
-            wins[variant].append(episode.success)
-            won, count = sum(wins[variant]), len(wins[variant])
-            low, high = stats.wilson(won, count)
-            text = f"{variant.label(variants)}: {won}/{count} [{100 * low:.0f}, {100 * high:.0f}] %"
-            shown = text.replace("[", r"\[")
-            speed = f"{rate:.1f}/s" if begun else ""
-            progress.update(bars[variant], completed=count, description=shown, rate=speed)
-            if not errors.is_terminal and count == len(seeds):
-                errors.print(text, markup=False)
-
-        player = None
-        if recording is not None:
-            from sinew.eval.rerun import LoggedPlayer
-
-            labels = {v: v.label(variants) for v in variants} if len(variants) > 1 else {}
-            player = partial(LoggedPlayer, target=recording, labels=labels)
-        try:
-            results = campaign.run(
-                task, variants, seeds, workers=workers, out=out, on_episode=show, on_todo=begin,
-                elsewhere=elsewhere, player=player, listen=listen, hosts=hosts,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            kept = "nothing is kept without --out" if out is None else f"the same command goes on from {out}"
-            terminal.say(f"interrupted after {sum(map(len, wins.values()))} episodes; {kept}")
-            raise
-    report = document(task, control_hz, variants, results, workers=workers, command=terminal.typed())
-    for entry, episodes in zip(report["variants"], results, strict=True):
-        if found := reactions(episodes):
-            entry["reactions_ms"] = found
-            errors.print(f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False)
-    return {**report, "episodes": results}
-
-
-def _write(
-    report: dict[str, Any],
-    out: Path,
-    task: Task,
-    variants: Sequence[Variant],
     films: int,
-    elsewhere: Foreign | None,
-) -> None:
-    """Write the report, its page and figures. films: of so many failures and successes, which are played once more."""
-    from sinew.eval.evidence import run_page
-    from sinew.eval.evidence.films import shoot
-    from sinew.eval.report.report import markdown
-
-    shown = {name: value for name, value in report.items() if name != "episodes"}
-    whole = {**shown, "outcomes": run_page.outcomes(report["episodes"])}
-    (out / "report.json").write_text(json.dumps(whole, indent=2) + "\n")
-    if films and (task.realtime or any(variant.stream for variant in variants)):
-        terminal.say("no films: expected chunks in simulated time")
-        films = 0
-    made = shoot(task, variants, report["episodes"], films, report["control_hz"], elsewhere) if films else []
-    (out / run_page.PAGE).write_text(run_page.write_page(whole, made))
-    (out / "report.md").write_text(markdown(shown))
-    for path in (*plots.write_plots(shown, out), out / run_page.PAGE):
-        terminal.say(f"wrote {path}")
+) -> int:
+    """Play a recorded run again, and print what is equal and what differs."""
+    recorded = repetition.read(path)
+    run = _Run.of(recorded.task, recorded.found(policies), recorded.seeds, interpreter, workers, out)
+    report = run.play()
+    report["repeat"] = found = repetition.compare(recorded, report, report["episodes"])
+    run.write(report, films)
+    console = terminal.console()
+    console.print(terminal.table(None, *repetition.COLUMNS, rows=repetition.rows(found)))
+    for text in repetition.sentences(found):
+        console.print(text, markup=False)
+    terminal.emit(_told(report))
+    return 0 if found["passed"] else status.EXIT_ERROR
