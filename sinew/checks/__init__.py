@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -22,7 +21,7 @@ from sinew.checks.loaded import bundle, hashes
 from sinew.core import SinewError, machine
 from sinew.core.extras import DISTRIBUTION, install
 from sinew.core.registry import families
-from sinew.engine.backend import AUTO, BACKENDS
+from sinew.engine.backend import AUTO, BACKENDS, installed
 
 __all__ = ["Check", "bundle", "hashes", "installation"]
 
@@ -56,8 +55,8 @@ def installation(engine: str = "") -> list[Check]:
     """All checks that need no bundle. engine: that shall run. torch may be absent where that needs none, and, where
     nobody says which, where there is an engine that does without."""
     results: list[Check] = []
-    without_torch = _absent("torch") and (
-        not _absent("onnxruntime") if engine in ("", AUTO) else not BACKENDS[engine].needs_torch
+    without_torch = not installed("torch") and (
+        installed("onnxruntime") if engine in ("", AUTO) else not BACKENDS[engine].needs_torch
     )
     for check in (
         python,
@@ -104,18 +103,11 @@ def python() -> Check:
 
 
 def packages() -> Check:
-    missing = [distribution for module, distribution in PACKAGES.items() if _absent(module)]
+    missing = [distribution for module, distribution in PACKAGES.items() if not installed(module)]
     if missing:
         advice = f"pip install --force-reinstall {DISTRIBUTION}"
         return Check("packages", "fail", f"missing: {', '.join(missing)}", advice)
     return Check("packages", "ok", f"all {len(PACKAGES)} found")
-
-
-def _absent(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # the parent of a dotted name
-        return True
 
 
 def torch_build() -> Check:
@@ -170,7 +162,7 @@ def threads() -> Check:
 
 def onnxruntime() -> Check:
     """The portable engine: what it would run on, with how many threads, and why."""
-    if _absent("onnxruntime"):
+    if not installed("onnxruntime"):
         return Check("onnxruntime", "ok", f"absent: the onnx engine needs it ({install('onnxruntime')})")
     from sinew.engine.onnx.providers import choose, runtime
     from sinew.engine.onnx.quantize import weight_bits
@@ -241,7 +233,7 @@ def simd() -> Check:
 def extras() -> list[Check]:
     results = []
     for extra, (modules, enables) in FEATURES.items():
-        missing = [module for module in modules if _absent(module)]
+        missing = [module for module in modules if not installed(module)]
         detail = f"absent: {enables} need it" if missing else f"present: {enables}"
         results.append(
             Check(f"extra {extra}", "ok", detail + (f" ({install(missing[0])})" if missing else ""))
