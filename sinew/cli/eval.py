@@ -453,7 +453,8 @@ def _run(
     for entry, episodes in zip(report["variants"], results, strict=True):
         if found := reactions(episodes):
             entry["reactions_ms"] = found
-            errors.print(f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False)
+            told = "; ".join(f"{name} p50 {each['p50']}, p95 {each['p95']}" for name, each in found.items())
+            errors.print(f"{entry['label']}: reactions in ms: {told}", markup=False)
     return {**report, "episodes": results}
 
 
