@@ -502,7 +502,7 @@ void Socket::connect(double end) {
   if (int wrong = getaddrinfo(host_.c_str(), port_.c_str(), &hints, &found))
     throw Error("connection_lost", host_ + ": " + gai_strerror(wrong));
   std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
-  int wrong = 0;
+  int wrong = 0, said = ETIMEDOUT;  // what was heard last of an address that was not silent
   // A server that is not there yet may come: its addresses are tried in turn until the time is up. One that is silent gets
   // its share of the time that is left.
   for (addrinfo* each = found;; each = each->ai_next ? each->ai_next : found) {
@@ -521,9 +521,10 @@ void Socket::connect(double end) {
         wrong = ETIMEDOUT;
     }
     if (!wrong) break;
+    if (wrong != ETIMEDOUT) said = wrong;
     close();
     double left = end - now();
-    if (left <= 0) throw Error("timeout", "no server at " + host_ + ":" + port_ + ": " + std::strerror(wrong));
+    if (left <= 0) throw Error("timeout", "no server at " + host_ + ":" + port_ + ": " + std::strerror(said));
     usleep(useconds_t(1e6 * std::min(left, 0.1)));
   }
   int on = 1;

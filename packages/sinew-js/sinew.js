@@ -307,7 +307,8 @@ export class Client {
     }
     socket.binaryType = "arraybuffer";
     this.#socket = socket;
-    let said = "";
+    let said = "", open = false;
+    socket.onopen = () => { open = true; };
     socket.onmessage = ({ data }) => {
       if (this.#socket !== socket) return;
       const [size, most] = typeof data === "string" ? [data.length, MAX_TOLD] : [data.byteLength, MAX_REPLY];
@@ -319,7 +320,9 @@ export class Client {
     };
     socket.onclose = socket.onerror = ({ type, reason }) => {
       if (this.#socket !== socket || (type === "error" && said)) return; // the end follows, which has the reason
-      const told = said || reason || `no server of this protocol answers at ${this.#url}, or the key is not its own`;
+      const never = `no server of this protocol answers at ${this.#url}, the key is not its own, or ` + (this.#url.startsWith("wss:")
+        ? "its certificate is not trusted (Node takes one more from NODE_EXTRA_CA_CERTS)" : "it wants wss://");
+      const told = said || reason || (open ? `the connection to ${this.#url} was lost` : never);
       const code = /\[(\w+)\]\s*$/.exec(told);
       this.#forget(code ? new SinewError(code[1], told.slice(0, code.index).trim()) : new SinewError("connection_lost", told));
     };

@@ -21,4 +21,4 @@ class Check:
 
 def gib(count: int) -> str:
     """Return bytes in words."""
-    return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

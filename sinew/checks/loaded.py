@@ -120,7 +120,7 @@ def _parity_of_graphs(policy: Policy) -> Check:
 def _memory(policy: Policy, available: int, needs: Needs | None) -> Check:
     """Compare what the policy needs with the bytes that were available before it was opened."""
     needed, parts = (policy.weights_nbytes, "weights alone") if needs is None else needs(policy)
-    detail = f"needs {gib(needed)} ({parts}); {gib(available)} were available"
+    detail = f"needs {gib(needed)} beside this program ({parts}); {gib(available)} were available"
     if needed > available:
         return Check("bundle memory", "fail", detail, "every inference would read from disk")
     return Check("bundle memory", "ok", detail)

@@ -47,6 +47,7 @@ class RobotFlags:
             hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first), the
             name that an installed package gives its own, or lerobot:TYPE (two with a plus for two arms).
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
+        adapter: of gym:ENV of other makers: a .json mapping or module:Class (docs/eval.md).
         rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
         rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
             have names they are matched by them, whatever their order.
@@ -74,6 +75,7 @@ class RobotFlags:
 
     robot: str = "dry"
     robot_options: str | None = None
+    adapter: str = ""
     rename: Texts = ()
     rename_joint: Texts = ()
     kinematics: Path | None = None
@@ -105,14 +107,14 @@ class RobotFlags:
             return self._posed(text, self.kinematics, places, substeps)
         if self.kinematics_options is not None:
             raise SinewError("--kinematics-options: expected --kinematics beside it, got none")
-        if self.episodes is not None and kind != "gym":
-            raise SinewError("--episodes: belongs to --robot gym:ENV")
+        if kind != "gym" and (self.adapter or self.episodes is not None):
+            raise SinewError(f"--{'adapter' if self.adapter else 'episodes'}: belongs to --robot gym:ENV")
         if places and (kind in ("gym", "dry") or text == "dry"):
             raise SinewError(
                 f"--rename-joint: expected none with --robot {text}, which has no names of its own"
             )
         if kind == "gym" and rest:
-            return _simulated(rest, given, cameras, self.episodes)
+            return _simulated(rest, self.adapter, given, cameras, self.episodes)
         if kind == "lerobot" and rest:
             return lambda policy: (open_lerobot(rest, given, policy, cameras, places), "", None)
         if text == "dry":
@@ -273,12 +275,12 @@ GROUP = "sinew.robots"  # entry points of other distributions: name -> "module:C
 
 
 def _simulated(
-    env_id: str, options: dict[str, Any], cameras: Mapping[str, str], episodes: int | None
+    env_id: str, adapting: str, options: dict[str, Any], cameras: Mapping[str, str], episodes: int | None
 ) -> Callable[[dict[str, Any]], Opened]:
     from sinew.eval.adapters import make_env
     from sinew.eval.robot import SimulatedRobot
 
-    env, adapter = make_env(env_id, env_options=options)
+    env, adapter = make_env(env_id, adapting, options)
 
     def simulated(policy: dict[str, Any]) -> Opened:
         if fit := getattr(adapter, "fit_actions" if cameras else "fit", None):

@@ -21,7 +21,8 @@ from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.lerobot.folder import name_of, resolve
 from sinew.convert.options import ConvertOptions, Joints
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
-from sinew.models import build_on_meta, mismatch
+from sinew.models import build_on_meta, check_agreement, mismatch
+from sinew.models.base import Model
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,9 @@ class Conversion:
 
         merge: False writes what an adapter changes of its base, in a file of its own (``unmerged.py``).
         """
-        dropped = set(self.dropped)
-        kept = {
-            self.rename(t): replace(s, name=self.rename(t))
-            for t, s in self.tensors.items()
-            if t not in dropped
-        }
-        self._check(kept, {self.rename(t): s.name for t, s in self.tensors.items()})
+        named = {self.rename(t): s for t, s in self.tensors.items() if not t.startswith(self.dead)}
+        kept = {name: replace(source, name=name) for name, source in named.items()}
+        model = self._check(kept, {name: source.name for name, source in named.items()})
         base, tokenizer = None, self.tokenizer
         if not merge:
             from sinew.convert.unmerged import unmerge
@@ -112,10 +109,11 @@ class Conversion:
 
             with ConvertError.at("the checkpoint cannot become a bundle", BundleError):
                 manifest().check()
+                check_agreement(out, manifest(), model)
             write_bundle(out, _laid_out_first(manifest, hashes), list(kept.values()), progress)
 
-    def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> None:
-        """Every tensor of the model is there with its shape, and nothing else."""
+    def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> Model:
+        """Return the model, of which every tensor is there with its shape, and nothing else."""
         try:
             model = build_on_meta(self.spec.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
@@ -138,6 +136,7 @@ class Conversion:
         ):
             known = ", ".join(kind.name for kind in TORCH_DTYPES)
             raise ConvertError(f"tensor {upstream[odd.name]!r}: expected {known}, got {odd.type.name}")
+        return model
 
 
 def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:

@@ -12,9 +12,9 @@ from sinew.bundle.adapter import LORA_A, LORA_B
 from sinew.bundle.quant import WEIGHT
 from sinew.core import BundleError
 from sinew.engine.clone import clone_model
-from sinew.engine.loading import check_agreement
 from sinew.layers.linear import Linear, width_of
 from sinew.layers.stores.low_rank import LowRank
+from sinew.models import check_agreement
 from sinew.models.base import Model
 
 
@@ -58,7 +58,7 @@ def with_adapter(model: Model, adapter: Bundle) -> Model:
     for name, tensor in whole.items():
         module, _, part = name.rpartition(".")
         setattr(made.get_submodule(module), part, _parameter(tensor, device, state[name].dtype))
-    check_agreement(adapter, made)
+    check_agreement(adapter.path, adapter.manifest, made)
     return made.eval().requires_grad_(False)
 
 

@@ -27,7 +27,7 @@ from sinew.layers.stores.half import HALF
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.layers.stores.store import Store, Tensors
-from sinew.models import build_on_meta, mismatch
+from sinew.models import build_on_meta, check_agreement, mismatch
 from sinew.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def load_model(
         hold(modules[name], store)
     if problems := mismatch(model, placement.shapes(stores)):
         raise BundleError(f"{bundle.path}: {problems}")
-    check_agreement(bundle, model)
+    check_agreement(bundle.path, manifest, model)
     model.solver = manifest.spec.solver
     if device.type == "cpu" and any(isinstance(store, Codes) for store in stores.values()):
         extension()
@@ -249,44 +249,6 @@ class Placement:
             self.tables
             and module.rpartition(".")[2] == PROMPT_TABLE
             and type(self.model.get_submodule(module)) is Embedding
-        )
-
-
-def check_agreement(bundle: Bundle, model: Model) -> None:
-    """Raise :class:`BundleError` where the bundle's records ask of the model what its weights cannot do."""
-    spec, processing = bundle.manifest.spec, bundle.manifest.processing
-    if (
-        model.noise_shape != (spec.noise_shape[0], processing.padded_action_dim)
-        or model.state_size != processing.padded_state_dim
-    ):
-        raise BundleError(
-            f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
-        )
-    if model.views is not None and (spec.views != model.views or not processing.all_cameras):
-        optional = "" if processing.all_cameras else ", of which some may be missing"
-        raise BundleError(
-            f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} views, which the weights"
-            f" fix, got {spec.views}{optional}"
-        )
-    moments = (spec.history, len(spec.cameras)) if spec.history_padding == "mask" else None
-    if model.moments != moments:
-        wanted, got = (
-            f"1 to {each[0]} moments of {each[1]} views" if each else "no history of any length"
-            for each in (model.moments, moments)
-        )
-        raise BundleError(f"{bundle.path}: sinew.spec: expected {wanted}, as sinew.config says, got {got}")
-    if model.grid is not None:
-        for camera in spec.cameras:
-            size = processing.image.size_after(camera.height, camera.width)
-            if (found := model.grid_of(*size)) != model.grid:
-                raise BundleError(
-                    f"{bundle.path}: sinew.config: expected the {found[0]}x{found[1]} patches of camera {camera.name},"
-                    f" whose frames become {size[0]}x{size[1]} pixels, got a grid of {model.grid[0]}x{model.grid[1]}"
-                )
-    if spec.committed_rows and not model.times_per_row:
-        raise BundleError(
-            f"{bundle.path}: spec.committed_rows: expected 0 for {spec.architecture}, whose head takes one time for all"
-            " rows"
         )
 
 

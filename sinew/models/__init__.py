@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sinew.core import SinewError
+from sinew.core import BundleError, SinewError
 from sinew.core.registry import model_class
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sinew.core import PolicySpec
     from sinew.models.base import Model
 
 
@@ -53,3 +56,38 @@ def mismatch(
     if not problems:
         return None
     return "; ".join(problems[:5]) + (f" (and {len(problems) - 5} more)" if len(problems) > 5 else "")
+
+
+def check_agreement(path: Path, manifest: Any, model: Model) -> None:
+    """Raise :class:`BundleError` where a bundle's manifest asks of the model what it cannot do."""
+    if problem := next(_disagreements(manifest.spec, manifest.processing, model), ""):
+        raise BundleError(f"{path}: {problem}")
+
+
+def _disagreements(spec: PolicySpec, processing: Any, model: Model) -> Iterator[str]:
+    sizes = spec.noise_shape[0], processing.padded_action_dim, processing.padded_state_dim
+    if (*model.noise_shape, model.state_size) != sizes:
+        yield "sinew.spec or sinew.processing disagrees with sinew.config about sizes"
+    # Else a head's actions would be added to noise, without a word
+    if type(model).solver.kind == "single" and spec.solver.kind != "single":
+        yield f"spec.solver: expected single of {spec.architecture}, which answers at once, got {spec.solver.kind}"
+    if model.views is not None and (spec.views != model.views or not processing.all_cameras):
+        optional = "" if processing.all_cameras else ", of which some may be missing"
+        wanted = f"expected true and {model.views} views, which the weights fix"
+        yield f"sinew.processing.all_cameras: {wanted}, got {spec.views}{optional}"
+    moments = (spec.history, len(spec.cameras)) if spec.history_padding == "mask" else None
+    if model.moments != moments:
+        wanted, got = (
+            f"1 to {each[0]} moments of {each[1]} views" if each else "no history of any length"
+            for each in (model.moments, moments)
+        )
+        yield f"sinew.spec: expected {wanted}, as sinew.config says, got {got}"
+    for camera in spec.cameras if model.grid is not None else ():
+        size = processing.image.size_after(camera.height, camera.width)
+        if (found := model.grid_of(*size)) != model.grid:
+            frames = f"camera {camera.name}, whose frames become {size[0]}x{size[1]} pixels"
+            got = "x".join(map(str, model.grid or ()))
+            yield f"sinew.config: expected the {found[0]}x{found[1]} patches of {frames}, got a grid of {got}"
+    if spec.committed_rows and not model.times_per_row:
+        wanted = f"0 for {spec.architecture}, whose head takes one time for all rows"
+        yield f"spec.committed_rows: expected {wanted}, got {spec.committed_rows}"

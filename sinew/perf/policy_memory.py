@@ -60,4 +60,4 @@ def loaded_memory(policy: Policy) -> tuple[int, str]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

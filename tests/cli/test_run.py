@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,33 @@ def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> N
     report = last_json(capsys)
     assert report["episodes"] == 1
     assert report["executed"] > 0
+
+
+class Reach:
+    """An environment of somebody's own, whose observation is not Sinew's."""
+
+    control_hz, max_steps, action_space = 30.0, 5, SimpleNamespace(shape=(2,))
+
+    def __init__(self) -> None:
+        self.unwrapped = self
+
+    def reset(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"top": np.full((4, 6, 3), 7, np.uint8), "agent_pos": np.array([1.0, 2.0])}, {}
+
+
+def test_an_environment_of_ones_own_is_driven_through_an_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gymnasium")
+    mapping, reach = tmp_path / "map.json", f"gym:{__name__}:Reach"
+    mapping.write_text(json.dumps({"images": {"front": "top"}, "state": ["agent_pos"], "prompt": "reach"}))
+    machine, prompt, rate = RobotFlags(reach, adapter=str(mapping)).opener()(
+        {"architecture": "act", **POLICY, "action": {"dim": 2, "units": []}}
+    )
+    seen = machine.observe()
+    assert (prompt, rate, seen["images"]["front"].mean(), [*seen["state"]]) == ("reach", 30.0, 7, [1, 2])
+    assert main(["run", str(BLOCKS), "--robot", "dry", "--adapter", str(mapping)]) == 1
+    assert "--adapter: belongs to --robot gym:ENV" in capsys.readouterr().err
 
 
 class Bench:

@@ -179,12 +179,21 @@ const long = (data) => class {
 await asked(long({ byteLength: 2 ** 28 + 1 }));
 await asked(long("x".repeat(2 ** 16 + 1)));
 await asked(class { constructor() { throw new SyntaxError("no address"); } });
+const ends = (open) => class {
+  constructor() { setTimeout(() => { if (open) this.onopen(); this.onclose({ type: "close", reason: "" }); }); }
+  close() {}
+};
+for (const [url, open] of [["ws://robot", true], ["ws://robot", false], ["wss://robot", false]])
+  try { await new Client(url, { WebSocket: ends(open) }).metadata(); } catch (error) { console.log(error.message); }
 const robot = new Client("ws://robot", { WebSocket: server({}, [reply({})]) });
 opened = 0;
 const calls = [robot.infer(seen), robot.infer(seen)].map((call) => told(() => call));
 robot.close();
 console.log(...await Promise.all(calls), await told(() => robot.metadata()), opened);
 """
+
+
+NEVER = "no server of this protocol answers at {}://robot, the key is not its own, or "
 
 
 def tool(name: str, what: str) -> str:
@@ -496,6 +505,8 @@ def test_they_go_past_an_address_that_is_silent(fields: Path, tmp_path: Path) ->
         both = run("env", f"LD_PRELOAD={both_hosts}", fields, "reset", f"tcp://both.test:{port}", 1)
         socket.create_connection(("127.0.0.1", port)).close()  # whoever still waits there ends
         alone = run(fields, "reset", f"tcp://127.0.0.2:{port}", 1)
+    refused = run(fields, "reset", f"tcp://127.0.0.3:{port}", 1)  # where nobody listens
+    assert refused.startswith(f"no server at 127.0.0.3:{port}: Connection refused")
     assert both.splitlines() == ["one"]
     assert alone.lower().splitlines() == [f"no server at 127.0.0.2:{port}: connection timed out [timeout]"]
 
@@ -591,6 +602,10 @@ def test_javascript_refuses_what_no_server_says() -> None:
         "bad_reply 0",  # longer than any reply
         "bad_reply 0",
         "bad_address 0",
+        "the connection to ws://robot was lost [connection_lost]",
+        NEVER.format("ws") + "it wants wss:// [connection_lost]",
+        NEVER.format("wss")
+        + "its certificate is not trusted (Node takes one more from NODE_EXTRA_CA_CERTS) [connection_lost]",
         "connection_lost connection_lost connection_lost 0",  # a client that was closed opens nothing
     ]
 

@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sinew.bundle import Bundle
-from sinew.convert import convert
+from sinew.convert import convert, read
+from sinew.convert.options import ConvertOptions
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.resnet import backbone
 from sinew.core import BundleError, ConvertError, ObservationError
 from sinew.families.act.convert import BACKBONE
+from sinew.families.act.model import ACT
 from sinew.layers.resnet import LAYERS, ResNet, ResNetConfig
+from sinew.models.solvers import FLOW
 from sinew.policy import load
 from tests.golden import Golden
 from tests.models.stages import observation
@@ -60,6 +63,26 @@ def run(checkpoint: Path, **changes: object) -> Bundle:
 def test_what_is_not_computed_is_refused(checkpoint: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConvertError, match=message):
         run(checkpoint, **changes)
+
+
+def test_what_no_engine_would_open_is_not_written(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a converter of somebody's own: a head that answers at once is no velocity, which would be added to
+    noise without a word; and a view that weights fix may not be missing."""
+    found, out = read(checkpoint, ConvertOptions()), checkpoint.parent / "out.gguf"
+    spec, width = found.spec, found.processing.padded_action_dim
+    velocity = replace(found, spec=replace(spec, solver=FLOW, noise_dim=width))
+    with pytest.raises(
+        ConvertError, match=r"spec.solver: expected single of act, which answers at once, got euler"
+    ):
+        velocity.write(out, "arm", ConvertOptions())
+    monkeypatch.setattr(ACT, "views", property(lambda self: 2))
+    with pytest.raises(
+        ConvertError, match="expected true and 2 views, which the weights fix, got 2, of which"
+    ):
+        replace(found, processing=replace(found.processing, all_cameras=False)).write(
+            out, "arm", ConvertOptions()
+        )
+    assert not out.exists()
 
 
 def test_ensembling_is_the_robots(checkpoint: Path) -> None:

@@ -151,11 +151,12 @@ def test_eager_runs_the_contract(model):
 
 
 def test_a_view_that_weights_fix_may_not_be_missing(smolvla_bundle, monkeypatch):
+    bundle = Bundle(smolvla_bundle("smolvla-2cam"))
     monkeypatch.setattr(SmolVLA, "views", property(lambda self: 3))
     with pytest.raises(
         BundleError, match="expected true and 3 views, which the weights fix, got 2, of which"
     ):
-        load_model(Bundle(smolvla_bundle("smolvla-2cam")), CPU, "fp32")
+        load_model(bundle, CPU, "fp32")
 
 
 def test_a_model_that_computes_when_it_is_made_is_named(monkeypatch):

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ from PIL import Image
 from sinew_client import Client
 
 from sinew.bundle import Bundle
+from sinew.checks.validate.observations import random_observations
+from sinew.checks.validate.parity import compare
 from sinew.cli import main
 from sinew.core import BundleError, SinewError
 from sinew.engine.clone import on_meta
@@ -322,6 +326,22 @@ def test_a_provider_that_runs_nothing_is_refused_and_one_that_leaves_much_is_war
         assert (
             "CPUExecutionProvider 20.0% of 25 nodes, 3 of 23 products (3 MatMul, 2 Erf)" in caplog.text
         ) is warned
+
+
+def test_openvino_computes_what_eager_does(bundle, folder):
+    """On a CPU, stage by stage; of the products it has to take nine in ten."""
+    if providers.OPENVINO not in providers.runtime().get_available_providers():
+        pytest.skip(f"no {providers.OPENVINO} here, which the package onnxruntime-openvino brings")
+    with (
+        closing(load(bundle, engine="eager", threads=1)) as eager,
+        closing(load(folder, engine="onnx", providers=["openvino"], threads=1)) as policy,
+    ):
+        parity = compare(policy, eager, islice(random_observations(eager), 3))
+        taken = policy.engine.assigned
+    assert parity.passed, parity.to_dict()
+    assert {*parity.stages} == {"vision", "prefix", "head", "actions"}
+    products = {name: providers._products(kinds) for name, kinds in taken.items()}
+    assert products[providers.OPENVINO] > 9 * products.get(providers.CPU, 0)
 
 
 def test_a_provider_that_does_not_load_is_an_error():

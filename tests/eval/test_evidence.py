@@ -30,6 +30,7 @@ from sinew.cli import main
 from sinew.core import SinewError
 from sinew.core.registry import architectures, backbone, families
 from sinew.eval.evidence import films, leaderboard, page, repeat, run_page
+from sinew.eval.evidence.animation import compose
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode, digest_of
 from sinew.eval.settings import Task, Variant
@@ -218,6 +219,15 @@ def test_an_episode_of_another_interpreter_is_filmed(tmp_path: Path) -> None:
             np.testing.assert_equal(getattr(one, name), getattr(other, name))
 
 
+@pytest.mark.parametrize("shade", [0, 255])
+def test_a_camera_is_named_on_dark_frames_and_bright_ones(shade: int) -> None:
+    """A stroke of paper around ink: one of them differs from whatever lies under them."""
+    frame = np.full((8, 8, 3), shade, np.uint8)
+    seen = np.asarray(compose(np.zeros((128, 128, 3), np.uint8), {"wrist": frame}, "go", "step 1"))[:64, 128:]
+    unlike = np.abs(seen.astype(int) - shade).min(axis=-1) > 180
+    assert unlike.sum() > 20
+
+
 def test_films_need_a_page() -> None:
     assert main(["eval", "expert", "--films", "2"]) == 1
 
@@ -228,7 +238,7 @@ def test_what_cannot_be_filmed_is_said(tmp_path: Path, capsys: pytest.CaptureFix
                  "--out", str(tmp_path), "--films", "1"])  # fmt: skip
     assert code == 0
     assert "no films: expected chunks in simulated time" in capsys.readouterr().err
-    assert "None were made" in (tmp_path / "report.html").read_text()
+    assert "None were made: they need chunks in simulated time." in (tmp_path / "report.html").read_text()
 
 
 # ----------------------------------------------------------------------------- played again

@@ -661,6 +661,7 @@ def test_perf_run_warns_where_fit_refuses(capsys, tmp_path):
     out = tmp_path / "out.json"
     assert main(["perf", "run", str(bundle), *map(str, options), "--json", str(out)]) == 0
     shown = capsys.readouterr().out.splitlines()
+    assert not [line for line in shown if re.search(r"(?<![\d.])0\.0+(?!\d)", line)]  # small, and not nothing
     assert {m["machine"]: m["fits"] for m in json.loads(out.read_text())["machines"]} == {
         "small": False,
         "orin-nano": True,

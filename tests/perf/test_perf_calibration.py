@@ -436,6 +436,7 @@ def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert document["total"] == document["memory"] - document["system"] - document["headroom"]
     for word in ("weights, vision", "keys and values of the prefix", "fits with"):
         assert word in report
+    assert " on Jetson Orin Nano 8 GB:" in " ".join(report.split())  # nobody named the machine
     assert perf_machine.fit("pi0", memory_gib=4, search=False) == 1
     assert "does not fit" in capsys.readouterr().out
     own = tmp_path / "boards.toml"

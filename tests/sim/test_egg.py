@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,11 @@ def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.Captur
         "--out",
         str(tmp_path),
     ]
-    chunks = ["--latency", "27.3ms", "--replan", "1", "--solver-steps", "2"]
+    said = (
+        Path(__file__).parents[2] / "docs" / "stream.md"
+    ).read_text()  # the page's own command, of which no egg is to be held
+    (latency,) = re.findall(r"chunks\s+none \(`sinew eval egg (--latency \S+)`\)", said)
+    chunks = [*latency.split(), "--replan", "1", "--solver-steps", "2"]
     compared = ["--compare", "stream=33:2.1,latency=0"]
     assert main(["--debug", "eval", str(BUNDLE), *flags, *chunks, *compared, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out.splitlines()[-1])["variants"]

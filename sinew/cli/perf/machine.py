@@ -75,7 +75,7 @@ def fit(
         search=search,
     )
     console = terminal.console()
-    print_fit(found, console)
+    print_fit(found, board.title, console)
     fits_alone = None
     if board.alone_gib is not None:
         left = found.headroom + round((taken - board.alone_gib) * 2**30)
@@ -89,10 +89,12 @@ def fit(
     return 0 if found.fits else 1
 
 
-def print_fit(found: Fit, console: Console) -> None:
+def print_fit(found: Fit, board: str, console: Console) -> None:
     report = found.report
     shapes = report.shapes
-    title = f"{report.name}: {shapes.views} views, {shapes.tokens} prompt tokens, chunk {report.chunk}"
+    title = (
+        f"{report.name} on {board}: {shapes.views} views, {shapes.tokens} prompt tokens, chunk {report.chunk}"
+    )
     table = terminal.table(title, "memory", "format", ">MiB")
     for row in report.weights:
         part = "" if row.resident == row.nbytes else f", rows read of {_mib(row.nbytes)} MiB"

@@ -94,7 +94,7 @@ def run(
     console.print(_component_table(source, records))
     gib = memory_report(program).weights_nbytes / 2**30
     console.print(
-        f"weights, tables included: {gib:.2f} GiB; every operator at its best, nothing else counted",
+        f"weights, tables included: {_shown(gib)} GiB; every operator at its best, nothing else counted",
     )
     for machine, record in zip(machines, records, strict=True):
         shared = replace(
@@ -122,14 +122,19 @@ def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
     table = terminal.table(f"{source}: roofline", "machine", "component", *columns)
     for record in records:
         for part in record["components"]:
-            bound = (f"{part['ms']:.2f}", f"{part['share']:.1%}", part["bound"], f"{part['intensity']:.1f}")
-            numbers = (f"{part['gflop']:.1f}", f"{part['gbyte']:.2f}", f"{part['tflops']:.1f}")
+            bound = (_shown(part["ms"]), f"{part['share']:.1%}", part["bound"], f"{part['intensity']:.1f}")
+            numbers = (_shown(part["gflop"], 1), _shown(part["gbyte"]), f"{part['tflops']:.1f}")
             table.add_row(record["title"], part["component"], *bound, *numbers)
         if record["sync_ms"]:
-            table.add_row("", f"between {record['products']:,} products", f"{record['sync_ms']:.2f}")
+            table.add_row("", f"between {record['products']:,} products", _shown(record["sync_ms"]))
         rate = f"{record['hz']:.1f} Hz"
-        table.add_row("", "end to end", f"{record['ms']:.2f}", "", rate, end_section=True, style="bold")
+        table.add_row("", "end to end", _shown(record["ms"]), "", rate, end_section=True, style="bold")
     return table
+
+
+def _shown(value: float, decimals: int = 2) -> str:
+    """Return a number with so many decimals; one that they would leave nothing of, with two digits."""
+    return f"{value:.{decimals}f}" if value >= 10.0**-decimals or not value else f"{value:.2g}"
 
 
 def _operators_table(machine: Hardware, shown: Sequence[MatrixProduct]) -> Table:

@@ -28,7 +28,8 @@ def compose(
         # Its pixels should show
         small = Image.fromarray(frame).resize((side, side), Image.Resampling.NEAREST)
         picture.paste(small, (size, index * side))
-        draw.text((size + 4, index * side + 2), camera, fill=_INK, font=font)
+        at = (size + 4, index * side + 2)
+        draw.text(at, camera, fill=_INK, font=font, stroke_width=2, stroke_fill=_PAPER)  # frames may be dark
     draw.text((6, size + 5), prompt, fill=_INK, font=font)
     draw.text((6, size + CAPTION + 2), status, fill=_COLORS[success], font=font)
     return picture

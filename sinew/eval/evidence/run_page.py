@@ -50,7 +50,9 @@ def _parts(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
 def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield "<h2>Films</h2>"
     if not films:
-        yield '<p class="note">None were made: <code>sinew eval --films 2</code> makes them.</p>'
+        live = record["task"]["realtime"] or any(each["variant"].get("stream") for each in record["variants"])
+        can = "they need chunks in simulated time" if live else "<code>sinew eval --films 2</code> makes them"
+        yield f'<p class="note">None were made: {can}.</p>'
         return
     other = sum(not film.same for film in films)
     yield (

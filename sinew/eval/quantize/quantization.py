@@ -124,7 +124,8 @@ def quantize(
             able = [each for each in COMPONENTS if not lacking(opened, {each: "int8"})]
             raise SinewError(
                 f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
-                f" but what its reference keeps in float32; of its components {', '.join(able) or 'none'} can be named"
+                f" but torch.nn's or what its reference keeps in float32; of its components {', '.join(able) or 'none'}"
+                " can be named"
             )
         chosen[part] = "fp32"
     with progress.task(f"validating {bundle.name} as it is"):

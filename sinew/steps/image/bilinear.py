@@ -45,9 +45,9 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     left, right = pairs[:, :wide], pairs[:, wide:]
     left *= left_weight
     right *= column_weight
-    left += right
+    mixed = np.add(left, right, out=_scratch("mixed", left.shape, np.float32))  # take copies what has gaps
     upper, lower = (
-        left.take(which, axis=0, out=_scratch(name, (height, wide), np.float32), mode="clip")
+        mixed.take(which, axis=0, out=_scratch(name, (height, wide), np.float32), mode="clip")
         for name, which in (("upper", first_row), ("lower", second_row))
     )
     upper *= upper_weight
