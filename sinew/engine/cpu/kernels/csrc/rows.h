@@ -140,9 +140,10 @@ inline int rows_of(const Weights& w, int64_t channel) {
   return static_cast<int>(w.channels - channel < CHANNELS ? w.channels - channel : CHANNELS);
 }
 
-// Scales of CHANNELS rows, from `channel` on, [groups][CHANNELS]. Rows behind the last have zeros.
+// Scales of CHANNELS rows, from `channel` on, [groups][CHANNELS]; those that rows hold, of the groups of values `at` to `end`,
+// whose codes are read as well: a pass of its own over such short rows takes as long again. Rows behind the last have zeros.
 template <int FORMAT>
-void expand_scales(const Weights& w, int64_t channel, float* scales) {
+inline void expand_scales(const Weights& w, int64_t channel, int64_t at, int64_t end, float* scales) {
   const int rows = rows_of(w, channel);
   if (FORMAT == TERNARY || FORMAT == INT8 || FORMAT == INT8_PANELS) {
     for (int c = 0; c < CHANNELS; ++c) scales[c] = c < rows ? w.scale[w.scales == 1 ? 0 : channel + c] : 0.0f;
@@ -150,10 +151,10 @@ void expand_scales(const Weights& w, int64_t channel, float* scales) {
   }
   const int64_t bytes = row_bytes(FORMAT, w.k);
   const int block = FORMAT == Q8_0 ? 34 : 18;
-  for (int64_t g = 0; g < w.k / 32; ++g, scales += CHANNELS) {
+  for (int64_t g = at / 32; g < end / 32; ++g) {
     uint16_t halves[CHANNELS] = {};
     for (int c = 0; c < rows; ++c) std::memcpy(halves + c, w.data + (channel + c) * bytes + g * block, 2);
-    for (int c = 0; c < CHANNELS; ++c) scales[c] = half_to_float(halves[c]);
+    for (int c = 0; c < CHANNELS; ++c) scales[g * CHANNELS + c] = half_to_float(halves[c]);
   }
 }
 
@@ -181,8 +182,8 @@ void expand_panel(const Weights& w, int64_t channel, void* panel, float* scales)
     } else {
       transpose(reinterpret_cast<int32_t*>(codes), CHUNK / 4, size / 4, static_cast<int32_t*>(panel) + at / 4 * CHANNELS);
     }
+    if (TRAITS[FORMAT].group || at == 0) expand_scales<FORMAT>(w, channel, at, at + there, scales);
   }
-  expand_scales<FORMAT>(w, channel, scales);
 }
 
 template <int UNIT, int WIDE_UNIT, int BIAS>
@@ -191,7 +192,7 @@ void expand(const Weights& w, int64_t channel, void* panel, float* scales, int32
     case TERNARY: return expand_panel<TERNARY, UNIT, 0>(w, channel, panel, scales);
     case Q4_0: return expand_panel<Q4_0, UNIT, 0>(w, channel, panel, scales);
     case INT8: return expand_panel<INT8, WIDE_UNIT, BIAS>(w, channel, panel, scales);
-    case INT8_PANELS: return expand_scales<INT8_PANELS>(w, channel, scales);
+    case INT8_PANELS: return expand_scales<INT8_PANELS>(w, channel, 0, w.k, scales);
     default: return expand_panel<Q8_0, WIDE_UNIT, BIAS>(w, channel, panel, scales);
   }
 }

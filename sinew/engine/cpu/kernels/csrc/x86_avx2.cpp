@@ -245,7 +245,7 @@ void expand_pairs(const Weights& w, int64_t channel, void* panel, float* scales,
     }
   }
   for (int h = 0; h < 2; ++h) _mm256_storeu_si256(reinterpret_cast<__m256i*>(bases + 8 * h), sums[h]);
-  expand_scales<FORMAT>(w, channel, scales);
+  expand_scales<FORMAT>(w, channel, 0, w.k, scales);
 }
 
 void expand_avx2(const Weights& w, int64_t channel, void* panel, float* scales, int32_t* bases) {

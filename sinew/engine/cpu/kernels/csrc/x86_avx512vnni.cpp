@@ -74,9 +74,44 @@ struct MultiplyTwo {
   }
 };
 
+inline __m128i block(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+
+// As expand_panel() of Q4_0 in units of 4, of sixteen rows: their blocks of 16 bytes are turned as they lie, two codes a byte.
+void expand_nibbles(const Weights& w, int64_t channel, uint8_t* panel, float* scales) {
+  const int64_t bytes = row_bytes(Q4_0, w.k);
+  const uint8_t* from = w.data + channel * bytes;
+  const __m512i low = _mm512_set1_epi8(15);
+  for (int64_t at = 0; at < w.k; at += 32, from += 18, panel += 32 * CHANNELS) {
+    expand_scales<Q4_0>(w, channel, at, at + 32, scales);
+    __m512i rows[4], units[4];  // rows i, 4 + i, 8 + i and 12 + i; then 4 codes low and 4 high of each row
+    for (int i = 0; i < 4; ++i) {
+      const uint8_t* row = from + 2 + i * bytes;
+      rows[i] = _mm512_inserti32x4(_mm512_castsi128_si512(block(row)), block(row + 4 * bytes), 1);
+      rows[i] = _mm512_inserti32x4(rows[i], block(row + 8 * bytes), 2);
+      rows[i] = _mm512_inserti32x4(rows[i], block(row + 12 * bytes), 3);
+    }
+    for (int h = 0; h < 2; ++h) {
+      const __m512i a = h ? _mm512_unpackhi_epi32(rows[0], rows[1]) : _mm512_unpacklo_epi32(rows[0], rows[1]);
+      const __m512i b = h ? _mm512_unpackhi_epi32(rows[2], rows[3]) : _mm512_unpacklo_epi32(rows[2], rows[3]);
+      units[2 * h] = _mm512_unpacklo_epi64(a, b);
+      units[2 * h + 1] = _mm512_unpackhi_epi64(a, b);
+    }
+    for (int u = 0; u < 4; ++u) {
+      _mm512_storeu_si512(panel + 64 * u, _mm512_and_si512(units[u], low));
+      _mm512_storeu_si512(panel + 64 * (4 + u), _mm512_and_si512(_mm512_srli_epi16(units[u], 4), low));
+    }
+  }
+}
+
+void expand_avx512(const Weights& w, int64_t channel, void* panel, float* scales, int32_t* bases) {
+  if (w.format == Q4_0 && rows_of(w, channel) == CHANNELS)
+    return expand_nibbles(w, channel, static_cast<uint8_t*>(panel), scales);
+  expand<4, 4, 128>(w, channel, panel, scales, bases);
+}
+
 const auto MULTIPLY = Table<Multiply, ROWS>::run, MULTIPLY_TWO = Table<MultiplyTwo, ROWS>::run;
 const Kernels AVX512VNNI = {
-    "avx512vnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
+    "avx512vnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand_avx512, pack<4, 4>,
     finish, resize, nullptr, {MULTIPLY_TWO, nullptr, MULTIPLY_TWO, nullptr},
 };
 
