@@ -1028,6 +1028,18 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
                 repeat(path)
         else:
             assert repeat(path).commands >= 0
+    first, second = (
+        next(at for at, line in enumerate(lines) if f'"chunk": 0, "index": {index}' in line)
+        for index in (1, 2)
+    )
+    for at, changed in ((first, {"row": [9.0]}), (second, {"row": None, "reason": "dark"})):
+        event = json.loads(lines[at])
+        event["command"] = {**event["command"], **changed}
+        path.write_text("\n".join([*lines[:at], json.dumps(event), *lines[at + 1 :]]))
+        then = json.loads(lines[at])["command"]
+        now = f"chunk 0 row {then['index']} {np.array2string(np.float32(then['row']), precision=4)}"
+        was = now.replace(now.partition("[")[2], "9.]") if changed["row"] else "hold (dark)"
+        assert repeat(path).differences == [f"step {then['step']}: then {was}, now {now}"]
     head = json.loads(lines[0])
     head["settings"]["handover"] = "naive"
     path.write_text("\n".join([json.dumps(head), *lines[1:]]))
@@ -1035,7 +1047,7 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_on_the_disk_is_not_written_over(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "run.jsonl"
+    path = tmp_path / "more" / "new" / "run.jsonl"
     Journal(path, Settings(20.0), 1).close()
     kept = path.read_bytes()
     with pytest.raises(JournalError, match="expected the name of a new file, got one that is there already$"):
@@ -1043,6 +1055,90 @@ def test_a_run_that_is_on_the_disk_is_not_written_over(tmp_path: Path) -> None:
     assert path.read_bytes() == kept
     with pytest.raises(JournalError, match=f"{tmp_path}: Is a directory|got one that is there already$"):
         Journal(tmp_path, Settings(20.0), 1)
+
+
+def test_each_event_of_a_journal_counts(tmp_path: Path) -> None:
+    """Without one of them a new controller decides otherwise, and so it does where somebody may have moved the robot
+    and the journal does not say so."""
+    limits = {"low": -9, "high": 9, "velocity": 9, "acceleration": 60}
+    settings = Settings(
+        np.float32(20.0), "aligned", motion={"kind": "absolute"}, limits=limits, substeps=np.int64(1)
+    )
+    controller = settings.controller(1)
+    path = tmp_path / "run.jsonl"
+    journal = Journal(path, settings, 1)
+    controller.listeners.append(journal.put)
+    steps = iter(range(100))
+
+    def moves(count: int = 3) -> None:
+        step = next(steps)
+        controller.ask(step, step, np.zeros(1, np.float32))
+        controller.arrived(step, np.arange(1, 11, dtype=np.float32)[:, None])
+        for at in (step, *(next(steps) for _ in range(count))):
+            controller.command(at, np.zeros(1, np.float32))
+
+    controller.stands(np.zeros(1))
+    moves()
+    controller.stood()
+    moves()
+    for moved in (False, True):
+        step = next(steps)
+        controller.fault(step, "dark", moved)
+        controller.command(step)
+        moves()
+    controller.stands(np.zeros(1))
+    moves()
+    for position, moved in ((np.full(1, 0.5), True), (None, False), (None, True)):
+        controller.pause()
+        controller.command(next(steps))
+        controller.resume(position, moved)
+        controller.command(next(steps))
+        moves()
+    controller.stands(np.zeros(1))
+    moves()
+    step = next(steps)
+    controller.failed(step, "lost", "busy")
+    controller.command(step)
+    step = next(steps)
+    controller.take_over(step)
+    controller.command(step)
+    step = next(steps)
+    controller.aligned(step)
+    controller.led(step, np.full(1, 0.25, np.float32))
+    controller.command(step)
+    controller.hand_back(step + 1)
+    controller.command(next(steps))
+    journal.close()
+    assert repeat(path).differences == []
+
+    begin, *events = map(json.loads, path.read_text().splitlines())
+
+    def differs(changed: list[dict[str, Any]]) -> bool:
+        path.write_text("".join(json.dumps(each) + "\n" for each in (begin, *changed)))
+        return bool(repeat(path).differences)
+
+    for at, event in enumerate(events):
+        if event["event"] != "command":
+            assert differs([*events[:at], *events[at + 1 :]]), event
+        if "moved" in event:  # older journals lack it
+            usual = event["event"] == "resume"
+            old = {name: value for name, value in event.items() if name != "moved"}
+            assert differs([*events[:at], old, *events[at + 1 :]]) == (event["moved"] != usual), event
+
+
+def test_a_journal_that_cannot_go_on_ends_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a value that it has no words for, too; and no process waits for one that nobody has closed."""
+    path = tmp_path / "run.jsonl"
+    journal = Journal(path, Settings(20.0), 1)
+    assert journal._thread.daemon
+    journal.put("said", {"by": np.float32(0.5)})
+    for value in ({1}, {2}, 3):
+        journal.put("said", {"by": value})
+    journal.close()
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["begin", "said"]
+    assert caplog.messages == ["the journal ends: set does not go into a journal"]
 
 
 @given(
