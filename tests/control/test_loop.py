@@ -911,20 +911,69 @@ def test_calls_that_hang_for_ever_are_forgotten_one_by_one() -> None:
     """More slowly each time, so that threads do not pile up; an answer makes it quick again."""
     hang, hangs = threading.Event(), [True]
     requester, now, begun = Requester(lambda: lambda *_: hang.wait(60) if hangs else 7, 0.1), 0.0, []
-    while len(begun) < ABANDONED + 4:
+    while len(begun) < ABANDONED + 9:
         if requester.ready(now):
             begun.append(now)
             requester.ask({}, now)
             requester.cancel()
         now += 1.0
     assert begun[:ABANDONED] == [0, 1, 2, 3]
-    assert begun[ABANDONED:] == [10, 21, 42, 83]
+    assert begun[ABANDONED:] == [10, 21, 42, 83, 170, 341, 642, 683, 770]  # 600 s at most
     hangs.clear()
     while not requester.ready(now):
         now += 1.0
     requester.ask({}, now)
     assert until(requester, now) == Outcome(7)
     hang.set()
+
+
+def test_a_clock_that_is_set_back_takes_calls_that_hang_along() -> None:
+    hang = threading.Event()
+    requester = Requester(lambda: lambda *_: hang.wait(60), 1.0)
+    for _ in range(ABANDONED):
+        requester.ask({}, 1000.0)
+        requester.cancel()
+    assert [requester.ready(now) for now in (0.0, 9.9, 10.0)] == [False, False, True]
+    hang.set()
+
+
+def test_a_connection_is_closed_where_it_is_given_up() -> None:
+    """After a failure, when a call that was left behind returns, and at the end. Another request gets another one."""
+    go, made, closed = threading.Event(), [], []
+
+    class Call:
+        def __init__(self) -> None:
+            self.number = len(made)
+            made.append(self.number)
+
+        def __call__(self, observation: Any, limit: float) -> int:
+            if self.number == 0:
+                raise ClientError("x" * 401)
+            go.wait(60)
+            return self.number
+
+        def close(self) -> None:
+            closed.append(self.number)
+
+    requester = Requester(Call, 5.0)
+    requester.ask({}, 0.0)
+    assert until(requester, 0.0).reason == "ClientError: " + "x" * 400
+    assert closed == [0]
+    requester.ask({}, 1.0)
+    with pytest.raises(RuntimeError, match="^a request is under way$"):
+        requester.ask({}, 1.0)
+    assert requester._worker is not None
+    left = requester._worker.thread
+    assert left.daemon  # a call that hangs keeps no process alive
+    requester.cancel()
+    go.set()
+    left.join(60)
+    assert closed == [0, 1]
+    for number in (2, 3):
+        requester.ask({}, number)
+        assert until(requester, number) == Outcome(number)
+        requester.close(60.0)
+        assert closed == list(range(number + 1))
 
 
 def test_without_a_thread_a_request_fails_and_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -937,7 +986,10 @@ def test_without_a_thread_a_request_fails_and_is_made_again(monkeypatch: pytest.
     assert until(requester, 1.0) == Outcome(7)
 
 
-def test_the_end_waits_for_a_call_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wait", [(2.5,), ()])
+def test_the_end_waits_for_a_call_as_long_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, wait: tuple[float, ...]
+) -> None:
     go, ended = threading.Event(), []
     requester = Requester(lambda: lambda *_: go.wait(60), 1.0)
     requester.ask({}, 0.0)
@@ -950,8 +1002,8 @@ def test_the_end_waits_for_a_call_as_long_as_it_says(monkeypatch: pytest.MonkeyP
         threading.Thread.join(thread, 60)
 
     monkeypatch.setattr(thread, "join", join)
-    requester.close(2.5)
-    assert ended == [(2.5, True)]
+    requester.close(*wait)
+    assert ended == [(*wait, True) if wait else (0.0, True)]
     assert not thread.is_alive()
     assert not requester.busy
 
