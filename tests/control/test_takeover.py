@@ -413,8 +413,11 @@ def test_how_near_is_near_has_to_be_known() -> None:
     with pytest.raises(LeaderError, match="--align: expected .* range of 0, 1, 2"):
         Takeover(Hand([0.0] * DIM), Absolute(), DIM, None)
     Takeover(Hand([0.0] * DIM), Offsets((0, 1), (0, 1)), DIM, None)  # offsets are nowhere
+    with pytest.raises(LeaderError, match="range of 0 to take 0.05 of$"):
+        Takeover(Hand([0.0] * DIM), Relative((0,), (0,)), DIM, None)
     near = Takeover(Hand([0.0] * DIM), Absolute(), DIM, Limits.parse(LIMITS, DIM))
     assert near._near.tolist() == [0.2] * DIM
+    assert (near.apart, near.shadow, dict(near.failures)) == ("", False, {})
 
 
 def test_agreement_of_nothing() -> None:
@@ -477,8 +480,71 @@ def test_a_leader_is_near_where_the_robot_is_known_to_be() -> None:
     assert list(takeover.failures.values()) == [3]
 
 
+def test_leaders_without_places_are_followed_at_once_and_others_where_all_are_known() -> None:
+    controller: Any = SimpleNamespace(driver="aligning", aligned=lambda step: None)
+    free = Takeover(Hand([9.0] * DIM), Offsets((0, 1), (0, 1)), DIM, None)
+    free.follow(controller, 1, None)
+    assert free.apart == ""
+    placed = Takeover(Hand([0.0] * DIM), Relative((0, 1), (0, 1)), DIM, None, 0.25)
+    placed.follow(controller, 1, np.array([0.0, np.nan, np.nan]))
+    assert placed.apart == "where the robot is is not known"
+
+
+def test_what_a_leader_fails_with_is_said_once_each_and_a_hundred_times(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hand, numbers = Hand([0.0] * DIM), iter(range(204))
+
+    def read() -> Any:
+        raise RuntimeError(f"number {next(numbers) // 2}")
+
+    hand.read = read  # type: ignore[method-assign]
+    takeover = Takeover(hand, Absolute(), DIM, None, 0.1)
+    controller: Any = SimpleNamespace(driver="human", led=lambda *_: None)
+    for step in range(204):
+        takeover.follow(controller, step, None)
+    assert caplog.messages == [f"the leader failed: RuntimeError: number {k}" for k in range(100)]
+    assert set(takeover.failures.values()) == {2}
+
+
+def test_an_onlooker_knows_what_was_done_where_all_of_it_is_known() -> None:
+    robot = Robot([0.5] * DIM)
+    seen = Onlooker(robot, Relative((0,), (0,)), DIM)
+    assert not seen.concurrent_hold
+    assert "action" not in seen.observe()
+    assert seen.read() is None
+    seen.close()  # a robot that has no end
+    ended: list[int] = []
+    robot.close = lambda: ended.append(1)  # type: ignore[attr-defined]
+    seen.close()
+    assert ended == [1]
+
+
+def test_an_agreement_keeps_so_many_steps_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinew_client.control.takeover.KEPT", 4)
+    for frames, counted in ((range(5), 4), ([4, 0, 0, 0, 0], 3)):
+        found, row = ShadowAgreement(), np.zeros(1, np.float32)
+        for step, frame in enumerate(frames):
+            found.said(frame, row[None], 1.0)
+            found.add(step, row, row)
+        assert found.to_dict()["steps"] == 4
+        assert found.to_dict()["rows"]["count"] == [counted]
+
+
+def test_rows_of_chunks_are_compared_by_their_median_and_p95() -> None:
+    found = ShadowAgreement()
+    for step in range(21):
+        found.said(step, np.float32([[0], [1]]), 1.0)
+        found.add(step, np.zeros(1), np.full(1, step))
+    told = found.to_dict()
+    assert (told["numbers"]["0"]["p50"], told["numbers"]["0"]["p95"]) == (10, 19)
+    assert told["rows"]["count"] == [21, 20]
+    assert told["rows"]["numbers"]["0"] == {"p50": [10, 9.5], "p95": [19, pytest.approx(18.05)]}
+
+
 def test_hand_overs_are_counted_and_told() -> None:
     handed = HandedOver()
+    handed.commanded(np.ones(2, np.float32), np.zeros(2), ())  # nobody has taken over
     assert handed.to_dict() == {}
     before = np.zeros(2)
     for driver, row, at in (
