@@ -545,7 +545,7 @@ def test_rows_of_chunks_are_compared_by_their_median_and_p95() -> None:
 def test_hand_overs_are_counted_and_told() -> None:
     handed = HandedOver()
     handed.commanded(np.ones(2, np.float32), np.zeros(2), ())  # nobody has taken over
-    assert handed.to_dict() == {}
+    assert (handed.largest, handed.to_dict()) == (0, {})
     before = np.zeros(2)
     for driver, row, at in (
         ("human", [1, 2], None),  # from a place that nobody knows
