@@ -181,6 +181,50 @@ def test_hand_overs_have_no_jump(rounds: int) -> None:
     print(f"{to_human} and {to_policy} hand-overs, largest step {largest:.4f} of {most.max():.4f}")
 
 
+def test_a_robot_is_looked_at_as_often_as_somebody_has_to_know() -> None:
+    """To ask, to begin, and while a leader aligns, but not while it leads; of an onlooker always."""
+
+    class Seen(Robot):
+        looks = 0
+
+        def observe(self) -> dict[str, Any]:
+            self.looks += 1
+            return super().observe()
+
+    robot = Seen([0.0] * DIM, droop=0.3)
+    hand, source = Hand([0.0] * DIM, follows=False), Policy(np.random.default_rng(0), 3)
+    loop = loop_of(robot, source, hand, limits={**LIMITS, "still": [0.0, None, None]})
+    loop.take_over()
+    until(loop, 1)
+    assert (loop.driver, robot.looks) == ("aligning", 1)
+    hand.at = np.full(DIM, 0.3, np.float32)  # of two numbers only its state says where it is
+    until(loop, 5)
+    assert (loop.driver, robot.looks) == ("human", 3)
+    loop.hand_back()
+    until(loop, 9)
+    assert (loop.driver, robot.looks) == ("policy", 3 + source.asked)
+    loop.take_over()
+    until(loop, 13)  # an answer was under way
+    assert (source._due, loop.report().faults["total"]) == (None, 0)
+    hand.at = robot.position  # and not where it droops to
+    looks = robot.looks
+    until(loop, 15)
+    assert (loop.driver, robot.looks) == ("human", looks)
+    robot = Seen([0.0] * DIM)
+    eyes = Onlooker(robot, Absolute(), DIM)
+    until(loop_of(eyes, Policy(np.random.default_rng(0), 3), eyes, shadow=True, limits={}, align=9.0), 20)  # type: ignore[arg-type]
+    assert robot.looks >= 20
+    robot = Seen([0.0] * DIM)
+    until(loop_of(robot, Policy(np.random.default_rng(0)), hand), 1)
+    assert (robot.looks, robot.sent[0] is not None) == (1, True)
+    robot = Seen([0.0] * DIM)
+    loop = loop_of(robot, source, hand, substeps=2, limits={"still": [0.0, None, None]})
+    ticks(loop, 6)
+    sent = [row for row in robot.sent if row is not None]
+    assert np.isfinite(sent).all()
+    np.testing.assert_array_equal(sent[0], sent[1])  # between what is not known there is nothing
+
+
 def test_a_leader_that_is_elsewhere_is_not_followed() -> None:
     """Until the person has brought it near, the robot holds, and it is said by how much it is elsewhere."""
     robot, hand = Robot([0.0, 0.0, 0.0]), Hand([1.0, 0.0, 0.0], follows=False)
