@@ -1594,7 +1594,7 @@ def test_settings_at_their_bounds() -> None:
     with pytest.raises(
         SettingsError, match="limits.workspace_low, limits.workspace_high: expected none beside fusion"
     ):
-        Settings(8.0, fusion="average", limits={"workspace_low": 0.0}).controller(1)
+        Settings(8.0, fusion="average", limits={"workspace_low": [0.0, None]}).controller(2)
     for more, message in (
         (
             {"replan": "disagreement:1,2", "handover": "freeze"},
@@ -1606,10 +1606,21 @@ def test_settings_at_their_bounds() -> None:
             "handover: expected one without real-time chunking beside an edge adapter",
         ),
         ({"substeps": 2}, "substeps: expected motion absolute or relative"),
+        ({"speed": 0.5}, "speed: expected motion absolute, relative or offsets"),
+        (
+            {"limits": {"workspace_low": 0.0}},
+            "limits.workspace_low, limits.workspace_high: expected a motion that",
+        ),
         ({"speed": 0.5, "motion": ABSOLUTE, "refine": 1}, "speed: expected 1 beside"),
         ({"speed": 0.5, "motion": ABSOLUTE, "future": True}, "speed: expected 1 beside"),
     ):
         with pytest.raises(SettingsError, match=f"^{message}"):
             Settings(20.0, **{"handover": "aligned", **more}).controller(1)
+    with pytest.raises(SettingsError, match="^fusion: expected"):
+        Settings(20.0, fusion="mean").controller(1)
+    motion = {"kind": "relative", "action": [0], "state": [5]}  # the state has no such number
+    with pytest.raises(SettingsError, match="^limits.velocity: expected a motion .*got neither for 0, 1$"):
+        Settings(20.0, motion=motion, limits={"velocity": 1.0}).check_start(2, 3)
+    assert Settings(20.0).committed_rows == 0
     for more in ({"substeps": 2}, {"future": True}, {"speed": 0.5}, {"refine": 1}):
         Settings(20.0, "aligned", motion=ABSOLUTE, **more).controller(1)
