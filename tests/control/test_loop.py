@@ -35,6 +35,7 @@ from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
 from sinew_client.control.smoothing import parse_filter
+from sinew_client.control.watchdog import Watchdog
 from sinew_client.errors import Refused, SinewError
 from sinew_client.faults import PERMANENT
 from sinew_client.history import History
@@ -580,6 +581,20 @@ def test_a_command_that_the_robot_does_not_take_is_said_once(caplog: pytest.LogC
     ]
     assert report.held == {"no chunk yet": 2, "it is too far": 6}
     assert [m for m in caplog.messages if "too far" in m] == ["step 3: holds: it is too far"]
+
+
+def test_a_hold_is_due_two_periods_after_a_command_was_sent() -> None:
+    loop, arm = loop_of(delay=0.0)
+    loop.watchdog = Watchdog(arm.hold, 0.05, active=False, now=arm.clock.now)
+    act = arm.act
+
+    def slow(row: np.ndarray) -> None:
+        arm.clock.time += 0.03
+        act(row)
+
+    arm.act = slow  # type: ignore[method-assign]
+    loop.tick(loop.pace.next())
+    assert loop.watchdog._due == arm.clock.time + 0.1
 
 
 def test_where_there_is_no_leader_nobody_takes_over() -> None:
