@@ -203,12 +203,14 @@ def test_a_robot_is_looked_at_as_often_as_somebody_has_to_know() -> None:
     loop.hand_back()
     until(loop, 9)
     assert (loop.driver, robot.looks) == ("policy", 3 + source.asked)
+    while source._due is None:  # until an answer is under way
+        ticks(loop, 1)
     loop.take_over()
-    until(loop, 13)  # an answer was under way
+    ticks(loop, 4)
     assert (source._due, loop.report().faults["total"]) == (None, 0)
-    hand.at = robot.position  # and not where it droops to
+    hand.at = np.float32(loop.controller.guard.here)  # type: ignore[union-attr]  # and not where it droops to
     looks = robot.looks
-    until(loop, 15)
+    ticks(loop, 2)
     assert (loop.driver, robot.looks) == ("human", looks)
     robot = Seen([0.0] * DIM)
     eyes = Onlooker(robot, Absolute(), DIM)
