@@ -490,6 +490,15 @@ def test_an_adapter_refines_the_newest_chunk_for_as_long_as_it_may() -> None:
         np.zeros((8, 1), np.float32), 2
     )  # rows that are made anew in each step are none that are left
     assert [beyond.wants_chunk(step) for step in (1, 2, 4)] == [False, True, True]
+    for handover, frame, asks in (
+        ("aligned", 0, [False, True, True]),
+        ("ensemble", 2, [False, False, False]),
+    ):
+        late = begun(handover, "full", [0, 1, 2, 3], 2, refine=9)
+        late.ask(2, frame)
+        late.accept(np.zeros((4, 1), np.float32), 2)
+        late.refined(np.zeros((8, 1), np.float32), 2)
+        assert [late.wants_chunk(step) for step in (3, 4, 5)] == asks  # the newest chunk ends with its rows
     none = Player(parse_handover("aligned"), parse_rule("2"), refine=2)
     assert none.wants_chunk(0)
     assert not none.refines(0)
@@ -539,6 +548,11 @@ def test_rows_that_will_be_executed_are_guided() -> None:
         player.commanded(step, np.zeros(1, np.float32))
     fields = player.ask(2, 2).fields
     assert (len(fields["previous"]), fields["delay"], fields["horizon"]) == (6, 6, 2)
+    late = begun("rtc", "2", [0, 1, 2, 3], 2)
+    late.ask(2, 2)
+    late.accept(np.zeros((4, 1), np.float32), 2)
+    late.delay.add(20)
+    assert late.ask(2, 0).fields["horizon"] == 0  # no row is left for the guidance
     end = min(8 - fields["horizon"], len(fields["previous"]))
     assert guidance_weights(8, fields["delay"], end).tolist() == [1] * 6 + [0] * 2
 
