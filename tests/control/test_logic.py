@@ -136,6 +136,7 @@ def test_a_new_controller_has_done_nothing() -> None:
         )
         assert (controller.clipped_commands, controller.unanswered, controller.chunks) == (0, 0, 0)
         assert (controller.refines(0), controller.handed.steps) == (False, 0)
+        assert not controller.needs_state
         for unanswered in (1, 2):
             controller.failed(0, "gone", "timeout")
             assert (controller.unanswered, controller.faults.total) == (unanswered, unanswered)
