@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sinew_client import RequestTimeout, schema
+from sinew_client import ClientError, RequestTimeout, schema
 from sinew_client.control import Frames, Servers
 from sinew_client.control.frames import GAIN, LOOKS, QUALITY, SLOW_MS
 
@@ -28,8 +28,10 @@ def test_a_fast_network_gets_every_pixel() -> None:
 
 def test_raw_frames_stay_raw_and_a_slow_network_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     frames = Frames()
-    assert after(frames, 10.0) is None
-    assert frames.text == "raw: 10 ms on the network, up to 50 are left alone"
+    assert frames.text == "raw: fewer than 5 answers yet"
+    for milliseconds in (10.0, SLOW_MS):
+        assert after(frames, milliseconds) is None
+        assert frames.text == f"raw: {milliseconds:.0f} ms on the network, up to 50 are left alone"
     assert after(frames, 180.0, 100) is None
     said = "raw: 180 ms on the network; auto tries JPEG there, which changes actions a little"
     assert frames.text == said
@@ -51,6 +53,21 @@ def test_jpeg_stays_where_it_helped_and_goes_where_it_did_not() -> None:
         assert after(frames, 9000.0, 100) == quality  # for good
         assert "raw frames took 200" in frames.text
         assert frames.text.startswith("raw: JPEG was no faster" if quality is None else "JPEG 90: 158 ms")
+
+
+def test_a_quality_is_asked_for_where_pillow_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quality in (1, 95):
+        frames = Frames(str(quality))
+        assert (frames.quality, frames.text) == (quality, f"JPEG {quality}: asked for")
+
+    def missing() -> None:
+        raise ClientError("expected Pillow")
+
+    monkeypatch.setattr("sinew_client.control.frames.need_pillow", missing)
+    assert Frames("raw").quality is None
+    for wanted in ("auto", "90"):
+        with pytest.raises(ClientError, match="expected Pillow"):
+            Frames(wanted)
 
 
 @pytest.mark.parametrize("wanted", ["jpeg", "0", "96", "", "9.5"])

@@ -39,6 +39,7 @@ from sinew_client.control.replan import ReplanState, disagreement
 from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, _braking, checked_rows
 from sinew_client.control.takeover import ALIGNS, SILENT
 from sinew_client.control.trajectory import Trajectory
+from sinew_client.streams import StreamWindow
 
 
 def play(
@@ -135,6 +136,7 @@ def test_a_new_controller_has_done_nothing() -> None:
         )
         assert (controller.clipped_commands, controller.unanswered, controller.chunks) == (0, 0, 0)
         assert (controller.refines(0), controller.handed.steps) == (False, 0)
+        assert not controller.needs_state
         for unanswered in (1, 2):
             controller.failed(0, "gone", "timeout")
             assert (controller.unanswered, controller.faults.total) == (unanswered, unanswered)
@@ -225,16 +227,25 @@ def test_what_a_shadow_wants_is_as_old_as_it_may_be() -> None:
     controller.arrived(0, np.ones((6, 1), np.float32))
     assert controller.unanswered == 0
     wanted = [controller.command(step, np.zeros(1)).wanted for step in range(5)]
-    assert [each is not None for each in wanted] == [True, True, True, False, False]
+    controller.ask(5, 4, np.zeros(1))
+    controller.arrived(5, np.ones((6, 1), np.float32))
+    wanted += [controller.command(step, np.zeros(1)).wanted for step in (5, 6, 7)]
+    assert [each is not None for each in wanted] == [True, True, True, False, False, True, True, False]
 
 
-def test_a_robot_that_was_sent_nothing_in_one_step_starts_from_rest() -> None:
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_robot_that_was_sent_nothing_in_one_step_starts_from_rest(holds: bool) -> None:
     settings = Settings(20.0, "aligned", limits={"acceleration": 1.0}, motion={"kind": "absolute"})
     controller, push, at = settings.of_chunks(1), 1.0 / 20**2, [0.0]
     controller.stands(np.zeros(1))
     controller.ask(0, 0)
     controller.arrived(0, np.full((9, 1), 5.0))
     for step in (0, 1, 2, 4, 5):
+        if step == 4 and holds:
+            controller.fault(3, "dark")
+            assert controller.command(3).row is None
+            controller.ask(4, 4)
+            controller.arrived(4, np.full((9, 1), 5.0))
         row = controller.command(step).row
         assert row is not None
         at.append(float(row[0]))
@@ -265,6 +276,72 @@ def test_a_controller_that_goes_on_stands_where_holding_left_it() -> None:
         assert controller.guard.check(np.float32([3.0])).row == 3.0
         controller.resume(position, moved)
         assert controller.guard.here == here  # offsets of 0, wherever it is
+
+
+def test_a_filter_begins_where_the_robot_is() -> None:
+    """Where it was sent, or where its state says if rows are measured from that; at the first row where none does."""
+
+    def controller(kind: str, **limits: float) -> Controller:
+        motion = {"kind": kind, "action": [0], "state": [0]}
+        return Settings(20.0, "aligned", filter="ema:0.5", motion=motion, limits=limits).of_chunks(1)
+
+    def first(step: int, value: float, state: float = 9.0) -> float:
+        found.ask(step, step, np.full(1, state))
+        found.arrived(step, np.full((9, 1), value))
+        row = found.command(step, np.full(1, state)).row
+        assert row is not None
+        return float(row[0])
+
+    found = controller("absolute", high=4.0)
+    assert first(0, 8.0) == 4.0
+    found.fault(1, "dark")
+    found.command(1, np.full(1, 9.0))
+    assert first(2, 0.0) == 2.0  # from 4, as it was sent
+    assert [found.command(step).row for step in (3, 4)] == [1.0, 0.5]
+    found.take_over(5)
+    found.command(5)
+    found.aligned(6)
+    found.led(6, np.ones(1, np.float32))
+    found.command(6)
+    found.hand_back(7)
+    assert first(7, 3.0) == 2.0  # from where a person has led it
+    found.fault(8, "elsewhere", moved=True)
+    assert first(8, 3.5) == 3.5
+    for step, position, moved, value, row in (
+        (9, None, False, 1.5, 2.5),
+        (10, np.full(1, 0.5), False, 2.5, 1.5),
+        (11, None, True, 3.0, 3.0),
+    ):
+        found.pause()
+        found.resume(position, moved)
+        assert first(step, value) == row
+    found = controller("relative")
+    assert first(0, 1.0, 2.0) == 3.0
+    found.fault(1, "dark")
+    found.command(1, np.ones(1))
+    assert first(2, 2.0, 1.0) == 2.0  # from 1 to 3
+
+
+def test_a_stream_that_a_person_drives_beside_keeps_nothing_of_it() -> None:
+    controller = Settings(20.0, fusion="latest_only").of_stream(1)
+    found = []
+    for step in range(6):
+        if step == 1:
+            controller.take_over(1)
+            controller.aligned(1)
+        if step == 4:
+            controller.hand_back(4)
+        if step != 4:
+            window = np.full((5, 1), step, np.float32)
+            controller.arrived(
+                step, StreamWindow(step, window, (step - 0.5) / 20.0 if step else 0.0, step / 20.0)
+            )
+        controller.ask(step, step, time=step / 20.0)
+        controller.led(step, np.full(1, 7.0, np.float32))
+        command = controller.command(step)
+        found.append(command.reason or float(command.row[0]))
+        assert len(controller.trajectory) == (0 if step == 4 else 4)
+    assert found == [0.0, 7.0, 7.0, 7.0, "no window yet", 5.0]
 
 
 def test_a_command_says_which_row_it_is_and_where_a_new_chunk_begins() -> None:
@@ -414,6 +491,15 @@ def test_an_adapter_refines_the_newest_chunk_for_as_long_as_it_may() -> None:
         np.zeros((8, 1), np.float32), 2
     )  # rows that are made anew in each step are none that are left
     assert [beyond.wants_chunk(step) for step in (1, 2, 4)] == [False, True, True]
+    for handover, frame, asks in (
+        ("aligned", 0, [False, True, True]),
+        ("ensemble", 2, [False, False, False]),
+    ):
+        late = begun(handover, "full", [0, 1, 2, 3], 2, refine=9)
+        late.ask(2, frame)
+        late.accept(np.zeros((4, 1), np.float32), 2)
+        late.refined(np.zeros((8, 1), np.float32), 2)
+        assert [late.wants_chunk(step) for step in (3, 4, 5)] == asks  # the newest chunk ends with its rows
     none = Player(parse_handover("aligned"), parse_rule("2"), refine=2)
     assert none.wants_chunk(0)
     assert not none.refines(0)
@@ -463,6 +549,11 @@ def test_rows_that_will_be_executed_are_guided() -> None:
         player.commanded(step, np.zeros(1, np.float32))
     fields = player.ask(2, 2).fields
     assert (len(fields["previous"]), fields["delay"], fields["horizon"]) == (6, 6, 2)
+    late = begun("rtc", "2", [0, 1, 2, 3], 2)
+    late.ask(2, 2)
+    late.accept(np.zeros((4, 1), np.float32), 2)
+    late.delay.add(20)
+    assert late.ask(2, 0).fields["horizon"] == 0  # no row is left for the guidance
     end = min(8 - fields["horizon"], len(fields["previous"]))
     assert guidance_weights(8, fields["delay"], end).tolist() == [1] * 6 + [0] * 2
 
@@ -678,6 +769,14 @@ def test_one_slow_call_does_not_poison_the_estimate() -> None:
         delay.reconnected()
         delay.add(200)
     assert delay.steps == 4
+    controller = Settings(20.0, "aligned").of_chunks(1)
+    for asked, arrived, steps in ((0, 1, 1), (2, 5, 3), (6, 90, 3)):  # a failure before the last
+        controller.ask(asked, asked)
+        if asked == 6:
+            controller.failed(6, "lost")
+            controller.ask(6, 6)
+        controller.arrived(arrived, np.zeros((9, 1)))
+        assert controller.delay.steps == steps
     for steps in (90, 90, *[4] * 8):  # ten count
         delay.add(steps)
     assert delay.steps == 90
@@ -970,7 +1069,8 @@ def test_what_the_motion_cannot_follow_holds() -> None:
     controller.ask(1, 1, np.zeros(4, np.float32))
     assert controller.arrived(1, np.zeros((3, 1)))
     assert controller.command(1, np.zeros(4)).row is not None
-    assert "state: expected at least 4 numbers" in controller.command(2, np.zeros(2)).reason
+    for step, state in ((2, np.zeros(2)), (3, np.zeros(4))):  # nothing of this chunk any more
+        assert "state: expected at least 4 numbers" in controller.command(step, state).reason
     assert controller.wants_chunk(3)
 
 
@@ -1509,7 +1609,7 @@ def test_settings_at_their_bounds() -> None:
     with pytest.raises(
         SettingsError, match="limits.workspace_low, limits.workspace_high: expected none beside fusion"
     ):
-        Settings(8.0, fusion="average", limits={"workspace_low": 0.0}).controller(1)
+        Settings(8.0, fusion="average", limits={"workspace_low": [0.0, None]}).controller(2)
     for more, message in (
         (
             {"replan": "disagreement:1,2", "handover": "freeze"},
@@ -1521,10 +1621,21 @@ def test_settings_at_their_bounds() -> None:
             "handover: expected one without real-time chunking beside an edge adapter",
         ),
         ({"substeps": 2}, "substeps: expected motion absolute or relative"),
+        ({"speed": 0.5}, "speed: expected motion absolute, relative or offsets"),
+        (
+            {"limits": {"workspace_low": 0.0}},
+            "limits.workspace_low, limits.workspace_high: expected a motion that",
+        ),
         ({"speed": 0.5, "motion": ABSOLUTE, "refine": 1}, "speed: expected 1 beside"),
         ({"speed": 0.5, "motion": ABSOLUTE, "future": True}, "speed: expected 1 beside"),
     ):
         with pytest.raises(SettingsError, match=f"^{message}"):
             Settings(20.0, **{"handover": "aligned", **more}).controller(1)
+    with pytest.raises(SettingsError, match="^fusion: expected"):
+        Settings(20.0, fusion="mean").controller(1)
+    motion = {"kind": "relative", "action": [0], "state": [5]}  # the state has no such number
+    with pytest.raises(SettingsError, match="^limits.velocity: expected a motion .*got neither for 0, 1$"):
+        Settings(20.0, motion=motion, limits={"velocity": 1.0}).check_start(2, 3)
+    assert Settings(20.0).committed_rows == 0
     for more in ({"substeps": 2}, {"future": True}, {"speed": 0.5}, {"refine": 1}):
         Settings(20.0, "aligned", motion=ABSOLUTE, **more).controller(1)

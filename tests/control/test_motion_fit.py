@@ -159,6 +159,73 @@ def test_the_scale_is_that_of_most_of_what_was_commanded() -> None:
     assert found.motion["scale"] == 0.02
 
 
+def found_in(sums: np.ndarray, changes: np.ndarray) -> MotionFit | None:
+    return fit_offsets(np.cumsum(changes, axis=0), changes, sums, sums.min(axis=0), sums.max(axis=0))
+
+
+@pytest.mark.parametrize(("columns", "least"), [(1, 20), (6, 20), (7, 21), (8, 24)])
+def test_a_fit_needs_20_moves_and_three_for_each_column(columns: int, least: int) -> None:
+    sums = RNG(3).standard_normal((least, columns))
+    found = found_in(sums, 0.02 * sums)
+    assert found is not None
+    assert (found.spans, found.explained, found.motion["action"]) == (least, 1.0, list(range(columns)))
+    assert found_in(sums[1:], 0.02 * sums[1:]) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_number_that_is_none_spoils_a_fit(bad: float) -> None:
+    sums = RNG(3).standard_normal((20, 2))
+    for which in range(3):
+        given = [np.cumsum(0.02 * sums, axis=0), 0.02 * sums, sums.copy()]
+        assert fit_offsets(*given, *given[2][:2]) is not None
+        given[which][7, 1] = bad
+        assert fit_offsets(*given, *given[2][:2]) is None
+
+
+@pytest.mark.parametrize(("share", "found"), [(1.19, True), (1.21, False)])
+def test_columns_of_one_kind_have_nearly_one_scale(share: float, found: bool) -> None:
+    sums = RNG(3).standard_normal((40, 3))
+    assert (found_in(sums, sums * [0.02, 0.02, 0.02 * share]) is not None) == found
+
+
+def test_a_fit_says_how_much_its_worst_column_explains() -> None:
+    """Of those four moves of five that it fits best; a move counts as much as was commanded."""
+    sums = np.where(np.arange(30) % 2, 1.0, -1.0)
+    ratios = np.full(30, 0.02)
+    ratios[[3, 14]], ratios[[0, 5, 10, 15, 20, 25]] = 0.05, 0.2
+    other = np.tile([1.0, 1.0, -1.0, -1.0, 0.0], 6)  # it was not commanded in each
+    found = found_in(np.column_stack([sums, other]), np.column_stack([ratios * sums, 0.02 * other]))
+    assert found is not None
+    assert (found.motion["action"], found.motion["scale"], found.spans) == ([0, 1], 0.02, 30)
+    assert found.explained == pytest.approx(1 - 2 * 0.03**2 / (22 * 0.02**2 + 2 * 0.05**2))
+    ratios, weights = 0.02 + 0.0001 * np.arange(20), np.array([1] * 19 + [16])
+    sums = (weights * np.tile([1, -1], 10))[:, None]
+    found = fit_offsets(RNG(3).standard_normal((20, 1)), ratios[:, None] * sums, sums, sums[0], sums[1])
+    assert found is not None
+    assert found.motion["scale"] == pytest.approx(np.median(np.repeat(ratios, weights)), abs=1e-9)
+
+
+def test_a_number_that_moves_by_bumps_takes_no_column() -> None:
+    sums = RNG(3).standard_normal((40, 1))
+    bumps = np.where(np.arange(40) % 10 == 0, 0.3, 0.0)
+    found = found_in(sums, np.column_stack([bumps, 0.02 * sums[:, 0]]))
+    assert found is not None
+    assert found.motion["state"] == [1]
+
+
+def test_steps_in_which_the_robot_held_do_not_count_and_old_ones_are_forgotten() -> None:
+    watch, at = MotionWatch(), 0.0
+    for step in range(2300):
+        scale, row = (0.05 if step < 200 else 0.02), np.float32([1 - step % 3])
+        watch.put("ask", {"step": step, "frame": step, "state": [at]})
+        watch.put("command", {"command": Command(step, None, "held")})
+        watch.put("command", {"command": Command(step, row)})
+        at += scale * float(row[0])
+    found = watch.fit()
+    assert found is not None
+    assert (found.spans, found.explained) == (2000, pytest.approx(1.0))
+
+
 def test_the_embedded_robot_moves_less_than_its_definition_says() -> None:
     """The hand lags behind what it is told: a unit is 2 cm by definition, 1.7 in fact."""
     pytest.importorskip("mujoco")

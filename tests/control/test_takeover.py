@@ -181,6 +181,52 @@ def test_hand_overs_have_no_jump(rounds: int) -> None:
     print(f"{to_human} and {to_policy} hand-overs, largest step {largest:.4f} of {most.max():.4f}")
 
 
+def test_a_robot_is_looked_at_as_often_as_somebody_has_to_know() -> None:
+    """To ask, to begin, and while a leader aligns, but not while it leads; of an onlooker always."""
+
+    class Seen(Robot):
+        looks = 0
+
+        def observe(self) -> dict[str, Any]:
+            self.looks += 1
+            return super().observe()
+
+    robot = Seen([0.0] * DIM, droop=0.3)
+    hand, source = Hand([0.0] * DIM, follows=False), Policy(np.random.default_rng(0), 3)
+    loop = loop_of(robot, source, hand, limits={**LIMITS, "still": [0.0, None, None]})
+    loop.take_over()
+    until(loop, 1)
+    assert (loop.driver, robot.looks) == ("aligning", 1)
+    hand.at = np.full(DIM, 0.3, np.float32)  # of two numbers only its state says where it is
+    until(loop, 5)
+    assert (loop.driver, robot.looks) == ("human", 3)
+    loop.hand_back()
+    until(loop, 9)
+    assert (loop.driver, robot.looks) == ("policy", 3 + source.asked)
+    while source._due is None:  # until an answer is under way
+        ticks(loop, 1)
+    loop.take_over()
+    ticks(loop, 4)
+    assert (source._due, loop.report().faults["total"]) == (None, 0)
+    hand.at = np.float32(loop.controller.guard.here)  # type: ignore[union-attr]  # and not where it droops to
+    looks = robot.looks
+    ticks(loop, 2)
+    assert (loop.driver, robot.looks) == ("human", looks)
+    robot = Seen([0.0] * DIM)
+    eyes = Onlooker(robot, Absolute(), DIM)
+    until(loop_of(eyes, Policy(np.random.default_rng(0), 3), eyes, shadow=True, limits={}, align=9.0), 20)  # type: ignore[arg-type]
+    assert robot.looks >= 20
+    robot = Seen([0.0] * DIM)
+    until(loop_of(robot, Policy(np.random.default_rng(0)), hand), 1)
+    assert (robot.looks, robot.sent[0] is not None) == (1, True)
+    robot = Seen([0.0] * DIM)
+    loop = loop_of(robot, source, hand, substeps=2, limits={"still": [0.0, None, None]})
+    ticks(loop, 6)
+    sent = [row for row in robot.sent if row is not None]
+    assert np.isfinite(sent).all()
+    np.testing.assert_array_equal(sent[0], sent[1])  # between what is not known there is nothing
+
+
 def test_a_leader_that_is_elsewhere_is_not_followed() -> None:
     """Until the person has brought it near, the robot holds, and it is said by how much it is elsewhere."""
     robot, hand = Robot([0.0, 0.0, 0.0]), Hand([1.0, 0.0, 0.0], follows=False)
@@ -413,8 +459,11 @@ def test_how_near_is_near_has_to_be_known() -> None:
     with pytest.raises(LeaderError, match="--align: expected .* range of 0, 1, 2"):
         Takeover(Hand([0.0] * DIM), Absolute(), DIM, None)
     Takeover(Hand([0.0] * DIM), Offsets((0, 1), (0, 1)), DIM, None)  # offsets are nowhere
+    with pytest.raises(LeaderError, match="range of 0 to take 0.05 of$"):
+        Takeover(Hand([0.0] * DIM), Relative((0,), (0,)), DIM, None)
     near = Takeover(Hand([0.0] * DIM), Absolute(), DIM, Limits.parse(LIMITS, DIM))
     assert near._near.tolist() == [0.2] * DIM
+    assert (near.apart, near.shadow, dict(near.failures)) == ("", False, {})
 
 
 def test_agreement_of_nothing() -> None:
@@ -477,9 +526,72 @@ def test_a_leader_is_near_where_the_robot_is_known_to_be() -> None:
     assert list(takeover.failures.values()) == [3]
 
 
+def test_leaders_without_places_are_followed_at_once_and_others_where_all_are_known() -> None:
+    controller: Any = SimpleNamespace(driver="aligning", aligned=lambda step: None)
+    free = Takeover(Hand([9.0] * DIM), Offsets((0, 1), (0, 1)), DIM, None)
+    free.follow(controller, 1, None)
+    assert free.apart == ""
+    placed = Takeover(Hand([0.0] * DIM), Relative((0, 1), (0, 1)), DIM, None, 0.25)
+    placed.follow(controller, 1, np.array([0.0, np.nan, np.nan]))
+    assert placed.apart == "where the robot is is not known"
+
+
+def test_what_a_leader_fails_with_is_said_once_each_and_a_hundred_times(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hand, numbers = Hand([0.0] * DIM), iter(range(204))
+
+    def read() -> Any:
+        raise RuntimeError(f"number {next(numbers) // 2}")
+
+    hand.read = read  # type: ignore[method-assign]
+    takeover = Takeover(hand, Absolute(), DIM, None, 0.1)
+    controller: Any = SimpleNamespace(driver="human", led=lambda *_: None)
+    for step in range(204):
+        takeover.follow(controller, step, None)
+    assert caplog.messages == [f"the leader failed: RuntimeError: number {k}" for k in range(100)]
+    assert set(takeover.failures.values()) == {2}
+
+
+def test_an_onlooker_knows_what_was_done_where_all_of_it_is_known() -> None:
+    robot = Robot([0.5] * DIM)
+    seen = Onlooker(robot, Relative((0,), (0,)), DIM)
+    assert not seen.concurrent_hold
+    assert "action" not in seen.observe()
+    assert seen.read() is None
+    seen.close()  # a robot that has no end
+    ended: list[int] = []
+    robot.close = lambda: ended.append(1)  # type: ignore[attr-defined]
+    seen.close()
+    assert ended == [1]
+
+
+def test_an_agreement_keeps_so_many_steps_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinew_client.control.takeover.KEPT", 4)
+    for frames, counted in ((range(5), 4), ([4, 0, 0, 0, 0], 3)):
+        found, row = ShadowAgreement(), np.zeros(1, np.float32)
+        for step, frame in enumerate(frames):
+            found.said(frame, row[None], 1.0)
+            found.add(step, row, row)
+        assert found.to_dict()["steps"] == 4
+        assert found.to_dict()["rows"]["count"] == [counted]
+
+
+def test_rows_of_chunks_are_compared_by_their_median_and_p95() -> None:
+    found = ShadowAgreement()
+    for step in range(21):
+        found.said(step, np.float32([[0], [1]]), 1.0)
+        found.add(step, np.zeros(1), np.full(1, step))
+    told = found.to_dict()
+    assert (told["numbers"]["0"]["p50"], told["numbers"]["0"]["p95"]) == (10, 19)
+    assert told["rows"]["count"] == [21, 20]
+    assert told["rows"]["numbers"]["0"] == {"p50": [10, 9.5], "p95": [19, pytest.approx(18.05)]}
+
+
 def test_hand_overs_are_counted_and_told() -> None:
     handed = HandedOver()
-    assert handed.to_dict() == {}
+    handed.commanded(np.ones(2, np.float32), np.zeros(2), ())  # nobody has taken over
+    assert (handed.largest, handed.to_dict()) == (0, {})
     before = np.zeros(2)
     for driver, row, at in (
         ("human", [1, 2], None),  # from a place that nobody knows

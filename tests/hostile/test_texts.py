@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sinew_client import ClientError
+from sinew_client.control import journal
 from sinew_client.control.journal import JournalError, is_journal, repeat, watched
 from sinew_client.control.safety import Limits, LimitsError
 from sinew_client.control.settings import Settings, SettingsError
@@ -259,6 +260,7 @@ BEGIN = {
 }
 ASK = {"event": "ask", "step": 0, "frame": 0, "state": [0, 0]}
 ARRIVED = {"event": "arrived", "step": 1, "actions": [[0, 0], [1, 1]]}
+WINDOW = {"event": "window", "step": 1, "first": 1, "rows": [], "sample_time": 0.0, "frame_time": 0}
 COMMAND = {
     "event": "command",
     "state": [0, 0],
@@ -295,6 +297,10 @@ COMMAND = {
         ({**COMMAND, "command": {**COMMAND["command"], "clipped": 5}}, "clipped: expected texts"),
         ({**COMMAND, "command": {**COMMAND["command"], "row": {"a": 1}}}, "row: expected numbers"),
         ({**COMMAND, "command": {"step": 1}}, "command"),
+        ({**COMMAND, "state": [0, "b"]}, r"state: expected numbers, got \[0, 'b'\]"),
+        ({**ASK, "state": [0] * 8193}, r"state: expected numbers, got \[0, "),
+        ({**WINDOW, "sample_time": "now"}, "sample_time: expected a number, got 'now'"),
+        ({"event": "take_over", "step": 1, "shadow": 1}, "shadow: expected true or false, got 1"),
         ({"event": "resume", "position": "here"}, "position: expected numbers"),
         ({"event": "failed", "step": 1, "reason": 5}, "reason: expected a text"),
         (
@@ -324,6 +330,39 @@ def test_lines_of_a_journal_are_bounded(tmp_path: Path) -> None:
             reader(path)
     path.write_bytes(json.dumps(BEGIN).encode() + b"\n\xff\n")
     with pytest.raises(JournalError, match="not a journal"):
+        repeat(path)
+
+
+def test_a_journal_begins_with_its_schema(tmp_path: Path) -> None:
+    path, first = tmp_path / "run.jsonl", ": line 1: expected the beginning of a journal"
+    other = {**BEGIN, "schema": "sinew.control/0"}
+    for events, said in (([], ": empty"), ([{"event": "stood"}], first), ([other], first)):
+        path.write_text("".join(json.dumps(each) + "\n" for each in events))
+        with pytest.raises(JournalError, match=f"^{path}{said}$"):
+            repeat(path)
+    moves = [BEGIN, ASK, COMMAND, {**ASK, "state": [0] * 3, "frame": 2}]
+    path.write_text("".join(json.dumps(each) + "\n" for each in moves))
+    with pytest.raises(JournalError, match=f"^{path}: ValueError: operands could not be broadcast"):
+        watched(path)  # no state has as many numbers as another
+
+
+def test_a_journal_may_be_as_large_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of a command, rows, dimensions of what was no chunk, and bytes of a line: so many, and not one more."""
+    most = 8192
+    events = [
+        {**BEGIN, "dim": most},
+        {**ASK, "state": [0] * most},
+        {**ARRIVED, "actions": [[0]] * most},
+        {"event": "refined", "step": 1, "rows": [[[[0]]]], "state": None},
+    ]
+    lines = [json.dumps(each) + "\n" for each in events]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(lines))
+    longest = max(map(len, lines))
+    monkeypatch.setattr(journal, "MAX_LINE", longest)
+    assert repeat(path).commands == 0
+    monkeypatch.setattr(journal, "MAX_LINE", longest - 1)
+    with pytest.raises(JournalError, match=f"line 3: expected at most {longest - 1} bytes, got more$"):
         repeat(path)
 
 

@@ -68,7 +68,7 @@ class Journal:
             try:
                 if writes:
                     self._file.write(json.dumps(event, default=_plain) + "\n")
-            except OSError as error:
+            except (OSError, TypeError) as error:
                 logger.warning("the journal ends: %s", error)
                 writes = False
 
@@ -80,8 +80,6 @@ def _plain(value: Any) -> Any:
         return value.tolist()  # float32 -> the double of the same value: reads back to the same bits
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, Path):
-        return str(value)
     raise TypeError(f"{type(value).__name__} does not go into a journal")
 
 
@@ -340,13 +338,7 @@ def _array(values: Any) -> np.ndarray | None:
 def _same(then: Command, now: Command) -> bool:
     facts = (then.reason, then.clipped, then.age, then.chunk, then.index, then.seam, then.by)
     same = facts == (now.reason, now.clipped, now.age, now.chunk, now.index, now.seam, now.by)
-    return same and _equal(then.row, now.row) and _equal(then.wanted, now.wanted)
-
-
-def _equal(then: np.ndarray | None, now: np.ndarray | None) -> bool:
-    if then is None or now is None:
-        return then is now
-    return bool(np.array_equal(then, now))
+    return same and np.array_equal(then.row, now.row) and np.array_equal(then.wanted, now.wanted)
 
 
 def _text(command: Command) -> str:

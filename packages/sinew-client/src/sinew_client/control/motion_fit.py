@@ -105,15 +105,13 @@ def fit_offsets(
                 explained[column, number] = 0.0  # it depends on where the move began: these are positions
     pairs = [
         (column, number)
-        for column, number in enumerate(explained.argmax(axis=1))
+        for column, number in sorted(_leading(explained))
         # Two numbers may go up and down together: of the commands, too, this one has to explain it best.
-        if explained[column, number] >= LEAST_EXPLAINED
-        and explained[:, number].argmax() == column
-        and scales[column, number] > 0
+        if explained[:, number].argmax() == column and scales[column, number] > 0
     ]
     if not pairs:
         return None
-    columns, numbers = ([int(pair[side]) for pair in pairs] for side in (0, 1))
+    columns, numbers = ([pair[side] for pair in pairs] for side in (0, 1))
     found = scales[columns, numbers]
     scale = float(np.median(found))
     if np.abs(found / scale - 1).max() > SAME_SCALE:
@@ -141,13 +139,12 @@ def _line(given: np.ndarray, moved: np.ndarray) -> tuple[float, float]:
 
 def _best(left: np.ndarray) -> np.ndarray:
     """Return the places of those spans whose squared error ``left`` [N] is the least."""
-    return np.argsort(left)[: max(1, round(BELIEVED * len(left)))]
+    return np.argsort(left)[: round(BELIEVED * len(left))]
 
 
 def _leading(explained: np.ndarray) -> set[tuple[int, int]]:
-    """Return the pairs that explain enough, and most of their column or of their number; explained: [D, S]."""
-    pairs = [(column, int(number)) for column, number in enumerate(explained.argmax(axis=1))]
-    pairs += [(int(column), number) for number, column in enumerate(explained.argmax(axis=0))]
+    """Return columns, and the number that each explains best, where that is enough; explained: [D, S]."""
+    pairs = {(column, int(number)) for column, number in enumerate(explained.argmax(axis=1))}
     return {pair for pair in pairs if explained[pair] >= LEAST_EXPLAINED}
 
 

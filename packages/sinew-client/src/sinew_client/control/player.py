@@ -83,7 +83,7 @@ class Player:
         if self.waiting:
             return False
         left = self._left(step)
-        if not self._known or left == 0 or self._again:
+        if not self._known or left <= 0 or self._again:
             return True
         since = step - (self._started if self.handover.stops else self._asked)
         return self.rule.due(ReplanState(since, left, self.size, self._disagreement))
@@ -180,7 +180,7 @@ class Player:
     def _left(self, step: int) -> int:
         """Return the rows that are still to be executed; an adapter's, made anew in each step, are not counted."""
         if self.refine and self._known:
-            return max(0, self._known[-1].origin + self.size - step)
+            return self._known[-1].origin + self.size - step
         return self.trajectory.left(step)
 
     def failed(self) -> None:

@@ -100,6 +100,7 @@ class Settings:
             value = getattr(self, name)
             if not (value is None and name in ("max_age", "skew")):
                 _above_zero(name, value)
+                object.__setattr__(self, name, float(value))  # as a journal says it, whatever numpy calls it
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

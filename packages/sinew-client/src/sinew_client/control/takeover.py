@@ -196,7 +196,7 @@ class Takeover:
             return ""
         if here is None or np.any(np.isnan(here[self._placed])):
             return "where the robot is is not known"
-        differ = np.where(self._placed, np.abs(row.astype(np.float64) - here), 0.0)
+        differ = np.abs(row.astype(np.float64) - here)
         far = np.flatnonzero(differ > self._near)
         return ", ".join(f"{self._names[at]} by {differ[at]:.4g}, at most {self._near[at]:.4g}" for at in far)
 
@@ -262,7 +262,7 @@ class ShadowAgreement:
         self._rows = 0  # of all chunks that are kept
         self.missing = 0  # control steps in which the policy had no row
 
-    def said(self, frame: int, rows: np.ndarray, speed: float = 1.0) -> None:
+    def said(self, frame: int, rows: np.ndarray, speed: float) -> None:
         """Note a chunk, float32 [H, D], whose frame was exposed at control step ``frame``: row k is for k steps later,
         or for as much later as it is played slower."""
         if self._rows < KEPT:
