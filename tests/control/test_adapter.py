@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import Adapter, AdapterError, Journal, Loop, Refinement, Settings, repeat
-from sinew_client.control.adapter_file import KEY, Eye, Form, write
+from sinew_client.control.adapter_file import KEY, Eye, Form, parse, write
 from sinew_client.control.robots import Dry
 
 OFFSETS = {"kind": "offsets", "action": [0], "state": [1], "scale": 0.5}
@@ -266,6 +266,7 @@ def test_a_form_is_refused_by_its_field() -> None:
 def test_bytes_that_are_no_safetensors_are_refused_by_what_they_are(file: Path) -> None:
     whole = file.read_bytes()
     length = 8 + int.from_bytes(whole[:8], "little")
+    beyond = len(whole) - length
     assert length % 8 == 0  # as readers that map the file want it
     header = json.loads(whole[8:length])
 
@@ -274,12 +275,20 @@ def test_bytes_that_are_no_safetensors_are_refused_by_what_they_are(file: Path) 
         return len(text).to_bytes(8, "little") + text + whole[length:]
 
     Adapter.parse(with_entry())
+    for shape in ([0], [2, 0]):
+        empty = parse(with_entry(shape=shape, data_offsets=[0, 0]))[1]["input.bias"]
+        assert empty.shape == tuple(shape)
+    number = parse(with_entry(shape=[], data_offsets=[beyond - 2, beyond]))[1]["input.bias"]
+    assert number.shape == ()
     begin, end = header["input.bias"]["data_offsets"]
     assert (end - begin, header["input.bias"]["dtype"]) == (12, "F16")
-    beyond = len(whole) - length
     tensor = "input.bias: expected F16 or F32 with its shape and its bytes: "
     for data, message in (
         (whole[:7], "expected a safetensors file, got 7 bytes and a header of "),
+        (
+            whole[:7] + b"\1" + whole[8:],
+            f"expected a safetensors file, got {len(whole)} bytes and a header of ",
+        ),
         (
             whole[: length - 1],
             f"expected a safetensors file, got {length - 1} bytes and a header of {length - 8}",
@@ -290,6 +299,8 @@ def test_bytes_that_are_no_safetensors_are_refused_by_what_they_are(file: Path) 
         (with_entry(data_offsets=[-12, 0]), f"{tensor}ValueError('bytes -12 to 0"),
         (with_entry(data_offsets=[end, begin]), f"{tensor}ValueError('bytes {end} to {begin}"),
         (with_entry(shape=[-1]), f"{tensor}ValueError('bytes"),
+        (with_entry(shape=[6, -1]), f"{tensor}ValueError('bytes"),
+        (with_entry(shape=[0], data_offsets=[-1, 0]), f"{tensor}ValueError('bytes -1 to 0"),
         (with_entry(dtype="I8"), f"{tensor}KeyError('I8')"),
     ):
         with pytest.raises(AdapterError) as error:

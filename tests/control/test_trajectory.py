@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sinew_client.control import Fusion, Node, Trajectory, parse_fusion
 from sinew_client.control.blend import AGGREGATES
 from sinew_client.control.reaction import Reactions, histogram
+from sinew_client.control.report import percentiles
 
 RULES = [*AGGREGATES, "mix:0.25", "ramp:3"]
 
@@ -214,6 +215,18 @@ def test_reactions_are_told_by_what_rows_were_made_from() -> None:
     assert any(
         3.0 < each < 6.0 for each in late.anywhere("sensor")
     )  # of what happened on the way to the last
+    known = Reactions()
+    assert (known.of("sensor", [1.0]), known.summary()["sensor_age_ms"]) == ([], {})
+    for row in ((10.0, -100.0, -200.0), (11.0, 10.5, 10.0), (30.0, 29.5, 29.0)):
+        known.add(*row)
+    assert known.ages("sensor") == [110.0, 0.5, 0.5]
+    assert known.ages("image") == [210.0, 1.0, 1.0]
+    assert 19.4 < max(known.anywhere("sensor")) <= 19.5  # of what happened after the first row alone
+    assert known.summary() == {
+        f"{loop}_{what}_ms": percentiles(1000.0 * each for each in found)
+        for loop in ("sensor", "image")
+        for what, found in (("reaction", known.anywhere(loop)), ("age", known.ages(loop)))
+    }
     few = Reactions()
     for moment in (0.0, 10.0):
         assert (
@@ -228,6 +241,9 @@ def test_reactions_are_told_by_what_rows_were_made_from() -> None:
 def test_a_histogram_has_round_bins_and_few_of_them() -> None:
     assert histogram([]) == {}
     assert histogram([0.5, 39.0, 39.5]) == {"0": 1, "39": 2}
+    assert histogram([0.5, 39.0, 40.0]) == {"0": 1, "39": 1, "40": 1}  # 40 bins of 1 up to the largest
+    assert histogram([0.5, 43.0]) == {"0": 1, "42": 1}
+    assert histogram([0.43]) == {"0.42": 1}
     assert histogram([0.5, 41.0]) == {"0": 1, "40": 1}  # bins of 2
     assert histogram([100.0, 250.0], bins=5) == {"100": 1, "250": 1}  # and of 50 there
     assert histogram([0.1, 0.3, 0.31], width=0.1) == {"0.1": 1, "0.3": 2}

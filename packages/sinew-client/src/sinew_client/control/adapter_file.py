@@ -165,7 +165,7 @@ def _tensor(name: str, entry: Any, body: bytes) -> np.ndarray:
     try:
         dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), [int(n) for n in entry["shape"]]
         begin, end = (int(n) for n in entry["data_offsets"])
-        if not 0 <= begin <= end <= len(body) or min(shape, default=1) < 0:
+        if not 0 <= begin <= end <= len(body) or any(n < 0 for n in shape):
             raise ValueError(f"bytes {begin} to {end} of {len(body)}")
         return np.frombuffer(body[begin:end], dtype).reshape(shape)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
