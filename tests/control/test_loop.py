@@ -141,6 +141,16 @@ def test_ticks_do_not_drift() -> None:
     assert (pace.late, pace.skipped) == (2, 9)
 
 
+def test_just_half_a_period_is_not_late_and_just_a_whole_one_is_skipped() -> None:
+    clock = Clock()
+    pace = Pace(0.25, clock.now, clock.sleep)
+    assert pace.next() == 0
+    clock.time = pace.due(1) + 0.125
+    assert (pace.next(), pace.late, pace.skipped) == (1, 0, 0)
+    clock.time = pace.due(3)
+    assert (pace.next(), pace.late, pace.skipped) == (3, 0, 1)
+
+
 @pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
 def test_simulated_time_is_that_of_its_ticks(hz: float) -> None:
     pace = SimulatedPace(hz)

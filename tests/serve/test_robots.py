@@ -193,6 +193,8 @@ def test_rates_and_ages_are_those_of_the_last_ten_reports(monkeypatch: pytest.Mo
         loop, Servers("tcp://a:1"), robot=SimpleNamespace(finished=np.int64(7), successes=True)
     )
     assert reporter.look().rate_hz == 0.0  # of no time
+    now[0], loop.steps = 10.5, 110
+    assert reporter.look().rate_hz == 20.0
     now[0], loop.steps = 12.0, 140
     controller.ages.update({2: 10, 4: 30})
     found = reporter.look()
@@ -211,6 +213,17 @@ def test_rates_and_ages_are_those_of_the_last_ten_reports(monkeypatch: pytest.Mo
     controller.handed.steps = -1
     found = reporter.look()
     assert (found.rows_hz, found.steps_by_hand, found.takeovers) == (0.0, 0, 0)
+    loop.close()
+
+
+def test_the_end_of_a_run_waits_for_two_reports_and_no_longer() -> None:
+    """For one that is under way, and the last; neither keeps the process."""
+    loop, waited = looped(lambda: lambda *_: np.zeros((4, 2), np.float32)), []
+    reporter = Reporter(loop, Servers("tcp://a:1"))
+    assert reporter._thread.daemon
+    reporter._thread = SimpleNamespace(join=waited.append)  # type: ignore[assignment]
+    reporter.__exit__()
+    assert waited == [pytest.approx(1.3)]
     loop.close()
 
 
