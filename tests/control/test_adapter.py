@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
         (POLICY, 30.0, "control rate: expected 20.0, got 30.0"),
         ({**POLICY, "chunk_size": 8}, 20.0, "rows of a chunk: expected 4, got 8"),
         ({**POLICY, "cameras": [{"name": "top"}]}, 20.0, "camera: expected front"),
+        ({**POLICY, "state": {"dim": 3}}, 20.0, "numbers of the state: expected 2, got 3"),
+        ({**POLICY, "action": {"dim": 1}}, 20.0, "numbers of an action: expected 2, got 1"),
     ):
         with pytest.raises(AdapterError, match=message):
             adapter.check(policy, hz)
@@ -169,6 +172,81 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
         adapter.see({})
     with pytest.raises(AdapterError, match=r"images\.front: expected uint8 \[12, 10, 3\]"):
         adapter.see({"front": np.zeros((6, 5, 3), np.uint8)})
+
+
+def test_tensors_are_those_of_the_form_and_within_bounds(tmp_path: Path) -> None:
+    form = replace(FORM, cameras=[Eye("front", 16, 15, [2, 1])])
+    good, first = tensors(form), "camera.front.0.weight"
+    kernels = f"{first}: expected [out, 3, k, k] with k up to 15, got "
+    one = {
+        first: np.zeros((1, 3, 4, 4)),
+        "camera.front.0.bias": np.zeros(1),
+        "camera.front.1.weight": np.zeros((5, 1, 3, 3)),
+    }
+    for changes in ({}, {first: np.zeros((5, 3, 15, 15))}, {first: np.zeros((5, 3, 1, 1))}, one):
+        Adapter(form, {**good, **changes})
+    for width in (1, 4096):
+        Adapter(replace(form, blocks=0), tensors(replace(form, blocks=0), width))
+    refused: list[tuple[str, Any, str]] = [
+        (first, shape, f"{kernels}{list(shape)}")
+        for shape in (
+            (5, 3, 16, 16),
+            (5, 3, 0, 0),
+            (5, 3, 4, 3),
+            (5, 3, 4),
+            (5, 3, 4, 4, 1),
+            (5, 2, 4, 4),
+            (0, 3, 4, 4),
+        )
+    ]
+    refused += [
+        ("input.bias", shape, f"input.bias: expected [N] with N up to 4096, got {list(shape)}")
+        for shape in ((0,), (4097,), (6, 1))
+    ]
+    refused += [
+        (name, (*value.shape, 1), f"{name}: expected shape {list(value.shape)}, got {[*value.shape, 1]}")
+        for name, value in good.items()
+        if name != "input.bias" and not (name.startswith("camera") and value.ndim == 4)
+    ]
+    for name, shape, message in refused:
+        with pytest.raises(AdapterError) as error:
+            Adapter(form, {**good, name: np.zeros(shape)})
+        assert str(error.value) == message
+    for name in good:
+        with pytest.raises(
+            AdapterError, match=rf"^{re.escape(name)}: expected(, and not there| .*got \[\])$"
+        ):
+            Adapter(form, {other: value for other, value in good.items() if other != name})
+    with pytest.raises(AdapterError, match=r"^action\.std: expected numbers above 0$"):
+        Adapter(form, {**good, "action.std": np.array([0.0, 1.0])})
+    for size, message in (
+        (1 << 24, "its header is not JSON"),
+        ((1 << 24) + 1, "expected at most 16777216 bytes, got 16777217"),
+    ):
+        with (tmp_path / "large").open("wb") as large:
+            large.truncate(size)
+        with pytest.raises(AdapterError, match=message):
+            Adapter.read(tmp_path / "large")
+
+
+def test_what_is_refined_has_the_sizes_of_the_form_and_an_age_up_to_the_greatest() -> None:
+    adapter = Adapter(FORM, tensors())
+    chunk, moment = np.ones((4, 2)), (adapter.see(seen(0)["images"]), np.zeros(2))
+    short = (moment[0], np.zeros(3))
+    rows = {age: adapter.refine(chunk, moment, moment, age) for age in (11, 12, 13)}
+    np.testing.assert_array_equal(rows[12], rows[13])
+    assert np.abs(rows[11] - rows[12]).max() > 0
+    for what, message in (
+        ((chunk[1:], moment, moment), "chunk: expected shape [4, 2], got [3, 2]"),
+        ((chunk, short, moment), "state then: expected 2 numbers, got shape [3]"),
+        ((chunk, moment, short), "state now: expected 2 numbers, got shape [3]"),
+    ):
+        with pytest.raises(AdapterError) as error:
+            adapter.refine(*what, 1)
+        assert str(error.value) == message
+    for frame in (np.zeros((12, 10, 3), np.float32), np.zeros((12, 10, 4), np.uint8)):
+        with pytest.raises(AdapterError, match=rf"got {frame.dtype} {re.escape(str(list(frame.shape)))}$"):
+            adapter.see({"front": frame})
 
 
 PIECES = [b"9", b"-", b'"', b"]", b"[", b"{}", b"1e9", b"null", b",", b"99999999999999999999", b"\xff"]
