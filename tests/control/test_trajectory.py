@@ -217,11 +217,12 @@ def test_reactions_are_told_by_what_rows_were_made_from() -> None:
     )  # of what happened on the way to the last
     known = Reactions()
     assert (known.of("sensor", [1.0]), known.summary()["sensor_age_ms"]) == ([], {})
-    for row in ((10.0, -100.0, -200.0), (11.0, 10.5, 10.0), (30.0, 29.5, 29.0)):
+    for row in ((10.0, -100.0, -200.0), (11.0, 10.5, 10.0), (30.0, 20.5, 20.0)):
         known.add(*row)
-    assert known.ages("sensor") == [110.0, 0.5, 0.5]
-    assert known.ages("image") == [210.0, 1.0, 1.0]
+    assert known.ages("sensor") == [110.0, 0.5, 9.5]
+    assert known.ages("image") == [210.0, 1.0, 10.0]
     assert 19.4 < max(known.anywhere("sensor")) <= 19.5  # of what happened after the first row alone
+    assert 1000 < len(known.anywhere("sensor")) < 1100  # and up to the last row, which knew of 10.5 of 20 s
     assert known.summary() == {
         f"{loop}_{what}_ms": percentiles(1000.0 * each for each in found)
         for loop in ("sensor", "image")
