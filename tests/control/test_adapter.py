@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import Adapter, AdapterError, Journal, Loop, Refinement, Settings, repeat
+from sinew_client.control.adapter import _convolved, _norm, _points
 from sinew_client.control.adapter_file import KEY, Eye, Form, parse, write
 from sinew_client.control.robots import Dry
 
@@ -129,14 +130,9 @@ def test_rows_are_rebased_on_the_newest_state(file: Path) -> None:
 def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
     good = tensors()
     for change, message in (
-        ({"input.weight": good["input.weight"][:, 1:]}, r"input\.weight: expected shape"),
         ({"odd": np.zeros(1)}, "odd: expected no such tensor"),
         ({"rows.std": np.zeros(2)}, r"rows\.std: expected numbers above 0"),
         ({"output.bias": np.array([0, 0, np.nan, 0, 0, 0])}, r"output\.bias: expected finite"),
-        (
-            {"camera.front.1.weight": np.zeros((5, 4, 3, 3))},
-            r"camera\.front\.1\.weight: expected \[out, 5, k, k\]",
-        ),
     ):
         write(tmp_path / "a", FORM, {**good, **change})
         with pytest.raises(AdapterError, match=message):
@@ -144,8 +140,6 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
     for form, message in (
         (replace(FORM, motion={"kind": "warp"}), "motion.kind"),
         (replace(FORM, motion={**OFFSETS, "state": [2]}), "motion"),
-        (replace(FORM, rows=0), "rows: expected a whole number"),
-        (replace(FORM, cameras=[]), "cameras: expected a list"),
         (replace(FORM, hz=float("nan")), "hz: expected a number above 0"),
         (
             replace(FORM, cameras=[Eye("front", 3, 10, [2, 1])]),
@@ -249,6 +243,32 @@ def test_what_is_refined_has_the_sizes_of_the_form_and_an_age_up_to_the_greatest
             adapter.see({"front": frame})
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 2), (4, 1), (1, 3)])
+def test_each_part_of_the_network_is_its_formula(kernel: int, stride: int) -> None:
+    """Of a frame that is wider than high, of a constant, and of numbers whose exponentials float32 does not have."""
+    rng, edge = np.random.default_rng(0), (kernel - 1) // 2
+    x = rng.normal(size=(3, 7, 10)).astype(np.float32)
+    weight, bias = rng.normal(size=(4, 3, kernel, kernel)), rng.normal(size=4)
+    padded = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))
+    down, across = ([*range(0, n + 2 * edge - kernel + 1, stride)] for n in (7, 10))
+    wanted = [
+        [[(padded[:, i : i + kernel, j : j + kernel] * w).sum() + b for j in across] for i in down]
+        for w, b in zip(weight, bias, strict=True)
+    ]
+    np.testing.assert_allclose(_convolved(x, weight, bias, stride), wanted, atol=1e-5)
+    for scale in (1, 500):
+        values = np.float64(scale * x)
+        share = np.exp(values - values.max(axis=(1, 2), keepdims=True))
+        share /= share.sum(axis=(1, 2), keepdims=True)
+        right, under = np.linspace(-1, 1, 10), np.linspace(-1, 1, 7)[:, None]
+        points = [(share * right).sum((1, 2)), (share * under).sum((1, 2)), values.clip(0).mean((1, 2))]
+        np.testing.assert_allclose(_points(scale * x), np.concatenate(points), rtol=1e-5, atol=1e-5)
+    row, (gain, shift) = x[0, 0], rng.normal(size=(2, 10))
+    normal = (row - row.mean()) / np.sqrt(row.var() + 1e-5) * gain + shift
+    np.testing.assert_allclose(_norm(row, gain, shift), normal, atol=1e-5)
+    np.testing.assert_array_equal(_norm(np.ones(10, np.float32), gain, shift), shift)
+
+
 PIECES = [b"9", b"-", b'"', b"]", b"[", b"{}", b"1e9", b"null", b",", b"99999999999999999999", b"\xff"]
 
 
@@ -271,22 +291,10 @@ def test_headers_of_other_kinds_are_refused() -> None:
         text = json.dumps(header).encode()
         return len(text).to_bytes(8, "little") + text
 
-    form = FORM.to_dict()
     for header in (
-        [],
         {},
         {"__metadata__": []},
         {"__metadata__": {KEY: "{"}},
-        {
-            "__metadata__": {KEY: json.dumps(form)},
-            "input.bias": {"dtype": "F16", "shape": [-1], "data_offsets": [0, 0]},
-        },
-        {
-            "__metadata__": {KEY: json.dumps(form)},
-            "input.bias": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]},
-        },
-        {"__metadata__": {KEY: json.dumps({**form, "cameras": [{"name": 1}]})}},
-        {"__metadata__": {KEY: json.dumps({**form, "schema": "sinew.adapter/2"})}},
         {"__metadata__": {KEY: "[" * 100_000}},
     ):
         with pytest.raises(AdapterError):
@@ -315,8 +323,7 @@ def test_a_form_is_refused_by_its_field() -> None:
         ({"hz": True}, "hz: expected a number above 0, got True"),
         ({"hz": 0}, "hz: expected a number above 0, got 0"),
         ({"hz": 100_001}, "hz: expected a number above 0, got 100001"),
-        ({"hz": "x" * 57}, f"hz: expected a number above 0, got 'x{'x' * 56}'"),
-        ({"hz": "x" * 58}, f"hz: expected a number above 0, got 'x{'x' * 55}..."),
+        ({"hz": "x" * 99}, f"hz: expected a number above 0, got '{'x' * 76}..."),
         ({"policy": 1}, "expected a text as policy and an object as motion"),
         ({"motion": []}, "expected a text as policy and an object as motion"),
         ({"more": 1}, "more: expected no such field"),
