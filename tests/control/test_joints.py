@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused(joints: Any, given_names: dict[str, str], 
 
 
 def test_lerobots_ending_is_no_difference() -> None:
-    assert match_joints(["pan", "lift.pos"], ["lift", "pan.pos"], {}) == ["pan.pos", "lift"]
+    assert match_joints(["pan", "wrist.pos"], ["wrist", "pan.pos"], {}) == ["pan.pos", "wrist"]
     with pytest.raises(RobotError, match="shoulder"):
         match_joints(["shoulder"], ["shou"], {})
     assert joints_of({"state": {"dim": 1}, "action": {"dim": 1}}, ["a"], ["b"], {}) == (["a"], ["b"])
