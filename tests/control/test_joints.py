@@ -127,6 +127,7 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
         ("pan", {}, "joints: expected names of its numbers"),
         ([1, 2, 3], {}, "joints: expected names of its numbers"),
+        (["pan", "lift", 3], {}, "joints: expected names of its numbers"),
         ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected names of its numbers"),
         (None, {"grip": "jaw"}, "--rename-joint: expected a robot that says what its joints are called"),
     ],
