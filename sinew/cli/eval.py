@@ -383,7 +383,9 @@ class _Run:
         for entry, episodes in zip(report["variants"], results, strict=True):
             if found := reactions(episodes):
                 entry["reactions_ms"] = found
-                told = "; ".join(f"{name} p50 {each['p50']}, p95 {each['p95']}" for name, each in found.items())
+                told = "; ".join(
+                    f"{name} p50 {each['p50']}, p95 {each['p95']}" for name, each in found.items()
+                )
                 terminal.say(f"{entry['label']}: reactions in ms: {told}")
         return {**report, "episodes": results}
 

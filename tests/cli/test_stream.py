@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,10 +95,34 @@ def test_a_planner_rewrites_the_instruction() -> None:
         planner.once()
     planner.close()
     assert (said, planner.calls, planner.changes, planner.failures) == (["put it down", "x" * 4096], 10, 2, 5)
-    with pytest.raises(ClientError, match="calls a second"):
-        Planner(plan, 11.0, lambda: None, said.append)
-    with pytest.raises(ClientError, match="expected a callable"):
+    with pytest.raises(ClientError, match=r"^planner sys:path: expected a callable, got list$"):
         open_planner("sys:path")
+    assert open_planner("json:dumps") is json.dumps
+
+
+def test_a_planner_is_called_at_its_rate_until_it_ends() -> None:
+    looks: Any = iter([None, ("go", {}), ("go", {})])
+    seen_all, waited = threading.Event(), []
+
+    def look() -> Any:
+        for found in looks:
+            return found
+        seen_all.set()
+        return None
+
+    planner = Planner(lambda *_: None, 10.0, look, waited.append)
+    assert (planner._period, planner._thread.daemon) == (0.1, True)
+    assert seen_all.wait(60)
+    planner.close(60)
+    assert not planner._thread.is_alive()
+    assert (planner.calls, planner.changes) == (2, 0)  # where there was something to see
+    planner._thread = SimpleNamespace(join=waited.append)  # type: ignore[assignment]
+    planner.close()
+    assert waited == [1.0]
+    Planner(lambda *_: None, 0.01, lambda: None, waited.append).close(60)
+    for hz in (0.009, 10.1):
+        with pytest.raises(ClientError, match=rf"^planner: expected 0.01 to 10 calls a second, got {hz}$"):
+            Planner(lambda *_: None, hz, lambda: None, waited.append)
 
 
 class Replayed:

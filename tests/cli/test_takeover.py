@@ -284,13 +284,16 @@ def test_a_teleoperator_is_brought_to_the_robot_and_set_free() -> None:
     leader = LeRobotLeader(device, ["a.pos", "b.pos"])
     device.at = {"b.pos": 10.0, "a.pos": 0.0}
     assert leader.read() == [0.0, 10.0]
+    leader.align(np.array([np.nan, -10.0]))  # a place that is not known is where it is
+    assert leader.read() == [0.0, 8.0]
     for _ in range(60):
         leader.align(np.array([5.0, -5.0]))
     np.testing.assert_allclose(leader.read(), [5.0, -5.0], atol=0.05)
     assert device.torque == [True]
     leader.free()
+    leader.align(np.array([5.0, -5.0]))  # by motors that are on again
     leader.close()
-    assert device.torque[1:] == [False, False]
+    assert device.torque[1:] == [False, True, False]
     assert not device.connected
     assert not hasattr(LeRobotLeader(Teleoperator(feedback=False), ["a.pos", "b.pos"]), "align")
 

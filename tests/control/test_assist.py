@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sinew_client import ClientError
 from sinew_client.control import Assist, AssistRule, Relative, parse_assist
+from sinew_client.control.safety import RowsError
 
 WAIT_S = 30.0
 
@@ -23,6 +24,8 @@ class Far:
         self.fault: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
+        self.closed = threading.Event()
+        self.close = self.closed.set
 
     def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
         self.asked += 1
@@ -81,10 +84,71 @@ def test_the_far_rows_are_followed_from_their_moment_on_until_half_are_left() ->
         "failed": {},
         "chunks": {"near": 3, "far": 2},
     }
+    assert (
+        found.text()
+        == "2 of 5 chunks from the far policy, asked 1 times (1 every): 1 answers, 0 of them too late,"
+        " 0 failures"
+    )
     ask(6.2)  # five seconds after the answer was seen
     settle(found)
-    assert ask(6.9)[0] == 69
+    assert ask(6.7)[0] == 67  # with five of its ten rows left, no more than half
     assert (found.asked["every"], found.late) == (2, 1)
+
+
+def test_what_is_past_is_not_followed_again() -> None:
+    found, ask = assisted("every:5", Far())
+    ask(1.0)
+    settle(found)
+    assert [float(ask(now)[0, 0]) for now in (1.4, 1.5, 1.4)] == [
+        104,
+        15,
+        14,
+    ]  # the last frame is out of order
+
+
+def test_a_clock_that_is_set_back_by_more_than_frames_come_out_of_order() -> None:
+    found, ask = assisted("every:1000", Far())
+    ask(21.0)
+    settle(found)
+    ask(21.0)
+    np.testing.assert_array_equal(ask(11.0), Far().rows)  # by ten seconds, from its first row on
+    ask(21.0)
+    assert found.asked == {"every": 1}
+    assert ask(10.5)[0] == 105
+    assert found.asked == {"every": 2}  # nobody knows when the last answer came
+
+
+def test_both_policies_have_rows_of_one_width() -> None:
+    far, width = Far(), [2]
+    found, ask = assisted("every:0", far, lambda observation, limit: np.zeros((4, width[0]), np.float32))
+    ask(1.0)
+    settle(found)
+    ask(1.1)
+    wanted = "expected 1 to 1024 rows of 2 numbers, got shape [10, 1]"
+    assert found.failed == {f"the far policy: a chunk: {wanted}": 1}
+    width[0] = 3
+    with pytest.raises(RowsError, match=r"a chunk: .* rows of 2 numbers, got shape \[4, 3\]"):
+        ask(1.2)
+
+
+def test_an_observation_without_a_time_is_of_the_present() -> None:
+    found, ask = assisted("every:5", Far(), lambda *_: np.ones((10, 1), np.float32))
+    ask(3.0, time=None)
+    settle(found)
+    ask(3.2)
+    assert found.far_chunks == 1
+
+
+def test_both_connections_are_ended() -> None:
+    far, other = Far(), Far()
+    found, ask = assisted("every:0", far)
+    ask(1.0)
+    settle(found)
+    found.close()
+    assert far.closed.wait(WAIT_S)
+    found().close()  # a function has nothing to end
+    assisted("every:0", far, other)[0]().close()
+    assert other.closed.is_set()
 
 
 def test_a_robot_does_not_wait_for_the_far_policy() -> None:
@@ -126,22 +190,36 @@ def test_disagreement_asks() -> None:
     found, ask = assisted("disagreement:0.5", far, lambda o, limit: near(o, limit) + jump["by"])
     ask(1.0)
     ask(1.2)
-    assert far.asked == 0
-    jump["by"] = 1.0
+    assert found.asked == {}
+    jump["by"] = 0.5
+    ask(1.3)
+    assert found.asked == {}  # no more than the limit
+    jump["by"] = 1.5
     ask(1.4)
     settle(found)
     assert (found.asked, far.asked) == ({"disagreement": 1}, 1)
+    assert ask(1.5)[0] == 101
+    assert found.asked == {"disagreement": 1}
+    ask(1.6)  # with the far rows, which are followed now
+    assert found.asked == {"disagreement": 2}
+
+
+def test_rows_of_no_common_step_do_not_disagree() -> None:
+    found, ask = assisted("disagreement:0", Far())
+    ask(1.0)
+    assert ask(7.0)[0] == 70
+    assert found.asked == {}
 
 
 def test_uncertainty_asks_and_needs_noise() -> None:
     far = Far()
-    noise = {"by": 0.1}
+    noise = {"by": 0.5}
     found, ask = assisted(
         "uncertainty:0.5", far, lambda o, limit: near(o, limit) + noise["by"] * (o.get("seed") or 0)
     )
     ask(1.0)
-    assert far.asked == 0
-    noise["by"] = 1.0
+    assert found.asked == {}  # no more than the limit
+    noise["by"] = 0.4  # times its draw, the second
     ask(1.2)
     settle(found)
     assert found.asked == {"uncertainty": 1}

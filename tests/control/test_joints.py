@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sinew_client.control import Limits, LimitsError, Stopped
+from sinew_client.control import LeaderError, Limits, LimitsError, Stopped
+from sinew_client.control.leaders import open_lerobot_leader
 from sinew_client.control.robots import (
     Dry,
     LeRobotArm,
@@ -26,8 +28,10 @@ from sinew_client.control.robots import (
     joints_of,
     lerobot_choice,
     match_joints,
+    open_class,
     open_lerobot,
     ordered,
+    renamed,
 )
 
 from sinew.cli import main
@@ -84,7 +88,9 @@ def test_a_robot_in_another_order_is_matched_by_name() -> None:
 
 
 def test_a_robot_without_hardware_has_names_where_the_policy_names_all_and_counts() -> None:
-    dry = Dry(POLICY)
+    dry = Dry({**POLICY, "cameras": [{"name": "front", "height": 48, "width": 64}]})
+    frame = dry.observe()["images"]["front"]
+    assert (frame.shape, frame.dtype, frame.min(), frame.max()) == ((48, 64, 3), np.uint8, 0, 255)
     assert dry.joints["action"] == ["pan", "lift", "grip"]
     for part in ("state", "action"):
         assert not hasattr(Dry({**POLICY, part: {"dim": 3}}), "joints")
@@ -121,6 +127,7 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
         ("pan", {}, "joints: expected names of its numbers"),
         ([1, 2, 3], {}, "joints: expected names of its numbers"),
+        (["pan", "lift", 3], {}, "joints: expected names of its numbers"),
         ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected names of its numbers"),
         (None, {"grip": "jaw"}, "--rename-joint: expected a robot that says what its joints are called"),
     ],
@@ -132,7 +139,7 @@ def test_what_does_not_fit_is_refused(joints: Any, given_names: dict[str, str], 
 
 
 def test_lerobots_ending_is_no_difference() -> None:
-    assert match_joints(["pan", "lift.pos"], ["lift", "pan.pos"], {}) == ["pan.pos", "lift"]
+    assert match_joints(["pan", "wrist.pos"], ["wrist", "pan.pos"], {}) == ["pan.pos", "wrist"]
     with pytest.raises(RobotError, match="shoulder"):
         match_joints(["shoulder"], ["shou"], {})
     assert joints_of({"state": {"dim": 1}, "action": {"dim": 1}}, ["a"], ["b"], {}) == (["a"], ["b"])
@@ -176,8 +183,12 @@ def test_cameras_are_called_as_the_policy_calls_them() -> None:
     seen = {"images": {"cam0": 0, "cam1": 1}, "state": np.zeros(1)}
     robot = SimpleNamespace(observe=lambda: seen)
     assert Renamed(robot, {"front": "cam1"}).observe() == {**seen, "images": {"cam0": 0, "front": 1}}
+    swapped = Renamed(robot, {"cam0": "cam1", "cam1": "cam0"}).observe()
+    assert swapped["images"] == {"cam0": 1, "cam1": 0}
     with pytest.raises(RobotError, match="--rename: the robot has cam0, cam1, and no cam2"):
         Renamed(robot, {"front": "cam2"}).observe()
+    with pytest.raises(RobotError, match="--rename: the robot has none, and no cam2"):
+        renamed({}, {"front": "cam2"})
 
 
 class Side(Bus):
@@ -214,15 +225,122 @@ def test_two_of_lerobots_arms_are_one_robot_or_none(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConnectionError):
         Pair(left, Side(log, "right", silent=True)).connect()
     assert log == ["left closes", "right closes", "left opens", "right opens", "left closes"]
-    for kind, options in (("a+b", {"left": {}}), ("a+b+c", {"left": {}, "right": {}})):
-        with pytest.raises(RobotError, match="expected two types and their options left and right, got"):
-            open_lerobot(kind, options, POLICY)
     monkeypatch.setitem(sys.modules, "lerobot.robots", None)
     for kind, options in (("a", {}), ("a+b", {"left": {}, "right": {}})):
         with pytest.raises(RobotError, match="needs the package lerobot in this environment"):
             open_lerobot(kind, options, POLICY)
     with pytest.raises(RobotError, match="use_degrees: expected the same of both arms, got True and False"):
         Pair(left, Side(log, "right", degrees=False))
+
+
+@pytest.fixture
+def lerobot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called of LeRobot; of one type, ``arm``, whose option ``device`` is the robot or leader itself."""
+    types: Any = SimpleNamespace(get_choice_class={"arm": lambda device: device}.__getitem__)
+    made: dict[str, Any] = dict.fromkeys(("RobotConfig", "TeleoperatorConfig"), types)
+    made |= {f"make_{kind}_from_config": lambda device: device for kind in ("robot", "teleoperator")}
+    for name in ("lerobot.robots", "lerobot.teleoperators"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, **made))  # type: ignore[arg-type]
+    draccus: Any = SimpleNamespace(utils=SimpleNamespace(DraccusException=TypeError))
+    draccus.decode = lambda kind, options: kind(**options)
+    monkeypatch.setitem(sys.modules, "draccus", draccus)
+
+
+def refused(error: type[Exception], message: str, call: Any, *given: Any) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        call(*given)
+
+
+@pytest.mark.usefixtures("lerobot")
+def test_lerobots_arms_and_leaders_are_opened_by_their_type() -> None:
+    log: list[str] = []
+    left, right, leader = (Side(log, name) for name in ("left", "right", "leader"))
+    assert open_lerobot("arm", {"device": left}, POLICY).robot is left
+    names = [f"{side}_{joint}" for side in ("left", "right") for joint in ("pan", "lift", "grip")]
+    both = {"cameras": [], "state": {"names": names}, "action": {"names": names}}
+    each = {"right": {"device": right}, "left": {"device": left}}
+    assert open_lerobot("arm+arm", each, both).robot.sides == {"left": left, "right": right}
+    leader.feedback_features = {}  # type: ignore[attr-defined]
+    found = open_lerobot_leader("arm", {"device": leader}, [*leader.action_features])
+    assert found.teleoperator is leader
+    assert log == ["left opens", "left opens", "right opens", "leader opens"]
+    two = "expected two types and their options left and right, got"
+    for kind, options, message in (
+        ("arm", {"device": Side(log, "left", silent=True)}, "lerobot:arm: ConnectionError: no servo answers"),
+        ("arm", {"turns": 1}, "lerobot:arm: ValueError: "),
+        ("toaster", {}, "lerobot:toaster: KeyError: 'toaster'"),
+        ("arm", {"device": Pair(left, right)}, "robot: the policy's state has 3 numbers, the robot has 6"),
+        ("arm+arm+arm", each, f"lerobot:arm+arm+arm: {two} 3 and right, left"),
+        ("arm+arm", {}, f"lerobot:arm+arm: {two} 2 and none"),
+    ):
+        refused(RobotError, message, open_lerobot, kind, options, POLICY)
+    for kind, options, message in (
+        ("arm", {"turns": 1}, "--takeover lerobot:arm: ValueError: "),
+        ("toaster", {}, "--takeover lerobot:toaster: KeyError: 'toaster'"),
+    ):
+        refused(LeaderError, message, open_lerobot_leader, kind, options, [])
+
+
+def test_what_lerobots_arm_sees_and_says() -> None:
+    bus: Any = Bus()
+    bus.action_features = {**Bus.action_features, "goal": (2, 2, 3)}  # no joint
+    bus.observation_features = {**Bus.action_features, "top": (2, 2, 3)}
+    bus.get_observation = lambda: {**Bus.get_observation(bus), "top": np.full((2, 2, 3), 7)}
+    policy = {**POLICY, "cameras": [{"name": "front"}]}
+    arm, before = LeRobotArm(bus, policy, {"front": "top"}), time.monotonic()
+    seen = arm.observe()
+    assert before <= seen["time"] <= time.monotonic()
+    frame = seen["images"]["front"]
+    assert (frame.dtype, frame.min(), frame.max()) == (np.uint8, 7, 7)
+    assert not arm.concurrent_hold
+    for degrees, unit in ((None, ""), (True, "deg"), (False, "of -100 to 100")):
+        bus.config = SimpleNamespace(use_degrees=degrees)
+        assert LeRobotArm(bus, POLICY).joint_unit == unit
+    mixed: Any = Bus()
+    mixed.action_features = mixed.observation_features = {"a": float, "b.pos": float}
+    assert LeRobotArm(mixed, {"cameras": [], "state": {}, "action": {}}).motion is None
+    blind: Any = Bus()
+    blind.observation_features = {}
+    for robot, wanted, message in (
+        (bus, policy, "cameras: the policy wants front; the robot has top"),
+        (Bus(), policy, "cameras: the policy wants front; the robot has none"),
+        (blind, POLICY, "robot: expected the joints of its actions in its state, grip.pos is not there"),
+        (Bus(), {**POLICY, "action": {"dim": 2}}, "robot: the policy's action has 2 numbers, the robot has 3 joints"),
+    ):  # fmt: skip
+        refused(RobotError, message, LeRobotArm, robot, wanted)
+
+
+def test_a_class_is_opened_by_its_name() -> None:
+    name = f"{__name__}:Arm"
+    assert isinstance(open_class(name, {"joints": ["a"]}), Arm)
+    found = open_class(name, {}, {"front": "cam"})
+    assert isinstance(found, Renamed)
+    found.state = 5
+    assert found._robot.state == found.state == 5
+    for text, options, message in (
+        (name, {"soon": 1}, f"robot {name}: TypeError: "),
+        ("builtins:list", {}, "robot builtins:list: expected the methods observe, act and hold; observe is missing"),
+        ("sys:path", {}, "robot sys:path: expected a class, got list"),
+    ):  # fmt: skip
+        refused(RobotError, message, open_class, text, options)
+
+
+def test_numbers_without_names_keep_their_order() -> None:
+    """Where a policy names those of its commands alone; and what else a robot has is its own."""
+    robot = Arm()
+    robot.observe = lambda: {"images": {}, "state": robot.state}  # type: ignore[method-assign]
+    found = ordered(robot, {"state": {"dim": 3}, "action": {"names": ["pan", "lift", "grip"]}}, {})
+    assert "action" not in found.observe()
+    np.testing.assert_array_equal(found.observe()["state"], robot.state)
+    found.act(np.float32([1, 2, 3]))
+    np.testing.assert_array_equal(robot.sent[0], [3, 1, 2])
+    found.state = 2
+    assert found.state == robot.state == 2
+    unnamed = {"state": {"dim": 3}, "action": {"dim": 3}}
+    said = "--rename-joint: expected joints of the policy, which names none, got grip"
+    refused(RobotError, said, ordered, robot, unnamed, {"grip": "jaw"})
+    other = Arm(None)
+    assert ordered(other, POLICY, {}) is other
 
 
 def test_limits_are_of_the_joints_that_they_name() -> None:

@@ -35,6 +35,7 @@ from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import UNPLACED
 from sinew_client.control.smoothing import parse_filter
+from sinew_client.control.takeover import HandedOver
 from sinew_client.control.watchdog import Watchdog
 from sinew_client.errors import Refused, SinewError
 from sinew_client.faults import PERMANENT
@@ -139,6 +140,16 @@ def test_ticks_do_not_drift() -> None:
     clock.time = pace.due(61) + 0.045  # less than half a period
     assert pace.next() == 61
     assert (pace.late, pace.skipped) == (2, 9)
+
+
+def test_just_half_a_period_is_not_late_and_just_a_whole_one_is_skipped() -> None:
+    clock = Clock()
+    pace = Pace(0.25, clock.now, clock.sleep)
+    assert pace.next() == 0
+    clock.time = pace.due(1) + 0.125
+    assert (pace.next(), pace.late, pace.skipped) == (1, 0, 0)
+    clock.time = pace.due(3)
+    assert (pace.next(), pace.late, pace.skipped) == (3, 0, 1)
 
 
 @pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
@@ -742,6 +753,7 @@ def test_a_report_counts_and_times_a_run() -> None:
         failed_requests=3,
         faults={"total": 2},
         filter={"filter": "median:3", "delay_ms": 50.0, "missing": 4},
+        handed=HandedOver(1, 2, 3, 0.5, "jaw").to_dict(),
         sources={name: percentiles(each) for name, each in ages.items()},
     )
     assert shown.rows() == [
@@ -761,7 +773,22 @@ def test_a_report_counts_and_times_a_run() -> None:
         ("age of front", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
         ("frames apart", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
         ("filter", "median:3: 50 ms behind, made up for by later rows but in 4 steps"),
+        ("hand-overs", "1 to a human, 2 back, 3 steps by hand; largest step at a hand-over 0.5 (jaw)"),
     ]
+
+
+def test_a_report_is_rounded_to_a_thousandth() -> None:
+    """Of a period of a seventh of a second, one of which is skipped; steps by hand are executed too."""
+    loop, arm = loop_of(delay=0.1, hz=7.0, filter="lowpass:2")
+    loop.run(2)
+    arm.clock.time = loop.pace.due(3) + 0.01
+    loop.run(5)
+    loop.watchdog.longest, loop.controller.handed.steps = 0.0123456, 2
+    report = loop.report()
+    assert (report.seconds, report.rate_hz, report.request_ms) == (0.857, 5.833, 142.857)
+    assert report.longest_gap_ms == 12.346
+    assert report.filter["delay_ms"] == round(1e3 / 7 * parse_filter("lowpass:2", 7.0).lag, 3)
+    assert report.executed == report.steps - sum(report.held.values()) + 2
 
 
 def test_a_report_of_points_between_is_of_control_steps() -> None:

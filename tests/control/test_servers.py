@@ -15,6 +15,7 @@ import pytest
 import zmq
 from sinew_client import Client, ClientError, ConnectionLost, RequestTimeout, UnsafeChunk, schema
 from sinew_client.control import Servers
+from sinew_client.control.servers import PolicyCall
 from sinew_client.faults import kind_of
 from sinew_client.streams import StreamLink
 from sinew_client.types import CameraSpec, MotionSpec, VectorSpec
@@ -91,6 +92,16 @@ def test_a_new_call_begins_where_the_last_was_answered(hung: str, answering: tup
 def test_one_address_is_waited_for_until_the_end(hung: str) -> None:
     with Client(hung, timeout=0.3, connect_timeout=0.05) as client, pytest.raises(RequestTimeout):
         client.infer(OBSERVATION)
+
+
+def test_a_call_to_a_policy_returns_its_rows_within_its_time() -> None:
+    closed: list[bool] = []
+    policy: Any = SimpleNamespace(close=lambda: closed.append(True))
+    policy.infer = lambda observation, timeout: SimpleNamespace(actions=(observation, timeout))
+    call = PolicyCall(policy)
+    assert call(OBSERVATION, 0.5) == (OBSERVATION, 0.5)
+    call.close()
+    assert closed == [True]
 
 
 def test_what_a_call_notes_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from sinew_client.control import (
 )
 from sinew_client.control.controller import AHEAD_S
 from sinew_client.control.stream import Watching
+from sinew_client.control.takeover import ALIGNING, HUMAN, POLICY
 from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
@@ -465,6 +466,15 @@ def test_commands_of_a_stream_say_how_old_their_frame_is() -> None:
     assert loop.report().age_ms["max"] == 300.0
 
 
+def test_a_frame_that_is_ahead_is_not_less_than_no_steps_old() -> None:
+    loop, _, link, _ = of(100.0)
+    ages: list[int] = []
+    loop.watch(lambda command: ages.append(command.age))
+    link.ready = [StreamWindow(0, np.ones((3, 2), np.float32), 0.0, 0.05)]
+    loop.run(1)
+    assert ages == [0]
+
+
 def test_a_frame_is_never_newer_than_its_sample() -> None:
     loop, robot, link, _ = of()
     ages = iter((-0.05, 0.25))
@@ -586,3 +596,14 @@ def test_each_error_between_two_ticks_is_counted() -> None:
     loop.run(3)
     assert (loop.report().failed_requests, loop.report().unanswered, loop.reason) == (5, 5, "busy")
     assert StreamReport.of(loop).faults == report.faults
+
+
+def test_a_human_who_drives_a_stream_leaves_it_alone_in_another_world() -> None:
+    for shadow, driver in ((False, POLICY), (True, ALIGNING)):
+        controller = of()[0].controller
+        controller.take_over(0, shadow)
+        controller.aligned(0)
+        controller.fault(0, "silent")
+        assert controller.driver == HUMAN
+        controller.fault(0, "a new episode", moved=True)
+        assert controller.driver == driver

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sinew_client.control import Fusion, Node, Trajectory, parse_fusion
 from sinew_client.control.blend import AGGREGATES
 from sinew_client.control.reaction import Reactions, histogram
+from sinew_client.control.report import percentiles
 
 RULES = [*AGGREGATES, "mix:0.25", "ramp:3"]
 
@@ -172,6 +173,8 @@ def test_rules_of_fusion() -> None:
         assert [Fusion(near, far, 2).weight(k) for k in (-1, 0, 1, 2, 9)] == [near, near, 0.5, far, far]
     for given, message in (
         ((-0.1, 1.0), "fusion: expected weights from 0 to 1, got -0.1 and 1.0"),
+        ((1.1, 1.0), "fusion: expected weights from 0 to 1, got 1.1 and 1.0"),
+        ((0.5, -0.1), "fusion: expected weights from 0 to 1, got 0.5 and -0.1"),
         ((0.5, 1.1), "fusion: expected weights from 0 to 1, got 0.5 and 1.1"),
         ((0.5, 0.5, -1), "fusion: expected 0 or more rows, got -1"),
     ):
@@ -180,24 +183,17 @@ def test_rules_of_fusion() -> None:
     for text in ("mix:x", "mix:", "ramp:1.5", "ramp:-1", "ramp:-2"):
         with pytest.raises(ValueError, match=f"^fusion: expected mix:WEIGHT or ramp:ROWS, got '{text}' "):
             parse_fusion(text)
-    assert [round(parse_fusion("ramp:3").weight(k), 3) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    for text in ("", "mean", "mix:2", "average:1"):
+        with pytest.raises(ValueError, match="fusion"):
+            parse_fusion(text)
+    assert [round(parse_fusion("ramp:3").weight(k), 3) for k in range(-1, 5)] == [0.25, 0.25, 0.5, 0.75, 1, 1]
     assert parse_fusion("mix:0.25").weight(9) == 0.25
-    assert parse_fusion("ramp:3").weight(-1) == 0.25  # a row before the first one that can change
     assert parse_fusion("ramp:0") == Fusion()
-    assert Fusion(0.0, 1.0, 2).weight(1) == 0.5
-    for given in ({"near": -0.1}, {"near": 1.1}, {"far": -0.1}, {"far": 1.1}, {"rows": -1}):
-        with pytest.raises(ValueError, match="fusion: expected"):
-            Fusion(**given)
     mixed = Fusion(0.25, 0.75, 2)(np.float32([0, 4]), np.float32([4, 0]), 1)
     assert (mixed.tolist(), mixed.dtype) == ([2, 2], np.float32)
     assert Fusion(0.25, 0.25)(np.float32([0]), np.float32([4])).tolist() == [1]
-    new = np.float32([3.0])
-    assert (
-        parse_fusion("latest_only")(np.float32([np.nan]), new) is new
-    )  # nothing of the old row, not even NaN
-    for text in ("", "mean", "mix:", "mix:2", "mix:x", "ramp:-1", "ramp:0.5", "average:1"):
-        with pytest.raises(ValueError, match="fusion"):
-            parse_fusion(text)
+    new = np.float32([3.0])  # nothing of the old row, not even NaN
+    assert parse_fusion("latest_only")(np.float32([np.nan]), new) is new
 
 
 def test_reactions_are_told_by_what_rows_were_made_from() -> None:
@@ -208,12 +204,19 @@ def test_reactions_are_told_by_what_rows_were_made_from() -> None:
     assert reactions.of("image", [20.0, 20.5]) == [5.0, 14.5]
     assert max(reactions.anywhere("sensor")) <= 2.0
     assert set(reactions.summary()["image_reaction_ms"]) == {"p50", "p95", "p99", "max"}
-    late = Reactions()
-    for row in ((0.0, -1.0, -1.0), (1.0, 0.5, 0.5), (10.0, 9.5, 9.5)):
-        late.add(*row)
-    assert any(
-        3.0 < each < 6.0 for each in late.anywhere("sensor")
-    )  # of what happened on the way to the last
+    known = Reactions()
+    assert (known.of("sensor", [1.0]), known.summary()["sensor_age_ms"]) == ([], {})
+    for row in ((10.0, -100.0, -200.0), (11.0, 10.5, 10.0), (30.0, 20.5, 20.0)):
+        known.add(*row)
+    assert known.ages("sensor") == [110.0, 0.5, 9.5]
+    assert known.ages("image") == [210.0, 1.0, 10.0]
+    assert 19.4 < max(known.anywhere("sensor")) <= 19.5  # of what happened after the first row alone
+    assert 1000 < len(known.anywhere("sensor")) < 1100  # and up to the last row, which knew of 10.5 of 20 s
+    assert known.summary() == {
+        f"{loop}_{what}_ms": percentiles(1000.0 * each for each in found)
+        for loop in ("sensor", "image")
+        for what, found in (("reaction", known.anywhere(loop)), ("age", known.ages(loop)))
+    }
     few = Reactions()
     for moment in (0.0, 10.0):
         assert (
@@ -228,6 +231,9 @@ def test_reactions_are_told_by_what_rows_were_made_from() -> None:
 def test_a_histogram_has_round_bins_and_few_of_them() -> None:
     assert histogram([]) == {}
     assert histogram([0.5, 39.0, 39.5]) == {"0": 1, "39": 2}
+    assert histogram([0.5, 39.0, 40.0]) == {"0": 1, "39": 1, "40": 1}  # 40 bins of 1 up to the largest
+    assert histogram([0.5, 43.0]) == {"0": 1, "42": 1}
+    assert histogram([0.43]) == {"0.42": 1}
     assert histogram([0.5, 41.0]) == {"0": 1, "40": 1}  # bins of 2
     assert histogram([100.0, 250.0], bins=5) == {"100": 1, "250": 1}  # and of 50 there
     assert histogram([0.1, 0.3, 0.31], width=0.1) == {"0.1": 1, "0.3": 2}

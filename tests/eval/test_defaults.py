@@ -44,7 +44,7 @@ def test_everybody_has_the_same_defaults() -> None:
 @pytest.mark.parametrize(
     ("motion", "policy", "expected", "followed", "because"),
     [
-        (None, None, "freeze", None, "nothing says"),
+        (None, None, "freeze", None, "waiting is right for all kinds, and --motion lets the robot go on"),
         (None, {"kind": "absolute"}, "aligned", {"kind": "absolute"}, "the policy says that actions are absolute"),
         (None, OFFSETS | {"low": None, "high": 1.0}, "freeze", None, "do not add up"),
         ({"kind": "absolute"}, OFFSETS, "aligned", {"kind": "absolute"}, "--motion says"),

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client import Client, ServerError, schema
+from sinew_client import Client, ConnectionLost, ServerError, schema
 from sinew_client.control import Loop, Reporter, Servers, Settings
+from sinew_client.control.reporter import _in_force
 from sinew_client.control.robots import Dry
+from sinew_client.control.safety import Limits
 from sinew_client.errors import RequestError
-from sinew_client.robot_report import MAX_BYTES, MAX_COUNTS, MAX_POINTS, MAX_TEXT, RobotReport
+from sinew_client.robot_report import FARTHEST, MAX_BYTES, MAX_COUNTS, MAX_POINTS, MAX_TEXT, RobotReport
 
 from sinew.cli import main
 from sinew.core import VectorSpec
@@ -100,7 +102,8 @@ def test_what_is_no_arm_is_not_reported() -> None:
         np.full((3, 3), np.nan),
         np.zeros((3, 2)),
         np.zeros((65, 3)),
-        np.full((1, 3), 1e4),
+        np.full((1, 3), FARTHEST),
+        np.diag([0.0, 0.0, FARTHEST]),
         "abc",
     ):
         loop = looped(lambda: lambda *_: np.zeros((4, 2), np.float32))
@@ -193,6 +196,8 @@ def test_rates_and_ages_are_those_of_the_last_ten_reports(monkeypatch: pytest.Mo
         loop, Servers("tcp://a:1"), robot=SimpleNamespace(finished=np.int64(7), successes=True)
     )
     assert reporter.look().rate_hz == 0.0  # of no time
+    now[0], loop.steps = 10.5, 110
+    assert reporter.look().rate_hz == 20.0
     now[0], loop.steps = 12.0, 140
     controller.ages.update({2: 10, 4: 30})
     found = reporter.look()
@@ -211,6 +216,50 @@ def test_rates_and_ages_are_those_of_the_last_ten_reports(monkeypatch: pytest.Mo
     controller.handed.steps = -1
     found = reporter.look()
     assert (found.rows_hz, found.steps_by_hand, found.takeovers) == (0.0, 0, 0)
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (OSError("no route"), False),
+        (ConnectionLost("gone"), False),
+        (ServerError("busy", "later"), False),
+        (ServerError("unknown", "what?"), True),
+    ],
+)
+def test_only_who_refuses_reports_is_told_nothing_more(
+    error: Exception, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("sinew_client.control.reporter.Client", lost)
+    loop = looped(lambda: lambda *_: np.zeros((4, 2), np.float32))
+    reporter = Reporter(loop, Servers("tcp://a:1"))
+    reporter._tell(reporter.look(), 1.0)
+    assert reporter.refused == ({"tcp://a:1"} if refused else set())
+    loop.close()
+
+
+def test_limits_are_in_force_where_one_number_has_them() -> None:
+    for given, names in (
+        ({"low": [None, 0.0]}, ("range",)),
+        ({"high": [None, 0.0], "jump": [1.0, None]}, ("range", "jump")),
+        ({"workspace_low": [None, 0.0]}, ("workspace",)),
+        ({"acceleration": [1.0, None], "workspace_high": [0.0, None]}, ("acceleration", "workspace")),
+    ):
+        assert _in_force(Limits.parse(given, 2)) == names
+
+
+def test_the_end_of_a_run_waits_for_two_reports_and_no_longer() -> None:
+    """For one that is under way, and the last; neither keeps the process."""
+    loop, waited = looped(lambda: lambda *_: np.zeros((4, 2), np.float32)), []
+    reporter = Reporter(loop, Servers("tcp://a:1"))
+    assert (reporter._thread.daemon, reporter._period) == (True, 1.0)
+    reporter._thread = SimpleNamespace(join=waited.append)  # type: ignore[assignment]
+    reporter.__exit__()
+    assert waited == [pytest.approx(1.3)]
     loop.close()
 
 

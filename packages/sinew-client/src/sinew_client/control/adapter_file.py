@@ -22,6 +22,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from sinew_client.errors import ClientError
+from sinew_client.given import shown
 
 SCHEMA = "sinew.adapter/1"
 KEY = "sinew.adapter"
@@ -70,7 +71,7 @@ class Form:
     def parse(cls, values: Any) -> Form:
         """Return the form that a header describes. Raises :class:`AdapterError`."""
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-            raise AdapterError(f"{KEY}: expected an object with schema {SCHEMA}, got {_short(values)}")
+            raise AdapterError(f"{KEY}: expected an object with schema {SCHEMA}, got {shown(values)}")
         wanted = {each.name for each in fields(cls)} | {"schema"}
         if set(values) != wanted:
             odd = min(set(values) ^ wanted)
@@ -84,25 +85,25 @@ class Form:
             or not isinstance(values["hz"], (int, float))
             or not 0 < values["hz"] <= 1e5
         ):
-            raise AdapterError(f"{KEY}: hz: expected a number above 0, got {_short(values['hz'])}")
+            raise AdapterError(f"{KEY}: hz: expected a number above 0, got {shown(values['hz'])}")
         if not isinstance(values["policy"], str) or not isinstance(values["motion"], dict):
             raise AdapterError(f"{KEY}: expected a text as policy and an object as motion")
         cameras = values["cameras"]
         if not isinstance(cameras, list) or not cameras:
-            raise AdapterError(f"{KEY}: cameras: expected a list of them, got {_short(cameras)}")
+            raise AdapterError(f"{KEY}: cameras: expected a list of them, got {shown(cameras)}")
         given = {name: values[name] for name in wanted - {"schema"}}
         return cls(**{**given, "cameras": [_eye(each) for each in cameras]})
 
 
 def _eye(values: Any) -> Eye:
     if not isinstance(values, dict) or set(values) != {"name", "height", "width", "strides"}:
-        raise AdapterError(f"{KEY}: cameras: expected name, height, width and strides, got {_short(values)}")
+        raise AdapterError(f"{KEY}: cameras: expected name, height, width and strides, got {shown(values)}")
     if (
         not isinstance(values["name"], str)
         or not isinstance(values["strides"], list)
         or not values["strides"]
     ):
-        raise AdapterError(f"{KEY}: cameras: expected a name and a list of strides, got {_short(values)}")
+        raise AdapterError(f"{KEY}: cameras: expected a name and a list of strides, got {shown(values)}")
     for name, number in (("height", values["height"]), ("width", values["width"])):
         _whole(name, number, 1 << 11)
     for stride in values["strides"]:
@@ -112,12 +113,7 @@ def _eye(values: Any) -> Eye:
 
 def _whole(name: str, value: Any, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise AdapterError(f"{KEY}: {name}: expected a whole number from 1 to {most}, got {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else text[:57] + "..."
+        raise AdapterError(f"{KEY}: {name}: expected a whole number from 1 to {most}, got {shown(value)}")
 
 
 def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
@@ -157,7 +153,7 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     except (ValueError, RecursionError):
         raise AdapterError("expected a safetensors file, its header is not JSON") from None
     if not isinstance(header, dict):
-        raise AdapterError(f"expected a safetensors file with an object as header, got {_short(header)}")
+        raise AdapterError(f"expected a safetensors file with an object as header, got {shown(header)}")
     return header, data[8 + length :]
 
 
@@ -165,7 +161,7 @@ def _tensor(name: str, entry: Any, body: bytes) -> np.ndarray:
     try:
         dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), [int(n) for n in entry["shape"]]
         begin, end = (int(n) for n in entry["data_offsets"])
-        if not 0 <= begin <= end <= len(body) or min(shape, default=1) < 0:
+        if not 0 <= begin <= end <= len(body) or any(n < 0 for n in shape):
             raise ValueError(f"bytes {begin} to {end} of {len(body)}")
         return np.frombuffer(body[begin:end], dtype).reshape(shape)
     except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Iterable, Mapping
 
 import numpy as np
@@ -45,19 +45,19 @@ class Cadence:
     age_ms: dict[str, float]
     chunks: int
     failed_requests: int
-    held: dict[str, int] = field(default_factory=dict)
-    clipped_commands: int = 0
-    clipped: dict[str, int] = field(default_factory=dict)
-    faults: dict[str, Any] = field(default_factory=dict)
-    unanswered: int = 0
-    request_ms: float = 0.0
-    watchdog: bool = False
-    watchdog_holds: int = 0
-    longest_gap_ms: float = 0.0
-    handed: dict[str, Any] = field(default_factory=dict)
-    filter: dict[str, Any] = field(default_factory=dict)
-    agreement: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, int]
+    clipped_commands: int
+    clipped: dict[str, int]
+    faults: dict[str, Any]
+    unanswered: int
+    request_ms: float
+    watchdog: bool
+    watchdog_holds: int
+    longest_gap_ms: float
+    handed: dict[str, Any]
+    filter: dict[str, Any]
+    agreement: dict[str, Any]
+    sources: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,8 +94,7 @@ class Cadence:
         return found + (agreement_rows(self.agreement) if self.agreement else [])
 
     def _failed(self) -> str:
-        errors = self.faults.get("total", 0)
-        return f"{self.failed_requests} requests failed, {errors} errors"
+        return f"{self.failed_requests} requests failed, {self.faults['total']} errors"
 
 
 def cadence(
