@@ -20,7 +20,8 @@ from sinew.bundle.schema import Normalization
 from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError
 from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver
 from sinew.policy import Policy, load
-from sinew.processing import ModelInputs, processor, stack
+from sinew.processing import ModelInputs, batch_key, processor, stack
+from sinew.processing.batch import BUCKET
 from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.image import prepare_frame
 from sinew.processing.normalize import Normalizer
@@ -499,6 +500,17 @@ def test_a_batch_of_one_is_its_only_member():
         np.testing.assert_array_equal(getattr(alone, name), getattr(inputs, name))
     two = stack([inputs, inputs], PEN.processing.prompt)
     assert refusal(two.alone) == "a batch: expected one observation, got 2"
+
+
+def test_prompts_are_mixed_that_end_in_one_bucket():
+    """A bucket ends with its last length: 16 is of the first, 17 begins the second, which 32 ends."""
+    prepared = PLAIN.prepare(seen())
+    of = [
+        replace(prepared.inputs, tokens=np.zeros(n))
+        for n in (1, BUCKET, BUCKET + 1, 2 * BUCKET, 2 * BUCKET + 1)
+    ]
+    one, last, second, end, third = (batch_key(replace(prepared, inputs=inputs)) for inputs in of)
+    assert one == last != second == end != third
 
 
 def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):
