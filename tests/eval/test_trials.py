@@ -469,12 +469,12 @@ def planned(out: Path, order: int, scenes: int = 12, **more: Any) -> Sitting:
     return Sitting(out, Task("sinew/Pen-v0"), variants, scenes, 5000, order, **more)
 
 
-def ended(sitting: Sitting, success: bool) -> None:
+def ended(sitting: Sitting, success: bool, **more: Any) -> None:
     turn = sitting.due()
     assert turn is not None
     sitting.begin(turn)
     counts = (1, 1, 0, 0, [], [])
-    sitting.end(turn, Episode(turn.seed, "", success, 9, *counts, trial=turn.name))
+    sitting.end(turn, Episode(turn.seed, "", success, 9, *counts, trial=turn.name, **more))
 
 
 def order_of(sitting: Sitting) -> list[tuple[int, int]]:
@@ -507,12 +507,34 @@ def test_a_scene_that_was_set_up_before_is_set_up_as_it_was(tmp_path: Path) -> N
     assert again == [False, True, True, False, True]
 
 
+def test_a_sitting_that_goes_on_knows_what_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sitting, synced = planned(tmp_path, 7, 2), []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    ended(sitting, False, counted=False, note="it fell")
+    turn = sitting.due()
+    assert turn is not None
+    sitting.begin(turn)  # and killed
+    assert len(synced) == 3  # each line is on the disk before anything goes on
+    again = planned(tmp_path, None, 2)  # type: ignore[arg-type] # in the order that was drawn
+    plan = again.plan(["a", "b"])
+    lost = {"trial": "001", "seed": 5000, "label": "ab"[turn.variant], "note": "it fell"}
+    assert (plan["discarded"], plan["interrupted"], plan["p_anytime"]) == ([lost], ["001-2"], None)
+    assert again.take("001-3") == "trial 001-3 of 7"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("episodes.jsonl", "", "expected a new folder, got one of `sinew eval`$"),
         ("sitting.json", "{", r"sitting\.json: expected the plan of a sitting, got Expecting"),
         ("sitting.json", '{"format": 1, "scenes": [2]}', r"with scenes \[2\], got 12$"),
+        (
+            "sitting.json",
+            '{"format": 1, "scenes": 12, "seed": 5000, "sequential": false, "policies": ["{} #1"]}',
+            "with adapter of policy 1 None, got $",
+        ),
     ],
 )
 def test_a_folder_of_something_else_is_left_alone(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -563,7 +585,9 @@ def test_a_sequential_sitting_ends_where_the_difference_is_shown(tmp_path: Path)
     assert len(order_of(sitting)) == 16  # eight pairs that all say the same: 9 / 2^8 = 0.035
     assert stats.anytime_p([True] * 7) > 0.05 > stats.anytime_p([True] * 8) == 9 / 2**8
     assert planned(tmp_path / "of" / "one", 1, 20, sequential=True).due() is None
-    assert "p = 0.0352" in sitting.plan(["a", "b"])["said"]
+    plan = sitting.plan(["a", "b"])
+    assert "p = 0.0352" in plan["said"]
+    assert plan["p_anytime"] == 0.035156
     assert [sum(each.success for each in one) for one in sitting.results()] == [8, 0]
     with pytest.raises(SinewError, match="--sequential: expected two policies to compare, got 1"):
         Sitting(tmp_path / "x", Task("sinew/Pen-v0"), [Variant("expert")], 3, 0, 1, sequential=True)
