@@ -687,6 +687,8 @@ def test_a_trial_goes_from_word_to_word() -> None:
 
     assert said(("success", "key"), ("keep", "key"), ("dance", "key"), ("go", "key")) == [False] * 3 + [True]
     assert (desk.state, desk.tally.counts, desk.verdict) == (RUNS, True, "")
+    desk.loop.tick(desk.loop.pace.next())
+    assert not desk.loop.paused
     assert said(("go", "key"), ("keep", "key"), ("discard", "key"), ("discard ", "key")) == [False] * 4
     assert said(("failure", "time")) == [True]
     assert (desk.state, desk.verdict, desk.by, desk.tally.counts) == (JUDGED, "failure", "time", False)
@@ -719,7 +721,7 @@ def test_a_verdict_of_a_file_and_a_discarded_trial_are_not_asked_about(
 def test_a_trial_that_nobody_sees_ends_by_its_steps_its_robot_or_its_answers() -> None:
     desk = laid(waits=False, asks=False, limit=7)
     ticked(desk)
-    assert desk._file < 0  # and not what it would read or close of this process
+    assert 0.0 <= desk.seconds < desk._since  # of its own, and not since when
     assert (desk.verdict, desk.by, desk.tally.steps) == ("failure", "time", 7)
     desk.lost("the server has gone")
     assert (desk.verdict, desk.by, desk.note) == ("discard", "loop", "the server has gone")
@@ -728,6 +730,8 @@ def test_a_trial_that_nobody_sees_ends_by_its_steps_its_robot_or_its_answers() -
         desk.loop.robot.success = success  # type: ignore[attr-defined]
         ticked(desk)
         assert (desk.verdict, desk.by) == ("success" if success else "failure", "robot")
+        desk.lost("the server has gone")
+        assert desk.verdict == ("success" if success else "discard")
     desk = laid(waits=False, asks=False, answer=lambda _: Outcome(reason="no server"))
     ticked(desk)
     assert (desk.verdict, desk.by) == ("discard", "loop")
@@ -774,7 +778,7 @@ def test_a_run_that_the_robot_ends_is_no_verdict() -> None:
     assert desk.note == "the robot ended the run without a verdict"
     desk = laid(waits=True, asks=True)
     desk.ended()
-    assert (desk.verdict, desk.left) == ("", True)
+    assert (desk.verdict, desk.left, desk.loop.stopped) == ("", True, True)
     desk = laid(waits=False, asks=False)
     desk.loop.robot.success = True  # type: ignore[attr-defined]
     desk.ended()
@@ -787,6 +791,7 @@ def test_a_file_is_read_by_lines_and_what_is_not_due_is_said_in_one_sentence(
     said = tmp_path / "said"
     said.write_text("success\n")  # of before
     desk = laid(waits=True, asks=True, judge=said)
+    assert "what stands in it already is of no trial" in caplog.text
     told = []
     with said.open("ab", buffering=0) as file:
         for written in (
@@ -816,3 +821,14 @@ def test_a_file_is_read_by_lines_and_what_is_not_due_is_said_in_one_sentence(
         "",
     ]
     assert (desk.verdict, desk.by, desk.state) == ("success", "file", OVER)
+
+
+def test_a_pipe_is_read_after_each_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To which nobody has written when the trial begins."""
+    os.mkfifo(tmp_path / "said")
+    desk = laid(waits=False, asks=True, judge=tmp_path / "said")
+    assert not caplog.text
+    (tmp_path / "said").write_text("success\n")
+    ticked(desk)
+    assert (desk.verdict, desk.by) == ("success", "file")
+    desk.close()
