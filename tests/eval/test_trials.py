@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,10 @@ from sinew.eval.adapters import make_env
 from sinew.eval.evidence import page
 from sinew.eval.report import stats
 from sinew.eval.robot import SimulatedRobot
-from sinew.eval.runner import Episode, digest_of
+from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.eval.sources import chunk_seed
-from sinew.eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, Desk, TrialTally, scene_noise
-from sinew.eval.trials.sitting import DueTrial, Sitting
+from sinew.eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, Desk, TrialTally
+from sinew.eval.trials.sitting import Sitting
 from tests import processes
 from tests.control.test_loop import loop_of
 
@@ -737,38 +735,6 @@ def test_a_trial_that_nobody_sees_ends_by_its_steps_its_robot_or_its_answers() -
     assert (desk.verdict, desk.by) == ("discard", "loop")
     assert desk.note == "10 requests in a row had no answer"
     assert desk.loop.controller.unanswered == 10
-
-
-def test_a_trial_is_an_episode_of_what_its_desk_and_loop_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = DueTrial(2, 4, 1, 5000, 0, "002-2", True)
-    desk = laid(waits=False, asks=False, limit=7)
-    ticked(desk)
-    desk.seconds = 1.23456
-    report = replace(desk.loop.report(), late=3, skipped=2, held={PAUSED: 5, "late": 1}, executed=4)
-    monkeypatch.setattr(desk.loop, "report", lambda: report)
-    found = desk.episode(turn, "a task", 8, [1.5])
-    said = {
-        "seed": 5000, "task": "a task", "trial": "002-2", "chunk_size": 8, "latency_ms": [1.5], "success": False,
-        "judge": "time", "note": "", "counted": True, "steps": 7, "wall_s": 1.235, "late_ticks": 5, "executed": 4,
-        "reasons": {"late": 1}, "digest": "", "prompt": "stack", "delays": desk.tally.delays,
-        "chunks": len(desk.tally.delays),
-    }  # fmt: skip
-    assert said.items() <= found.to_dict().items()
-    desk.verdict, desk.note = "discard", "it fell"
-    assert (desk.episode(turn, "", 8, []).counted, desk.episode(turn, "", 8, []).note) == (False, "it fell")
-    desk.verdict, robot = "success", Patient()
-    robot.actions = [np.ones(2), np.zeros(2)]
-    desk.loop.robot = robot
-    found = desk.episode(turn, "", 8, [])
-    assert (found.success, found.counted, found.steps) == (True, True, 2)
-    assert found.digest == digest_of(robot.actions)
-    robot.env.close()
-
-
-def test_the_requests_of_a_trial_have_the_noise_of_its_scene() -> None:
-    for steps, more in ((None, {}), (3, {"solver_steps": 3})):
-        noise = scene_noise(5000, steps)
-        assert [noise(), noise()] == [{"seed": chunk_seed(0, 5000, k), **more} for k in (0, 1)]
 
 
 def test_a_run_that_the_robot_ends_is_no_verdict() -> None:
