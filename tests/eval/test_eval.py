@@ -108,6 +108,8 @@ def test_mcnemar_is_the_exact_binomial(b: int, c: int, p: float) -> None:
     [
         ((36, 12, 2, 0), (0.2, 0.0569, 0.3404)),  # Newcombe 1998, its table of examples
         ((1, 1, 7, 12), (-0.2857, -0.5069, -0.0256)),
+        ((20, 12, 2, 16), (0.2, 0.0562, 0.3292)),  # by its formula; 271 of 296 are left of what they say together
+        ((1, 0, 0, 1), (0.0, -0.5734, 0.5734)),  # and here of 1 nothing
         ((50, 0, 0, 0), (0.0, -0.0713, 0.0713)),
         ((0, 0, 0, 0), (0.0, -1.0, 1.0)),
     ],

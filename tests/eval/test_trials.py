@@ -610,6 +610,7 @@ def test_looking_after_every_pair_deceives_at_most_one_time_of_twenty() -> None:
     for coin in itertools.product((False, True), repeat=8):  # what the first of these is told
         least = min((n + 1) * math.comb(n, sum(coin[:n])) / 2**n for n in range(9))
         assert stats.anytime_p(coin) == least
+    assert stats.anytime_p([]) == 1.0
     assert stats.anytime_p([True] * 3000) == 0  # below the least number
 
 
