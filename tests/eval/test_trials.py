@@ -614,29 +614,6 @@ def test_looking_after_every_pair_deceives_at_most_one_time_of_twenty() -> None:
     assert stats.anytime_p([True] * 3000) == 0  # below the least number
 
 
-def test_so_many_pairs_show_the_difference_about_four_times_of_five() -> None:
-    """By the exact power of McNemar's exact test."""
-    for pairs, first, second, most in (
-        (20, 8, 2, 0.85),
-        (20, 5, 1, 0.85),
-        (10, 9, 0, 0.86),
-        (20, 19, 0, 0.97),
-    ):
-        needed = stats.pairs_needed(pairs, first, second)
-        assert needed is not None
-        share = (first + second) / pairs
-        power = sum(
-            math.comb(needed, m) * share**m * (1 - share) ** (needed - m)
-            * math.comb(m, b) * (first / (first + second)) ** b * (second / (first + second)) ** (m - b)
-            for m in range(needed + 1)
-            for b in range(m + 1)
-            if stats.binomial_p(b, m - b) <= 0.05
-        )  # fmt: skip
-        assert 0.75 < power < most
-    assert stats.pairs_needed(5, 5, 0) == 6  # five that all say the same show nothing: p = 0.0625
-    assert stats.pairs_needed(20, 3, 3) is None
-
-
 def test_what_happens_while_a_trial_is_paused_is_not_counted() -> None:
     """Nor before it begins: steps, holds and answers are those of the trial."""
     tally = TrialTally()
