@@ -88,16 +88,6 @@ def test_antialias_equals_torch(sizes, method, seed):
     assert (found == expected[0].permute(1, 2, 0).numpy()).all()
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.tuples(*[st.integers(1, 90)] * 4), st.integers(0, 255))
-def test_area_keeps_a_flat_image_flat(sizes, value):
-    height, width, to_height, to_width = sizes
-    flat = np.full((height, width, 3), value, np.uint8)
-    found = resize_area(flat, to_height, to_width)
-    assert found.shape == (to_height, to_width, 3)
-    assert np.abs(found.astype(int) - value).max() <= 1  # OpenCV's weights are rounded, too
-
-
 @pytest.mark.parametrize(("resize", "digest"), [(resize_area, AREA), (resize_linear, LINEAR)])
 def test_resizes_are_opencvs_to_the_bit(resize, digest):
     """Of 194 pairs of sizes: the digests are of what OpenCV 4.11 and 5.0 give."""
