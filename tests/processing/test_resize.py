@@ -192,5 +192,6 @@ def test_compiled_kernels_read_no_byte_outside_of_a_line(width):
         made, line = mixing((2, width), (2, target)), 3 * width
         starts = made.arrays[2]
         assert starts.min() >= 0
+        assert made.reach in ((8, 16) if line >= 8 else (0,))  # others are slow
         assert made.reach == 0 or starts.max() + 8 <= line
         assert made.reach < 16 or starts[:, 0].max() + 16 <= line
