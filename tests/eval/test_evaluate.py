@@ -297,6 +297,7 @@ def test_seats_are_answered_kind_by_kind_when_all_of_them_wait() -> None:
     meeting.answers, meeting.together = {kind: answers(kind) for kind in ORDER}, {RESET}
 
     def play(seat: int) -> None:
+        assert threading.current_thread().daemon  # an environment that hangs keeps no process
         if seat == 2:
             assert meeting.ask(seat, STEP, "first") == (STEP, "first")
         assert meeting.ask(seat, RESET, seat) == (RESET, seat)
@@ -320,6 +321,9 @@ def test_the_first_error_ends_all_seats_and_is_raised(where: str) -> None:
     def stumble(*_: Any) -> Any:
         raise SinewError(where)
 
+    meeting = Meeting(3)
+    with pytest.raises(AssertionError, match="nobody answers {0: .'else', 1.}"):
+        meeting.run(lambda seat: None if seat else meeting.ask(seat, "else", 1))
     meeting = Meeting(3)
     meeting.answers = {STEP: stumble}
     with pytest.raises(SinewError, match=f"^{where}$"):
