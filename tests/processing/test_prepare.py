@@ -285,6 +285,7 @@ def test_a_picture_that_moments_share_is_prepared_once(policy, observation, monk
 PEN = Bundle(Path(__file__).parents[2] / "sinew" / "assets" / "pen.gguf").manifest  # cameras now and previous
 PLAIN = Processor(PEN)
 WIDE = Normalization("identity")
+CONTINUED = {"previous": [[0.5]], "delay": 1, "horizon": 1, "rtc": "guided", "schedule": "exp"}  # all but beta
 
 
 def reads(
@@ -328,6 +329,7 @@ def test_whole_numbers_are_taken_from_the_lowest_to_the_highest():
         ({"time": [1.0]}, "time: expected shape [], got shape [1]"),
         ({"adapter": "x"}, "adapter: expected none here, got 'x'"),
         ({"delay": 1}, "delay: expected previous beside it, the rows that are to be continued, got none"),
+        ({**CONTINUED, "beta": -1.0}, "beta: expected a number from 0 to 1000, got -1.0"),
     ):
         assert refusal(partial(PLAIN.check, seen(**fields))) == message
         assert refusal(partial(PLAIN.prepare, seen(**fields))) == message
