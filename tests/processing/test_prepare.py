@@ -285,7 +285,7 @@ def test_a_picture_that_moments_share_is_prepared_once(policy, observation, monk
 PEN = Bundle(Path(__file__).parents[2] / "sinew" / "assets" / "pen.gguf").manifest  # cameras now and previous
 PLAIN = Processor(PEN)
 WIDE = Normalization("identity")
-CONTINUED = {"previous": [[0.5]], "delay": 1, "horizon": 1, "rtc": "guided", "schedule": "exp"}  # all but beta
+CONTINUED = {"previous": [[0.5]], "delay": 1, "horizon": 1, "rtc": "guided", "schedule": "exp"}
 
 
 def reads(
