@@ -542,6 +542,7 @@ def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):
         ),
     ):
         assert refusal(partial(PLAIN.check, seen(**fields))) == message
+    assert refusal(partial(PLAIN.check, seen(prompt=""))).startswith("prompt: expected ")
     named = reads({"default_prompt": "catch"})
     assert named.prepare(seen(prompt="")).inputs.tokens.tolist() == prepared.inputs.tokens.tolist()
     told = PLAIN.prepare(seen(prompt="", tokens=prepared.inputs.tokens))
