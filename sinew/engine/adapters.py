@@ -59,7 +59,7 @@ def with_adapter(model: Model, adapter: Bundle) -> Model:
         module, _, part = name.rpartition(".")
         setattr(made.get_submodule(module), part, _parameter(tensor, device, state[name].dtype))
     check_agreement(adapter.path, adapter.manifest, made)
-    return made.eval().requires_grad_(False)
+    return made.eval()
 
 
 def _check_factors(where: str, layer: nn.Module | None, found: Mapping[str, Tensor]) -> None:

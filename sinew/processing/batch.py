@@ -32,8 +32,8 @@ class BatchKey(NamedTuple):
     views: tuple[int, ...]
     prompt: int
     guidance: tuple[str, float] | None
-    adapter: str = ""
-    scaled: bool = False
+    adapter: str
+    scaled: bool
 
 
 def batch_key(prepared: Prepared) -> BatchKey:

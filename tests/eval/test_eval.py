@@ -61,13 +61,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     ("wins", "count", "low", "high"),
     [
         (45, 50, 0.786, 0.957),
-        (41, 50, 0.692, 0.902),  # these and the next: table 8 of the vla.cpp supplement
-        (43, 50, 0.738, 0.930),
-        (47, 50, 0.838, 0.979),
-        (44, 50, 0.762, 0.944),
-        (49, 50, 0.895, 0.996),
-        (40, 50, 0.670, 0.888),
-        (19, 50, 0.259, 0.518),
+        (19, 50, 0.259, 0.518),  # of table 8 of the vla.cpp supplement
     ],
 )
 def test_wilson(wins: int, count: int, low: float, high: float) -> None:
@@ -78,8 +72,20 @@ def test_wilson_at_the_ends() -> None:
     assert stats.wilson(0, 10)[0] == 0.0
     assert stats.wilson(10, 10)[1] == 1.0
     assert stats.wilson(0, 0) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="wins"):
-        stats.wilson(11, 10)
+    for wins in (-1, 11):
+        with pytest.raises(ValueError, match=f"^wins: expected 0 to 10, got {wins}$"):
+            stats.wilson(wins, 10)
+
+
+@pytest.mark.parametrize("z", [1.0, 1.959963984540054])
+def test_wilsons_ends_are_where_the_score_test_stands_at_its_bound(z: float) -> None:
+    """An end e solves (wins / count - e)^2 = z^2 e (1 - e) / count."""
+    for count in (1, 2, 7, 50):
+        for wins in range(count + 1):
+            ends = stats.wilson(wins, count) if z > 1 else stats.wilson(wins, count, z)  # 95 % unless told
+            assert ends[0] <= wins / count <= ends[1]
+            for end in ends:
+                assert (wins / count - end) ** 2 == pytest.approx(z * z * end * (1 - end) / count, abs=1e-12)
 
 
 @pytest.mark.parametrize(("b", "c", "p"), [(0, 0, 1.0), (5, 0, 0.0625), (10, 2, 0.038574), (3, 3, 1.0)])
@@ -96,6 +102,8 @@ def test_mcnemar_is_the_exact_binomial(b: int, c: int, p: float) -> None:
     [
         ((36, 12, 2, 0), (0.2, 0.0569, 0.3404)),  # Newcombe 1998, its table of examples
         ((1, 1, 7, 12), (-0.2857, -0.5069, -0.0256)),
+        ((20, 12, 2, 16), (0.2, 0.0562, 0.3292)),  # by its formula
+        ((1, 0, 0, 1), (0.0, -0.5734, 0.5734)),  # and here of 1 nothing
         ((50, 0, 0, 0), (0.0, -0.0713, 0.0713)),
         ((0, 0, 0, 0), (0.0, -1.0, 1.0)),
     ],
@@ -115,6 +123,32 @@ def test_outcomes_that_never_vary_have_no_correlation() -> None:
     low1, (low2, high2) = stats.wilson(20, 20)[0], stats.wilson(10, 20)
     wanted = 0.5, 0.5 - math.hypot(1 - low1, high2 - 0.5), 0.5 + (0.5 - low2)
     assert stats.paired_difference(first, second) == pytest.approx(wanted)
+
+
+def test_the_power_of_an_exact_test_is_a_sum_over_what_it_shows() -> None:
+    """Six pairs have to say the same; of seven all, or six and one that agrees."""
+    for pairs, wanted in (
+        (5, 0.0),
+        (6, 0.5**6 + 0.25**6),
+        (7, 0.5**7 + 0.25**7 + 7 / 4 * (0.5**6 + 0.25**6)),
+    ):
+        assert stats.mcnemar_power(pairs, 0.5, 0.25) == pytest.approx(wanted, abs=1e-12)
+    assert stats.mcnemar_power(6, 0.75, 0.25) == pytest.approx(0.75**6 + 0.25**6)  # none agrees
+
+
+def test_pairs_that_are_needed_are_connors_where_that_is_enough() -> None:
+    """n = (z_a sqrt(p) + z_b sqrt(p - d^2))^2 / d^2, rounded up."""
+    for pairs, first, second in ((1000, 30, 20), (100, 20, 10), (40, 12, 5), (1000, 20, 30)):
+        p, d = (first + second) / pairs, abs(first - second) / pairs
+        connor = (1.959963984540054 * p**0.5 + 0.8416212335729143 * (p - d * d) ** 0.5) ** 2 / d**2
+        assert stats.pairs_needed(pairs, first, second) == math.ceil(connor)
+    for pairs, first, second in ((10, 9, 0), (20, 19, 0), (20, 0, 19), (6, 5, 1)):  # of few pairs: the least
+        needed = stats.pairs_needed(pairs, first, second)
+        assert needed is not None
+        powers = [stats.mcnemar_power(n, first / pairs, second / pairs) for n in (needed - 1, needed)]
+        assert powers[0] < 0.75 <= powers[1]
+    assert stats.pairs_needed(5, 5, 0) == 6  # five that all say the same show nothing: p = 0.0625
+    assert stats.pairs_needed(20, 3, 3) is None
 
 
 def test_amortized_rate_is_that_of_table_8() -> None:
@@ -141,6 +175,12 @@ def test_a_ratio_of_medians_has_an_interval_that_has_no_unit() -> None:
     assert stats.ratio_of_medians([8 * x for x in before], [8 * x for x in now]) == (ratio, low, high)
     assert stats.ratio_of_medians(before, [2 * x for x in now]) == (2 * ratio, 2 * low, 2 * high)
     assert stats.ratio_of_medians([2.0] * 9, [3.0] * 5) == (1.5, 1.5, 1.5)
+    spread = [
+        1.0 + rank / 2000 for rank in range(1001)
+    ]  # a bootstrap's median is of a rank 500 +- sqrt(1001) / 2
+    _, low1, high1 = stats.ratio_of_medians([1.0], spread)
+    ends = [2000 * (end - 1.0) for end in (low1, high1)]
+    assert ends == pytest.approx([500 - 1.96 * 1001**0.5 / 2, 500 + 1.96 * 1001**0.5 / 2], abs=1.2)
     wide = stats.ratio_of_medians(before * 40, now * 40)  # of more samples it is narrower
     assert wide[2] - wide[1] < (high - low) / 2
 
@@ -157,7 +197,9 @@ def test_stages_and_answers_are_summed_up_by_name() -> None:
     assert (graph["graph"]["max"], graph["head"]["max"], graph["vision"]["max"]) == (8.0, 9.0, 2.0)
     assert "steps" not in stats.stage_statistics([Timing()], [1.0])
     chunk = ActionChunk(np.zeros((1, 1), np.float32), timing=whole, round_trip_ms=100.0)
-    seen = {name: each["p90"] for name, each in stats.latencies([chunk]).items()}
+    found = stats.latencies([chunk])
+    assert {tuple(each) for each in found.values()} == {("mean", "p50", "p90", "p95", "p99", "max")}
+    seen = {name: each["p90"] for name, each in found.items()}
     assert seen == {
         "round trip": 100.0, "server total": 40.0, "queue": 7.0, "preprocess": 1.0, "vision": 2.0, "prefix": 3.0,
         "head": 9.0, "postprocess": 6.0, "policy total": 30.0, "overhead": 60.0, "beside the policy": 70.0,

@@ -297,6 +297,7 @@ def test_seats_are_answered_kind_by_kind_when_all_of_them_wait() -> None:
     meeting.answers, meeting.together = {kind: answers(kind) for kind in ORDER}, {RESET}
 
     def play(seat: int) -> None:
+        assert threading.current_thread().daemon  # an environment that hangs keeps no process
         if seat == 2:
             assert meeting.ask(seat, STEP, "first") == (STEP, "first")
         assert meeting.ask(seat, RESET, seat) == (RESET, seat)
@@ -321,9 +322,20 @@ def test_the_first_error_ends_all_seats_and_is_raised(where: str) -> None:
         raise SinewError(where)
 
     meeting = Meeting(3)
+    with pytest.raises(AssertionError, match="nobody answers {0: .'else', 1.}"):
+        meeting.run(lambda seat: None if seat else meeting.ask(seat, "else", 1))
+    meeting, taken = Meeting(3), []
     meeting.answers = {STEP: stumble}
+
+    def play(seat: int) -> None:
+        if where == "a seat" and seat == 1:
+            stumble()
+        try:
+            meeting.ask(seat, STEP, None)
+        except Exception as error:  # noqa: BLE001 - as an environment may
+            taken.append(error)
+
     with pytest.raises(SinewError, match=f"^{where}$"):
-        meeting.run(
-            lambda seat: stumble() if where == "a seat" and seat == 1 else meeting.ask(seat, STEP, None)
-        )
+        meeting.run(play)
+    assert not taken
     assert not [each for each in threading.enumerate() if each.name.startswith("sinew-episode")]

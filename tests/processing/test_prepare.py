@@ -20,7 +20,8 @@ from sinew.bundle.schema import Normalization
 from sinew.core import BundleError, Moment, Observation, ObservationError, SinewError
 from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver
 from sinew.policy import Policy, load
-from sinew.processing import ModelInputs, processor, stack
+from sinew.processing import ModelInputs, batch_key, processor, stack
+from sinew.processing.batch import BUCKET
 from sinew.processing.conditioning import advantage_of, scale_of
 from sinew.processing.image import prepare_frame
 from sinew.processing.normalize import Normalizer
@@ -284,6 +285,7 @@ def test_a_picture_that_moments_share_is_prepared_once(policy, observation, monk
 PEN = Bundle(Path(__file__).parents[2] / "sinew" / "assets" / "pen.gguf").manifest  # cameras now and previous
 PLAIN = Processor(PEN)
 WIDE = Normalization("identity")
+CONTINUED = {"previous": [[0.5]], "delay": 1, "horizon": 1, "rtc": "guided", "schedule": "exp"}
 
 
 def reads(
@@ -327,6 +329,7 @@ def test_whole_numbers_are_taken_from_the_lowest_to_the_highest():
         ({"time": [1.0]}, "time: expected shape [], got shape [1]"),
         ({"adapter": "x"}, "adapter: expected none here, got 'x'"),
         ({"delay": 1}, "delay: expected previous beside it, the rows that are to be continued, got none"),
+        ({**CONTINUED, "beta": -1.0}, "beta: expected a number from 0 to 1000, got -1.0"),
     ):
         assert refusal(partial(PLAIN.check, seen(**fields))) == message
         assert refusal(partial(PLAIN.prepare, seen(**fields))) == message
@@ -501,6 +504,17 @@ def test_a_batch_of_one_is_its_only_member():
     assert refusal(two.alone) == "a batch: expected one observation, got 2"
 
 
+def test_prompts_are_mixed_that_end_in_one_bucket():
+    """A bucket ends with its last length: 16 is of the first, 17 begins the second, which 32 ends."""
+    prepared = PLAIN.prepare(seen())
+    of = [
+        replace(prepared.inputs, tokens=np.zeros(n))
+        for n in (1, BUCKET, BUCKET + 1, 2 * BUCKET, 2 * BUCKET + 1)
+    ]
+    one, last, second, end, third = (batch_key(replace(prepared, inputs=inputs)) for inputs in of)
+    assert one == last != second == end != third
+
+
 def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):
     clock = iter((1.0, 1.25))
     monkeypatch.setattr(processor.time, "perf_counter", lambda: next(clock))
@@ -528,6 +542,7 @@ def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):
         ),
     ):
         assert refusal(partial(PLAIN.check, seen(**fields))) == message
+    assert refusal(partial(PLAIN.check, seen(prompt=""))).startswith("prompt: expected ")
     named = reads({"default_prompt": "catch"})
     assert named.prepare(seen(prompt="")).inputs.tokens.tolist() == prepared.inputs.tokens.tolist()
     told = PLAIN.prepare(seen(prompt="", tokens=prepared.inputs.tokens))

@@ -188,7 +188,7 @@ def test_larger_frames_are_said_to_be_so_with_what_they_cost(monkeypatch):
 def test_buffers_are_kept_up_to_a_size():
     name, (small, large) = "of a test", (_scratch("of a test", (2, count), np.float32) for count in (3, 4))
     assert not np.shares_memory(small, large)
-    assert np.shares_memory(large, _scratch(name, (1, 5), np.uint8))
+    assert np.shares_memory(large, _scratch(name, (8, 4), np.uint8))  # as large
     most = _scratch(name, (MOST_KEPT,), np.uint8)
     assert np.shares_memory(most, _scratch(name, (3,), np.float32))
     assert not np.shares_memory(most, _scratch(name, (MOST_KEPT + 1,), np.uint8))
@@ -210,5 +210,6 @@ def test_compiled_kernels_read_no_byte_outside_of_a_line(width):
         made, line = mixing((2, width), (2, target)), 3 * width
         starts = made.arrays[2]
         assert starts.min() >= 0
+        assert made.reach in ((8, 16) if line >= 8 else (0,))  # others are slow
         assert made.reach == 0 or starts.max() + 8 <= line
         assert made.reach < 16 or starts[:, 0].max() + 16 <= line

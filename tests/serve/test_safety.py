@@ -13,9 +13,11 @@ import pytest
 from sinew_client import Client, ServerError
 from sinew_client.control import Limits
 
-from sinew.core import ActionChunk, ObservationError
+from sinew.bundle.schema import Normalization
+from sinew.core import ActionChunk, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.processing.limits import ranges
+from sinew.processing.normalize import Normalizer
 from sinew.serve.safety import Safety, UnsafeActionError
 from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.threshold import Threshold
@@ -77,20 +79,6 @@ def test_windows_have_the_widest_limits_of_all_rows(policy):
             found.enforce(ActionChunk(np.repeat(lowest - 0.1, count, axis=0)), observation)
 
 
-@pytest.mark.parametrize("value", [1e30, -1e30, 1e6])
-def test_states_that_cannot_be_meant_are_refused(policy, value):
-    safety = Safety(policy.processor)
-    state = np.zeros(policy.spec.state.dim, np.float32)
-    state[-1] = value
-    with pytest.raises(
-        ObservationError, match=r"state\..*: expected a number like those of the training data"
-    ):
-        safety.check(replace(policy.dummy_observation(), state=state))
-    noise = np.full(policy.spec.noise_shape, 1e30, np.float32)
-    with pytest.raises(ObservationError, match="noise: expected numbers up to 100"):
-        safety.check(replace(policy.dummy_observation(), noise=noise))
-
-
 def test_a_strange_state_is_answered_with_a_warning(policy):
     """By the number's name, or its place where it has none, and both ends of what was trained on."""
     made, plain = policy.processor, policy.dummy_observation()
@@ -130,7 +118,8 @@ def test_margins_are_half_widths_from_the_centre(policy):
         for sign in (-1, 1):
             assert said(2.99, sign) == ()
             assert len(said(3.01, sign)) == len(said(margin - 0.01, sign)) == 1
-            with pytest.raises(ObservationError, match="times as far from their middle"):
+            words = r"state\..*: expected a number like those of the training data .* times as far from their middle"
+            with pytest.raises(ObservationError, match=words):
                 said(margin + 0.01, sign)
 
 
@@ -144,7 +133,8 @@ def test_what_goes_to_one_of_two_values_may_have_both(policy):
 
 def test_limits_of_relative_actions_move_with_the_state(policy):
     """And state no numbers for a robot's guard; without a state that is one there is nothing to begin from."""
-    recipe = replace(policy.processor.recipe, action_steps=(AddState((0,)),))
+    steps = AddState((0,)), Threshold(())  # of which one reads
+    recipe = replace(policy.processor.recipe, action_steps=steps)
     safety, plain = Safety(processor_of(policy, recipe=recipe)), policy.dummy_observation()
     assert safety.limits() is None
     centre, half = ranges(policy.processor.action_normalizer)
@@ -177,6 +167,7 @@ def test_noise_and_states_at_their_limits(policy):
     )  # nor here
     # What has no form is left to it, too.
     assert safety.check(replace(plain, state=np.full(policy.spec.state.dim + 1, 1e9))) == ()
+    assert safety.check(replace(plain, state=np.array(["a"]))) == ()
 
 
 def test_a_guard_clips_where_the_server_would_refuse(policy):
@@ -194,6 +185,40 @@ def test_a_guard_clips_where_the_server_would_refuse(policy):
         with pytest.raises(UnsafeActionError):
             safety.enforce(outside, observation)
     assert Safety(policy.processor, "off").limits() is None
+
+
+def test_what_lies_at_a_limit_is_within_it(policy):
+    """Statistics from -1 to 1 for states and, where none are known, for no number; of actions each row has its own."""
+    plain, rows = policy.dummy_observation(), policy.spec.chunk_size
+    ends = [2.0 ** (row % 2) for row in range(rows)]  # 1, 2, 1, 2
+    known = Normalization("min_max", {"min": (-1.0,), "max": (1.0,)})
+    own = Normalization("min_max", {"min": tuple(-end for end in ends), "max": tuple(ends)}, rows=rows)
+    changes = {
+        "state_normalizer": Normalizer(known, 1, "state"),
+        "action_normalizer": Normalizer(own, 1, "action"),
+    }
+    safety = Safety(processor_of(policy, **changes))
+    for value, said in ((3.0, 0), (3.5, 1), (-20.0, 1)):
+        assert len(safety.check(replace(plain, state=np.array([value])))) == said
+    assert safety.limits() == {"low": [-20.0], "high": [20.0]}
+    for sign in (-10, 10):
+        chunk = ActionChunk(sign * np.float32(ends)[:, None])
+        assert safety.enforce(chunk, plain) is chunk
+        with pytest.raises(
+            UnsafeActionError, match="^action 0, dimension 0: .* allow -10 to 10, and it produced"
+        ):
+            safety.enforce(ActionChunk(1.5 * chunk.actions), plain)
+    free = Normalizer(Normalization("identity"), 1, "state")
+    safety = Safety(processor_of(policy, state_normalizer=free, action_normalizer=free))
+    assert safety.limits() == safety.state_range() == {"low": [None], "high": [None]}
+    none = replace(policy.spec, state=replace(policy.spec.state, dim=0, names=()))
+    assert Safety(processor_of(policy, spec=none)).check(replace(plain, state=np.zeros(0))) == ()
+    with pytest.raises(SinewError, match="^action limits: expected one of refuse, clamp, off, got 'x'$"):
+        Safety(policy.processor, "x")
+    aged = Safety(policy.processor, max_age=1.0)
+    assert aged.check(replace(plain, time="now")) == aged.check(replace(plain, time=[0.0, 1.0])) == ()
+    turned = replace(policy.processor.recipe, state_steps=(AddState((0,)),))
+    assert Safety(processor_of(policy, recipe=turned)).state_range() is None
 
 
 @pytest.mark.parametrize("value", [1e37, -1e5, 1e4])
@@ -233,6 +258,8 @@ def test_old_observations_are_refused_before_and_after(policy, monkeypatch):
     ):
         with pytest.raises(ObservationError, match=text):
             safety.check(replace(plain, time=taken))
+    with pytest.raises(ObservationError, match=r"got 0\.750 s ago"):
+        Safety(policy.processor, max_age=0.5).check(replace(plain, time=now[0] - 0.75))
     now[0] += 1.0  # it waited, and was computed
     with pytest.raises(ObservationError, match=r"2\.500 s ago"):
         safety.enforce(chunk, fresh)

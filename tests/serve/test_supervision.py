@@ -595,6 +595,8 @@ def test_what_does_not_end_is_answered_and_left(asking):
     at.ready(1)
     at.scheduler.stop()
     assert [type(each) for each in at.told] == [ShuttingDownError]
+    with pytest.raises(ShuttingDownError):
+        at.ask("late")
     assert not at.scheduler.join(0.0)
     for _ in range(2):  # once
         at.scheduler.give_up()
@@ -652,7 +654,7 @@ def test_what_is_waited_is_told_in_milliseconds(asking, monkeypatch: pytest.Monk
 def test_frames_beyond_the_bound_are_not_decoded_before_others_are_answered(
     asking, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scheduling, "AHEAD", 1)
+    monkeypatch.setattr(scheduling, "AHEAD", FRAME.nbytes)
     at, told = asking(), []
     at.hold()
     at.ask("go", read=lambda: told.append(len(at.told)))

@@ -314,7 +314,7 @@ def test_what_waits_for_its_message_ends_with_the_server(held: SimpleNamespace) 
 def test_frames_beyond_the_bound_do_not_wait_for_each_other(
     held: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduling, "AHEAD", 1)
+    monkeypatch.setattr(scheduling, "AHEAD", GOOD["images"]["front"].nbytes)
     held.policy.release.set()
     done, found = together(held.service, 6)
     assert done.wait(WAIT_S)

@@ -322,6 +322,16 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     assert not stream.read()  # not again and again
 
 
+def test_moments_are_taken_to_their_bounds(rolls: Policy) -> None:
+    stream = Session(rolls, StreamSettings(100.0))
+    stream.push_frame({"front": FRAME}, -10.0)
+    stream.push_sample(sample(0.5, delay=0))
+    for taken in (0.5 + 0.1, 0.5):  # ahead of its sample, behind the newest frame
+        stream.push_frame({"front": FRAME}, taken)
+    with pytest.raises(ObservationError, match=r"^time: .* from 0 to 1e\+09, got 1e\+09$"):
+        stream.push_sample(sample(1e9))
+
+
 def test_an_engine_that_cannot_guide_so_is_refused_by_name(
     whole: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,8 +75,8 @@ def pairs_needed(pairs: int, only_first: int, only_second: int) -> int | None:
     if only_first == only_second:
         return None
     share, difference = (only_first + only_second) / pairs, abs(only_first - only_second) / pairs
-    spread = Z95 * math.sqrt(share) + Z80 * math.sqrt(max(0.0, share - difference**2))
-    needed = math.ceil((spread / difference) ** 2 - 1e-9)
+    spread = Z95 * math.sqrt(share) + Z80 * math.sqrt(share - difference**2)
+    needed = math.ceil((spread / difference) ** 2)
     while needed <= FEW and mcnemar_power(needed, only_first / pairs, only_second / pairs) < 0.75:
         needed += 1
     return needed

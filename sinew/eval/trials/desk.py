@@ -46,7 +46,8 @@ class Desk:
     def __init__(self, waits: bool, asks: bool, limit: int | None, judge: Path | None):
         self.waits, self.asks, self.limit, self.left = waits, asks, limit, False
         self._lock = threading.Lock()
-        self._file, self._rest = -1, b""
+        self._file: int | None = None
+        self._rest = b""
         if judge is not None:
             try:
                 self._file = os.open(judge, os.O_RDONLY | os.O_NONBLOCK)
@@ -54,7 +55,6 @@ class Desk:
                 raise SinewError(f"--judge {judge}: {error.strerror}") from error
             mode = os.fstat(self._file).st_mode
             if stat.S_ISDIR(mode):
-                self.close()
                 raise SinewError(f"--judge {judge}: expected a file or a FIFO, got a directory")
             if stat.S_ISREG(mode) and os.lseek(self._file, 0, os.SEEK_END):
                 progress.say(
@@ -117,7 +117,7 @@ class Desk:
             self.verdict, self.by, self.note = DISCARD, "loop", why
 
     def close(self) -> None:
-        if self._file >= 0:
+        if self._file is not None:
             os.close(self._file)
 
     def _ask_robot(self) -> None:
@@ -129,7 +129,7 @@ class Desk:
 
     def _read(self) -> None:
         """Do what the file says."""
-        if self._file >= 0:
+        if self._file is not None:
             with suppress(BlockingIOError):  # a FIFO to which nobody has written for now
                 self._rest += os.read(self._file, READ)
             *lines, self._rest = self._rest.split(b"\n")

@@ -133,8 +133,8 @@ class Sitting:
 
     @property
     def p(self) -> float:
-        """Return the p-value of equal success of the first policy and the last that holds at any time."""
-        return anytime_p([pair[0] for pair in self.pairs() if pair[0] != pair[-1]])
+        """Return the p-value of equal success of two policies that holds at any time."""
+        return anytime_p([first for first, second in self.pairs() if first != second])
 
     def due(self) -> DueTrial | None:
         """Return the next trial; None where the plan is done."""

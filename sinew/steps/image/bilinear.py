@@ -145,7 +145,7 @@ def install(resize: Compiled | None) -> None:
 def taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each target pixel its two source pixels and the weight of the second, along one axis."""
     scale = np.float32(size / target)
-    source = np.maximum(scale * (np.arange(target, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0)
-    first = np.minimum(source.astype(np.int64), size - 1)
+    source = scale * (np.arange(target, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5)
+    first = source.astype(np.int64)  # of the first half pixel 0
     second = np.minimum(first + 1, size - 1)
-    return first, second, np.clip(source - first.astype(np.float32), 0, 1)
+    return first, second, np.maximum(source - first.astype(np.float32), 0)

@@ -65,13 +65,11 @@ def _overlaps(size: int, target: int) -> tuple[tuple[np.ndarray, np.ndarray], ..
     taps: list[list[tuple[int, float]]] = []
     for at in range(target):
         start, end = at * scale, at * scale + scale
-        cell = min(scale, size - start)
-        low, high = math.ceil(start), min(math.floor(end), size - 1)
-        low = min(low, high)
-        found = [(low - 1, (low - start) / cell)] if low - start > 1e-3 else []
-        found += [(source, 1.0 / cell) for source in range(low, high)]
+        low, high = math.ceil(start), math.floor(end)
+        found = [(low - 1, (low - start) / scale)] if low - start > 1e-3 else []
+        found += [(source, 1.0 / scale) for source in range(low, high)]
         if end - high > 1e-3:
-            found.append((high, min(end - high, 1.0, cell) / cell))
+            found.append((high, (end - high) / scale))
         taps.append(found)
     deepest = max(map(len, taps))
     padded = [found + [(0, 0.0)] * (deepest - len(found)) for found in taps]
@@ -88,10 +86,7 @@ def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if image.shape[:2] == (height, width):
         return image
-    if (image.shape[0], image.shape[1]) == (2 * height, 2 * width):
-        return _block_means(image, 2, 2)  # as there
-    down, across = (_linear_taps(image.shape[a], (height, width)[a], edges=a == 1) for a in (0, 1))
-    return _interpolate(image, down, across)
+    return _interpolate(image, _linear_taps(image.shape[0], height), _linear_taps(image.shape[1], width))
 
 
 def _resize_linear_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -109,22 +104,15 @@ def _interpolate(image: np.ndarray, down: Taps, across: Taps) -> np.ndarray:
     columns = wide[:, x0] * wx0[None, :, None] + wide[:, x1] * wx1[None, :, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves
     rows = ((columns[y0] * wy0[:, None, None]) >> 16) + ((columns[y1] * wy1[:, None, None]) >> 16)
-    return np.clip((rows + 2) >> 2, 0, 255).astype(np.uint8)
+    return ((rows + 2) >> 2).astype(np.uint8)
 
 
 @lru_cache(maxsize=64)
-def _linear_taps(size: int, target: int, edges: bool) -> Taps:
-    """Return both neighbours of every target pixel's centre and their weights in units of 2^-11, int32.
-
-    edges: beyond the outermost centres all weight is on one pixel. OpenCV does so for columns alone; the halves of
-    a row's weight are cut to whole numbers one by one.
-    """
+def _linear_taps(size: int, target: int) -> Taps:
+    """Return both neighbours of every target pixel's centre and their weights in units of 2^-11, int32."""
     at = ((np.arange(target) + 0.5) * (1.0 / (target / size)) - 0.5).astype(np.float32)
     low = np.floor(at).astype(np.int64)
-    part = at - low.astype(np.float32)
-    if edges:
-        part = np.where((low < 0) | (low >= size - 1), np.float32(0), part)
-    return _fixed_point(low, part, size)
+    return _fixed_point(low, at - low.astype(np.float32), size)
 
 
 def _fixed_point(low: np.ndarray, part: np.ndarray, size: int) -> Taps:
@@ -142,9 +130,7 @@ def _linear_area_taps(size: int, target: int) -> Taps:
     at = np.arange(target)
     low = np.floor(at * scale).astype(np.int64)
     part = ((at + 1) - (low + 1) * inverse).astype(np.float32)
-    part = np.where(part <= 0, np.float32(0), part - np.floor(part))
-    part = np.where(low >= size - 1, np.float32(0), part)
-    return _fixed_point(np.minimum(low, size - 1), part, size)
+    return _fixed_point(low, np.maximum(part, np.float32(0)) % np.float32(1), size)
 
 
 # ----------------------------------------------------------------------------- torch
