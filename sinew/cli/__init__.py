@@ -123,6 +123,8 @@ def _words(error: Exception) -> str:
     """One line for a user: what can be mended is said as it is, the rest is called what it is."""
     if isinstance(error, SinewError):
         return str(error)
+    if isinstance(error, ImportError) and isinstance(error.__cause__, ModuleNotFoundError):
+        error = error.__cause__  # of a verb's file, which the parser imports
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("sinew."):
         return str(MissingPackageError("this command", error.name))
     if isinstance(error, OSError):

@@ -330,6 +330,17 @@ def test_a_missing_package_names_our_distribution(monkeypatch: pytest.MonkeyPatc
     assert install("matplotlib") in str(MissingPackageError("a figure", "matplotlib"))
 
 
+def test_a_package_that_a_verb_cannot_be_read_without() -> None:
+    """The parser imports a verb's file, and says of one that does not import nothing that helps."""
+    code = (
+        "import sys; sys.modules['gymnasium'] = None;"
+        "from sinew.cli import main; sys.exit(main(['eval', '--setup', 'doom']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"error: this command needs gymnasium: {install('gymnasium')}" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("record", "named"),
     [
