@@ -47,7 +47,6 @@ class RobotFlags:
             hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first), the
             name that an installed package gives its own, or lerobot:TYPE (two with a plus for two arms).
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
-        adapter: of gym:ENV of other makers: a .json mapping or module:Class (docs/eval.md).
         rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
         rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
             have names they are matched by them, whatever their order.
@@ -71,11 +70,11 @@ class RobotFlags:
             repeats its decisions.
         report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
             keeps that here.
+        adapter: of gym:ENV of other makers: a .json mapping or module:Class (docs/eval.md).
     """
 
     robot: str = "dry"
     robot_options: str | None = None
-    adapter: str = ""
     rename: Texts = ()
     rename_joint: Texts = ()
     kinematics: Path | None = None
@@ -90,6 +89,7 @@ class RobotFlags:
     episodes: CountIfAny = None
     record: Path | None = None
     report: bool = True
+    adapter: str = ""
 
     def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Opened]:
         """Return what opens the robot for a policy: the robot, its own instruction and its own rate.
@@ -103,12 +103,12 @@ class RobotFlags:
         )
         text = EMBEDDED.get(self.robot) or place_of(GROUP, self.robot)
         kind, _, rest = text.partition(":")
+        if kind != "gym" and (self.adapter or self.episodes is not None):
+            raise SinewError(f"--{'adapter' if self.adapter else 'episodes'}: belongs to --robot gym:ENV")
         if self.kinematics is not None:
             return self._posed(text, self.kinematics, places, substeps)
         if self.kinematics_options is not None:
             raise SinewError("--kinematics-options: expected --kinematics beside it, got none")
-        if kind != "gym" and (self.adapter or self.episodes is not None):
-            raise SinewError(f"--{'adapter' if self.adapter else 'episodes'}: belongs to --robot gym:ENV")
         if places and (kind in ("gym", "dry") or text == "dry"):
             raise SinewError(
                 f"--rename-joint: expected none with --robot {text}, which has no names of its own"

@@ -291,6 +291,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
         (("--replan", "never"), "expected STEPS"),
         (("--motion", "[]"), "--motion: expected a JSON object"),
         (("--episodes", "3"), "--episodes: belongs to --robot gym:ENV"),
+        (("--adapter", "a.json", "--kinematics", "b.xml"), "--adapter: belongs to --robot gym:ENV"),
         (("--limits", "nowhere.json"), "nowhere.json"),
         ((), "--seconds: expected a number where there is no keyboard"),
     ],
