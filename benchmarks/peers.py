@@ -20,9 +20,9 @@ random order. Of each: processor seconds of a chunk (of all threads, which other
 same as a part of the reference's in the same round (median, 95 % of it), VmHWM, and how far its actions lie from the
 reference's for the same noise: the largest difference, and the root of squares as a part. ``--reference`` names it,
 LeRobot if absent; ``--at-once`` limits how many processes stand together, by rounds of their own with the reference in
-each; ``--engines`` takes others than all (``lerobot compiled`` is torch.compile, minutes, and only runs when named);
-``--again`` uses what an earlier run of the same family wrote to OUT. The bound is what ``sinew bench`` counts of a
-float32 chunk's operations at the rate of a large product in one thread, by processor time as well.
+each; ``--engines`` takes others than all (``lerobot compiled`` is torch.compile in mode "default", takes minutes and
+only runs when named); ``--again`` uses what an earlier run of the same family wrote to OUT. The bound is what ``sinew
+bench`` counts of a float32 chunk's operations at the rate of a large product in one thread, by processor time as well.
 
 Load is from the start of the process to the first chunk, with files in the page cache; peak is VmHWM of the server.
 The last line is JSON.
@@ -287,7 +287,13 @@ def answers_of_lerobot(family: str, out: Path, compiled: bool) -> Any:
                 }
             if noise is not None:
                 more["noise"] = torch.from_numpy(noise)[None]
-            return np.asarray(after(policy.predict_action_chunk(batch, **more))[0])
+            chunk = np.asarray(after(policy.predict_action_chunk(batch, **more))[0])
+        if compiled:  # imported here, as it takes memory, which is compared
+            from torch._dynamo.utils import counters
+
+            if not counters["stats"]["unique_graphs"]:
+                raise SystemExit(f"{COMPILED}: expected graphs of torch.compile, got none")
+        return chunk
 
     return infer
 
