@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Mapping, Protocol
 
@@ -140,7 +139,7 @@ class Takeover:
                 )
             self._near[self._placed] = ALIGN_SHARE * span[self._placed]
         self.apart = ""  # what keeps the leader from being aligned
-        self.failures: Counter = Counter()  # reason -> control steps
+        self._said: set[str] = set()  # why the leader has failed
         self._wanted = bool(getattr(leader, "wanted", False))
 
     def asks(self) -> bool | None:
@@ -184,9 +183,9 @@ class Takeover:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
             reason = f"the leader failed: {type(error).__name__}: {error!s:.200}"
-        if reason not in self.failures and len(self.failures) < 100:
+        if reason not in self._said and len(self._said) < 100:
             logger.warning("%s", reason)
-        self.failures[reason] += 1
+            self._said.add(reason)
         return None, reason
 
     def _apart(self, row: np.ndarray | None, here: np.ndarray | None) -> str:
