@@ -204,7 +204,9 @@ def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(capsys: pytest.Ca
     assert found["steps"] + found["missing"] <= 60
     assert len(found["numbers"]) == 4
     assert len(found["rows"]["numbers"]) == 4
-    assert found["rows"]["row"] == list(range(32))  # each row of this policy's chunks
+    assert set(found["rows"]["row"]) <= set(
+        range(32)
+    )  # rows of this policy's chunks; a busy machine skips steps
     assert found["rows"]["count"][0] >= found["rows"]["count"][-1] > 0
 
 

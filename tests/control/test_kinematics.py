@@ -194,6 +194,11 @@ def test_rotations_come_back() -> None:
         (to_rpy, from_rpy),
     ):
         np.testing.assert_allclose(back(there(turns)), turns, atol=1e-12)
+    quaternions = to_quaternion(turns)
+    np.testing.assert_allclose(np.linalg.norm(quaternions, axis=-1), 1.0, atol=1e-12)
+    np.testing.assert_allclose(from_quaternion(3 * quaternions), turns, atol=1e-12)  # of any length
+    least = np.array([1e-13, 0.0, 0.0])
+    np.testing.assert_allclose(to_vector(from_vector(least)), least, rtol=1e-6)
     locked = from_rpy(np.array([0.3, np.pi / 2, 0.5]))
     np.testing.assert_allclose(from_rpy(to_rpy(locked)), locked, atol=1e-12)
     assert to_rpy(locked)[0] == 0.0  # roll and yaw turn about one axis there
