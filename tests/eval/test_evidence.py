@@ -439,6 +439,8 @@ def test_a_board_ranks_and_pairs_what_reports_say(
         assert each["backbone"] == "SmolVLM2 in other sizes"
         if told["mean_steps_to_success"] is not None:
             assert math.isclose(each["seconds_to_success"], told["mean_steps_to_success"] / 60, abs_tol=1e-3)
+    for each, cells in zip(board["entries"], leaderboard.rows(board), strict=True):
+        assert cells[1:3] == [each["label"], f"{each['wins']}/3"]  # what a phone shows
     (pair,) = board["pairs"]
     won = [{t["seed"]: t["success"] for t in trials} for trials in record_of(run)["outcomes"]]
     order = won if board["entries"][0]["label"].endswith(" 0ms") else won[::-1]
