@@ -252,7 +252,8 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     robot = ("--robot", f"{__name__}:Patient", "--robot-options", '{"commands": 96}')
     robot += ("--record", str(journal), "--frames", str(frames))
     options = ("--handover", "freeze", "--replan", "4", *PLAIN[2:])
-    assert main(["run", str(BLOCKS), *robot, *options, "--hz", "50", "--json"]) == 0
+    # At 50 Hz a busy machine has no two steps that follow each other, which a data set wants
+    assert main(["run", str(BLOCKS), *robot, *options, "--hz", "20", "--json"]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out.strip().splitlines()[-1])
     motion = report["motion"]["motion"]
@@ -270,7 +271,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     assert main(["recording", "dataset", str(frames), str(tmp_path / "set"), "--json"]) == 0
     assert 0 < last_json(capsys)["frames"] <= 96  # each period that was skipped costs some
     info = json.loads((tmp_path / "set" / "meta" / "info.json").read_text())
-    assert info["fps"] == 50
+    assert info["fps"] == 20
     named = [info["features"][key]["names"] for key in ("observation.state", "action")]  # in each frame
     assert named == [["x", "y", "z", "opening"], ["x", "y", "z", "gripper"]]
     assert main(["recording", "dataset", str(journal), str(tmp_path / "none")]) == 1
