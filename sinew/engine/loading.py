@@ -133,6 +133,15 @@ def load_model(
     if device.type == "cpu" and any(isinstance(store, Codes) for store in stores.values()):
         extension()
     model.load_state_dict(placement.state(stores), strict=True, assign=True)
+    for name, layer in model.named_modules():
+        if (
+            isinstance(layer, nn.Linear)
+            and not isinstance(layer, Linear)
+            and layer.weight.dtype in half.DTYPES
+        ):
+            raise BundleError(
+                f"{bundle.path}: dtype: expected fp32, as {name} of {cls.__name__} is torch.nn's, got {dtype}"
+            )
     return model
 
 

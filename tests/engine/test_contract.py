@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sinew
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core import BundleError, ObservationError, SinewError
@@ -157,6 +159,15 @@ def test_a_view_that_weights_fix_may_not_be_missing(smolvla_bundle, monkeypatch)
         BundleError, match="expected true and 3 views, which the weights fix, got 2, of which"
     ):
         load_model(bundle, CPU, "fp32")
+
+
+def test_layers_of_torch_compute_in_float32_alone(monkeypatch):
+    """Theirs do not widen what is stored in half precision, and torch's own message names no layer."""
+    monkeypatch.setattr("sinew.families.act.model.Linear", nn.Linear)
+    bundle = Bundle(Path(sinew.__file__).parent / "assets" / "act.gguf")
+    assert load_model(bundle, CPU, "fp32").state_proj.weight.dtype == torch.float32
+    with pytest.raises(BundleError, match="expected fp32, as connector of ACT is torch.nn's, got bf16"):
+        load_model(bundle, CPU, "bf16")
 
 
 def test_a_model_that_computes_when_it_is_made_is_named(monkeypatch):
