@@ -32,7 +32,7 @@ from sinew_client.control import (
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
-from sinew_client.control.handover import Placed
+from sinew_client.control.handover import Handover, Placed
 from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
@@ -657,6 +657,7 @@ def test_what_a_handover_takes_behind_its_name() -> None:
     ):
         found = parse_handover(text)
         assert (found.beta, found.schedule, found.newest, found.alpha) == (beta, schedule, 0, None)
+    assert parse_handover("rtc:guided") == Handover("rtc", guidance="guided")
     plain = parse_handover("ensemble:cosine")
     assert (plain.alpha, plain.newest, parse_handover("ensemble:cosine:0.5:1").newest) == (0.1, 0, 1)
     assert (parse_handover("ensemble:0.5").decay, parse_handover("aggregate").mix) == (
