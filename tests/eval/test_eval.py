@@ -57,17 +57,6 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
 # ----------------------------------------------------------------------------- statistics
 
 
-@pytest.mark.parametrize(
-    ("wins", "count", "low", "high"),
-    [
-        (45, 50, 0.786, 0.957),
-        (19, 50, 0.259, 0.518),  # of table 8 of the vla.cpp supplement
-    ],
-)
-def test_wilson(wins: int, count: int, low: float, high: float) -> None:
-    assert stats.wilson(wins, count) == pytest.approx((low, high), abs=6e-4)
-
-
 def test_wilson_at_the_ends() -> None:
     assert stats.wilson(0, 10)[0] == 0.0
     assert stats.wilson(10, 10)[1] == 1.0

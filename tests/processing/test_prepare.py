@@ -505,14 +505,13 @@ def test_a_batch_of_one_is_its_only_member():
 
 
 def test_prompts_are_mixed_that_end_in_one_bucket():
-    """A bucket ends with its last length: 16 is of the first, 17 begins the second, which 32 ends."""
+    """16 tokens end the first bucket, 17 begin the second, which 32 end."""
     prepared = PLAIN.prepare(seen())
-    of = [
-        replace(prepared.inputs, tokens=np.zeros(n))
-        for n in (1, BUCKET, BUCKET + 1, 2 * BUCKET, 2 * BUCKET + 1)
-    ]
-    one, last, second, end, third = (batch_key(replace(prepared, inputs=inputs)) for inputs in of)
-    assert one == last != second == end != third
+
+    def key(n):
+        return batch_key(replace(prepared, inputs=replace(prepared.inputs, tokens=np.zeros(n))))
+
+    assert key(1) == key(BUCKET) != key(BUCKET + 1) == key(2 * BUCKET) != key(2 * BUCKET + 1)
 
 
 def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):

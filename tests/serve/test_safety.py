@@ -20,6 +20,7 @@ from sinew.processing.limits import ranges
 from sinew.processing.normalize import Normalizer
 from sinew.serve.safety import Safety, UnsafeActionError
 from sinew.steps.vector.add_state import AddState
+from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.threshold import Threshold
 from tests.serve.puppet import GOOD, WAIT_S, desk
 
@@ -125,9 +126,10 @@ def test_margins_are_half_widths_from_the_centre(policy):
 
 def test_what_goes_to_one_of_two_values_may_have_both(policy):
     """A gripper's side: how far the model's number is from all training data decides nothing of it."""
-    sides = Threshold((0,))
+    sides, far = Threshold((0,)), Normalization("min_max", {"min": (50.0,), "max": (51.0,)})
     recipe = replace(policy.processor.recipe, action_steps=(sides,))
-    found = Safety(processor_of(policy, recipe=recipe)).limits()
+    made = processor_of(policy, recipe=recipe, action_normalizer=Normalizer(far, 1, "action"))
+    found = Safety(made, action_margin=1.0).limits()
     assert (found["low"][0], found["high"][0]) == (sides.above, sides.below) == (-1.0, 1.0)
 
 
@@ -209,7 +211,12 @@ def test_what_lies_at_a_limit_is_within_it(policy):
         ):
             safety.enforce(ActionChunk(1.5 * chunk.actions), plain)
     free = Normalizer(Normalization("identity"), 1, "state")
-    safety = Safety(processor_of(policy, state_normalizer=free, action_normalizer=free))
+    still = replace(
+        policy.processor.recipe, action_steps=(Affine((0,), 0.0),)
+    )  # infinity times 0 is no number
+    with np.errstate(invalid="ignore"):
+        safety = Safety(processor_of(policy, recipe=still, state_normalizer=free, action_normalizer=free))
+    assert safety.enforce(chunk, plain) is chunk
     assert safety.limits() == safety.state_range() == {"low": [None], "high": [None]}
     none = replace(policy.spec, state=replace(policy.spec.state, dim=0, names=()))
     assert Safety(processor_of(policy, spec=none)).check(replace(plain, state=np.zeros(0))) == ()
