@@ -170,6 +170,11 @@ LIMIT = '<limit lower="-1" upper="1"/>'
             {},
             "joint j: expected 3 numbers, got '0 nan 0'",
         ),
+        (
+            URDF.format("revolute", '<limit lower="low" upper="1"/>'),
+            {},
+            "joint j: expected 1 numbers, got 'low'",
+        ),
         (URDF.format("revolute", LIMIT), {"tip": "c"}, "tip: expected one of b, got 'c'"),
         (URDF.format("revolute", LIMIT), {"base": "c"}, "base: expected one of a, b, got 'c'"),
         (URDF.format("revolute", LIMIT), {"tip": "a", "base": "b"}, "base: expected a link above a, got b"),
@@ -654,6 +659,10 @@ def test_joints_are_found_within_their_ranges_near_where_they_start() -> None:
         np.array([tip_at(0.5, 1.3), tip_at(0.1, 0.6)]), turn, np.array([0.2, 1.0]) * np.ones((2, 1)), 0
     )
     np.testing.assert_allclose(pair, [[0.5, 1.3], [0.1, 0.6]], atol=1e-6)
+    goals = np.array([tip_at(0.5, 1.3), tip_at(-2.6, 1.9)])  # one near, one many steps away
+    both = chain.inverse(goals, turn, np.array([0.2, 1.0]) * np.ones((2, 1)), 0.0)
+    alone = [chain.inverse(goal, turn, np.array([0.2, 1.0]), 0.0) for goal in goals]
+    np.testing.assert_allclose(both, alone, atol=1e-12)
     for wanted, start in ((2.2, 1.0), (-2.2, -1.0)):  # b ends before: as near as it can be, and at its end
         place = np.array(tip_at(0.5, wanted))
         found = chain.inverse(place, turn, np.array([0.2, start]), 0.0)
@@ -693,6 +702,8 @@ def test_an_arm_without_hardware_begins_well_inside_its_ranges() -> None:
     assert (np.abs(planar().ready()) <= 0.8 * np.pi / 2).all()  # of wide ranges the middle
     away = planar(low=np.array([2.0, -3.0]), high=np.array([3.0, -2.0])).ready()  # which this one is not in
     assert ((away >= [2.1, -2.9]) & (away <= [2.9, -2.1])).all()
+    (begins, _) = planar(low=np.array([np.pi / 2, -1.0]), high=np.array([3.0, 1.0])).ready()
+    assert begins > np.pi / 2 + 0.1  # a range that begins where this one ends
 
 
 def test_a_pose_moves_the_joints_and_the_gripper_and_nothing_else() -> None:
