@@ -53,8 +53,9 @@ class ModelInputs:
         """Return the only member of a batch. Raises :class:`SinewError` where there are several."""
         if len(self.tokens) != 1:
             raise SinewError(f"a batch: expected one observation, got {len(self.tokens)}")
-        pixels, mask, tokens = self.pixels[0], self.camera_mask[0], self.tokens[0]
-        return ModelInputs(pixels, mask, tokens, self.token_mask[0], self.state[0], self.frames)
+        (pixels,), (mask,), (tokens,) = self.pixels, self.camera_mask, self.tokens
+        (token_mask,), (state,) = self.token_mask, self.state
+        return ModelInputs(pixels, mask, tokens, token_mask, state, self.frames)
 
 
 @dataclass(frozen=True, slots=True)
