@@ -396,7 +396,9 @@ def play(
             cpu = time.process_time()
             found = point({**task, "limit": limit}, policy, handover, latency, seeds, arguments.width)
             points[place : place + 1] = [joined(before, found) if before else found]
-            path.write_text("[\n" + ",\n".join(json.dumps(p) for p in points) + "\n]\n")
+            path.write_text(
+                "[\n" + ",\n".join(json.dumps(p, separators=(",", ":")) for p in points) + "\n]\n"
+            )
             spent = f"{time.process_time() - cpu:.1f} s of CPU"
             print(
                 f"{handover:20} {latency:>7} {_cell(points[place])} {_smooth(points[place])} {spent}",
