@@ -20,6 +20,7 @@ from sinew.steps.image.resize import Resize
 from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
 from sinew.steps.prompt.base import HeldTokens, PromptStep, TextRecipe
 from sinew.steps.prompt.drop import Drop
+from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.last import Last
 from sinew.steps.prompt.lower import Lower
@@ -204,6 +205,18 @@ def test_tokens_of_a_client_are_checked_and_padded():
     assert prompter.check_tokens([3, 0, 3], held=held).tolist() == [3, 0, 3]
     with pytest.raises(ObservationError, match=r"^tokens: expected 2 views \(3\), got 1$"):
         prompter.check_tokens([3, 0], held=held)
+    recipe = PromptRecipe(
+        3,
+        5,
+        2,
+        (Image("go ", 1, 4), *sentence("{prompt}")),
+        text=TextRecipe(sentence("{prompt}"), "", sentence("{prompt}")),
+    )
+    viewed, state = Prompter(TOKENIZER, recipe), np.zeros(1)
+    assert viewed.encode("up", state).tolist() == [4, 0]
+    with pytest.raises(ObservationError, match=r"^prompt: expected 1 image tokens \(4\), got 2$"):
+        viewed.encode("go", state)  # an instruction that spells the mark of a view
+    assert viewed.encode_asked("question", "up", state).tolist() == [0]
     padded, mask = prompter.pad(np.array([4, 0]))
     assert (padded.tolist(), mask.tolist()) == ([4, 0, 2], [True, True, False])
     padded, mask = Prompter(TOKENIZER, PromptRecipe(3, 5, 2)).pad(np.array([4, 0]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.steps.image.jpeg import CHROMA, LUMA, _quantiser, jpeg_round_trip
+from sinew.steps.image.jpeg import CHROMA, LUMA, _inverse, _quantiser, jpeg_round_trip
 from sinew.steps.image.tensorflow import (
     centre_crop,
     crop_and_resize,
@@ -37,6 +37,12 @@ def test_every_stage(image):
     assert {name: sha256(array) for name, array in found.items()} == json.loads(RECORDED.read_text())[
         "stages"
     ][str(image)]
+
+
+def test_a_block_beyond_white_or_black_is_cut():
+    ends = np.zeros((8, 8, 2), np.int32)
+    ends[0, 0] = -100_000, 100_000
+    assert (_inverse(ends) == [0, 255]).all()
 
 
 def test_a_correct_sine_is_not_the_one():
