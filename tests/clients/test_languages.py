@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -196,10 +196,19 @@ console.log(...await Promise.all(calls), await told(() => robot.metadata()), ope
 NEVER = "no server of this protocol answers at {}://robot, the key is not its own, or "
 
 
-def tool(name: str, what: str) -> str:
+@cache
+def runs(name: str) -> str | None:
+    """Return where a tool is, if it runs: a launcher of versions may have none in this home."""
     found = shutil.which(name)
+    return (
+        found if found and not subprocess.run([found, "--version"], capture_output=True).returncode else None
+    )
+
+
+def tool(name: str, what: str) -> str:
+    found = runs(name)
     if found is None:
-        pytest.skip(f"no {name} here, and {what} need it")
+        pytest.skip(f"no {name} runs here, and {what} need it")
     return found
 
 

@@ -236,7 +236,7 @@ def test_next_address_where_the_server_leaves(made: Make) -> None:
 
 def test_next_address_where_nothing_comes(made: Make) -> None:
     with Server(does="keep") as first, Server(2.0) as second:
-        client = made(first.address, second.address, timeout=SOON_S)
+        client = made(first.address, second.address, timeout=5 * SOON_S)
         with contextlib.suppress(RequestTimeout):
             client.ask()
         assert client.ask() == 2.0
