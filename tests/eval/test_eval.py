@@ -663,8 +663,9 @@ def test_a_server_ends_with_the_evaluation_that_a_signal_ends(tmp_path: Path, nu
         ServerPolicy(address, None, timeout=60).close()  # it answers
         process.send_signal(number)
         assert process.wait(120) == (128 + number if number == signal.SIGTERM else -number)
-    with pytest.raises(SinewError, match="no answer"):
-        ask_for(120, address)  # who is killed has not waited for its server
+    # Who is killed has not waited for its server, which may still be ending
+    with pytest.raises(SinewError, match="no answer|broke before the answer came"):
+        ask_for(120, address)
 
 
 def ask_for(seconds: float, address: str) -> None:
