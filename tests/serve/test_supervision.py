@@ -277,7 +277,7 @@ def test_turns():
     assert turns.remove("a", "a2")
     assert not turns.remove("a", "a2")
     assert [turns.get() for _ in range(5)] == ["a1", "b1", "c1", "a3", "b2"]
-    turns.end()
+    turns.end(1)
     assert turns.get() is None
     turns.put("a", "a4")
     assert turns.drain() == ["a4"]
