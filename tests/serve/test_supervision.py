@@ -709,7 +709,8 @@ def test_a_deadline_holds_to_its_moment(monkeypatch: pytest.MonkeyPatch):
 
 def test_threads_are_waited_for_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch):
     now, waits, alive = [100.0], [], [False, True]
-    monkeypatch.setattr("sinew.serve.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("sinew.serve.scheduler.time", clock)
 
     def join(seconds: float) -> None:
         waits.append(seconds)
@@ -721,3 +722,17 @@ def test_threads_are_waited_for_no_longer_than_was_said(monkeypatch: pytest.Monk
     assert waits == [5.0, 1.0, 0.0]
     alive[1] = False
     assert scheduler.join(5.0) is True
+    ended: list[int] = []
+    scheduler._threads = [SimpleNamespace(join=lambda at=at: ended.append(at)) for at in range(3)]
+    scheduler.drain()
+    assert ended == [0, 1, 2]
+
+
+def test_a_message_is_not_waited_for_where_no_more_frames_fit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduling, "AHEAD", 100)
+    for ahead, ready in ((99, 0), (100, 1)):
+        scheduler = Scheduler(Puppet())
+        first = given(scheduler, [], client="a", together=Together(2))
+        scheduler._ahead = ahead
+        scheduler._decoded(first)
+        assert len(scheduler._ready.order()) == ready
