@@ -143,6 +143,7 @@ def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together(
 
     for encode, why in (
         (lambda p: apart(p) - p.mean(), "a view's tokens depend on the others"),
+        (lambda p: apart(np.cumsum(p, 1)), "a view's tokens depend on the others"),  # on those before alone
         (lambda p: apart(p) * np.float32(1 + 2**-23 * (p.shape[1] > 1)), "if only by a rounding"),
         (lambda p: np.concatenate([apart(p)[:, :1], apart(p)], 1), "encodes 3 views where 2 are given"),
     ):

@@ -27,7 +27,6 @@ from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.core.rate_limited_log import BURST, PERIOD_S, RateLimitedLog
 from sinew.serve import scheduler as scheduling
 from sinew.serve.decode.array import pack
-from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, Together
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
@@ -268,21 +267,6 @@ def test_decoding_ends_when_nobody_waits(monkeypatch):
 
 
 # ----------------------------------------------------------------------------- whose turn it is
-
-
-def test_turns():
-    turns: FairQueue[str] = FairQueue()
-    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
-        turns.put(item[0], item)
-    assert turns.remove("a", "a2")
-    assert not turns.remove("a", "a2")
-    assert [turns.get() for _ in range(5)] == ["a1", "b1", "c1", "a3", "b2"]
-    turns.end(1)
-    assert turns.get() is None
-    turns.put("a", "a4")
-    assert turns.drain() == ["a4"]
-    turns.put("a", "a5")
-    assert turns.get() == "a5"
 
 
 def test_one_client_may_have_two_requests_waiting():

@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -355,40 +356,32 @@ def test_whose_a_request_is(fields: dict[str, Any], connection: Any, episode: An
 
 def test_a_request_is_read_within_the_limits_of_what_answers_it() -> None:
     """Those of its adapter, where it names one; of an adapter that is not known those of the policy, which refuses."""
+    limits: Any = {said: SimpleNamespace(check=lambda _seen, said=said: [said]) for said in ("base", "left")}
+    scheduler: Any = None
+    adapters = {"left": limits["left"], "free": None}
+    deployed = Deployment(scheduler, SPEC, {}, limits["base"], max_pixels=12, adapters=adapters)
+    found: list[Any] = []
 
-    class Limits:
-        def __init__(self, said: str):
-            self.said = said
+    def decode(adapter: str, budget: PixelBudget) -> Observation:
+        found.append(budget._left)
+        budget.borrowed = found.clear
+        return Observation({}, np.zeros(1), adapter=adapter)
 
-        def check(self, seen: Observation) -> list[str]:
-            return [f"{self.said} {seen.prompt}"]
-
-    limits: dict[str, Any] = {name: Limits(name) for name in ("base", "left")}
-    scheduler: Any = SimpleNamespace()
-    deployed = Deployment(
-        scheduler, SPEC, {}, limits["base"], max_pixels=12, adapters={"left": limits["left"], "free": None}
-    )
     for adapter, deployment, said in (
-        ("", deployed, ["base go"]),
-        ("left", deployed, ["left go"]),
-        ("right", deployed, ["base go"]),
+        ("", deployed, ["base"]),
+        ("left", deployed, ["left"]),
+        ("right", deployed, ["base"]),
         ("free", deployed, []),
         ("left", None, []),
     ):
-        seen = Observation({}, np.zeros(1), "go", adapter=adapter)
-        lent, left = (lambda: None), []
-
-        def decode(
-            budget: PixelBudget, seen: Observation = seen, lent: Any = lent, left: list = left
-        ) -> Observation:
-            left.append(budget._left)
-            budget.borrowed = lent
-            return seen
-
-        made = Request("native", decode)
+        made = Request("native", partial(decode, adapter))
         made.deployment = deployment
-        assert made.read(lambda: None) is made.observation is seen
-        assert (made.warnings, made.borrowed, left) == (said, lent, [12 if deployment else MIN_BUDGET])
+        assert made.read(lambda: None) is made.observation
+        assert (made.warnings, found.pop(), made.borrowed) == (
+            said,
+            12 if deployment else MIN_BUDGET,
+            found.clear,
+        )
 
 
 def test_an_error_goes_on_without_what_was_read() -> None:
