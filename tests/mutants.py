@@ -473,7 +473,7 @@ class Fast:
         gc.freeze()
         if not self._notes.is_file():
             if (child := os.fork()) == 0:
-                os.setsid()
+                os.setpgrp()
                 session.config.option.maxfail = 0
                 return None
             awaited(child, 1e6)
@@ -501,7 +501,7 @@ class Fast:
             path.write_text(mutant.source)
             killer.unlink(missing_ok=True)
             if (child := os.fork()) == 0:
-                os.setsid()
+                os.setpgrp()
                 if not (
                     exchanged(live[str(path)], changed)
                     if changed
@@ -669,7 +669,7 @@ def run(
     with tempfile.TemporaryFile("w+") as said:
         child = os.fork()
         if child == 0:
-            os.setsid()
+            os.setpgrp()
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
             os.chdir(home)

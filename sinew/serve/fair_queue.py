@@ -102,14 +102,14 @@ class FairQueue(Generic[T]):
             self._lines.clear()
             return found
 
-    def end(self, readers: int = 1) -> None:
+    def end(self, readers: int) -> None:
         """Let ``get`` return None, on so many threads, as soon as nothing is left."""
         self._ended = True
         for _ in range(readers):
             self._signals.put(None)
 
     def _take(self) -> T:
-        owner = next(iter(self._lines)) if len(self._lines) == 1 else min(self._lines, key=self._last)
+        owner = min(self._lines, key=self._last)
         line = self._lines[owner]
         item = line.popleft()
         if not line:

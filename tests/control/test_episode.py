@@ -76,6 +76,7 @@ def test_a_policy_with_a_memory_gets_the_moments_before() -> None:
     queue = ActionQueue(policy, rows=1, session="left arm")
     played(queue, ["go"] * 6)
     assert [float(each.state[0]) for each in policy.asked[5].earlier] == [1.0, 3.0]
+    assert {tuple(each.images) for each in policy.asked[5].earlier} == {("front",)}
     assert {each.session for each in policy.asked} == {"left arm"}
     queue.reset()
     assert policy.begun == ["left arm"]
@@ -87,3 +88,20 @@ def test_a_policy_with_a_memory_gets_the_moments_before() -> None:
 def test_rows_that_no_chunk_has_are_refused(rows: Any) -> None:
     with pytest.raises(ClientError, match=f"rows: expected 1 to 4, got {rows!r}"):
         ActionQueue(Counter(), rows=rows)
+
+
+def test_rows_that_a_chunk_has_are_handed_out_and_what_is_seen_is_asked_as_it_is() -> None:
+    for rows in (1, np.int64(4)):
+        assert len(set(played(ActionQueue(Counter(), rows=rows), ["go"] * 4))) == 4
+    policy, given = Counter(), Observation({}, np.zeros(1))
+    queue = ActionQueue(policy)
+    queue.select_action(given)
+    assert (policy.asked[0] is given, len(queue)) == (True, 3)
+    queue.reset()
+    assert (len(queue), policy.begun) == (0, [""])
+    named = ActionQueue(Counter(), session="arm")
+    named.select_action(given)
+    assert named.policy.asked == [replace(given, session="arm")]  # type: ignore[attr-defined]
+    pair = Counter(history=2)
+    ActionQueue(pair).select_action({"images": None, "state": None})  # whoever answers refuses that
+    assert [len(each.earlier) for each in pair.asked] == [1]

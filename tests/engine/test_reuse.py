@@ -143,6 +143,7 @@ def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together(
 
     for encode, why in (
         (lambda p: apart(p) - p.mean(), "a view's tokens depend on the others"),
+        (lambda p: apart(np.cumsum(p, 1)), "a view's tokens depend on the others"),  # on those before alone
         (lambda p: apart(p) * np.float32(1 + 2**-23 * (p.shape[1] > 1)), "if only by a rounding"),
         (lambda p: np.concatenate([apart(p)[:, :1], apart(p)], 1), "encodes 3 views where 2 are given"),
     ):
@@ -189,3 +190,79 @@ def test_a_state_that_the_head_reads_needs_no_new_prefix() -> None:
     assert made(None).context(arrays(-0.0), Watch()) is None
     reuse.keep(arrays(0.0), ("zero",))
     assert reuse.context(arrays(-0.0), Watch()) is None  # other bytes, whatever they mean
+
+
+def test_what_is_kept_is_of_the_newest_few_and_of_its_threads() -> None:
+    """Eight views and two contexts; sums on another number of threads may be others."""
+    threads, encoded = [1], []
+
+    def encode(pixels: np.ndarray) -> np.ndarray:
+        encoded.append(pixels.shape[:2])
+        return pixels.copy()
+
+    reuse = Reuse(encode, lambda parts: np.concatenate(parts, 1), np.array_equal, lambda: threads[0])
+    views = [np.full((1, 1, 3, 2, 2), number, np.float32) for number in range(9)]
+    for threads[0] in (1, 2):
+        assert reuse.try_views(views[0].shape) == ""
+        assert len(encoded) == 1
+        assert reuse.try_views(views[0].shape) == ""  # found out once
+        assert len(encoded) == 1
+        for given, reused in (
+            (0, 0),
+            *((number, 0) for number in range(1, 8)),
+            (0, 1),
+            (8, 0),
+            (1, 0),
+            (0, 1),
+        ):
+            found = reuse.tokens(views[given], watch := Watch())
+            assert (found[0, 0, 0, 0, 0], watch.reused_views) == (given, reused)
+        encoded.clear()
+    pair = np.concatenate([views[0], views[0]])  # a batch is nobody's
+    for _ in range(2):
+        assert len(reuse.tokens(pair, watch := Watch())) == 2
+    assert (encoded, watch.reused_views) == ([(2, 1)] * 2, 0)
+
+
+def test_a_context_is_of_all_that_was_read() -> None:
+    threads = [1]
+    reuse = Reuse(np.copy, lambda parts: parts[0], np.array_equal, lambda: threads[0])
+
+    def read(number: int, count: int = 1, **other: np.ndarray) -> ModelInputs:
+        ones = np.ones((count, 2), bool)
+        pixels = np.full((count, 2, 3, 2, 2), number, np.float32)
+        made = ModelInputs(
+            pixels, ones, np.ones((count, 2), np.int64), ones, np.zeros((count, 2), np.float32)
+        )
+        return replace(made, **other)
+
+    reuse.keep(kept := read(0), "0")
+    kept.pixels[:] = 7  # its own copy
+    found = reuse.context(read(0), watch := Watch())
+    assert (found, watch.reused_views, watch.reused_prefix) == ("0", 2, True)
+    assert watch._laps.keys() == {"vision", "prefix"}
+    for other in (
+        {"camera_mask": np.zeros((1, 2), bool)},
+        {"tokens": np.zeros((1, 2), np.int64)},
+        {"tokens": np.ones((2, 1), np.int64)},
+        {"tokens": np.ones((1, 2), np.uint64)},
+        {"token_mask": np.zeros((1, 2), bool)},
+        {"state": np.ones((1, 2), np.float32)},
+    ):
+        assert reuse.context(read(0, **other), watch := Watch()) is None
+        assert (watch.reused_views, watch.reused_prefix) == (0, False)
+    threads[0] = 2
+    assert reuse.context(read(0), Watch()) is None
+    threads[0] = 1
+    reuse.keep(read(1, count=2), "a batch")
+    assert reuse.context(read(1, count=2), Watch()) is None
+    reuse.keep(read(1), "1")
+    assert [reuse.context(read(number), Watch()) for number in (0, 1)] == ["0", "1"]
+    reuse.keep(read(2), "2")
+    assert [reuse.context(read(number), Watch()) for number in (0, 1, 2)] == [None, "1", "2"]
+    large = [np.zeros((1, 2, 3, 64, 64), np.float32) for _ in range(2)]
+    large[1][..., -1] = 1  # beyond what most frames are told apart by
+    reuse.keep(read(0, pixels=large[0]), "large")
+    assert reuse.context(read(0, pixels=large[1]), Watch()) is None
+    reuse.forget()
+    assert reuse.context(read(2), Watch()) is None

@@ -12,11 +12,14 @@ from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.prompt import MAX_CHARACTERS, Prompter
-from sinew.steps.image.base import ImageRecipe
+from sinew.steps.image.base import CameraScale, ImageRecipe
 from sinew.steps.image.centre_crop import CentreCrop
+from sinew.steps.image.crop import Crop
 from sinew.steps.image.jpeg import Jpeg, jpeg_round_trip
+from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.image.resample import resize_antialias, resize_area
 from sinew.steps.image.resize import Resize
+from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
 from sinew.steps.prompt.base import HeldTokens, PromptStep, TextRecipe
 from sinew.steps.prompt.drop import Drop
@@ -82,6 +85,73 @@ def test_steps_take_any_size(frame):
         check_frame(frame, "images.top", replace(OPENVLA, steps=()))
     with pytest.raises(ObservationError, match="becomes 24 x 20, got 40 x 50, which becomes 40 x 50$"):
         check_frame(frame, "images.top", replace(OPENVLA, steps=(Jpeg(),)))
+
+
+@pytest.mark.parametrize("count", range(2, 16))
+def test_a_recipe_has_three_numbers_for_each_of_one_to_four_groups(count):
+    said = "mean, std: expected three numbers per group, of 1 to 4, got"
+    whole = list(ImageRecipe(4, 6, (), (0.5,) * count, (0.5,) * count).problems())
+    assert whole == ([] if count in (3, 6, 9, 12) else [f"{said} {count}, {count}"])
+    assert list(ImageRecipe(4, 6, (), (0.5,) * 3, (0.5,) * count).problems()) == (
+        [] if count == 3 else [f"{said} 3, {count}"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "problems"),
+    [
+        ((), []),
+        ((Jpeg(), Resize(4, 6)), []),
+        ((Resize(4, 6), Jpeg()), []),  # which changes no size
+        ((Resize(8, 8), ShortSide(4)), []),  # whose end follows from the frame
+        ((Letterbox(4, 6), Resize(4, 6, "area_float")), []),  # one takes either
+        ((Resize(4, 8), Jpeg()), ["steps: expected an end of 4x6, got 4x8"]),
+        ((Jpeg(), Resize(4, 6, "area_float")), ["steps: expected all of uint8 or all of floats, got both"]),
+    ],
+)
+def test_steps_of_a_recipe_go_together(steps, problems):
+    assert list(ImageRecipe(4, 6, steps).problems()) == problems
+
+
+def test_each_camera_may_have_statistics_of_its_own():
+    recipe = ImageRecipe(4, 6)
+    assert (recipe.mean, recipe.std, recipe.channels) == ((0.5,) * 3, (0.5,) * 3, 3)
+    assert recipe.of_camera(1) is recipe
+    assert str(recipe) == "4x6 as they come, (x - 0.5) / 0.5"
+    groups = ImageRecipe(4, 6, (RESIZE,), (0.5, 0.4, 0.3, 0.25, 0.2, 0.1), (0.5, 0.5, 0.5, 2.0, 1.0, 1.0))
+    assert str(groups) == f"{RESIZE} (other sizes), (x - 0.5) / 0.5, (x - 0.25) / 2"
+    scales = tuple(CameraScale((each,) * 3, (each + 1,) * 3) for each in (0.25, 0.75))
+    assert replace(recipe, cameras=scales).of_camera(1) == ImageRecipe(4, 6, (), (0.75,) * 3, (1.75,) * 3)
+    assert str(replace(recipe, cameras=scales)).endswith(", statistics of each camera")
+    assert ImageRecipe(8, 8, (Crop(4, 6),)).size_after(8, 8) == (4, 6)  # also a frame that fits
+    assert ImageRecipe(8, 8, (Resize(4, 6, other_sizes=True),)).size_after(8, 8) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "inner", "corner", "centre"),
+    [
+        (40, 50, (16, 20), (8, 0), (4, 0)),
+        (50, 30, (24, 14), (0, 6), (0, 3)),
+        (24, 20, (24, 20), (0, 0), (0, 0)),
+        (8192, 1, (24, 1), (0, 19), (0, 9)),  # a pixel at least
+        (1, 8192, (1, 20), (23, 0), (11, 0)),
+    ],
+)
+def test_a_picture_lies_between_its_bars(height, width, inner, corner, centre):
+    box = Letterbox(24, 20, pad_value=(0.25, 0.5, 0.75))
+    assert box.resized(height, width) == inner
+    for step, place in (
+        (box, corner),
+        (replace(box, pad="center"), centre),
+        (replace(box, interpolation="pil_bilinear"), centre),
+    ):
+        assert step.corner(inner) == place
+        made = step.forward(np.full((height, width, 3), 255, np.uint8))
+        bars = np.broadcast_to(np.asarray(step.bars, np.float32), (24, 20, 3)).astype(made.dtype)
+        bars[place[0] : place[0] + inner[0], place[1] : place[1] + inner[1]] = made.max()
+        np.testing.assert_array_equal(made, bars)
+    assert (Letterbox(24, 20).bars, str(box)[-15:]) == ((0.0,) * 3, "= 0.25/0.5/0.75")
+    assert replace(box, interpolation="pil_bilinear").bars == (0.0,) * 3
 
 
 def test_an_empty_frame_is_black_in_every_group():

@@ -186,7 +186,7 @@ def test_what_waits_is_given_before_the_end() -> None:
     turns: FairQueue[int] = FairQueue()
     for item in (1, 2):
         turns.put("a", item)
-    turns.end()
+    turns.end(1)
     assert [turns.get() for _ in range(3)] == [1, 2, None]
 
 

@@ -39,7 +39,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
         contexts.add(at.service, ("fp32", "int8"), host)
         observation = observations(policy, 1)[0]
         wanted = policy.infer(observation).actions
-        sizes, made = {}, []
+        sizes, made, begun = {}, [], []
         for form in ("fp32", "int8"):
             with Client(f"{at.native}/context.{form}", timeout=WAIT_S) as client:
                 robot = SplitPolicy(policy, client)
@@ -98,8 +98,14 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                         patched.setattr(policy.processor, "prepare", lambda *_, odd=odd, **__: odd)
                         with pytest.raises(SinewError, match=f"^{said}$"):
                             robot.infer(observation)
-                robot.reset("episode")
+                with pytest.raises(SinewError, match="^question: expected nothing, .*, got a split one$"):
+                    robot.infer(replace(observation, question="what is it?"))
+                with monkeypatch.context() as patched:
+                    patched.setattr(at.service, "reset", lambda *given: begun.append(given))
+                    robot.reset("episode")
+                assert begun.pop() == ("episode", f"context.{form}")
                 robot.close()
+                assert policy.infer(observation).actions.shape == wanted.shape  # the robot's is its own
                 for closed, who in (
                     (robot.infer, "policy"),
                     (robot.reset, "policy"),
@@ -108,6 +114,10 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                     with pytest.raises(ClientError, match=f"^the {who} is closed$"):
                         closed(observation)
         assert sizes["int8"] < 0.5 * sizes["fp32"]
+        own = load(policy.bundle.path, engine="eager", threads=1)
+        SplitPolicy(own, Client(f"{at.native}/context.fp32"), template_of(policy), whole=True).close()
+        with pytest.raises(ClientError, match="^the policy is closed$"):
+            own.infer(observation)
         with Client(at.native, timeout=WAIT_S) as client:
             with pytest.raises(SinewError, match=r"expected a server's policy context.FORM"):
                 SplitPolicy(policy, client)

@@ -27,7 +27,6 @@ from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.core.rate_limited_log import BURST, PERIOD_S, RateLimitedLog
 from sinew.serve import scheduler as scheduling
 from sinew.serve.decode.array import pack
-from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, Together
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
@@ -268,21 +267,6 @@ def test_decoding_ends_when_nobody_waits(monkeypatch):
 
 
 # ----------------------------------------------------------------------------- whose turn it is
-
-
-def test_turns():
-    turns: FairQueue[str] = FairQueue()
-    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
-        turns.put(item[0], item)
-    assert turns.remove("a", "a2")
-    assert not turns.remove("a", "a2")
-    assert [turns.get() for _ in range(5)] == ["a1", "b1", "c1", "a3", "b2"]
-    turns.end()
-    assert turns.get() is None
-    turns.put("a", "a4")
-    assert turns.drain() == ["a4"]
-    turns.put("a", "a5")
-    assert turns.get() == "a5"
 
 
 def test_one_client_may_have_two_requests_waiting():
@@ -709,7 +693,8 @@ def test_a_deadline_holds_to_its_moment(monkeypatch: pytest.MonkeyPatch):
 
 def test_threads_are_waited_for_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch):
     now, waits, alive = [100.0], [], [False, True]
-    monkeypatch.setattr("sinew.serve.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("sinew.serve.scheduler.time", clock)
 
     def join(seconds: float) -> None:
         waits.append(seconds)
@@ -721,3 +706,17 @@ def test_threads_are_waited_for_no_longer_than_was_said(monkeypatch: pytest.Monk
     assert waits == [5.0, 1.0, 0.0]
     alive[1] = False
     assert scheduler.join(5.0) is True
+    ended: list[int] = []
+    scheduler._threads = [SimpleNamespace(join=lambda at=at: ended.append(at)) for at in range(3)]
+    scheduler.drain()
+    assert ended == [0, 1, 2]
+
+
+def test_a_message_is_not_waited_for_where_no_more_frames_fit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduling, "AHEAD", 100)
+    for ahead, ready in ((99, 0), (100, 1)):
+        scheduler = Scheduler(Puppet())
+        first = given(scheduler, [], client="a", together=Together(2))
+        scheduler._ahead = ahead
+        scheduler._decoded(first)
+        assert len(scheduler._ready.order()) == ready

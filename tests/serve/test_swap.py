@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,6 +19,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from sinew_client import Client
+from sinew_client.errors import UnsafeChunk
+from sinew_client.form import Fitted, differing, form
 
 from sinew.core import (
     ActionChunk,
@@ -184,6 +186,58 @@ def test_what_does_not_fit_leaves_the_old_policy(tmp_path):
         assert client.infer(GOOD).actions[0, 0] == 100
 
 
+def test_what_a_change_took_is_told_and_what_it_takes_is_counted(tmp_path, monkeypatch):
+    moments = iter((10.0, 11.23456, 13.5, 20.0, 20.45678))
+    clock = SimpleNamespace(perf_counter=lambda: next(moments))
+    with exchanging(tmp_path, (), budget=6 << 20) as at:
+        assert at.swapper.budget == 6 << 20
+        with monkeypatch.context() as patched:
+            patched.setattr("sinew.serve.swap.time", clock)
+            assert at.swapper.load("arm", "other", need=Need(1_460_000)) == {
+                "name": "arm",
+                "policy": "puppet",
+                "memory_mib": 1.4,
+                "load_s": 1.235,
+                "drain_s": 2.265,
+            }
+            assert at.swapper.budget == (6 << 20) - 1_460_000  # for the first one and its successor
+            assert at.swapper.unload("arm") == {"name": "arm", "drain_s": 0.457}
+        assert at.swapper.budget == 6 << 20
+        at.swapper.load("arm", "other")
+        at.swapper.load("arm", "other")  # beside its like and the first, 2 MiB each
+        with pytest.raises(
+            RequestError, match=r"at most 2 MiB beside what stands \(default 2 MiB, arm 2 MiB\)"
+        ):
+            at.swapper.load("arm", "other", need=Need((2 << 20) + 1))
+        at.swapper.unload("arm")
+        known = Need((2 << 20) + 1)  # where the same stands already, it is counted twice
+        with pytest.raises(
+            RequestError, match=r"\(default 2 MiB, arm 2 MiB\) within 6 MiB .* got 2 MiB of weights$"
+        ):
+            at.swapper.load("arm", "other", need=known)
+    assert (Need(5).total, str(Need(3 << 20))) == (5, "3 MiB of weights")
+    with exchanging(tmp_path, ()) as at:
+        assert at.swapper.budget is None
+
+
+def test_what_is_opened_and_not_wanted_ends(tmp_path):
+    def refuse(_found: Deployment) -> None:
+        raise RequestError("not that one")
+
+    with exchanging(tmp_path, ()) as at:
+        with pytest.raises(RequestError, match="^not that one$"):
+            at.swapper.load("arm", "other", check=refuse)
+        assert at.opened_schedulers[-1].join(0.0)
+        assert at.service.policies.names == (DEFAULT,)
+        with pytest.raises(RequestError, match="expected a name"):
+            at.swapper.load("-", "other")
+        assert len(at.opened_schedulers) == 1
+        for source in ("radians", "other"):
+            at.swapper.load("arm", source)
+            at.swapper.unload("arm")
+        at.swapper.load("arm", "degrees")  # other robots: nobody knows anything of those before
+
+
 def ask(
     address: str, body: bytes | None, key: str = "", method: str = "PUT", path: str = "/default"
 ) -> tuple[int, dict]:
@@ -324,6 +378,49 @@ def test_what_one_of_them_does_not_state_is_not_compared():
         forms.check("arm", silent, replace(silent, embodiment="aloha"))
     forms.forget("arm")
     assert forms.check("arm", silent, replace(silent, embodiment="aloha")) == ()
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        (("ab", "cd"), ("ab",), "expected ab, cd, got ab"),
+        (("a", "b"), ("a", "c"), "expected a, b, got a, c"),
+        ((("kind", "absolute"),), (("kind", 1),), "expected {'kind': 'absolute'}, got {'kind': 1}"),
+        ((("one",), ("two",)), (3, 2), "expected ('one',), ('two',), got 3, 2"),
+        (20.0, 12.5, "expected 20, got 12.5"),
+        (0, "", "expected 0, got "),
+        ("x" * 200, "y" * 201, f"expected {200 * 'x'}, got {200 * 'y'} ..."),
+        ("", "rad", ""),  # says nothing
+        (("rad", ""), ("", "deg"), ""),
+        ((1, "a"), (1, ""), ""),
+        ("rad", "rad", ""),
+    ],
+)
+def test_a_difference_is_said_in_a_sentence(was, now, said):
+    for before, after, sentence in ((was, now, said), (now, was, "")):
+        found = differing({"part": before, "gone": 1}, {"part": after, "new": 2})
+        assert found.keys() == ({"part"} if said else set())
+        assert not sentence or found["part"] == f"part: {sentence}"
+
+
+def test_a_form_is_what_the_policy_states():
+    assert form(ARM, ("state", "motion")) == {
+        "state.dim": 2, "state.names": ("a", "b"), "state.units": ("rad", "rad"),
+        "motion": tuple(asdict(MotionSpec("relative", (0,), (1,))).items()),
+    }  # fmt: skip
+    silent = {"cameras", "state.dim", "state.names", "action.dim", "chunk_size", "noise"}
+    assert form(SPEC).keys() == silent
+    assert form(ARM).keys() == silent | {
+        "state.units", "action.names", "action.units", "control_hz", "embodiment", "motion", "keys.openpi",
+    }  # fmt: skip
+    Fitted(None).check(None)
+    Fitted(ARM.to_dict()).check(SimpleNamespace(spec=replace(ARM, chunk_size=9)))
+    with pytest.raises(UnsafeChunk) as error:
+        Fitted(ARM.to_dict()).check(SimpleNamespace(spec=replace(ARM, control_hz=10.0, embodiment="aloha")))
+    assert str(error.value) == (
+        "what answers has another policy than the robot was fitted to: control_hz: expected 20, got 10;"
+        " embodiment: expected droid, got aloha"
+    )
 
 
 def test_loading_takes_as_long_as_it_takes(tmp_path, monkeypatch):

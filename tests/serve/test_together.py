@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +24,13 @@ from sinew_client.schema import PredictRequest, PredictResponse
 import sinew
 from benchmarks.wire_clients import OpenPI, _pack, _unpack
 from sinew.cli import main
-from sinew.core import BusyError, Observation
+from sinew.core import ActionChunk, BusyError, CancelledError, Observation
 from sinew.serve import scheduler as scheduling
 from sinew.serve.admission import Admission
+from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
 from sinew.serve.deploy import ServingLimits, deploy
 from sinew.serve.policies import Deployment
-from sinew.serve.request import Request, ShuttingDownError, Together
+from sinew.serve.request import Request, ShuttingDownError, Together, bare
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
@@ -309,6 +312,132 @@ def test_what_waits_for_its_message_ends_with_the_server(held: SimpleNamespace) 
     held.scheduler.stop()
     assert done.wait(WAIT_S)
     assert all(isinstance(each, ShuttingDownError) for each in found)
+
+
+def test_what_a_request_is_given_and_what_is_filled_in_on_the_way() -> None:
+    made = Request("native", lambda _budget: Observation({}, np.zeros(1)))
+    given = ["wire", "decode", "client", "session", "deadline_ms", "arrived", "connection", "owner", "policy"]
+    assert [each.name for each in dataclasses.fields(Request) if each.init] == [
+        *given,
+        "deadline",
+        "together",
+    ]
+    own = {
+        each.name: getattr(made, each.name) for each in dataclasses.fields(Request) if each.name not in given
+    }
+    assert not own.pop("cancel").is_set()
+    assert own.pop("waiting") is True
+    assert own == {
+        **dict.fromkeys(
+            ("deadline", "together", "deployment", "observation", "safety", "episode", "home"), None
+        ),
+        **dict.fromkeys(("on_done", "begun", "prepared", "kind", "borrowed"), None),
+        **dict.fromkeys(("accepted", "decode_s", "size", "gathered", "answered"), 0),
+        "warnings": [],
+    }
+    made.abandon()  # given to nobody
+
+
+@pytest.mark.parametrize(
+    ("fields", "connection", "episode"),
+    [
+        ({}, None, None),
+        ({"client": "robot"}, "robot", None),
+        ({"client": "robot", "connection": 7}, 7, None),
+        ({"connection": 7, "session": "arm"}, 7, ("native", 7, "arm")),
+        ({"client": "robot", "owner": 8, "session": "arm"}, "robot", ("native", 8, "arm")),
+        ({"session": "arm"}, None, ("native", None, "arm")),
+    ],
+)
+def test_whose_a_request_is(fields: dict[str, Any], connection: Any, episode: Any) -> None:
+    made = Request("native", lambda _budget: Observation({}, np.zeros(1)), **fields)
+    assert (made.connection, made.episode) == (connection, episode)
+
+
+def test_a_request_is_read_within_the_limits_of_what_answers_it() -> None:
+    """Those of its adapter, where it names one; of an adapter that is not known those of the policy, which refuses."""
+    limits: Any = {said: SimpleNamespace(check=lambda _seen, said=said: [said]) for said in ("base", "left")}
+    scheduler: Any = None
+    adapters = {"left": limits["left"], "free": None}
+    deployed = Deployment(scheduler, SPEC, {}, limits["base"], max_pixels=12, adapters=adapters)
+    found: list[Any] = []
+
+    def decode(adapter: str, budget: PixelBudget) -> Observation:
+        found.append(budget._left)
+        budget.borrowed = found.clear
+        return Observation({}, np.zeros(1), adapter=adapter)
+
+    for adapter, deployment, said in (
+        ("", deployed, ["base"]),
+        ("left", deployed, ["left"]),
+        ("right", deployed, ["base"]),
+        ("free", deployed, []),
+        ("left", None, []),
+    ):
+        made = Request("native", partial(decode, adapter))
+        made.deployment = deployment
+        assert made.read(lambda: None) is made.observation
+        assert (made.warnings, found.pop(), made.borrowed) == (
+            said,
+            12 if deployment else MIN_BUDGET,
+            found.clear,
+        )
+
+
+def test_an_error_goes_on_without_what_was_read() -> None:
+    assert str(ShuttingDownError()) == "the server is shutting down"
+    read = BusyError("full")
+    read.__cause__ = read.__context__ = ValueError("bytes")
+    with pytest.raises(BusyError) as caught:
+        raise read
+    found = bare(caught.value)
+    assert found is caught.value
+    assert (found.__cause__, found.__context__, found.__traceback__) == (None, None, None)
+
+
+def test_a_message_is_ready_with_its_last_and_in_its_order() -> None:
+    first, second, third = (Request("native", lambda _budget: Observation({}, np.zeros(1))) for _ in range(3))
+    first.accepted, second.accepted, third.accepted = 1.0, 2.0, 3.0
+    message = Together(4)
+    assert (message.arrived(third), message.arrived(None), message.arrived(first)) == ([], [], [])
+    assert message.decoded() == [first, third]
+    assert (message.decoded(), message.arrived(second)) == ([], [second])
+
+
+def members(at: SimpleNamespace, second: threading.Event) -> tuple[Request, list[Any]]:
+    """Give a scheduler a message of two, the second of which is decoded no sooner than that is set; return the first,
+    decoded and in no queue, and where the outcomes will be."""
+    both, told = Together(2), list[Any]()
+
+    def submit(wait: float) -> Request:
+        def decode(_budget: Any) -> Observation:
+            second.wait(wait)
+            return Observation(GOOD["images"], np.zeros(2), "go")
+
+        return at.scheduler.submit(Request("native", decode, "there", together=both), told.append)
+
+    first = submit(0.0)
+    submit(WAIT_S)
+    until(lambda: first.prepared is not None and first not in at.scheduler._decoding)
+    return first, told
+
+
+def test_who_leaves_its_message_keeps_none_of_the_others(held: SimpleNamespace) -> None:
+    second = threading.Event()
+    first, told = members(held, second)
+    held.scheduler.cancel(first)
+    held.policy.release.set()
+    second.set()
+    until(lambda: len(told) == 2)
+    assert [type(each) for each in told] == [CancelledError, ActionChunk]
+
+
+def test_what_is_in_no_queue_is_told_of_the_end_at_once(held: SimpleNamespace) -> None:
+    second = threading.Event()
+    _, told = members(held, second)
+    held.scheduler.stop()
+    second.set()
+    assert [type(each) for each in told] == [ShuttingDownError] * 2
 
 
 def test_frames_beyond_the_bound_do_not_wait_for_each_other(
