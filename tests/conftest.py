@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from sinew_client.control import Stopped
+from sinew_client.control.pace import Pace
 from sinew_client.control.robots import Dry
 
 from sinew.convert import convert
@@ -177,6 +178,21 @@ def dry_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Stopped("enough commands")
 
     monkeypatch.setattr(Dry, "act", last)
+
+
+class Unhurried(Pace):
+    """Puts the next ticks off by what it is late for, so that none is skipped."""
+
+    def _wait(self) -> float:
+        wait = super()._wait()
+        self._start -= min(wait, 0.0)  # type: ignore[operator]
+        return max(wait, 0.0)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops run as on a machine that is never late: each control step follows the one before."""
+    monkeypatch.setattr("sinew_client.control.loop.Pace", Unhurried)
 
 
 @pytest.fixture(scope="session")

@@ -165,7 +165,7 @@ FORTY = ("--robot", f"{__name__}:Forty", "--prompt", "put the red block into the
     some([[], *(["--rtc", kind] for kind in ("guided", "no-jacobian", "ramp"))], []),  # guided: below
 )
 def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]) -> None:
-    status, report, _ = said("run", "blocks", "--stream", *FORTY, "--seconds", "60", *guidance_of)
+    status, report, _ = said("run", "blocks", "--stream", *FORTY, "--seconds", "600", *guidance_of)
     assert (status, report["errors"], report["failed"]) == (0, 0, [])
     assert report["executed"] == 40
     assert report["windows"] > 1
@@ -175,7 +175,7 @@ def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]
 @pytest.mark.usefixtures("forked")
 def test_windows_continue_under_guidance_over_a_socket(said: Any, tmp_path: Path) -> None:
     with serving(BLOCKS, tmp_path / "serve.log", "--engine", "plan") as address:
-        status, report, _ = said("run", address, "--stream", *FORTY, "--seconds", "60", "--rtc", "guided")
+        status, report, _ = said("run", address, "--stream", *FORTY, "--seconds", "600", "--rtc", "guided")
     assert (status, report["errors"], report["executed"]) == (0, 0, 40)
     assert report["windows"] > 1
 
@@ -250,7 +250,9 @@ def test_a_run_whose_requests_fail_says_so(said: Any, monkeypatch: pytest.Monkey
         return infer(policy, *more)
 
     monkeypatch.setattr(Policy, "infer", sometimes)
-    status, report, text = said("run", "blocks", *DRY, "--replan", "4", "--timeout", "60", "--seconds", "6")
+    status, report, text = said(
+        "run", "blocks", *FORTY, "--replan", "4", "--timeout", "60", "--seconds", "600"
+    )
     assert status == EXIT_FAULTS
     assert report["faults"]["kinds"] == {"TypeError": report["failed_requests"]}
     assert report["executed"] > 0
@@ -329,6 +331,7 @@ def test_chunks_that_nothing_could_execute_end_an_evaluation(
 MINE = """
 import time
 import numpy as np
+from sinew_client.control import Stopped
 
 class Camera:
     def read(self): return np.zeros((96, 96, 3), np.uint8)
@@ -369,6 +372,12 @@ class Both(Arm):
     def observe(self):
         return {"images": {"top": camera.read(), "wrist": camera.read()}, "state": bus.positions()}
 
+    acts = 0
+    def act(self, row):
+        super().act(row)
+        self.acts += 1
+        if self.acts == 40: raise Stopped("enough commands, however long they took")
+
 
 def plan(instruction, observation):
     return None
@@ -388,13 +397,13 @@ def test_a_robot_of_the_current_folder_moves(folder: Path) -> None:
         "--rename",
         "top=front",
         "--seconds",
-        "5",
+        "600",
         *more,
         "--json",
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["executed"] > 0
+    assert report["executed"] == 40
     assert report["failed_requests"] == 0
 
 
@@ -461,11 +470,13 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
     assert done.returncode == 0, done.stderr
     more = (
         "--robot",
-        "dry",
+        "my_robot:Both",
+        "--rename",
+        "top=front",
         "--prompt",
         "go",
         "--seconds",
-        "3",
+        "600",
         "--stale",
         "30",
         "--planner",

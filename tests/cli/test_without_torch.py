@@ -65,7 +65,7 @@ def runs(smolvla_bundle) -> dict[tuple[object, ...], tuple[int, str, str]]:
         for group in groups
     )
     found = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *words], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", BLOCKED, *words], capture_output=True, text=True, timeout=850
     )
     assert found.returncode == 0, found.stderr
     return dict(zip((*groups[0], *groups[1]), map(tuple, json.loads(found.stdout)), strict=True))

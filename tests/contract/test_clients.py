@@ -104,9 +104,9 @@ class Blocking:
     def __init__(self, *addresses: str, **settings: Any):
         self.client = Client(list(addresses), **{"timeout": WAIT_S, "api_key": KEY, **settings})
 
-    def ask(self) -> float:
+    def ask(self, **given: float) -> float:
         """Return the number of the server that answers."""
-        return float(self.client.infer(OBSERVATION).actions[0, 0])
+        return float(self.client.infer(OBSERVATION, **given).actions[0, 0])
 
     @property
     def address(self) -> str:
@@ -126,8 +126,8 @@ class OfCoroutines(Blocking):
         self.client: Any = AsyncClient(list(addresses), **{"timeout": WAIT_S, "api_key": KEY, **settings})
         self.loop = asyncio.new_event_loop()
 
-    def ask(self) -> float:
-        return float(self.loop.run_until_complete(self.client.infer(OBSERVATION)).actions[0, 0])
+    def ask(self, **given: float) -> float:
+        return float(self.loop.run_until_complete(self.client.infer(OBSERVATION, **given)).actions[0, 0])
 
     def close(self) -> None:
         self.loop.run_until_complete(self.client.close())
@@ -148,7 +148,7 @@ class OfStreams(Blocking):
     def __init__(self, *addresses: str, **settings: Any):
         self.client: Any = StreamLink(list(addresses), 50.0, "", KEY, **settings)
 
-    def ask(self) -> float:
+    def ask(self, **_given: float) -> float:
         before, end = self.client.faults.total, time.monotonic() + WAIT_S
         self.client.error = ""
         while time.monotonic() < end:
@@ -259,10 +259,12 @@ def test_server_that_comes_back(made: Make) -> None:
 
 
 def test_deadline(made: Make) -> None:
-    with Server(does="keep") as server:
-        client = made(server.address, timeout=SOON_S)
+    with Server() as server:
+        client = made(server.address)
+        assert client.ask() == 1.0  # connected, which a time-out would say it is not
+        server.does = "keep"
         with pytest.raises(RequestTimeout, match=r"no answer from tcp://127.0.0.1:\d+ within [\d.]+ s$"):
-            client.ask()
+            client.ask(timeout=SOON_S)
         server.does = "answer"  # and what was late answers nothing else
         assert client.ask() == 1.0
     client = made(nobody(), timeout=SOON_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from onnx import helper, numpy_helper
 
 from sinew.bundle import Bundle
 from sinew.cli import main
+from sinew.convert import convert
 from sinew.core import SinewError
 from sinew.engine.onnx.graphs import STAGES
 from sinew.engine.onnx.quantize import round_weights
@@ -43,9 +43,15 @@ def export(bundle: Path, robot: Path, *more: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def made(exported: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Made:
-    home = tmp_path_factory.mktemp("qdq")
-    bundle, record = exported(home), home / "said.json"
+def made(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Of two solver steps instead of ten, each of which the whole graph writes out."""
+    home, case = tmp_path_factory.mktemp("qdq"), golden / "smolvla-2cam"
+    bundle, record = home / "policy.gguf", home / "said.json"
+    shutil.copytree(case / "checkpoint", home / "checkpoint")
+    config = home / "checkpoint" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_steps": 2}))
+    convert(home / "checkpoint", bundle, vlm=case / "vlm", name=case.name)
+    assert Bundle(bundle).manifest.spec.solver_steps == 2
     line = ["--qdq", ALL, "--observations", "2", "--whole", "--json", str(record)]
     assert export(bundle, home / "robot", *line) == 0
     return Made(bundle, home / "robot", json.loads(record.read_text()))
@@ -102,7 +108,7 @@ def test_the_folder_computes_a_little_else_and_says_how_much(made: Made, golden:
     assert record is not None
     assert (record.observations, record.calibrated, record.source) == (2, 2, "random frames")
     assert 1e-6 < record.error <= record.error_max < 0.3
-    wide = load(made.bundle, engine="onnx", threads=1).infer(g.observation()).actions
+    wide = load(made.bundle, engine="eager", threads=1).infer(g.observation()).actions
     assert 1e-6 < distance(policy.infer(g.observation()).actions, wide) < 0.3
     text = " ".join(made.said["qdq"])  # type: ignore[arg-type]
     for words in (

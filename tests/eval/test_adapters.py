@@ -615,11 +615,11 @@ def serving(policy: Scripted) -> Iterator[str]:
     thread = threading.Thread(target=process.run, args=(service, ready.set))
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(60)
         yield address
     finally:
         process.stop()
-        thread.join(10)
+        thread.join(60)
 
 
 def spec_of(state: int, action: int, camera: str = "image", size: int = 64) -> PolicySpec:

@@ -122,6 +122,7 @@ def test_a_motion_that_no_robot_can_follow_is_refused_by_name(motion: MotionSpec
         replace(manifest, spec=replace(manifest.spec, motion=motion)).check()
 
 
+@pytest.mark.usefixtures("dry_ends")
 def test_convert_takes_it_and_run_prints_what_follows(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +133,7 @@ def test_convert_takes_it_and_run_prints_what_follows(
     assert main([*words, "--motion", '{"kind": "offsets", "action": [0], "state": [0], "scale": 0.1}']) == 0
     assert open_bundle(out).manifest.spec.motion == MotionSpec("offsets", (0,), (0,), 0.1)
     capsys.readouterr()
-    assert main(["run", str(BLOCKS), "--prompt", "go", "--seconds", "3", "--json"]) == 0
+    assert main(["run", str(BLOCKS), "--prompt", "go", "--seconds", "600", "--json"]) == 0
     printed = capsys.readouterr()
     assert "hand-over freeze: the policy says that actions are offsets" in " ".join(printed.err.split())
     result = json.loads(printed.out.splitlines()[-1])

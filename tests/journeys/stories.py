@@ -175,8 +175,9 @@ def blocks(walk: Walk) -> None:
     walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
 
 
-def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int) -> None:
-    """my_robot.py: the class of docs/control.md over a camera and a bus that are simulated."""
+def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int, most: int = 0) -> None:
+    """my_robot.py: the class of docs/control.md over a camera and a bus that are simulated. most: commands after which
+    it ends a run itself, however long that takes here; 0: as many as come."""
     body = programs("docs/control.md")[0]
     arm_class = body[body.index("class Arm") : body.index("def connect")]
     images = ", ".join(f'"{name}": camera.read()' for name in cameras)
@@ -186,6 +187,7 @@ def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int) -> None:
         "my_robot.py",
         f"""
 import numpy as np
+from sinew_client.control import Stopped
 
 class camera:
     read = staticmethod(lambda: np.full((48, 64, 3), 127, np.uint8))
@@ -199,6 +201,16 @@ class bus:
         bus.last = np.asarray(row, np.float32)
 
 {arm_class}
+
+act, acted = Arm.act, []
+
+def ends(arm, row):
+    act(arm, row)
+    acted.append(row)
+    if len(acted) == {most}:
+        raise Stopped("enough commands")
+
+Arm.act = ends
 """,
     )
 

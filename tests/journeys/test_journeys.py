@@ -138,10 +138,10 @@ def test_a_server_and_its_robots(tmp_path: Path) -> None:
     pytest.importorskip("mujoco")
     walk = Walk("README.md", tmp_path, quick=True)
     walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
-    my_robot(walk, ("front", "wrist"), 4)
+    my_robot(walk, ("front", "wrist"), 4, most=40)
     with walk.serving("sinew serve policy.gguf"):
-        asked = "--prompt 'put the red block into the left bin' --seconds 3 --stale 30"
-        drove(walk.run(f"sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm {asked}"))
-        streamed(walk.run(f"sinew run tcp://127.0.0.1:5555 --stream --robot dry {asked}"))
-    streamed(walk.run(f"sinew run policy.gguf --stream --robot dry {asked}"))
+        asked = "--robot my_robot:Arm --prompt 'put the red block into the left bin' --seconds 600 --stale 60"
+        drove(walk.run(f"sinew run tcp://127.0.0.1:5555 {asked} --timeout 60"))
+        streamed(walk.run(f"sinew run tcp://127.0.0.1:5555 --stream {asked}"))
+    streamed(walk.run(f"sinew run policy.gguf --stream {asked}"))
     evaluated(walk.run("sinew eval blocks --episodes 5 --workers 1"), 0.8)

@@ -29,6 +29,7 @@ WRONG = (
     "fault of this program",
 )  # never printed where a line does what it says
 LOOPBACK = "127.0.0.1"
+PORTS = {5555: "native", 8000: "openpi"}  # what `sinew serve` listens on unless it is told otherwise
 
 
 @dataclass
@@ -51,8 +52,9 @@ class Walk:
     interpreter of an environment with ``sinew`` beside it. ``type``, ``serving`` and ``leaves`` want a line as the
     page has it, and ``instead`` says what of it is replaced here, for instance a number of episodes; ``run`` and
     ``server`` take any line, for what a page takes for granted. quick: plain lines of ``sinew`` run in processes that
-    begin with torch imported (tests/processes.py); python is then this interpreter. checkout: False where only what
-    was installed may be found.
+    begin with torch imported (tests/processes.py); python is then this interpreter, and the usual ports of servers,
+    which somebody else on this machine may have, are two that nobody has. checkout: False where only what was
+    installed may be found.
     """
 
     def __init__(
@@ -92,6 +94,10 @@ class Walk:
             "HOME": str(folder),
             "XDG_CACHE_HOME": str(folder / ".cache"),
         }
+        self.ports = {port: processes.free_port() if quick else port for port in PORTS}
+        if quick:
+            wires = (f"{wire}:{self.ports[port]}" for port, wire in PORTS.items())
+            self.environment["SINEW_SERVE_WIRE"] = " ".join(wires)
 
     # ------------------------------------------------------------------------- lines of the page
 
@@ -129,7 +135,7 @@ class Walk:
 
     def program(self, number: int, *instead: tuple[str, str], before: str = "", after: str = "") -> Ran:
         """Run the page's program ``number`` between ``before``, what it takes for granted, and ``after``."""
-        body = HOSTS.sub(LOOPBACK, programs(self.page)[number])
+        body = self._here(HOSTS.sub(LOOPBACK, programs(self.page)[number]))
         for old, new in instead:
             assert old in body, f"{self.page}, program {number}: {old!r} is not in it"
             body = body.replace(old, new)
@@ -175,7 +181,7 @@ class Walk:
     def server(self, line: str, *, says: tuple[str, ...] = ()) -> Iterator[Ran]:
         """Run ``sinew serve ...`` while inside: it says that it is ready, and ends with 0 when it is told to."""
         print(f"  $ {line} &", flush=True)
-        for port in (5555, 8000):
+        for port in self.ports.values():
             with socket.socket() as probe:
                 assert probe.connect_ex((LOOPBACK, port)), f"port {port} is taken: {line} cannot run here"
         log = self.folder / ".server.log"
@@ -242,9 +248,13 @@ class Walk:
             line = line.replace(*instead)
         return HOSTS.sub(LOOPBACK, f"{line} {adds}".strip())
 
+    def _here(self, text: str) -> str:
+        """Return a line or program with the ports of this walk."""
+        return re.sub(r"(?<=:)(\d{4})\b", lambda at: str(self.ports.get(int(at[1]), at[1])), text)
+
     def _start(self, line: str, output: IO[str]) -> subprocess.Popen[str] | processes.Process:
         """Start a line of a shell, which writes all that it says to ``output``."""
-        words = shlex.split(line.removeprefix("exec "))
+        words = shlex.split((line := self._here(line)).removeprefix("exec "))
         if self.quick and words[0] == "sinew":
             command: list[object] = [sys.executable, "-m", *words]
             return processes.Process(

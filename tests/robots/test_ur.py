@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import NoObservation
+from sinew_client.control import NoObservation, Stopped
 from sinew_client.control.kinematics import read_chain
 from sinew_client.rotations import from_rpy
 
@@ -94,7 +94,19 @@ def test_the_recipes_line_drives_the_arm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(RECIPES)
-    assert main(line(table, controller, tmp_path, "--seconds", "2")) == 0
+    monkeypatch.syspath_prepend(str(RECIPES))
+    from ur import Ur
+
+    act, acted = Ur.act, []
+
+    def last(arm: Any, row: np.ndarray) -> None:
+        act(arm, row)
+        acted.append(row)
+        if len(acted) == 40:
+            raise Stopped("enough commands, however long they took")
+
+    monkeypatch.setattr(Ur, "act", last)
+    assert main(line(table, controller, tmp_path, "--seconds", "600")) == 0
     report = last_json(capsys)
     assert report["executed"] > 0
     assert not report["failed"]

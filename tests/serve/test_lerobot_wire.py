@@ -627,9 +627,16 @@ def test_stopping_answers_those_who_wait(policy):
             except grpc.RpcError as error:
                 outcome.append((error.code(), error.details()))
 
+        come, following = threading.Event(), own.wire._next
+
+        async def noted(session: Any) -> Any:
+            come.set()
+            return await following(session)
+
+        own.wire._next = noted  # type: ignore[method-assign]
         asking = threading.Thread(target=ask)
         asking.start()
-        time.sleep(0.5)
+        assert come.wait(START_S)
         own.stop()
         asking.join(START_S)
         assert outcome == [(CODE.UNAVAILABLE, "[shutting_down] the server is shutting down")]

@@ -201,6 +201,7 @@ def test_health_is_a_sign_of_life():
                 robot.infer(GOOD)
             assert caught.value.code == "unhealthy"
             until(at.service.supervisor.hopeless)
+            at.service.supervisor.stuck_s = WAIT_S
             at.puppet.release.set()
             until(lambda: robot.health()["status"] == "ok")
             assert robot.infer(GOOD).actions.shape == (3, 2)

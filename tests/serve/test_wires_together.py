@@ -33,7 +33,7 @@ REQUESTS = int(os.environ.get("SINEW_WIRE_REQUESTS", "12"))
 WIRES = ("native", "openpi", "groot", "lerobot")
 CAMERAS = ("camera1", "camera2")
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 5.0  # of a well-behaved client while others misbehave, on a machine that has other work too
+DEADLINE_S = 60.0  # of a well-behaved client while others misbehave for as long as it waits
 
 
 @pytest.fixture(scope="module")
