@@ -404,7 +404,9 @@ def test_gelu_by_the_sigmoid(block, monkeypatch):
     torch.set_num_threads(1)
     try:
         at = values[:-2].clone().requires_grad_(True)
-        (slope,) = torch.autograd.grad(gelu.gelu_(at[None] * 1).sum(), at)  # as guided real-time chunking asks
+        (slope,) = torch.autograd.grad(
+            gelu.gelu_(at[None] * 1).sum(), at
+        )  # as guided real-time chunking asks
     finally:
         torch.set_num_threads(alone)
     with torch.no_grad():
