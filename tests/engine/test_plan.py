@@ -400,6 +400,18 @@ def test_gelu_by_the_sigmoid(block, monkeypatch):
     for infinity in (math.inf, -math.inf, math.nan):
         x = torch.full((1, 4), infinity)
         assert torch.equal(F.gelu(x, approximate="tanh").isfinite(), gelu.gelu_(x).isfinite())
+    alone = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        at = values[:-2].clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(
+            gelu.gelu_(at[None] * 1).sum(), at
+        )  # as guided real-time chunking asks
+    finally:
+        torch.set_num_threads(alone)
+    with torch.no_grad():
+        rise = gelu.gelu_(values[:2994][None] + 0.01) - gelu.gelu_(values[:2994][None] - 0.01)
+    assert float((slope[:2994] - rise[0] / 0.02).abs().max()) <= 1e-3
     monkeypatch.setattr(gelu, "CUBIC", 0.99 * gelu.CUBIC)
     assert float((gelu.gelu_(values.clone()[None]) - F.gelu(values, approximate="tanh")).abs().max()) > 1e-4
     half = torch.linspace(-4, 4, 64).bfloat16().view(2, 32)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sinew.engine.cpu.fuse import FusedDecoderLayer, FusedViTLayer, decoder_apart, rounds_attention, vit_apart
 from sinew.engine.cpu.kernels.float_kernels import attend, gelu_, silu_times_
+from sinew.engine.cpu.kernels.layer_kernels import usable
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import RewriteOutcome, Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, DecoderLayer, GatedMLP, KeyValue
@@ -25,6 +26,8 @@ class CompiledViTAttention(ViTAttention):
 
 class CompiledAttention(DecoderAttention):
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
+        if not usable(q):
+            return super().attend(q, kv, mask, own)
         return attend(q, *kv, mask, rounds_attention(self), *(own or (None, None)))
 
 
@@ -53,6 +56,8 @@ class CompiledMLP(GatedMLP):
         return self.gate_proj(x), self.up_proj(x)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not usable(x):
+            return super().forward(x)
         gate, up = self.project(x)
         if self.kind == "silu":
             silu_times_(gate, up)

@@ -26,8 +26,11 @@ SHARED_BLOCK = 1 << 21  # for several; benchmarks/gelu.py tries other sizes
 
 
 def gelu_(x: Tensor) -> Tensor:
-    """GELU of x [..., N], which is overwritten; rows may lie apart, as those of a packed product's half do."""
-    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    """GELU of x [..., N], which is overwritten; rows may lie apart, as those of a packed product's half do.
+
+    One operator where a derivative will be asked for, as by guided real-time chunking, which reads x again.
+    """
+    if x.requires_grad or x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     alone = torch.get_num_threads() == 1
     if not alone and x.numel() < SHARED_BLOCK:

@@ -91,6 +91,28 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
             assert {"two calls for DecoderLayer", "two calls for ViTLayer"} <= applied
 
 
+@pytest.mark.parametrize("recipe", ["int8", "mixed"])
+def test_a_head_has_its_derivative(case, recipe, tmp_path) -> None:
+    """Guided real-time chunking asks for J^T v: eager's over the same weights and context, but for what is rounded."""
+    path, g = case
+    small = stored(path, RECIPES[recipe], tmp_path / "small.gguf")
+    policies = [load(small, engine=engine, threads=1) for engine in ("eager", "cpu")]
+    pulled: list[np.ndarray] = []
+
+    def guidance(act, x, _):
+        with torch.enable_grad():
+            at = x.detach().requires_grad_(True)
+            output = act(at)
+            pulled.append(torch.autograd.grad(output, at, torch.cos(x))[0].numpy())
+        return output.detach()
+
+    observation = replace(policies[0].dummy_observation(), **g.observation())
+    context = policies[0].engine.read(policies[0].processor.inputs(observation).batched())
+    for policy in policies:
+        policy.engine.solve(context, g.numpy("noise"), 1, guidance)
+    assert distance(*pulled) < (1e-4 if recipe == "mixed" else 0.06)
+
+
 @pytest.mark.parametrize("name", some(["evo1", "groot-n15", "openvla-oft"], "openvla-oft"))
 def test_views_inside_a_prompt_of_stored_rows(
     name, golden, evo1_bundle, groot_bundle, openvla_bundle, tmp_path
