@@ -208,7 +208,7 @@ class Broken(Bench):
 
 
 def test_what_a_robot_raises_is_called_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(BLOCKS), "--robot", f"{__name__}:Broken", "--seconds", "9", *PLAIN]) == 1
+    assert main(["run", str(BLOCKS), "--robot", f"{__name__}:Broken", "--seconds", "600", *PLAIN]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(
         r"error: the robot raised OSError: no answer from servo 3 \(act, test_run\.py:\d+; `--debug`", said

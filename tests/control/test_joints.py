@@ -411,7 +411,7 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     limits = tmp_path / "limits.json"
     names = ["gripper", "x", "y", "z"]
     limits.write_text(json.dumps({"low": [-9, 0.25, -9, -9], "high": [9, 0.25, 9, 9], "names": names}))
-    robot = ("--robot", f"{__name__}:Gantry", "--limits", str(limits), "--seconds", "60")
+    robot = ("--robot", f"{__name__}:Gantry", "--limits", str(limits), "--seconds", "600")
     Gantry.sent_rows.clear()
     assert main(["run", str(BLOCKS), *PLAIN, *robot, "--record", str(tmp_path / "run.jsonl"), "--json"]) == 0
     assert last_json(capsys)["settings"]["limits"]["names"] == ["x", "y", "z", "gripper"]

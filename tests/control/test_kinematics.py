@@ -956,7 +956,7 @@ DRY = (*LINE, "--robot", "dry", "--kinematics", str(UR5E))
 
 @pytest.mark.usefixtures("dry_ends")
 def test_a_policy_of_poses_drives_a_robot_of_joints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*DRY, "--seconds", "60", "--json"]) == 0
+    assert main([*DRY, "--seconds", "600", "--json"]) == 0
     printed = capsys.readouterr()
     report = json.loads(printed.out.strip().splitlines()[-1])
     assert report["executed"] > 0

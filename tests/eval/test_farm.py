@@ -502,7 +502,7 @@ def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
 
     monkeypatch.setattr(files.EpisodeQueue, "played", looks)
     server.close()
-    assert heard.wait(20.0)
+    assert heard.wait(60.0)
 
 
 @needs_pen

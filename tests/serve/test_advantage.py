@@ -310,7 +310,7 @@ def test_the_verbs_take_both(
     assert main([*client, *guided]) == 0
     assert main([*client, "--guidance-scale", "101", "--advantage", "good"]) == 1
     assert "guidance_scale: expected a number from 0 to 100" in capsys.readouterr().err
-    run = ["--hz", "20", "--seconds", "60", "--timeout", "60", "--prompt", "go"]
+    run = ["--hz", "20", "--seconds", "600", "--timeout", "60", "--prompt", "go"]
     journal = tmp_path / "run.jsonl"
     assert main(["run", server.at["native"], *run, *guided, "--record", str(journal)]) == 0
     capsys.readouterr()

@@ -37,7 +37,7 @@ from tests.hostile.decoders import REPORT
 from tests.serve.puppet import SPEC, WAIT_S, Puppet, desk, until
 from tests.serve.test_dashboard import events
 
-SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "60", "--json"]
+SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "600", "--stale", "60", "--json"]
 
 COUNT = type(schema.Report().held.add())
 
