@@ -336,6 +336,10 @@ def test_what_a_request_is_given_and_what_is_filled_in_on_the_way() -> None:
         "warnings": [],
     }
     made.abandon()  # given to nobody
+    left: Any = []
+    made.home = SimpleNamespace(cancel=left.append)  # type: ignore[assignment]
+    made.abandon()
+    assert left == [made]
 
 
 @pytest.mark.parametrize(
