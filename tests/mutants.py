@@ -157,7 +157,7 @@ def mutants(source: str, whole: bool = True) -> list[Mutant]:
     return found
 
 
-def equivalent(entry: Mapping[str, dict]) -> dict[str, str]:
+def equivalents(entry: Mapping[str, dict]) -> dict[str, str]:
     """Return the mutants of a module that nobody could notice, and why. A line of the table may name both changes of a
     number: "64 -> 65, 63"."""
     found = {}
@@ -740,7 +740,7 @@ def examine(
     found = {module: mutants(original) for module, original in originals.items()}
     plain, chosen = {}, {}
     for module, entry in table.items():
-        known = equivalent(entry)
+        known = equivalents(entry)
         if unknown := known.keys() - {mutant.name for mutant in found[module]}:
             raise SystemExit(f"{TABLE.name}, {module}: no such mutants: {sorted(unknown)}")
         wanted = [mutant for mutant in found[module] if not again or mutant.name in again[module]]
@@ -752,7 +752,7 @@ def examine(
         plain[module] = ast.unparse(ast.parse(originals[module]))  # what unparsing changes is no mutation
         (home / module).write_text(noting(module, originals[module]))
     tried = {
-        module: [each for each in some if each.name not in equivalent(table[module])]
+        module: [each for each in some if each.name not in equivalents(table[module])]
         for module, some in chosen.items()
     }
     fast = Fast(plain, tried, home, quick)
