@@ -26,6 +26,7 @@ import json
 import math
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -153,6 +154,19 @@ def mutants(source: str, whole: bool = True) -> list[Mutant]:
                 visit(node, inner, statement)
 
     visit(tree, "", 0)
+    return found
+
+
+def equivalents(entry: Mapping[str, dict]) -> dict[str, str]:
+    """Return the mutants of a module that nobody could notice, and why. A line of the table may name both changes of a
+    number: "64 -> 65, 63"."""
+    found = {}
+    for name, why in entry.get("equivalent", {}).items():
+        both = re.fullmatch(r"(.* -> )(-?[\d.e+-]+), (-?[\d.e+-]+)( #\d+)?", name)
+        for new in both.group(2, 3) if both else ():
+            found[both[1] + new + (both[4] or "")] = why
+        if not both:
+            found[name] = why
     return found
 
 
@@ -726,7 +740,7 @@ def examine(
     found = {module: mutants(original) for module, original in originals.items()}
     plain, chosen = {}, {}
     for module, entry in table.items():
-        known = entry.get("equivalent", {})
+        known = equivalents(entry)
         if unknown := known.keys() - {mutant.name for mutant in found[module]}:
             raise SystemExit(f"{TABLE.name}, {module}: no such mutants: {sorted(unknown)}")
         wanted = [mutant for mutant in found[module] if not again or mutant.name in again[module]]
@@ -738,7 +752,7 @@ def examine(
         plain[module] = ast.unparse(ast.parse(originals[module]))  # what unparsing changes is no mutation
         (home / module).write_text(noting(module, originals[module]))
     tried = {
-        module: [each for each in some if each.name not in table[module].get("equivalent", {})]
+        module: [each for each in some if each.name not in equivalents(table[module])]
         for module, some in chosen.items()
     }
     fast = Fast(plain, tried, home, quick)

@@ -7,7 +7,7 @@ import tomllib
 from types import ModuleType
 from typing import Any
 
-from tests.mutants import ROOT, TABLE, mutants, noting, patches, values
+from tests.mutants import ROOT, TABLE, equivalents, mutants, noting, patches, values
 
 
 def test_the_table_names_what_is_there() -> None:
@@ -17,7 +17,7 @@ def test_the_table_names_what_is_there() -> None:
     assert not [path for path in named if not (ROOT / path).is_file()]
     for module, entry in table.items():
         assert entry.keys() <= {"tests", "equivalent"}, module
-        lines = entry.get("equivalent", {})
+        lines = equivalents(entry)
         assert all(lines.values()), f"{module}: a mutant without a reason"
         there = (
             {mutant.name for mutant in mutants((ROOT / module).read_text(), whole=False)} if lines else set()

@@ -778,6 +778,7 @@ class Mirror(ImageStep):
         ((Letterbox(224, 224),), (480, 640), (168, 224)),  # bars need no pixels
         ((Letterbox(512, 512),), (240, 320), (240, 320)),  # enlarged
         ((Resize(224, 224),), (480, 640), (224, 299)),  # squeezed: the side that shrinks less
+        ((Resize(224, 400),), (480, 640), (300, 400)),
         ((Jpeg(), ShortSide(256), CentreCrop(224, 224)), (720, 1280), (256, 456)),
         ((CentreCrop(224, 224), Resize(64, 64)), (480, 640), (480, 640)),  # cut by pixels, not by shares
         ((), (64, 64), (64, 64)),

@@ -143,7 +143,14 @@ def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together(
 
     for encode, why in (
         (lambda p: apart(p) - p.mean(), "a view's tokens depend on the others"),
-        (lambda p: apart(np.cumsum(p, 1)), "a view's tokens depend on the others"),  # on those before alone
+        (
+            lambda p: apart(np.cumsum(p, 1)),
+            "a view's tokens depend on the others",
+        ),  # of the others those before
+        (
+            lambda p: apart(np.cumsum(p[:, ::-1], 1)[:, ::-1]),
+            "a view's tokens depend on the others",
+        ),  # those behind
         (lambda p: apart(p) * np.float32(1 + 2**-23 * (p.shape[1] > 1)), "if only by a rounding"),
         (lambda p: np.concatenate([apart(p)[:, :1], apart(p)], 1), "encodes 3 views where 2 are given"),
     ):
@@ -218,6 +225,10 @@ def test_what_is_kept_is_of_the_newest_few_and_of_its_threads() -> None:
             found = reuse.tokens(views[given], watch := Watch())
             assert (found[0, 0, 0, 0, 0], watch.reused_views) == (given, reused)
         encoded.clear()
+    reuse.forget()
+    reuse.tokens(views[0], watch := Watch())
+    assert (len(encoded), watch.reused_views) == (1, 0)
+    encoded.clear()
     pair = np.concatenate([views[0], views[0]])  # a batch is nobody's
     for _ in range(2):
         assert len(reuse.tokens(pair, watch := Watch())) == 2
@@ -261,7 +272,7 @@ def test_a_context_is_of_all_that_was_read() -> None:
     reuse.keep(read(2), "2")
     assert [reuse.context(read(number), Watch()) for number in (0, 1, 2)] == [None, "1", "2"]
     large = [np.zeros((1, 2, 3, 64, 64), np.float32) for _ in range(2)]
-    large[1][..., -1] = 1  # beyond what most frames are told apart by
+    large[1][0, 1, 2, -1, -1] = 1  # beyond what most frames are told apart by
     reuse.keep(read(0, pixels=large[0]), "large")
     assert reuse.context(read(0, pixels=large[1]), Watch()) is None
     reuse.forget()

@@ -111,13 +111,6 @@ def unguarded(data: Tensor) -> None:
     assert (around[-16:] == 77).all(), "written behind the output"
 
 
-def around_nan(values: Tensor) -> Tensor:
-    """e4m3, contiguous, NaN (0x7F) before and behind."""
-    flat = torch.full((values.numel() + 64,), 0x7F, dtype=torch.uint8, device=values.device)
-    flat[32:-32] = values.to(E4M3).view(torch.uint8).flatten()
-    return flat[32:-32].view(values.shape).view(E4M3)
-
-
 # Of a row's largest value: what two float32 computations of it may differ by before they are converted to e4m3.
 SLACK = 3e-6
 
