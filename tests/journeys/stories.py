@@ -178,7 +178,7 @@ def blocks(walk: Walk) -> None:
 def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int) -> None:
     """my_robot.py: the class of docs/control.md over a camera and a bus that are simulated."""
     body = programs("docs/control.md")[0]
-    arm_class = body[body.index("class Arm") : body.index("def connect")]
+    arm_class = body[body.index("class Arm") : body.index("settings = ")]
     images = ", ".join(f'"{name}": camera.read()' for name in cameras)
     assert '"images": {"front": camera.read()}' in arm_class
     arm_class = arm_class.replace('{"front": camera.read()}', f"{{{images}}}")
