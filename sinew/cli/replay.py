@@ -16,7 +16,6 @@ from sinew.core import SinewError
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
 
-JOURNAL_SCHEMA = "sinew.replay/1"
 SHOWN = 20  # rows of the table
 
 
@@ -68,8 +67,13 @@ def replay_journal(path: Path) -> dict[str, Any]:
     for line in found.differences[:20]:
         console.print(line)
     differ = len(found.differences)
-    console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ")
-    result = {"schema": JOURNAL_SCHEMA, "commands": found.commands, "held": found.held, "differ": differ}
+    torn = "; the last line breaks off (killed, or a full disk)" if found.torn else ""
+    console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ{torn}")
+    for move in found.abrupt:
+        text = "step {step} ({seconds:.2f} s): {joint} changes by {change:+.3g}, {times:.1f} times its usual: {why}"
+        console.print(text.format(**move), markup=False)
+    result = {"schema": "sinew.replay/1", "commands": found.commands, "held": found.held, "differ": differ}
+    result |= {"torn": found.torn, "abrupt": list(found.abrupt)}
     if (fit := watched(path)) is not None:
         console.print(fit.advice(), markup=False)
         result["motion"] = asdict(fit)

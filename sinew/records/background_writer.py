@@ -25,7 +25,7 @@ RETRY_S = 10.0  # after a failure of what takes them, until it is tried again
 
 class Entry(NamedTuple):
     """One request and its answer. when: seconds since the epoch. server: what it said of itself then. by: who drove the
-    robot, of a control step (``sinew run --frames``)."""
+    robot, of a control step (``sinew run --frames``). policy: which one of a server's was asked; "": the first."""
 
     when: float
     wire: str
@@ -34,6 +34,7 @@ class Entry(NamedTuple):
     outcome: ActionChunk | SinewError
     server: Mapping[str, Any]
     by: str = ""
+    policy: str = ""
 
 
 class BackgroundWriter(ABC):
@@ -62,12 +63,14 @@ class BackgroundWriter(ABC):
         outcome: ActionChunk | SinewError,
         server: Mapping[str, Any] = MappingProxyType({}),
         by: str = "",
+        policy: str = "",
     ) -> None:
-        """Keep one request and its answer. server: of the metadata, what answered. by: who drove. Never blocks."""
+        """Keep one request and its answer, as :class:`Entry` has them. Never blocks."""
         try:
             if self._waiting_bytes > BACKLOG_BYTES:
                 raise Full
-            self._queue.put_nowait(Entry(time.time(), wire, session, observation, outcome, server, by))
+            entry = Entry(time.time(), wire, session, observation, outcome, server, by, policy)
+            self._queue.put_nowait(entry)
             self._waiting_bytes += _size(observation)
         except Full:
             self._dropped += 1

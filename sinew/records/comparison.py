@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -25,20 +26,23 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
 
     The seed that drew the noise is in the record. Where all that decides the bits is the same now as then
     (:data:`sinew.records.arithmetic.KEYS`), so must be the actions; else each may differ by
-    :func:`sinew.records.arithmetic.tolerance` times its own scale in the policy's statistics. An error that the server
-    answers is a result. A context is not kept, so nothing is asked where one was the answer (``unkept``).
+    :func:`sinew.records.arithmetic.tolerance` times its own scale in the policy's statistics. The policy that was asked
+    then is asked now, or the address's own. An error is a result. A context is not kept, so none is asked (``unkept``).
     """
-    metadata = server.metadata()
-    now = arithmetic.kept(metadata["server"])
-    action = metadata["policy"]["action"]
+    named, said = server.policy, dict[str, tuple[dict[str, Any], dict[str, Any]]]()
     rows: list[dict[str, Any]] = []
     unlike: dict[str, int] = {}
     allowed: dict[str, Any] = {"of": 0.0, "precision": ""}
     for record in records:
         if record.context:
-            row = {"file": record.path.name, "wire": record.wire, "then": "context", "result": "unkept"}
-            rows.append(row)
+            row = {"file": record.path.name, "wire": record.wire}
+            rows.append(row | {"then": "context", "result": "unkept"})
             continue
+        server.policy = name = named or record.policy
+        if name not in said:
+            metadata = server.metadata()
+            said[name] = arithmetic.kept(metadata["server"]), metadata["policy"]["action"]
+        now, action = said[name]
         differences = arithmetic.unlike(record.server, now) if record.server else [UNSAID]
         size, precision = arithmetic.tolerance(record.server, now) if differences else (0.0, "")
         if size > allowed["of"]:
@@ -46,6 +50,7 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
         for text in differences:
             unlike[text] = unlike.get(text, 0) + 1
         rows.append(_replay(server, record, deadline_ms, action, size))
+    differing = [row for row in rows if "difference" in row]
     counts = {name: sum(row["result"] == name for row in rows) for name in RESULTS}
     return {
         "schema": SCHEMA,
@@ -56,7 +61,7 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
         "lost": sum(row["result"] == "error" and row["then"] in ("actions", "text") for row in rows),
         "tolerance": allowed,
         "unlike": unlike,
-        "largest": max((row for row in rows if "difference" in row), key=_size, default=None),
+        "largest": max(differing, key=itemgetter("of_scale"), default=None),
         "rows": rows,
     }
 
@@ -111,7 +116,3 @@ def _difference(got: np.ndarray, recorded: np.ndarray, action: dict[str, Any], s
         "row": step,
         "joint": names[joint],
     }
-
-
-def _size(row: dict[str, Any]) -> float:
-    return row["of_scale"]

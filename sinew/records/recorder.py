@@ -3,11 +3,10 @@
 A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens``, ``previous`` and the moments
 before as ``earlier/<0, 1 ...>/images/<camera>`` and ``earlier/<0, 1 ...>/state``, oldest first; ``actions`` or nothing;
 and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, which words were asked for and the ``text``
-that was said, the error if there was one, whether the answer was a ``context``, which is not kept, who drove the robot
-(``by``, of ``sinew run --frames``, where a record is a control step and its action the command, and ``names`` of the
-numbers of both), and ``server``, what
-decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without
-pickle.
+that was said, the ``policy`` that was named, the error if there was one, whether the answer was a ``context``, which is
+not kept, who drove the robot (``by``, of ``sinew run --frames``, where a record is a control step and its action the
+command, and ``names`` of the numbers of both), and ``server``, what decided the last bits of the answer
+(:mod:`sinew.records.arithmetic`), which older files lack. numpy reads it without pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -33,9 +32,8 @@ from sinew.records.background_writer import BackgroundWriter, Entry
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
 MAX_NUMBERS = 1 << 20  # of actions, noise, tokens or previous
-_NEWER = ("delay", "horizon", "rtc", "schedule", "beta", "advantage", "guidance_scale")
-_PLAIN = ("prompt", "solver_steps", "session", "time", "adapter", *_NEWER)
-_ABSENT = {**dict.fromkeys(_NEWER), "adapter": ""}  # of older records
+_ASKED = ("prompt", "solver_steps", "session", "time", "adapter", "advantage", "guidance_scale")
+_PLAIN = (*_ASKED, "delay", "horizon", "rtc", "schedule", "beta")
 _ARRAYS = ("noise", "tokens", "previous")
 _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an earlier moment
 
@@ -44,7 +42,9 @@ _EARLIER = re.compile(r"^earlier/\d{1,2}/")  # before the name of an array of an
 class Record:
     """observation: with the seed that drew the noise, so that it gives the same actions again.
     actions: None where the reply was the error in ``error`` ([code] message), or words alone, or a context. server:
-    what decided its bits; empty in files of before 2026-11-23."""
+    what decided its bits; empty in files of before 2026-11-23. by: who drove, of a control step of ``sinew run
+    --frames``, whose numbers have ``names``. policy: which one of its server's was asked; "": the first. text: the
+    words of the reply. context: it was one, which is not kept: it may be megabytes."""
 
     path: Path
     wire: str
@@ -53,26 +53,11 @@ class Record:
     error: str
     meta: dict[str, Any]
     server: dict[str, Any]
-
-    @property
-    def by(self) -> str:
-        """Return who drove, "policy" or "human", of a control step of ``sinew run --frames``; else ""."""
-        return self.meta.get("by", "")
-
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """Return the names of the numbers of ``state`` and ``action``, where a control step says them."""
-        return self.meta.get("names", {})
-
-    @property
-    def text(self) -> str:
-        """Return the words of the reply; "" where there were none."""
-        return self.meta.get("text", "")
-
-    @property
-    def context(self) -> bool:
-        """Return whether the reply was a context for a head on the robot. It is not kept: it may be megabytes."""
-        return self.meta.get("context", False)
+    by: Literal["", "policy", "human"] = ""
+    policy: str = ""
+    names: Mapping[str, list[str]] = field(default_factory=dict)
+    text: str = ""
+    context: bool = False
 
 
 class _Meta(msgspec.Struct):
@@ -102,6 +87,7 @@ class _Meta(msgspec.Struct):
     advantage: str | None = None
     guidance_scale: float | None = None
     by: Literal["", "policy", "human"] = ""
+    policy: str = ""
     names: dict[Literal["state", "action"], list[str]] = {}
     server: dict[str, Any] = {}
 
@@ -134,7 +120,7 @@ class Recorder(BackgroundWriter):
         return self._left <= 0
 
     def _write(self, entry: Entry) -> None:
-        when, wire, session, observation, outcome, server, by = entry
+        when, wire, session, observation, outcome, server, by, policy = entry
         arrays: dict[str, Any] = {}
         for index, moment in enumerate(observation.moments, start=-len(observation.earlier)):
             prefix = f"earlier/{index + len(observation.earlier)}/" if index else ""
@@ -146,8 +132,7 @@ class Recorder(BackgroundWriter):
                 arrays[name] = np.asarray(getattr(observation, name))
         meta = {"recorded": when, "wire": wire, **{name: getattr(observation, name) for name in _PLAIN}}
         meta["session"] = session or observation.session
-        if by:
-            meta["by"] = by
+        meta |= {name: said for name, said in (("by", by), ("policy", policy)) if said}
         if self._names:
             meta["names"] = self._names
         if observation.asks:
@@ -209,8 +194,7 @@ class Recorder(BackgroundWriter):
 
 def read_records(directory: Path) -> Iterator[Record]:
     """The records of a folder, oldest first. Raises :class:`SinewError` for a file that is none."""
-    # the folder is looked at now, its files one by one
-    return (read_record(path) for path in record_files(directory))
+    return (read_record(path) for path in record_files(directory))  # the folder is looked at now
 
 
 def record_files(directory: Path) -> list[Path]:
@@ -235,10 +219,6 @@ def read_record(path: Path) -> Record:
         *earlier, newest = _moments(arrays)
     except SinewError as error:
         raise SinewError(f"{path}: not a record ({error})") from None
-    beside: dict[str, Any] = {
-        name: meta.get(name, _ABSENT[name]) if name in _ABSENT else meta[name] for name in _PLAIN
-    }
-    beside |= {name: meta[name] for name in WORDS if name in meta}
     observation = Observation(
         images=newest.images,
         state=newest.state,
@@ -246,15 +226,16 @@ def read_record(path: Path) -> Record:
         noise=arrays.get("noise"),
         tokens=arrays.get("tokens"),
         previous=arrays.get("previous"),
-        seed=meta["seed"],
-        **beside,
+        **{name: meta[name] for name in ("seed", *_PLAIN, *WORDS) if name in meta},
     )
     said = meta.get("server", {})
     try:
         server = arithmetic.kept(said) if said else {}
     except ValueError as error:
         raise SinewError(f"{path}: not a record (server.{error})") from None
-    return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta, server)
+    told = {name: meta[name] for name in ("by", "policy", "names", "text", "context") if name in meta}
+    actions, error = arrays.get("actions"), meta.get("error", "")
+    return Record(path, meta["wire"], observation, actions, error, meta, server, **told)
 
 
 def moments_in(names: Iterable[str]) -> int:
@@ -292,9 +273,7 @@ def read_meta(archive: Archive) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads(str(array))
         checked = msgspec.convert(meta, _Meta)
-        json.dumps(
-            meta, ensure_ascii=False
-        ).encode()  # lone surrogates are no text, and end whoever prints them
+        json.dumps(meta, ensure_ascii=False).encode()  # lone surrogates are no text, and end who prints them
         for field, value in (("recorded", checked.recorded), ("total_ms", checked.total_ms)):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{field}: expected a finite number, got {value}")

@@ -24,7 +24,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sinew.core import ActionChunk, SinewError
+from sinew.core import SinewError
+from sinew.serve.request import Outcome
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -73,8 +74,8 @@ class Metrics:
         self._about = Info("sinew", "What runs here", registry=own)
         self._requests = Counter(
             "sinew_requests",
-            "By wire and outcome: ok, or the error's code",
-            ["wire", "outcome"],
+            "By outcome: ok, or an error's code",
+            ["wire", "outcome", "policy"],
             registry=own,
         )
         self._latency = Histogram(
@@ -89,10 +90,7 @@ class Metrics:
             registry=own,
         )
         self._adapters = Counter(
-            "sinew_adapter_requests",
-            "Answered requests by the adapter that computed them",
-            ["adapter"],
-            registry=own,
+            "sinew_adapter_requests", "Answered by the adapter that computed them", ["adapter"], registry=own
         )
         self._missed = Counter(
             "sinew_deadline_misses", "Answered or refused after their deadline", ["wire"], registry=own
@@ -102,23 +100,19 @@ class Metrics:
             ("sinew_queue_depth", "Requests that wait", lambda: stats()["waiting"]),
             ("sinew_running", "1 during an inference", lambda: stats()["running"]),
             ("sinew_healthy", "0 while requests cannot be answered", healthy),
-            (
-                "sinew_inferences",
-                "Inferences since the start; each answers one request or more",
-                lambda: stats().get("batches", 0),
-            ),
+            ("sinew_inferences", "Inferences since the start", lambda: stats().get("batches", 0)),
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)
         self.outcomes: Tally[str] = Tally()  # of all wires, as counted so far
-        self._answered: deque[tuple[str, ActionChunk | SinewError, float, bool]] = deque()  # not counted yet
+        self._answered: deque[tuple[str, Outcome, float, bool, str]] = deque()  # not counted yet
         self._counting = threading.Lock()
         self._lock = threading.Lock()
         self._heard: dict[Hashable, float] = {}
 
-    def request(self, wire: str, outcome: ActionChunk | SinewError, seconds: float, missed: bool) -> None:
-        """Note that a request is answered, to be counted by :meth:`count`. missed: after its deadline."""
-        self._answered.append((wire, outcome, seconds, missed))
+    def request(self, wire: str, outcome: Outcome, seconds: float, missed: bool, policy: str = "") -> None:
+        """Note an answer, to be counted by :meth:`count`. missed: after its deadline. policy: its name, "" of none."""
+        self._answered.append((wire, outcome, seconds, missed, policy))
 
     def count(self) -> None:
         """Count what was noted. A robot need not wait for that: its reply is sent in between."""
@@ -126,9 +120,9 @@ class Metrics:
             while self._answered:
                 self._count(*self._answered.popleft())
 
-    def _count(self, wire: str, outcome: ActionChunk | SinewError, seconds: float, missed: bool) -> None:
+    def _count(self, wire: str, outcome: Outcome, seconds: float, missed: bool, policy: str) -> None:
         code = outcome.code if isinstance(outcome, SinewError) else "ok"
-        self._requests.labels(wire, code).inc()
+        self._requests.labels(wire, code, policy).inc()
         self.outcomes[code] += 1
         if missed:
             self._missed.labels(wire).inc()

@@ -34,6 +34,7 @@ from sinew.core import (
 from sinew.processing import Processor
 from sinew.records.archive import Archive
 from sinew.records.recorder import check_array, moments_in, read_meta, read_record, record_files
+from sinew.serve.policies import DEFAULT
 from sinew.serve.served import ServedPolicy
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
@@ -62,8 +63,8 @@ class Replay(OpenPolicy, ServedPolicy):
     allow_missing_cameras, allow_empty_prompt: as of :class:`sinew.policy.Policy`.
 
     A session that was recorded gets its own chunks in their order, any other those of the first recorded session; after
-    the last one it begins again. Records without actions (errors, words, contexts) are left out. Requests of an adapter
-    get what was recorded of it.
+    the last one it begins again. Records without actions (errors, words, contexts), and of another policy than a
+    server's first, are left out. Requests of an adapter get what was recorded of it.
     """
 
     def __init__(
@@ -244,8 +245,7 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
     an observation: an episode's first record may have fewer."""
     paths = record_files(folder)
     sessions: dict[str, list[ReplayedAnswer]] = {}
-    left_out, first, shape = 0, None, None
-    kept, most = 0, 1
+    left_out, first, shape, kept, most = 0, None, None, 0, 1
     for path in paths:
         found = _answer(path)
         if found is None:
@@ -253,12 +253,11 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
             continue
         session, answer, moments = found
         most = max(most, moments)
-        shape = shape or answer.actions.shape
+        first, shape = first or path, shape or answer.actions.shape
         if answer.actions.shape != shape:
             raise SinewError(
                 f"{path}: actions: expected {list(shape)} as before, got {list(answer.actions.shape)}"
             )
-        first = first or path
         kept += answer.actions.nbytes
         if kept > MAX_BYTES:
             raise SinewError(
@@ -267,7 +266,7 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
         sessions.setdefault(session, []).append(answer)
     if first is None:
         raise SinewError(
-            f"{folder}: expected a record with actions, got {left_out} of errors, words or contexts"
+            f"{folder}: expected a record with actions, got {left_out} of errors, words, contexts or other policies"
         )
     return sessions, left_out, first, most
 
@@ -277,7 +276,7 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
     actions."""
     with Archive(path) as archive:
         meta = read_meta(archive)
-        if "actions" not in archive:
+        if "actions" not in archive or meta.get("policy", "") not in ("", DEFAULT):
             return None
         actions = archive.read("actions")
         moments = moments_in(archive.names)

@@ -25,7 +25,7 @@ from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import KeptRecords, Metrics
-from sinew.serve.policies import MAX_NAME, Deployment, Policies
+from sinew.serve.policies import DEFAULT, MAX_NAME, Deployment, Policies
 from sinew.serve.renewed import Keys
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, WireMessage, bare
 from sinew.serve.robots import Robots
@@ -128,7 +128,7 @@ class Service:
                 self.uses.add(kind_of(seen, deployment.spec))
             for record in self._records.values():
                 about = deployment.metadata.get("server", {})
-                record.put(request.wire, request.session, seen, outcome, about)
+                record.put(request.wire, request.session, seen, outcome, about, policy=request.policy)
         on_done(outcome)
         self._tell(request, outcome, seconds)
 
@@ -315,7 +315,8 @@ class Service:
         now = time.perf_counter()
         seconds = now - request.arrived
         missed = request.deadline is not None and now > request.deadline
-        self.metrics.request(request.wire, outcome, seconds, missed)
+        policy = "" if request.deployment is None else request.policy or DEFAULT
+        self.metrics.request(request.wire, outcome, seconds, missed, policy)
         if isinstance(outcome, SinewError) and not isinstance(outcome, (ShuttingDownError, BusyError)):
             quiet = self._quiet.setdefault(request.wire, RateLimitedLog(logger))
             quiet.warning("%s: a request failed: %s", request.wire, printable(outcome))

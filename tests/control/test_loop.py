@@ -33,7 +33,7 @@ from sinew_client.control import (
 from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
-from sinew_client.control.safety import UNPLACED
+from sinew_client.control.safety import RATES, UNPLACED
 from sinew_client.control.smoothing import parse_filter
 from sinew_client.control.takeover import HandedOver
 from sinew_client.control.watchdog import Watchdog
@@ -636,7 +636,7 @@ def test_after_skipped_periods_a_robot_starts_from_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    "time", [1.7e9, -5.0, np.nan, np.inf, -np.inf, 10**400, "now"], ids=lambda t: str(t)[:9]
+    "time", [1.7e9, -5.0, 0.0, np.nan, np.inf, -np.inf, 10**400, "now"], ids=lambda t: str(t)[:9]
 )
 def test_a_frame_of_another_clock_holds(time: Any) -> None:
     """Unix time where the loop's is meant: its age would be below 0, and no frame would ever be too old."""
@@ -644,7 +644,7 @@ def test_a_frame_of_another_clock_holds(time: Any) -> None:
     arm.observe = lambda: {"images": {}, "state": arm.position, "time": time}  # type: ignore[method-assign]
     report = loop.run(6)
     assert (report.executed, report.steps) == (0, 6)
-    why = "is older than 0.5 s" if time == -5.0 else "time is not of this clock (time.monotonic)"
+    why = "is older than 0.5 s" if time in (-5.0, 0.0) else "time is not of this clock (time.monotonic)"
     assert all(why in reason for reason in report.held)
     arm.observe = lambda: {"images": {}, "state": arm.position, "time": arm.clock.time + 0.05}  # type: ignore[method-assign]
     assert loop.run(12).executed > 0  # by less than 0.1 s ahead: the two were not read at once
@@ -774,6 +774,18 @@ def test_a_report_counts_and_times_a_run() -> None:
         ("frames apart", "p50 0.1  p95 0.1  p99 0.1  max 0.1 ms"),
         ("filter", "median:3: 50 ms behind, made up for by later rows but in 4 steps"),
         ("hand-overs", "1 to a human, 2 back, 3 steps by hand; largest step at a hand-over 0.5 (jaw)"),
+    ]
+
+
+def test_limits_of_many_joints_are_a_line_for_each_kind() -> None:
+    counts = {f"{side}{at}.{kind}": 10 * at + len(kind) for side in "lr" for at in range(7) for kind in RATES}
+    loop, _ = loop_of()
+    rows = [text for name, text in replace(loop.report(), clipped=counts).rows() if " x " in text]
+    assert rows == [
+        "acceleration: 72 x l6, 72 x r6, 62 x l5 and 11 more",
+        "velocity: 68 x l6, 68 x r6, 58 x l5 and 11 more",
+        "jerk: 64 x l6, 64 x r6, 54 x l5 and 11 more",
+        "jump: 64 x l6, 64 x r6, 54 x l5 and 11 more",
     ]
 
 
@@ -1140,6 +1152,47 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
     assert repeat(path).differences
 
 
+def test_a_journal_says_where_the_robot_moved_abruptly(tmp_path: Path) -> None:
+    """Also one whose process was killed in the middle of a line: what it wrote before is repeated."""
+    path = tmp_path / "run.jsonl"
+    settings = Settings(
+        10.0, "freeze", "full", motion={"kind": "absolute"}, limits={"high": 30, "names": ["elbow"]}
+    )
+    controller = settings.controller(1)
+    journal = Journal(path, settings, 1)
+    controller.listeners.append(journal.put)
+
+    def chunk(at: int, *rows: float) -> None:
+        controller.ask(at, at)
+        assert controller.arrived(at, np.float32(rows)[:, None])
+
+    chunk(0, *range(20), 60)  # ten a second, and then beyond the range
+    for step in range(21):
+        controller.command(step)
+    chunk(21, 29, 28, 27)
+    for step in (21, 22, 23, 26):
+        controller.command(step)
+    ended = time.monotonic() + 60
+    while (
+        path.read_text().count('"event": "command"') < 25
+    ):  # nobody has closed it: the process may be killed
+        assert time.monotonic() < ended
+        time.sleep(0.01)
+    journal.close()
+    found = repeat(path)
+    assert (found.commands, found.differences, found.torn) == (25, [], False)
+    told = [(each["step"], each["joint"], each["change"], each["why"]) for each in found.abrupt]
+    assert told == [
+        (21, "elbow", -120.0, "chunk 1 begins at its row 0, 0 steps after its frame"),
+        (20, "elbow", 100.0, "row 20 of chunk 0; its limits: range"),
+        (1, "elbow", 10.0, "row 1 of chunk 0"),
+        (26, "elbow", 10.0, "it holds: out of rows"),
+    ]
+    path.write_bytes(path.read_bytes()[:-9])
+    found = repeat(path)
+    assert (found.commands, found.differences, found.torn) == (24, [], True)
+
+
 def test_a_run_that_is_on_the_disk_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "more" / "new" / "run.jsonl"
     Journal(path, Settings(20.0), 1).close()
@@ -1233,6 +1286,17 @@ def test_a_journal_that_cannot_go_on_ends_and_says_so_once(
     journal.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["begin", "said"]
     assert caplog.messages == ["the journal ends: set does not go into a journal"]
+
+
+def test_a_full_disk_ends_a_journal_and_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path / "run.jsonl", Settings(20.0), 1)
+    journal.put("said", {"by": "x"})
+    with journal._file, Path("/dev/full").open("w") as full:  # of Linux, where nothing can be written
+        journal._file = full
+        for number in range(3):
+            journal.put("said", {"by": "x" * 9999 * number})
+        journal.close()  # the report of a run would be lost with an error here
+    assert caplog.messages == ["the journal ends: [Errno 28] No space left on device"]
 
 
 @given(

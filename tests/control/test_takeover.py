@@ -227,8 +227,11 @@ def test_a_robot_is_looked_at_as_often_as_somebody_has_to_know() -> None:
     np.testing.assert_array_equal(sent[0], sent[1])  # between what is not known there is nothing
 
 
-def test_a_leader_that_is_elsewhere_is_not_followed() -> None:
+def test_a_leader_that_is_elsewhere_is_not_followed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until the person has brought it near, the robot holds, and it is said by how much it is elsewhere."""
+    monkeypatch.setattr("sinew_client.control.loop.SimulatedPace", type(None))  # whose holds are not logged
     robot, hand = Robot([0.0, 0.0, 0.0]), Hand([1.0, 0.0, 0.0], follows=False)
     loop = loop_of(robot, Policy(np.random.default_rng(0)), hand, align=0.1)
     until(loop, 5)
@@ -240,6 +243,7 @@ def test_a_leader_that_is_elsewhere_is_not_followed() -> None:
     assert all(row is None for row in robot.sent[5:])
     assert loop.takeover is not None
     assert loop.takeover.apart.startswith(f"a by {abs(1.0 - float(here[0])):.4g}, at most 0.1")
+    assert f"holds: {ALIGNS} (a by {abs(1.0 - float(here[0])):.4g}, at most 0.1" in caplog.text
     hand.at = here + np.float32([0.05, 0.0, 0.0])
     until(loop, 16)
     assert loop.driver == "human"

@@ -193,6 +193,10 @@ def test_records_become_episodes_of_one_rate(tmp_path: Path) -> None:
         list(episodes(read_records(tmp_path), 15))
     with pytest.raises(SinewError, match=r"came 10 times a second, got 30; .*`sinew run --frames`"):
         list(episodes(read_records(tmp_path), 30))  # no two follow each other at that rate
+    with pytest.raises(
+        SinewError, match="--corrections: expected control steps in which a human drove, got none"
+    ):
+        list(episodes(read_records(tmp_path), 10, corrections=True))
 
 
 def test_one_episode_is_in_memory(tmp_path: Path) -> None:

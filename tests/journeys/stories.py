@@ -179,7 +179,7 @@ def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int, most: int = 0) -> N
     """my_robot.py: the class of docs/control.md over a camera and a bus that are simulated. most: commands after which
     it ends a run itself, however long that takes here; 0: as many as come."""
     body = programs("docs/control.md")[0]
-    arm_class = body[body.index("class Arm") : body.index("def connect")]
+    arm_class = body[body.index("class Arm") : body.index("settings = ")]
     images = ", ".join(f'"{name}": camera.read()' for name in cameras)
     assert '"images": {"front": camera.read()}' in arm_class
     arm_class = arm_class.replace('{"front": camera.read()}', f"{{{images}}}")

@@ -26,9 +26,12 @@ from websockets.sync.client import connect as websocket
 from sinew.cli.serve import named_policies
 from sinew.core import ActionChunk, CameraSpec, Observation, SinewError, machine
 from sinew.policy import Policy
+from sinew.records.comparison import replay_records
+from sinew.records.recorder import Recorder, read_records
 from sinew.serve.batching import Batcher
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
+from sinew.serve.replay import Replay
 from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
@@ -91,6 +94,28 @@ def test_the_address_of_a_client_names_the_policy():
         with pytest.raises(ServerError, match="expected one of default, got 'b'"):
             b.infer(ITS)
         assert first.infer(GOOD).actions[0, 0] == 0
+
+
+def test_records_and_numbers_say_which_policy_was_asked(tmp_path):
+    """So that a recording of several is repeated by the one that each request was for, and counted by it."""
+    recorder = Recorder(tmp_path)
+    with two(recorder=recorder) as at, Client(at.native, timeout=WAIT_S) as client:
+        with Client(f"{at.native}/b", timeout=WAIT_S) as b:
+            b.infer(ITS)
+        client.infer(GOOD)
+        until(lambda: recorder.stats()["written"] == 2)
+        assert [record.policy for record in read_records(tmp_path)] == ["b", ""]
+        about = {"policy": SPEC.to_dict(), "server": {}}
+        for name in ("default", "b"):
+            at.service.policies.get(name).metadata.update(about)
+        found = replay_records(client, read_records(tmp_path), None)
+        assert (found["records"], found["error"], found["lost"]) == (2, 0, 0), found["rows"]
+        text = at.service.metrics.exposition().decode()
+        assert 'sinew_requests_total{outcome="ok",policy="b",wire="native"} 2.0' in text
+        assert 'sinew_requests_total{outcome="ok",policy="default",wire="native"} 2.0' in text
+    recorder.close()
+    with Replay(tmp_path) as replay:
+        assert (replay.chunks, replay.left_out) == (2, 2)  # each was recorded once more; b's are left out
 
 
 def test_addresses_with_and_without_a_policy():

@@ -404,7 +404,7 @@ def test_health_and_metrics(server):
         for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
     }
-    assert samples["sinew_requests_total", "http", "ok"] >= 1
+    assert samples["sinew_requests_total", "default", "http", "ok"] >= 1
     assert samples["sinew_request_seconds_count", "http"] >= 1
     assert samples["sinew_stage_seconds_count", "head"] >= 1
     assert samples["sinew_queue_depth",] == 0

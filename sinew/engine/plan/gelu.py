@@ -2,8 +2,9 @@
 
 The function is the same. On a CPU, PyTorch's vectorised sigmoid is faster than its tanh. GELU is the only reader of its
 input, so the input is overwritten block by block, while a block is in the cache. This is faster only in float32 on a
-CPU. On other devices, in a recorded program and on tensors without memory GELU stays one operator. It also stays one
-for small tensors with several threads, because each of the six operators per block wakes the threads.
+CPU. On other devices, in a recorded program, on tensors without memory and where a derivative will be asked for (guided
+real-time chunking) GELU stays one operator. It also stays one for small tensors with several threads, because each of
+the six operators per block wakes the threads.
 """
 
 from __future__ import annotations
@@ -26,10 +27,7 @@ SHARED_BLOCK = 1 << 21  # for several; benchmarks/gelu.py tries other sizes
 
 
 def gelu_(x: Tensor) -> Tensor:
-    """GELU of x [..., N], which is overwritten; rows may lie apart, as those of a packed product's half do.
-
-    One operator where a derivative will be asked for, as by guided real-time chunking, which reads x again.
-    """
+    """GELU of x [..., N], which is overwritten; rows may lie apart, as those of a packed product's half do."""
     if x.requires_grad or x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     alone = torch.get_num_threads() == 1

@@ -61,6 +61,8 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
         if record.actions is not None:
             session.append(request)
     found += running.values()
+    if corrections and not any(found):
+        raise SinewError("--corrections: expected control steps in which a human drove, got none")
     if not (steps or apart):
         raise SinewError("records: expected two requests of a session that follow each other, got none")
     if not 0.75 <= (step := float(np.median(steps or apart))) <= 1.25:

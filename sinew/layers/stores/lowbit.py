@@ -186,28 +186,17 @@ torch.library.register_fake("sinew::lowbit_linear", _shape, lib=_LIBRARY)
 torch.library.register_fake("sinew::lowbit_linears", _shapes, lib=_LIBRARY)
 
 
-class Derived(torch.autograd.Function):
-    """The product with a derivative: that of the weights which are stored, as if x had not been rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, *rest: Any) -> Tensor:
-        ctx.read = weight, scale, rest[1], x.shape[1]
-        y: Tensor = torch.ops.sinew.lowbit_linear(x, weight, scale, *rest)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return dy @ dequantize(*ctx.read), None, None, None, None, None
-
-
 def lowbit_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float = TINY
 ) -> Tensor:
     """x: float32 [..., K] -> float32 [..., N]. weight: uint8 [N, bytes] in format ``name``; scale: float32 [N] or [1]
     where the rows hold none; bias: float32 [N]. An operator, so that exporters and tracers see one node."""
     flat = x.reshape(-1, x.shape[-1])
-    multiply = Derived.apply if x.requires_grad else torch.ops.sinew.lowbit_linear
-    return multiply(flat, weight, scale, bias, name, smallest).view(*x.shape[:-1], weight.shape[0])
+    y = torch.ops.sinew.lowbit_linear(flat, weight, scale, bias, name, smallest)
+    if x.requires_grad:  # the derivative of the weights that are stored, as if x had not been rounded
+        wide = flat @ dequantize(weight, scale, name, x.shape[-1]).T
+        y = wide + (y - wide).detach()
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def lowbit_linears(

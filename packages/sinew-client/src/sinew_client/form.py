@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
-from sinew_client.errors import UnsafeChunk
+from sinew_client.errors import ClientError, UnsafeChunk
 from sinew_client.types import PolicySpec, VectorSpec
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = ""
 class Fitted:
     """Holds what a robot was fitted to, and refuses another policy.
 
-    policy: what a server said of it (``metadata()["policy"]``); None: anything.
+    policy: what a server said of it (``metadata()["policy"]``); None: what the first that is checked says.
     """
 
     def __init__(self, policy: Mapping[str, Any] | None):
@@ -63,9 +63,15 @@ class Fitted:
     def check(self, server: Policy) -> None:
         """Raise :class:`UnsafeChunk` where another policy answers, with other cameras, joints, units, rate or motion.
         Asks the server, once a connection."""
+        try:
+            found = form(server.spec, TAKEN)
+        except ClientError as error:
+            if self._form is None and type(error) is ClientError:
+                return  # a server that says nothing of itself, as vla.cpp's
+            raise
         if self._form is None:
-            return
-        if others := differing(self._form, form(server.spec, TAKEN)):
+            self._form = found
+        if others := differing(self._form, found):
             where = getattr(server, "address", "what answers")
             raise UnsafeChunk(
                 f"{where} has another policy than the robot was fitted to: {'; '.join(others.values())}"

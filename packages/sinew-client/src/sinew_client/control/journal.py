@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -12,6 +13,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
+from sinew_client.control.abrupt import AbruptMoves
 from sinew_client.control.controller import BaseController, Command, Controller
 from sinew_client.control.motion_fit import MotionFit, MotionWatch
 from sinew_client.control.safety import MAX_DIM
@@ -22,12 +24,13 @@ from sinew_client.given import opened, shown
 logger = logging.getLogger(__name__)
 
 SCHEMA = "sinew.control/1"
+TORN = "torn"  # what is told of a file whose last line breaks off
 MAX_LINE = 1 << 24  # bytes of an event; a chunk of 8,192 rows of 80 numbers
 MAX_STEP = 1 << 53
 
 
 class JournalError(ClientError, ValueError):
-    """A file is no journal, or breaks off in the middle of a line; the message names the line."""
+    """A file is no journal; the message names the line."""
 
 
 class Journal:
@@ -57,7 +60,8 @@ class Journal:
         """Write what is there."""
         self._events.put(None)
         self._thread.join()
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk, which was said
+            self._file.close()
 
     def _run(self) -> None:
         writes = True
@@ -68,6 +72,8 @@ class Journal:
             try:
                 if writes:
                     self._file.write(json.dumps(event, default=_plain) + "\n")
+                    if self._events.empty():
+                        self._file.flush()  # the process may be killed
             except (OSError, TypeError) as error:
                 logger.warning("the journal ends: %s", error)
                 writes = False
@@ -87,12 +93,16 @@ def _plain(value: Any) -> Any:
 class Repeated:
     """The outcome of a repetition.
 
-    commands: how many were repeated. differences: one line for each that came out differently.
+    commands: how many were repeated. differences: one line for each that came out differently. torn: the file breaks
+    off in a line, as where its process was killed or the disk was full. abrupt: as
+    :class:`~sinew_client.control.abrupt.AbruptMoves` says.
     """
 
     commands: int
     held: int
     differences: list[str]
+    torn: bool = False
+    abrupt: tuple[dict[str, Any], ...] = ()
 
 
 def is_journal(path: Path) -> bool:
@@ -106,22 +116,34 @@ def is_journal(path: Path) -> bool:
 
 
 def repeat(path: Path) -> Repeated:
-    """Tell a new controller everything that the recorded one was told, and compare every command to the bit.
+    """Tell a new controller everything that the recorded one was told, and compare every command to the bit. A last
+    line that breaks off is left out.
 
     Raises :class:`JournalError` for a file that is no journal.
     """
     controller: BaseController | None = None
-    commands = held = 0
+    moves: AbruptMoves | None = None
+    commands, held, torn = 0, 0, False
     differences: list[str] = []
     for number, event in _read(path):
         try:
             if controller is None:
                 if event["event"] != "begin" or event["schema"] != SCHEMA:
                     raise JournalError(f"{path}: line {number}: expected the beginning of a journal")
-                controller = Settings(**event["settings"]).controller(event["dim"])
+                settings = Settings(**event["settings"])
+                controller = settings.controller(event["dim"])
+                names, targets = (
+                    (settings.limits or {}).get("names"),
+                    settings.parse_motion().placed(event["dim"]),
+                )
+                moves = AbruptMoves(settings.hz, event["dim"], bool(targets.all()), names or ())
                 continue
+            torn = event["event"] == TORN
+            if moves is not None and event["event"] == "stood":
+                moves.stood()
             then = _apply(controller, event)
-            if then is not None:
+            if then is not None and moves is not None:
+                moves.add(then)
                 commands, held = commands + 1, held + (then.row is None)
                 now = controller.command(then.step, _array(event["state"]))
                 if not _same(then, now):
@@ -130,9 +152,9 @@ def repeat(path: Path) -> Repeated:
             raise
         except Exception as error:  # events in an order, or of widths, that no controller has seen
             raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error!s:.300}") from error
-    if controller is None:
+    if moves is None:
         raise JournalError(f"{path}: empty")
-    return Repeated(commands, held, differences)
+    return Repeated(commands, held, differences, torn, tuple(moves.worst()))
 
 
 def watched(path: Path) -> MotionFit | None:
@@ -154,8 +176,9 @@ def watched(path: Path) -> MotionFit | None:
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Yield the lines of a file with their numbers, each event with the fields that its kind has."""
-    number = 0
+    """Yield the lines of a file with their numbers, each event with the fields that its kind has; :data:`TORN` for the
+    beginning of a last line."""
+    number, line = 0, b""
     try:
         with opened(path) as file:
             while line := file.readline(MAX_LINE + 1):
@@ -173,6 +196,9 @@ def _read(path: Path) -> Iterator[Any]:
     except JournalError:
         raise
     except (OSError, ValueError, RecursionError) as error:
+        if number > 1 and isinstance(error, ValueError) and not line.endswith(b"\n"):
+            yield number, {"event": TORN}
+            return
         raise JournalError(f"{path}: not a journal ({error!s:.300})") from error
 
 

@@ -21,7 +21,7 @@ from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, SourceAges, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
-from sinew_client.control.takeover import HUMAN, POLICY, Onlooker, ShadowAgreement, Takeover
+from sinew_client.control.takeover import ALIGNING, HUMAN, POLICY, Onlooker, ShadowAgreement, Takeover
 from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
 from sinew_client.faults import PERMANENT
@@ -298,7 +298,9 @@ class Loop:
         if command.reason and command.reason != before:
             usual = command.reason == LATE and self.controller.held[LATE] > 1  # freeze does so at every chunk
             level = logging.INFO if usual else logging.WARNING
-            logger.log(level, "step %d: holds: %s", command.step, command.reason)
+            aligns = command.by == ALIGNING and self.takeover is not None and self.takeover.apart
+            said = f"{command.reason} ({aligns})" if aligns else command.reason
+            logger.log(level, "step %d: holds: %s", command.step, said)
         elif before and not command.reason:
             logger.info("step %d: goes on after: %s", command.step, before)
 
@@ -331,7 +333,7 @@ class Loop:
         self._state = np.asarray(seen["state"], np.float32)
         times = seen.pop("times", None) or {}
         seen = {**exposed(times, seen), **seen}
-        given, age = seen.get("time") or None, float_of(seen.pop("age", 0.0))
+        given, age = seen.get("time"), float_of(seen.pop("age", 0.0))
         if given is None:
             self._age, seen["time"] = age, now - age
         else:

@@ -14,6 +14,7 @@ from sinew_client.control.pace import Pace
 from sinew_client.control.takeover import KEPT, HandedOver, ShadowAgreement, agreement_rows
 from sinew_client.control.watchdog import Watchdog
 
+LISTED = 8  # limits of single joints that a report lists
 MAX_SOURCES = 64  # whose ages are kept
 
 
@@ -78,9 +79,7 @@ class Cadence:
             ("", f"{count} x {reason}") for reason, count in sorted(self.held.items(), key=lambda x: -x[1])
         ]
         found.append(("clipped", f"{self.clipped_commands} commands"))
-        found += [
-            ("", f"{count} x {name}") for name, count in sorted(self.clipped.items(), key=lambda x: -x[1])
-        ]
+        found += [("", text) for text in _clipped(self.clipped)]
         found += [
             ("frames apart" if name == "skew" else f"age of {name}", _spread(ages))
             for name, ages in self.sources.items()
@@ -144,6 +143,22 @@ def cadence(
         agreement={} if agreement is None else agreement.to_dict(),
         sources={} if sources is None else sources.to_dict(),
     )
+
+
+def _clipped(counts: Mapping[str, int]) -> list[str]:
+    """Return which limits changed commands, most first: of many joints a line for each kind of limit."""
+    found = sorted(counts.items(), key=lambda each: -each[1])
+    if len(found) <= LISTED:
+        return [f"{count} x {name}" for name, count in found]
+    kinds: dict[str, list[tuple[str, int]]] = {}
+    for name, count in found:
+        joint, _, kind = name.rpartition(".")
+        kinds.setdefault(kind, []).append((joint, count))
+    lines = []
+    for kind, joints in kinds.items():
+        more = f" and {len(joints) - 3} more" if len(joints) > 3 else ""
+        lines.append(f"{kind}: {', '.join(f'{count} x {joint}' for joint, count in joints[:3])}{more}")
+    return lines
 
 
 class SourceAges:

@@ -21,7 +21,8 @@ class Servers:
 
     addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
     another clock than the server's. max_rows: of an answer, as of :class:`Client`. frames: how they travel.
-    policy: as of :class:`Fitted`; rows of another are not handed over, whichever server begins to answer.
+    policy: as of :class:`Fitted`, so if absent what the first that answers says; rows of another are not handed over,
+    whichever server begins to answer.
     """
 
     def __init__(

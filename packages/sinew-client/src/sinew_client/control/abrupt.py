@@ -1,0 +1,87 @@
+"""Where what a robot was sent changed most abruptly, and what had happened there."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, Sequence
+
+import numpy as np
+
+from sinew_client.control.controller import Command
+from sinew_client.control.takeover import POLICY
+
+KEPT = 5  # of each number of a command, and told in the end
+
+
+class AbruptMoves:
+    """Compares commands with those before them, in any length of run.
+
+    hz: control steps per second. targets: commands are places, so what counts is how their speed changes; else how they
+    do. names: of the numbers of a command.
+    """
+
+    def __init__(self, hz: float, dim: int, targets: bool, names: Sequence[str] = ()):
+        self.hz, self.targets = hz, targets
+        self.names = tuple(names) or tuple(map(str, range(dim)))
+        self._last: Command | None = None  # with a row
+        self._pace = np.zeros(dim)
+        self._before = ""  # why the robot stands
+        self._squares, self._count = np.zeros(dim), 0
+        self._largest: list[list[tuple[float, int, float, str, tuple[str, ...]]]] = [[] for _ in range(dim)]
+
+    def stood(self) -> None:
+        """Note that the watchdog has held the robot."""
+        self._before = "the watchdog's hold"
+        self._pace = np.zeros_like(self._pace)
+
+    def add(self, command: Command) -> None:
+        """Note the command of a control step."""
+        last, pace, before = self._last, np.zeros_like(self._pace), self._before
+        if command.row is None:
+            why = f"it holds: {command.reason}"
+            self._before = command.reason
+        else:
+            row = np.asarray(command.row, np.float64)
+            steps = 1 if last is None else max(1, command.step - last.step)
+            if not self.targets:
+                pace = row
+            elif last is not None:
+                pace = (row - last.row) * self.hz / (1 if before else steps)
+            why = _why(command, before, 0 if before else steps - 1)
+            self._last, self._before = command, ""
+        change, self._pace = pace - self._pace, pace
+        self._squares += change**2
+        self._count += 1
+        for joint, size in enumerate(np.abs(change)):
+            kept = self._largest[joint]
+            if size > 0 and (len(kept) < KEPT or size > kept[0][0]):
+                push = heapq.heappush if len(kept) < KEPT else heapq.heappushpop
+                push(kept, (float(size), command.step, float(change[joint]), why, command.clipped))
+
+    def worst(self) -> list[dict[str, Any]]:
+        """Return the control steps that stand out most, the worst first: step, seconds, joint, change (per second of
+        commands that are places), times (of the joint's usual change, its root mean square) and why."""
+        usual = np.sqrt(self._squares / max(1, self._count))
+        found: dict[int, dict[str, Any]] = {}
+        for joint, kept in enumerate(self._largest):
+            name = self.names[joint]
+            for size, step, change, why, clipped in kept:
+                times = size / usual[joint]
+                if step not in found or times > found[step]["times"]:
+                    told = {"step": step, "seconds": round(step / self.hz, 3), "joint": name}
+                    hit = [limit.rpartition(".")[2] for limit in clipped if limit.rpartition(".")[0] == name]
+                    why += f"; its limits: {', '.join(hit)}" if hit else ""
+                    found[step] = {**told, "change": change, "times": float(times), "why": why}
+        return sorted(found.values(), key=lambda each: -each["times"])[:KEPT]
+
+
+def _why(command: Command, before: str, missed: int) -> str:
+    if command.by != POLICY:
+        said = "somebody drives"
+    elif command.seam:
+        said = f"chunk {command.chunk} begins at its row {command.index}, {command.age} steps after its frame"
+    else:
+        said = f"row {command.index} of chunk {command.chunk}"
+    parts = [f"it goes on after: {before}" if before else "", said]
+    parts += [f"skipped periods before it: {missed}"] if missed else []
+    return "; ".join(filter(None, parts))
