@@ -204,13 +204,14 @@ def test_what_a_change_took_is_told_and_what_it_takes_is_counted(tmp_path, monke
             assert at.swapper.unload("arm") == {"name": "arm", "drain_s": 0.457}
         assert at.swapper.budget == 6 << 20
         at.swapper.load("arm", "other")
-        at.swapper.load("arm", "other")  # beside its like and the first, 2 MiB each
+        at.swapper.load("arm", "other")  # beside its like
+        assert at.swapper.budget == 4 << 20
         with pytest.raises(
             RequestError, match=r"at most 2 MiB beside what stands \(default 2 MiB, arm 2 MiB\)"
         ):
             at.swapper.load("arm", "other", need=Need((2 << 20) + 1))
         at.swapper.unload("arm")
-        known = Need((2 << 20) + 1)  # where the same stands already, it is counted twice
+        known = Need((2 << 20) + 1)  # of what stands there
         with pytest.raises(
             RequestError, match=r"\(default 2 MiB, arm 2 MiB\) within 6 MiB .* got 2 MiB of weights$"
         ):
@@ -232,10 +233,10 @@ def test_what_is_opened_and_not_wanted_ends(tmp_path):
         with pytest.raises(RequestError, match="expected a name"):
             at.swapper.load("-", "other")
         assert len(at.opened_schedulers) == 1
-        for source in ("radians", "other"):
+        at.swapper.load("arm", "radians")
+        at.swapper.unload("arm")
+        for source in ("other", "degrees"):  # of other robots
             at.swapper.load("arm", source)
-            at.swapper.unload("arm")
-        at.swapper.load("arm", "degrees")  # other robots: nobody knows anything of those before
 
 
 def ask(
@@ -477,6 +478,7 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
             changing.load(name, str(bundle))
             gone.append(weakref.ref(service.policies.get(name).scheduler.policy))
         changing.unload("arm")
+        assert gc.get_freeze_count()  # as before
         assert [each() is None for each in gone] == [True, False, True, True]
         assert list(host.begun) == [service.policies.get().scheduler]
     finally:
