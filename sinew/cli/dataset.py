@@ -59,7 +59,7 @@ def dataset(
     else:
         if hz is not None or bundle is not None or corrections:
             raise SinewError(
-                "--hz, --bundle, --corrections: belong to records, and the environment has its own rate"
+                f"--hz, --bundle, --corrections: belong to records, and {source} has none (*.npz)"
             )
         try:
             task = Task(env or default_env(source, cameras.rename, **cameras.allowed))

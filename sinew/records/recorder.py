@@ -234,8 +234,8 @@ def read_record(path: Path) -> Record:
     except ValueError as error:
         raise SinewError(f"{path}: not a record (server.{error})") from None
     told = {name: meta[name] for name in ("by", "policy", "names", "text", "context") if name in meta}
-    actions, error = arrays.get("actions"), meta.get("error", "")
-    return Record(path, meta["wire"], observation, actions, error, meta, server, **told)
+    actions, failed = arrays.get("actions"), meta.get("error", "")
+    return Record(path, meta["wire"], observation, actions, failed, meta, server, **told)
 
 
 def moments_in(names: Iterable[str]) -> int:

@@ -235,6 +235,9 @@ def test_the_verb_takes_records(tmp_path: Path, capsys: pytest.CaptureFixture[st
         )
         == 1
     )
+    capsys.readouterr()
+    assert main(["recording", "dataset", str(tmp_path / "no"), str(tmp_path / "x"), "--hz", "10"]) == 1
+    assert f"belong to records, and {tmp_path / 'no'} has none" in capsys.readouterr().err.replace("\n", " ")
 
 
 def pixels(*shape: int, kind: Any = np.uint8, value: float = 0) -> np.ndarray:

@@ -166,7 +166,7 @@ class RerunRecorder(BackgroundWriter):
             self.log.abandon()
 
     def _write(self, entry: Entry) -> None:
-        when, _, session, observation, outcome, _, _ = entry
+        when, _, session, observation, outcome, *_ = entry
         name = session or observation.session
         if isinstance(outcome, SinewError):
             self._answers.add(when, name, observation, None, f"[{outcome.code}] {outcome}")
