@@ -37,6 +37,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sinew.layers.stores import lowbit
+
 UNIT = 2.0**-24  # the largest relative error of one rounding to float32
 SAMPLES = 3
 ENOUGH = 128  # numbers of a result: so many know from one sample what noise moves them by
@@ -48,17 +50,25 @@ Array = np.ndarray | Tensor
 Run = Callable[..., Any]  # calls a function with its arguments
 
 
-class Seen(TorchDispatchMode):
-    """Notes what the low-bit products of a computation read, for its noisy repetitions."""
+class Seen:
+    """Notes what the low-bit products of a computation on a CPU read, for its noisy repetitions."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.inputs: list[Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if lowbit(func):
-            self.inputs.append(args[0])
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> None:
+        self._multiply = multiply = lowbit.installed()
+
+        def note(x: Tensor, *rest: Any) -> list[Tensor]:
+            self.inputs.append(x)
+            return multiply(x, *rest)
+
+        self._note = note
+        lowbit.install(note)
+
+    def __exit__(self, *error: object) -> None:
+        if lowbit.installed() is self._note:  # not what was compiled meanwhile
+            lowbit.install(self._multiply)
 
 
 class Noise(TorchDispatchMode):
@@ -76,20 +86,22 @@ class Noise(TorchDispatchMode):
         self.seen, self.products = seen, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if lowbit(func):
+        if is_lowbit(func):
             before, self.products = self.seen.inputs[self.products], self.products + 1
             largest = before.abs().amax(-1, keepdim=True)
             grown = args[0].abs().amax(-1, keepdim=True) / largest.clamp(min=torch.finfo(torch.float32).tiny)
             args = (before * torch.where(largest > 0, grown, 1.0), *args[1:])
         result = func(*args, **(kwargs or {}))
+        count, both_signs = terms(func)
+        if count is None:
+            return result
         if isinstance(result, Tensor):
-            return self.rounded(result, func, args)
+            return self.rounded(result, count(args, result), both_signs)
         if isinstance(result, tuple) and isinstance(result[0], Tensor):  # the other results are statistics
-            return (self.rounded(result[0], func, args), *result[1:])
+            return (self.rounded(result[0], count(args, result[0]), both_signs), *result[1:])
         return result
 
-    def rounded(self, result: Tensor, func: Any, args: Any) -> Tensor:
-        count, both_signs = terms(func, args, result)
+    def rounded(self, result: Tensor, count: int, both_signs: bool) -> Tensor:
         if not count or result.dtype != torch.float32:
             return result
         unit = UNIT * math.sqrt(count)
@@ -106,7 +118,7 @@ class Noise(TorchDispatchMode):
         """Return standard normal numbers of the pool. Rows of more than it has overlap, shifted against one another."""
         start, count = next(self.starts), shape.numel()
         if count <= POOL:
-            return self.normal[start : start + count].view(shape)
+            return self.normal.narrow(0, start, count).view(shape)
         rows = count // shape[-1]
         shift = max(1, (2 * POOL - start - shape[-1]) // rows)
         return self.normal[start:].as_strided((rows, shape[-1]), (shift, 1)).view(shape)
@@ -121,31 +133,36 @@ def pool(seed: int) -> tuple[Tensor, list[int]]:
     return normal, torch.randint(POOL, (1 << 16,), generator=random).tolist()
 
 
-def lowbit(func: Any) -> bool:
+@cache
+def is_lowbit(func: Any) -> bool:
     return func.overloadpacket.__name__.startswith("lowbit_linear")
 
 
-def terms(func: Any, args: Any, result: Tensor) -> tuple[int, bool]:
-    """Return how many terms stand behind one element of an operator's result, 0 where nothing is rounded; and whether
-    they have both signs, so that an element may be far smaller than its partial sums."""
+Terms = Callable[[Any, Tensor], int]  # of an operator's arguments and its result
+
+
+@cache
+def terms(func: Any) -> tuple[Terms | None, bool]:
+    """Return what says how many terms stand behind one element of an operator's result, None where nothing is rounded;
+    and whether they have both signs, so that an element may be far smaller than its partial sums."""
     name = func.overloadpacket.__name__
     match name:
         case "linear" | "mm" | "bmm" | "matmul":
-            return args[0].shape[-1], True
+            return lambda args, result: args[0].shape[-1], True
         case "addmm" | "baddbmm":
-            return args[1].shape[-1], True
+            return lambda args, result: args[1].shape[-1], True
         case "conv2d" | "convolution":
-            return args[1][0].numel(), True
+            return lambda args, result: args[1][0].numel(), True
         case "layer_norm" | "native_layer_norm":
-            return math.prod(args[1]), True
+            return lambda args, result: math.prod(args[1]), True
         case "softmax" | "_softmax":
-            return args[0].shape[args[1]], False
+            return lambda args, result: args[0].shape[args[1]], False
         case "mean" | "sum":
-            return args[0].numel() // max(1, result.numel()), False
+            return lambda args, result: args[0].numel() // max(1, result.numel()), False
         case _ if "scaled_dot_product" in name:
-            return args[1].shape[-2], True
+            return lambda args, result: args[1].shape[-2], True
     moves = name.startswith(("where", "masked_fill", "clamp", "relu", "neg", "abs"))  # rounds nothing
-    return int(torch.Tag.pointwise in func.tags and not moves), False
+    return (None if moves or torch.Tag.pointwise not in func.tags else lambda args, result: 1), False
 
 
 def runs(samples: int = SAMPLES, derivatives: bool = False) -> tuple[Run, list[Run]]:
@@ -153,7 +170,7 @@ def runs(samples: int = SAMPLES, derivatives: bool = False) -> tuple[Run, list[R
     first is ahead of the others, call by call. derivatives: the functions take some, which inference does not."""
     seen = Seen()
 
-    def within(mode: TorchDispatchMode) -> Run:
+    def within(mode: Seen | TorchDispatchMode) -> Run:
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
             with torch.inference_mode(not derivatives), mode:
                 return function(*arguments)

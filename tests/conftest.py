@@ -244,14 +244,18 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests begin: collecting makes half a million objects and hardly any garbage
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k is asked
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle by ``--order``; the tests of a file stay together, as what they share is made once.
+    """Shuffle by ``--order``; the tests of a file stay together, as what they share is made once. Those that ask for
+    exported graphs answer to ``-k onnx``, whatever they are called.
 
     Workers take the folders' files in turn: those of some compute and those of others wait for servers, which
     costs least where the workers do both at once.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
+        if "exported" in getattr(item, "fixturenames", ()):
+            item.extra_keyword_matches.add("onnx")
         files.setdefault(item.path, []).append(item)
     paths = sorted(files)
     if seed := config.getoption("--order"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shutil
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -58,17 +58,22 @@ PATTERN = re.compile(
 )
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of every string and import of a file; not of docstrings, which tell sources."""
-    tree = ast.parse(path.read_text())
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+@cache
+def read(path: Path) -> tuple[list[tuple[int, str]], set[str]]:
+    """Return the line and the text of every string and import of a file, not of docstrings, which tell sources; and
+    the names that it imports."""
+    found, names = [], set()
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            yield node.lineno, node.value
+            found.append((node.lineno, node.value))
         elif isinstance(node, ast.ImportFrom):
-            yield node.lineno, f"{node.module} {' '.join(alias.name for alias in node.names)}"
+            found.append((node.lineno, f"{node.module} {' '.join(alias.name for alias in node.names)}"))
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            yield node.lineno, " ".join(alias.name for alias in node.names)
+            found.append((node.lineno, " ".join(alias.name for alias in node.names)))
+    return found, names
 
 
 def may_say(path: Path, word: str) -> bool:
@@ -87,22 +92,17 @@ def test_no_file_outside_names_a_family() -> None:
         f"{path.relative_to(ROOT)}:{line}: {match[0]!r} is of sinew/families/{WORDS[match[0].lower()]}"
         for path in FILES
         if path.parent != HOME
-        for line, text in texts(path)
+        for line, text in read(path)[0]
         for match in PATTERN.finditer(text)
         if not may_say(path, match[0].lower())
     ]
     assert not found, "\n".join(found)
 
 
-def imported(path: Path) -> set[str]:
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
-
-
 def test_a_folder_is_imported_by_itself_and_its_descendants() -> None:
     """And vla.cpp's format, which reads files of several families; that one is imported to write a file alone."""
     for path in FILES:
-        names = imported(path)
+        _, names = read(path)
         place = path.relative_to(ROOT).as_posix()
         folders = {name.split(".")[2] for name in names if name.startswith("sinew.families.")}
         if HOME in path.parents and path.parent != HOME:
@@ -119,7 +119,9 @@ def test_every_exception_is_needed(place: str) -> None:
     words, why = MEANT_OTHERWISE[place]
     assert why
     files = [path for path in FILES if path == ROOT / place or ROOT / place in path.parents]
-    said = {match[0].lower() for path in files for _, text in texts(path) for match in PATTERN.finditer(text)}
+    said = {
+        match[0].lower() for path in files for _, text in read(path)[0] for match in PATTERN.finditer(text)
+    }
     assert said
     assert words is None or words - {"pi"} <= said
 

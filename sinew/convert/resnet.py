@@ -31,10 +31,10 @@ def backbone(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[
         parts = f"{conv}.weight", *(f"{norm}.{part}" for part in VALUES)
         if missing := [part for part in parts if part not in own]:
             raise ConvertError(f"{missing[0]} is missing")
-        sources = [own.pop(part) for part in parts]
+        weight, *four = (own.pop(part) for part in parts)
         name = ours + module(conv.removeprefix(theirs))
-        out[f"{name}.weight"] = computed(lambda *values: folded(*values)[0], *sources)
-        out[f"{name}.bias"] = computed(lambda *values: folded(*values)[1], *sources)
+        out[f"{name}.weight"] = computed(lambda *v: folded(*v)[0], weight, *four, shape=weight.shape)
+        out[f"{name}.bias"] = computed(lambda *v: folded(v[0][:, None, None, None], *v)[1], *four)
     for name, source in own.items():
         place, _, value = name.removeprefix(theirs).rpartition(".")
         new = module(place)

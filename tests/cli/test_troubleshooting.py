@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from sinew.cli import main
+from tests import processes
 from tests.cases import golden_cases
 from tests.journeys.pages import ROOT, blocks
 from tests.serve.puppet import desk
@@ -56,13 +57,8 @@ def apart(*arguments: str, **environment: str) -> str:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         hub = {"HF_ENDPOINT": f"http://127.0.0.1:{bound.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
-        ran = subprocess.run(
-            [sys.executable, "-m", "sinew", *arguments],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **hub, **environment},
-            timeout=300,
-        )
+        command = [sys.executable, "-m", "sinew", *arguments]
+        ran = processes.run(command, env={**os.environ, **hub, **environment}, timeout=300)
     assert ran.returncode == 1, ran
     return ran.stderr
 

@@ -65,10 +65,10 @@ static void reply(const std::string& bytes, bool window) {
   }
 }
 
-static int reset(const char* address, int times) {
+static int reset(const char* address, int times, double seconds) {
   sinew::Client client(address);
   for (int turn = 0; turn < times; ++turn) try {
-      client.reset("arm", 0.5);
+      client.reset("arm", seconds);
       std::printf("one\n");
     } catch (const sinew::Error& error) {
       std::printf("%s\n", error.what());
@@ -117,7 +117,7 @@ static int full(const char* address) {
 
 int main(int, char** given) {
   std::string verb = given[1];
-  if (verb == "reset") return reset(given[2], std::stoi(given[3]));
+  if (verb == "reset") return reset(given[2], std::stoi(given[3]), std::stod(given[4]));
   if (verb == "stream") return stream(given[2], given[3]);
   if (verb == "full") return full(given[2]);
   if (verb == "request" || verb == "sample") {

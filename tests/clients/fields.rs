@@ -210,7 +210,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "live" => live(&rest[0], &rest[1])?,
         _ => {
             let mut robot = Client::connect(&rest[0])?;
-            robot.set_timeout(Duration::from_millis(500));
+            robot.set_timeout(Duration::from_secs_f64(rest[2].parse()?));
             for _ in 0..rest[1].parse::<u32>()? {
                 told(robot.reset("arm").map(|()| "one".into()));
             }

@@ -29,7 +29,7 @@ from sinew.serve.wires import open_wires, openpi, parse
 from tests import processes
 from tests.serve import browser
 from tests.serve.puppet import GREETING, desk, frame, until
-from tests.serve.test_link import READY, peer
+from tests.serve.test_link import READY, more_of, peer
 from tests.serve.test_replay import FRAMES, WITHOUT_TORCH, chunk_of, record
 from tests.serve.test_server import serving
 from tests.serve.test_streams import serving as streaming
@@ -39,6 +39,7 @@ PACKAGES, HERE = ROOT / "packages", Path(__file__).parent
 CPP, JS, RUST = PACKAGES / "sinew-cpp", PACKAGES / "sinew-js", PACKAGES / "sinew-rust"
 KEY = "a key of the test"
 WAIT_S = 120.0
+SILENT_S = 6  # of a call: half of it is for the address that is silent, half for the one that answers
 # What fields.cpp and fields.rs ask, as the Python client asks it.
 EVERYTHING = {
     "images": {
@@ -440,7 +441,7 @@ def said_first(made: socket.socket, more: bytes = b"") -> None:
     made.sendall(GREETING + READY + more)
     asked = b""
     while b"READY" not in asked or not asked.endswith(b"arm"):
-        asked += made.recv(1 << 16)
+        asked += more_of(made)
 
 
 def never_stops_talking(made: socket.socket) -> None:
@@ -488,7 +489,7 @@ def another_reply_behind_the_first(made: socket.socket) -> None:
 )
 def test_they_leave_a_server_that_is_none(talk: Any, told: list[str], fields: Path) -> None:
     with peer(talk) as address:
-        assert run(fields, "reset", address, len(told)).splitlines() == told
+        assert run(fields, "reset", address, len(told), 0.5).splitlines() == told
 
 
 def test_they_go_past_an_address_that_is_silent(fields: Path, tmp_path: Path) -> None:
@@ -511,10 +512,10 @@ def test_they_go_past_an_address_that_is_silent(fields: Path, tmp_path: Path) ->
             one = waiting.enter_context(socket.socket())
             one.setblocking(False)
             one.connect_ex(("127.0.0.2", port))
-        both = run("env", f"LD_PRELOAD={both_hosts}", fields, "reset", f"tcp://both.test:{port}", 1)
+        both = run("env", f"LD_PRELOAD={both_hosts}", fields, "reset", f"tcp://both.test:{port}", 1, SILENT_S)
         socket.create_connection(("127.0.0.1", port)).close()  # whoever still waits there ends
-        alone = run(fields, "reset", f"tcp://127.0.0.2:{port}", 1)
-    refused = run(fields, "reset", f"tcp://127.0.0.3:{port}", 1)  # where nobody listens
+        alone = run(fields, "reset", f"tcp://127.0.0.2:{port}", 1, 0.5)
+    refused = run(fields, "reset", f"tcp://127.0.0.3:{port}", 1, 0.5)  # where nobody listens
     assert refused.startswith(f"no server at 127.0.0.3:{port}: Connection refused")
     assert both.splitlines() == ["one"]
     assert alone.lower().splitlines() == [f"no server at 127.0.0.2:{port}: connection timed out [timeout]"]
@@ -754,7 +755,7 @@ def test_rust_waits_no_longer_than_it_may_for_a_unix_socket(programs: Programs, 
         server.listen(0)
         waits = stack.enter_context(socket.socket(socket.AF_UNIX))
         waits.connect(str(path))
-        said = run(fields, "reset", f"ipc://{path}", 3).splitlines()
+        said = run(fields, "reset", f"ipc://{path}", 3, 0.5).splitlines()
     assert said == [f"no server at {path}: the server accepts no connection [timeout]"] * 3
 
 

@@ -41,6 +41,13 @@ def peer(talk: Callable[[socket.socket], None]) -> Iterator[str]:
         thread.join(WAIT_S)
 
 
+def more_of(made: socket.socket) -> bytes:
+    """Return what comes next. Raises ConnectionError at its end: who waits for more in a loop would turn forever."""
+    if data := made.recv(1 << 16):
+        return data
+    raise ConnectionError("expected more, got the end of the connection")
+
+
 def received(made: socket.socket, size: int) -> bytes:
     found = b""
     while len(found) < size and (data := made.recv(size - len(found))):
@@ -196,7 +203,7 @@ def test_what_came_since_the_last_reply(said: bytes | None, stands: bool, room: 
         made.sendall(GREETING + READY)
         asked = b""
         while not asked.endswith(b"go"):
-            asked += made.recv(1 << 16)
+            asked += more_of(made)
         made.sendall(zmtp.message([b"", ANSWER]))
         made.recv(1)  # until the reply has been read
         if said is None:
@@ -222,7 +229,7 @@ def test_a_reply_that_came_twice_costs_one_call() -> None:
         made.sendall(GREETING + READY)
         asked = b""
         while b"go" not in asked:  # the prompt
-            asked += made.recv(1 << 16)
+            asked += more_of(made)
         made.sendall(zmtp.message([b"", ANSWER]) * 2)
         made.recv(1 << 16)
 

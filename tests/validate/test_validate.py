@@ -51,7 +51,7 @@ def reference(bundle: Path) -> Policy:
 
 @pytest.fixture(scope="module")
 def served(
-    bundle: Path, reference: Policy, exported, tmp_path_factory
+    bundle: Path, reference: Policy, request: pytest.FixtureRequest, tmp_path_factory
 ) -> Callable[[str], tuple[Path, Policy]]:
     """The bundle that an engine is judged on, and its reference: for ONNX Runtime the one that is exported anyway."""
 
@@ -59,7 +59,7 @@ def served(
     def on(engine: str) -> tuple[Path, Policy]:
         if engine != "onnx":
             return bundle, reference
-        path = exported(tmp_path_factory.mktemp("graphs"))
+        path = request.getfixturevalue("exported")(tmp_path_factory.mktemp("graphs"))
         return path, load(path, "cpu", "fp32", "eager")
 
     return on

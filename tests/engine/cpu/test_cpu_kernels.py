@@ -29,6 +29,7 @@ from sinew.layers.stores.codes import Codes, Panels, apart
 from sinew.layers.stores.store import Tensors
 from sinew.policy import load
 from sinew.steps.image import bilinear
+from tests import processes
 
 PEN = Path(__file__).resolve().parents[3] / "sinew" / "assets" / "pen.gguf"
 EXACT = Path(__file__).with_name("exact.cpp")
@@ -288,9 +289,7 @@ call()
 os._exit(0) if child == 0 else None
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=900
-    )
+    done = processes.run([sys.executable, "-c", script], timeout=900)
     assert done.stdout.strip() == "0", done.stderr
 
 
@@ -344,9 +343,7 @@ def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:
     assert "no-compiler" in found.reason
     environment = os.environ | {compiled.SWITCH: "off"}
     script = "from sinew.engine.cpu.kernels.library import extension as e; print(e().kernels, e().reason)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
+    done = processes.run([sys.executable, "-c", script], env=environment, check=True)
     assert done.stdout.strip() == f"reference {compiled.SWITCH}=off"
     assert "slowly" in done.stderr
 

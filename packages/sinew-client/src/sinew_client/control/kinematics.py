@@ -91,7 +91,7 @@ class Chain:
                 place = place + axes[..., i, :] * q[..., i, None]
             anchors[..., i, :] = place
         place, turn = place + turn @ self.tip_place, turn @ self.tip_turn
-        arms = np.where(self.slides[:, None], axes, np.cross(axes, place[..., None, :] - anchors))
+        arms = np.where(self.slides[:, None], axes, _cross(axes, place[..., None, :] - anchors))
         about = np.where(self.slides[:, None], 0.0, axes)
         return Tip(place, turn, np.swapaxes(np.concatenate([arms, about], axis=-1), -1, -2), anchors)
 
@@ -120,6 +120,7 @@ class Chain:
         places = np.broadcast_to(place, (*shape[:-1], 3)).reshape(-1, 3)
         turns = np.broadcast_to(turn, (*shape[:-1], 3, 3)).reshape(-1, 3, 3)
         scale = np.array([1.0] * 3 + [length] * 3)
+        least, unit = DAMPING * self.reach**2, np.eye(size)
         left = np.arange(len(flat))  # those that are not there yet
         for _ in range(ITERATIONS):
             now = flat[left]
@@ -128,11 +129,11 @@ class Chain:
             jacobian = scale[:, None] * tip.jacobian
             pull = np.einsum("nij,ni->nj", jacobian, error)
             stuck = ((now <= self.low) & (pull < 0.0)) | ((now >= self.high) & (pull > 0.0))
-            damping = 0.5 * (error**2).sum(-1) + DAMPING * self.reach**2
+            damping = 0.5 * (error**2).sum(-1) + least
             step = np.zeros_like(now)
             for _again in range(2):  # a second time without those that the first one brings to an end
                 jacobian = np.where(stuck[:, None, :], 0.0, jacobian)
-                normal = np.swapaxes(jacobian, -1, -2) @ jacobian + damping[:, None, None] * np.eye(size)
+                normal = np.swapaxes(jacobian, -1, -2) @ jacobian + damping[:, None, None] * unit
                 step = np.linalg.solve(normal, np.where(stuck, 0.0, pull)[..., None])[..., 0]
                 step *= np.minimum(1.0, MAX_TURN / np.maximum(np.abs(step).max(-1, keepdims=True), 1e-12))
                 ends = (now + step < self.low) | (now + step > self.high)
@@ -155,11 +156,14 @@ class Chain:
     def singularity(self, joints: np.ndarray, weight: float = 1.0) -> Singularity:
         """Return how near the arm is to a pose, joints float64 [J], in which its tip cannot go some way. weight: 0
         asks for its place alone."""
-        jacobian = self.forward(joints).jacobian.copy()
-        jacobian[:3] /= self.reach
-        _u, values, rows = np.linalg.svd(jacobian if weight else jacobian[:3])
-        last = min(3 + 3 * bool(weight), len(self.joints)) - 1
-        return Singularity(float(values[last]), np.abs(rows[last]))
+        _u, values, rows = np.linalg.svd(self._moves(joints)[: 6 if weight else 3])
+        return Singularity(float(values[-1]), np.abs(rows[len(values) - 1]))
+
+    def _moves(self, joints: np.ndarray) -> np.ndarray:
+        """Return the jacobians of joints [..., J], lengths counted in reaches of the arm: [..., 6, J]."""
+        jacobian = self.forward(joints).jacobian
+        jacobian[..., :3, :] /= self.reach
+        return jacobian
 
     def ready(self) -> np.ndarray:
         """Return joints far from singular ones and from the ends of their ranges, the best of 200 that are
@@ -169,7 +173,13 @@ class Chain:
         drawn = np.random.default_rng(0).uniform(
             low + 0.1 * (high - low), high - 0.1 * (high - low), (200, len(low))
         )
-        return drawn[int(np.argmax([self.singularity(joints).least for joints in drawn]))]
+        return drawn[int(np.argmax(np.linalg.svd(self._moves(drawn), compute_uv=False)[:, -1]))]
+
+
+def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the cross products of [..., 3], the bits of np.cross, whose bookkeeping takes longer than so few products."""
+    after, before = [1, 2, 0], [2, 0, 1]
+    return a[..., after] * b[..., before] - a[..., before] * b[..., after]
 
 
 def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
