@@ -56,10 +56,8 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
 
 def _fit(frame: np.ndarray, out: np.ndarray, shape: tuple[int, ...]) -> bool:
     """Return whether compiled kernels may read bytes of pixels here, and write lines of planes."""
-    lies = (frame.dtype, out.dtype, out.shape, out.strides[2])
-    return (
-        lies == (np.uint8, np.float32, shape, 4) and out.flags.behaved and compiled.pixels_lie_together(frame)
-    )
+    lies = (frame.dtype, out.dtype, out.shape, out.strides[2], out.flags.behaved)
+    return lies == (np.uint8, np.float32, shape, 4, True) and compiled.pixels_lie_together(frame)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """The compiled form of resizes, where a process has one: what its kernels are given, and which are in use.
 
-They equal numpy's in every bit, and look at nothing themselves: what :func:`fits` refuses is numpy's.
+They equal numpy's in every bit, and look at nothing themselves: what lies otherwise is numpy's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Taps(NamedTuple):
     """What pixels along an axis of ``size`` become: the at-th of the target is a sum of those from first[at] on, int32
     [target], times weights [target, taps], one after another; and where the two lie.
 
-    bits: binary places of int32 weights, which make rounded bytes of bytes; 0: they are float32, and so is what they
-    make."""
+    bits: binary places of int32 weights, which make rounded bytes of bytes; 0: weights and results are float32."""
 
     size: int
     first: np.ndarray
@@ -66,13 +65,8 @@ def install(kernels: FrameKernels | None) -> None:
 
 def pixels_lie_together(frame: np.ndarray) -> bool:
     """Return whether [h, w, 3] has pixels, each beside the one before, whatever lies between lines."""
-    item = frame.itemsize
-    return (
-        frame.shape[2] == 3
-        and frame.strides[1:] == (3 * item, item)
-        and frame.size > 0
-        and frame.flags.aligned
-    )
+    lies = (frame.shape[2], *frame.strides[1:])
+    return lies == (3, 3 * frame.itemsize, frame.itemsize) and frame.size > 0 and frame.flags.aligned
 
 
 MOST_KEPT = 16 << 20  # bytes of one buffer; a larger one is given back

@@ -83,10 +83,9 @@ class Letterbox(SizedStep):
         return out.transpose(1, 2, 0)
 
     def _pillow(self, frame: np.ndarray) -> np.ndarray:
-        height, width = frame.shape[:2]
-        if (height, width) == self.fixed:
+        if frame.shape[:2] == self.fixed:
             return frame
-        inner = self.inner(height, width)
+        inner = self.inner(*frame.shape[:2])
         top, left = self.corner(inner)
         out = np.zeros((*self.fixed, 3), np.uint8)
         out[top : top + inner[0], left : left + inner[1]] = resize_pillow(frame, *inner, "bilinear")

@@ -44,6 +44,9 @@ class MethodStep(ImageStep):
     def takes(self) -> Literal["bytes", "floats"]:
         return "floats" if self.method.endswith("_float") else "bytes"
 
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        return resize(frame, *self.size(*frame.shape[:2]), self.method)
+
 
 def resize(frame: np.ndarray, height: int, width: int, method: Method) -> np.ndarray:
     """uint8 (or float32, where the method takes floats) [h, w, 3] -> the same dtype [height, width, 3]."""

@@ -114,8 +114,7 @@ def _interpolate(
     image: np.ndarray, height: int, width: int, table: Callable[[int, int], Neighbours]
 ) -> np.ndarray:
     (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = table(image.shape[0], height), table(image.shape[1], width)
-    wide = image.astype(np.int32)
-    columns = wide[:, x0] * wx0[None, :, None] + wide[:, x1] * wx1[None, :, None]
+    columns = image.take(x0, axis=1) * wx0[:, None] + image.take(x1, axis=1) * wx1[:, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves
     rows = ((columns[y0] * wy0[:, None, None]) >> 16) + ((columns[y1] * wy1[:, None, None]) >> 16)
     return ((rows + 2) >> 2).astype(np.uint8)
@@ -188,22 +187,18 @@ def antialias_taps(size: int, target: int, method: str, bits: int = 0) -> Taps:
     kernel, reach = (_cubic, 2.0) if method == "bicubic" else (_triangle, 1.0)
     spans = _spans(size, target, kernel, np.float64(reach))
     largest = max(weights.max() for _, weights in spans)
-    if not bits:
-        while bits < MAX_WEIGHT_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:
-            bits += 1
+    bits = bits or sum(int(0.5 + largest * (1 << more)) < 1 << 15 for more in range(1, MAX_WEIGHT_BITS + 1))
     return Taps.of(size, ((low, np.trunc(w * (1 << bits) + np.copysign(0.5, w))) for low, w in spans), bits)
 
 
-def _spans(
-    size: int, target: int, kernel: Callable[[np.ndarray], np.ndarray], reach: np.floating
-) -> list[tuple[int, np.ndarray]]:
+def _spans(size: int, target: int, kernel: Callable[..., np.ndarray], reach: np.floating) -> list[Any]:
     """Return, for each target pixel, the first source pixel under its kernel and the weights from there on, computed in
     the type of ``reach``, how many pixels the kernel goes to both sides."""
     real, one, half = type(reach), type(reach)(1), type(reach)(0.5)
     scale = real(size) / real(target)
     stretch = max(scale, one)
     support, inverse = reach * stretch, one / stretch
-    spans: list[tuple[int, np.ndarray]] = []
+    spans = []
     for at in range(target):
         center = scale * (real(at) + half)
         low = max(int(center - support + half), 0)

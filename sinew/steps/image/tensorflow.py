@@ -46,12 +46,10 @@ def _taps(size: int, target: int) -> Taps:
     index = first[:, None] + np.arange((last - first).max() + 1)
     distance = np.abs((index.astype(F32) + F32(0.5) - centre[:, None]) * shrink)
     weights = np.where(index <= last[:, None], lanczos3(distance), F32(0))
-    total = np.zeros(target, F32)
-    for tap in range(weights.shape[1]):
-        total += weights[:, tap]
-    weights *= (F32(1) / total)[:, None]
-    counts = last - first + 1
-    return Taps.of(size, ((low, row[:count]) for low, row, count in zip(first, weights, counts, strict=True)))
+    weights *= F32(1) / np.add.accumulate(weights, axis=1)[:, -1:]  # one after another
+    return Taps.of(
+        size, ((low, row[: end - low + 1]) for low, end, row in zip(first, last, weights, strict=True))
+    )
 
 
 def lanczos3(x: np.ndarray) -> np.ndarray:
@@ -106,9 +104,9 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
     y0, y1, fy, past_y = _corners(image.shape[0], height, start, end)
     x0, x1, fx, past_x = _corners(image.shape[1], width, start, end)
     fy, fx = fy[:, None, None], fx[None, :, None]
-    top, bottom = image[y0], image[y1]
-    top = top[:, x0] + (top[:, x1] - top[:, x0]) * fx
-    bottom = bottom[:, x0] + (bottom[:, x1] - bottom[:, x0]) * fx
+    left = image.take(x0, axis=1)
+    across = left + (image.take(x1, axis=1) - left) * fx
+    top, bottom = across.take(y0, axis=0), across.take(y1, axis=0)
     found = np.clip(top + (bottom - top) * fy, F32(0), F32(1))
     found[past_y], found[:, past_x] = F32(0), F32(0)
     return found

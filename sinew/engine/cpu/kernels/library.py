@@ -206,9 +206,8 @@ def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: 
 
 def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Taps, out: np.ndarray) -> None:
     """As :class:`sinew.steps.image.compiled.FrameKernels`."""
-    sizes = (ctypes.c_int64 * 8)(
-        *(frame.strides[0], *frame.shape[:2], axis, *taps.weights.shape, taps.bits, frame.itemsize == 4)
-    )
+    shapes = *frame.shape[:2], axis, *taps.weights.shape
+    sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
     given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
     _check("resample", library.lowbit_resample(kernels, *given))
 
@@ -227,10 +226,8 @@ def frames_differ(frames: compiled.FrameKernels) -> str:
         (floats, partial(resample.float_taps, method="bicubic")),
     ):
         for axis, target in ((0, 60), (1, 19)):
-            taps = table(image.shape[axis], target)
-            wanted = resample.by_numpy(image, axis, taps)
-            made = np.empty_like(wanted)
-            frames.resample(image, axis, taps, made)
+            wanted = resample.by_numpy(image, axis, taps := table(image.shape[axis], target))
+            frames.resample(image, axis, taps, made := np.empty_like(wanted))
             if not np.array_equal(made, wanted):
                 return "resample"
     return ""
