@@ -56,11 +56,15 @@ def main() -> None:
         }
         for name in FORMATS:
             stored, scale = quantize(w, name)
-            tensors = torch.from_numpy(stored), None if scale is None else torch.from_numpy(scale)
-            sides[name] = lambda x=rows, t=tensors, n=name: found.multiply(x, *t, None, n, TINY)
+            tensors = [torch.from_numpy(stored)], [None if scale is None else torch.from_numpy(scale)], [None]
+            sides[name] = lambda x=rows, t=tensors, n=name: found.multiply_all(
+                x, *([each] for each in t), [None], n, TINY
+            )
             if name == "int8" and found.panels:
-                laid = (lay_out(tensors[0]), tensors[1])
-                sides[PANELS] = lambda x=rows, t=laid: found.multiply(x, *t, None, PANELS, TINY)
+                laid = ([lay_out(tensors[0][0])], *tensors[1:])
+                sides[PANELS] = lambda x=rows, t=laid: found.multiply_all(
+                    x, *([each] for each in t), [None], PANELS, TINY
+                )
         times: dict[str, list[float]] = {name: [] for name in sides}
         for index in range(rounds + 1):
             order = list(sides)[index % len(sides) :] + list(sides)[: index % len(sides)]

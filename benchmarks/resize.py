@@ -7,7 +7,8 @@ alone in a process of its own, as a server has it: buffers of other libraries te
 which spares whoever comes after them the page faults of new buffers. "torch": uint8 frame to
 normalised planes as training code does it (convert, scale, interpolate, pad, normalise); "torch, resize alone": the
 interpolation of planes that are float already; "Pillow": its bilinear resize, which the openpi recipe calls.
-"sinew, compiled": with the kernels of engine `cpu`, which must give the same bits.
+"sinew, compiled": with the kernels of engine `cpu`, which must give the same bits. Where no letterbox has the method,
+these two alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,9 +29,11 @@ from PIL import Image
 
 from sinew.engine.cpu.kernels.library import extension
 from sinew.processing.image import prepare_frame
-from sinew.steps.image import bilinear
+from sinew.steps.image import compiled
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.image.methods import Method
+from sinew.steps.image.resize import Resize
 
 
 def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[], object]]:
@@ -44,15 +48,8 @@ def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[]
         x = F.pad(x, (recipe.width - width, 0, recipe.height - height, 0))
         return (x - 0.5) / 0.5
 
-    def by(resize: bilinear.Compiled | None) -> np.ndarray:
-        bilinear.install(resize)
-        return prepare_frame(frame, recipe)
-
-    if not np.array_equal(by(None), by(extension().resize)):
-        raise SystemExit("the compiled resize differs from numpy's")
     return {
-        "sinew": lambda: by(None),
-        "sinew, compiled": lambda: by(extension().resize),
+        **ours(frame, recipe),
         "torch": whole,
         "torch, resize alone": lambda: interpolate(planes),
         "Pillow": lambda: np.asarray(
@@ -61,16 +58,28 @@ def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[]
     }
 
 
+def ours(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[], np.ndarray]]:
+    def by(kernels: compiled.FrameKernels | None) -> np.ndarray:
+        compiled.install(kernels)
+        return prepare_frame(frame, recipe)
+
+    if not np.array_equal(by(None), by(extension().frames)):
+        raise SystemExit("the compiled resize differs from numpy's")
+    return {"sinew": lambda: by(None), "sinew, compiled": lambda: by(extension().frames)}
+
+
 CASES: tuple[tuple[int, int, str], ...] = (
     (240, 224, "bilinear"),
     (480, 224, "bilinear"),
     (480, 512, "bilinear"),
-    (480, 224, "pil_bilinear"),
+    *((480, 224, method) for method in ("pil_bilinear", *get_args(Method))),
 )
 
 
 def ways(height: int, side: int, method: str) -> dict[str, Callable[[], object]]:
     frame = np.random.default_rng(0).integers(0, 256, (height, height * 4 // 3, 3), np.uint8)
+    if method in get_args(Method):
+        return ours(frame, ImageRecipe(side, side, (Resize(side, side, method),)))
     box = Letterbox(side, side, method, "center" if method == "pil_bilinear" else "top_left")
     return contestants(frame, ImageRecipe(side, side, (box,)))
 

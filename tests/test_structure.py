@@ -107,6 +107,8 @@ def test_an_engine_is_its_folder() -> None:
 STEPS = {
     # The arithmetic that planes share with it, and its compiled form.
     "steps/image/bilinear": {"processing/image.py", "engine/cpu/kernels/library.py"},
+    "steps/image/compiled": {"engine/cpu/kernels/library.py"},
+    "steps/image/resample": {"engine/cpu/kernels/library.py"},
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
 }
 

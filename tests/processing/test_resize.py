@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
 from sinew.processing.image import check_frame, larger, prepare_frame
-from sinew.steps.image import bilinear
-from sinew.steps.image.bilinear import MOST_KEPT, _fit, _scratch, mixing, resize_bilinear, taps
+from sinew.steps.image import compiled
+from sinew.steps.image.bilinear import _fit, mixing, resize_bilinear, taps
+from sinew.steps.image.compiled import MOST_KEPT, scratch
 from sinew.steps.image.letterbox import Letterbox
 
 MEAN, STD, BARS = (0.48, 0.45, 0.4), (0.23, 0.22, 0.21), 0.3
@@ -91,7 +92,7 @@ def test_neither_frame_nor_tables_are_changed():
 def test_nothing_but_the_pixels_is_new_memory(height: int, to: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory costs a page fault for each 4 KiB, half of the time that a camera's frame took. numpy's own buffers
     have one size, whatever the frame's; the smallest of the resize has 168 rows of 672 floats."""
-    monkeypatch.setattr(bilinear, "_compiled", [])
+    monkeypatch.setattr(compiled, "in_use", [])
     frame, recipe = np.zeros((height, height * 4 // 3, 3), np.uint8), boxed(to, to)
     prepare_frame(frame, recipe)
     tracemalloc.start()
@@ -186,12 +187,12 @@ def test_larger_frames_are_said_to_be_so_with_what_they_cost(monkeypatch):
 
 
 def test_buffers_are_kept_up_to_a_size():
-    name, (small, large) = "of a test", (_scratch("of a test", (2, count), np.float32) for count in (3, 4))
+    name, (small, large) = "of a test", (scratch("of a test", (2, count), np.float32) for count in (3, 4))
     assert not np.shares_memory(small, large)
-    assert np.shares_memory(large, _scratch(name, (8, 4), np.uint8))  # as large
-    most = _scratch(name, (MOST_KEPT,), np.uint8)
-    assert np.shares_memory(most, _scratch(name, (3,), np.float32))
-    assert not np.shares_memory(most, _scratch(name, (MOST_KEPT + 1,), np.uint8))
+    assert np.shares_memory(large, scratch(name, (8, 4), np.uint8))  # as large
+    most = scratch(name, (MOST_KEPT,), np.uint8)
+    assert np.shares_memory(most, scratch(name, (3,), np.float32))
+    assert not np.shares_memory(most, scratch(name, (MOST_KEPT + 1,), np.uint8))
 
 
 def test_compiled_kernels_get_bytes_of_pixels_side_by_side_alone():

@@ -3,20 +3,17 @@
 Half-pixel centres, no antialiasing. Only pixels that are read are touched: the source rows that some target row
 reads, and of those the columns. Bytes are gathered before they become floats, a quarter of the traffic. Columns are
 mixed first, then rows, in the order of torch's own weights, so that the two agree to the last bits of float32.
-The compiled form, where a process has one (:func:`install`), equals this one in every bit.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from sinew.steps.image import compiled
 from sinew.steps.image.base import to_unit
+from sinew.steps.image.compiled import Mixing, scratch
 
 
 def to_planes(frame: np.ndarray) -> np.ndarray:
@@ -29,25 +26,25 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     size, channels = frame.shape[:2], frame.shape[2]
     if out is None:
         out = np.empty((channels, height, width), np.float32)
-    if _compiled and _fit(frame, out, (3, height, width)):
-        _compiled[0](frame, mixing(size, (height, width)), out)
+    if compiled.in_use and _fit(frame, out, (3, height, width)):
+        compiled.in_use[0].resize(frame, mixing(size, (height, width)), out)
         return out
     rows, first_row, second_row, upper_weight, weight = row_taps(size[0], height)
     columns, left_weight, column_weight = column_taps(size[1], width, channels)
     lines, wide = frame.reshape(size[0], -1), channels * width
     if len(rows) < len(lines):
-        kept = _scratch("lines", (len(rows), lines.shape[1]), frame.dtype)
+        kept = scratch("lines", (len(rows), lines.shape[1]), frame.dtype)
         lines = lines.take(rows, axis=0, out=kept, mode="clip")  # every index is there; "raise" would buffer
-    taken = _scratch("taken", (len(lines), 2 * wide), frame.dtype)  # left neighbours, then right
+    taken = scratch("taken", (len(lines), 2 * wide), frame.dtype)  # left neighbours, then right
     pairs = lines.take(columns, axis=1, out=taken, mode="clip")
     if frame.dtype == np.uint8:
-        pairs = np.divide(pairs, np.float32(255), out=_scratch("pairs", pairs.shape, np.float32))
+        pairs = np.divide(pairs, np.float32(255), out=scratch("pairs", pairs.shape, np.float32))
     left, right = pairs[:, :wide], pairs[:, wide:]
     left *= left_weight
     right *= column_weight
-    mixed = np.add(left, right, out=_scratch("mixed", left.shape, np.float32))  # take copies what has gaps
+    mixed = np.add(left, right, out=scratch("mixed", left.shape, np.float32))  # take copies what has gaps
     upper, lower = (
-        mixed.take(which, axis=0, out=_scratch(name, (height, wide), np.float32), mode="clip")
+        mixed.take(which, axis=0, out=scratch(name, (height, wide), np.float32), mode="clip")
         for name, which in (("upper", first_row), ("lower", second_row))
     )
     upper *= upper_weight
@@ -58,26 +55,9 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
 
 
 def _fit(frame: np.ndarray, out: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Return whether compiled kernels, which look at nothing themselves, may read bytes of pixels side by side here."""
-    lies = (frame.dtype, frame.shape[2], frame.strides[1:], out.dtype, out.shape, out.strides[2])
-    return lies == (np.uint8, 3, (3, 1), np.float32, shape, 4) and frame.size > 0 and out.flags.behaved
-
-
-MOST_KEPT = 16 << 20  # bytes of one buffer; a larger one is given back
-_kept = threading.local()
-
-
-def _scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a buffer of this thread that the next call writes over: memory that the system has just given costs a page
-    fault for each 4 KiB."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size > MOST_KEPT:
-        return np.empty(shape, dtype)
-    kept: np.ndarray | None = getattr(_kept, name, None)
-    if kept is None or len(kept) < size:
-        kept = np.empty(size, np.uint8)
-        setattr(_kept, name, kept)
-    return kept[:size].view(dtype).reshape(shape)
+    """Return whether compiled kernels may read bytes of pixels here, and write lines of planes."""
+    lies = (frame.dtype, out.dtype, out.shape, out.strides[2], out.flags.behaved)
+    return lies == (np.uint8, np.float32, shape, 4, True) and compiled.pixels_lie_together(frame)
 
 
 @lru_cache(maxsize=64)
@@ -101,16 +81,6 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
     return np.concatenate(where), 1 - weights, weights
 
 
-class Mixing(NamedTuple):
-    """What a resize mixes, as compiled kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines int32
-    [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4], column_weights
-    float32 [2, values]; and where they lie, which it takes microseconds to ask for."""
-
-    arrays: tuple[np.ndarray, ...]
-    addresses: tuple[int, ...]
-    reach: int
-
-
 @lru_cache(maxsize=64)
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
     """Return what a resize from ``size`` to ``target``, height and width of both, mixes."""
@@ -130,16 +100,6 @@ def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
     weights = np.stack([1 - weight[pixel], weight[pixel]]) * np.float32(2**-24)
     arrays = both, row_weights, starts, picks, weights
     return Mixing(arrays, tuple(array.ctypes.data for array in arrays), reach)
-
-
-# From a frame, uint8 [h, w, 3], to planes, float32 [3, height, width]
-Compiled = Callable[[np.ndarray, Mixing, np.ndarray], None]
-_compiled: list[Compiled] = []  # the one in use
-
-
-def install(resize: Compiled | None) -> None:
-    """Let ``resize`` mix frames into planes; it has to equal numpy's in every bit. None: numpy does."""
-    _compiled[:] = [] if resize is None else [resize]
 
 
 def taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import numpy as np
-
 from sinew.core import MAX_SIZE
 from sinew.core.fields import Side, within
-from sinew.steps.image.methods import Method, MethodStep, resize
+from sinew.steps.image.methods import Method, MethodStep
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,6 @@ class Grid(MethodStep):
             ratio = math.sqrt(self.min_pixels / (height * width))
             rows, cols = (math.ceil(side * ratio / unit) * unit for side in (height, width))
         return rows, cols
-
-    def forward(self, frame: np.ndarray) -> np.ndarray:
-        return resize(frame, *self.size(*frame.shape[:2]), self.method)
 
     def __str__(self) -> str:
         return f"{self.method} to multiples of {self.unit}"

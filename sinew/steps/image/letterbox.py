@@ -10,6 +10,7 @@ import numpy as np
 from sinew.core.fields import Finite
 from sinew.steps.image.base import SizedStep
 from sinew.steps.image.bilinear import resize_bilinear, to_planes
+from sinew.steps.image.resample import resize_pillow
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,13 @@ class Letterbox(SizedStep):
         return out.transpose(1, 2, 0)
 
     def _pillow(self, frame: np.ndarray) -> np.ndarray:
-        from PIL import Image  # here: the CUDA engine resizes on the device
-
-        height, width = frame.shape[:2]
-        if (height, width) == self.fixed:
+        if frame.shape[:2] == self.fixed:
             return frame
-        inner = self.inner(height, width)
+        inner = self.inner(*frame.shape[:2])
         top, left = self.corner(inner)
-        resized = Image.fromarray(frame).resize((inner[1], inner[0]), Image.Resampling.BILINEAR)
-        out = Image.new("RGB", (self.width, self.height))
-        out.paste(resized, (left, top))
-        return np.asarray(out)
+        out = np.zeros((*self.fixed, 3), np.uint8)
+        out[top : top + inner[0], left : left + inner[1]] = resize_pillow(frame, *inner, "bilinear")
+        return out
 
     def __str__(self) -> str:
         side = "center" if self.centred else self.pad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -13,6 +15,7 @@ from sinew.steps.image.resample import (
     resize_cut,
     resize_floats,
     resize_linear,
+    resize_pillow,
     resize_round,
 )
 from sinew.steps.image.tensorflow import resize_lanczos3, to_uint8
@@ -41,23 +44,24 @@ class MethodStep(ImageStep):
     def takes(self) -> Literal["bytes", "floats"]:
         return "floats" if self.method.endswith("_float") else "bytes"
 
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        return resize(frame, *self.size(*frame.shape[:2]), self.method)
+
 
 def resize(frame: np.ndarray, height: int, width: int, method: Method) -> np.ndarray:
     """uint8 (or float32, where the method takes floats) [h, w, 3] -> the same dtype [height, width, 3]."""
     if method.endswith("_float"):
         return resize_floats(frame, height, width, method.removesuffix("_float"))
-    if method == "pil_bicubic":
-        from PIL import Image  # here: not every policy resizes with it
+    return _OF_BYTES[method](frame, height, width)
 
-        return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
-    if method == "lanczos3":
-        return to_uint8(resize_lanczos3(frame, height, width))
-    if method == "area":
-        return resize_area(frame, height, width)
-    if method == "bilinear_cut":
-        return resize_cut(frame, height, width)
-    if method == "bicubic_round":
-        return resize_round(frame, height, width)
-    if method == "cv_bilinear":
-        return resize_linear(frame, height, width)
-    return resize_antialias(frame, height, width, method)
+
+_OF_BYTES: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
+    "lanczos3": lambda *given: to_uint8(resize_lanczos3(*given)),
+    "area": resize_area,
+    "bilinear": partial(resize_antialias, method="bilinear"),
+    "bicubic": partial(resize_antialias, method="bicubic"),
+    "pil_bicubic": partial(resize_pillow, method="bicubic"),
+    "bilinear_cut": resize_cut,
+    "bicubic_round": resize_round,
+    "cv_bilinear": resize_linear,
+}

@@ -8,12 +8,54 @@ Images are [h, w, C] throughout.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from sinew.steps.image import compiled
+from sinew.steps.image.compiled import Taps, scratch
+
 LINEAR_BITS = 11  # of OpenCV's fixed-point weights
 MAX_WEIGHT_BITS = 22  # torch keeps as many bits of a weight as int16 has room for, up to this
+PILLOW_BITS = 22  # 32 less 8 of a pixel and 2 of headroom
+
+# Of an axis: both neighbours of each target pixel, and both weights.
+Neighbours = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def resample(image: np.ndarray, passes: Iterable[tuple[int, Taps]]) -> np.ndarray:
+    """uint8 or float32 [h, w, C] -> the same, resized along one axis after another."""
+    steps = list(passes)
+    for step, (axis, taps) in enumerate(steps, 1):
+        if not (compiled.in_use and _fit(image, axis, taps)):
+            image = by_numpy(image, axis, taps)
+            continue
+        shape = tuple(len(taps.first) if each == axis else side for each, side in enumerate(image.shape))
+        dtype = np.uint8 if taps.bits else np.float32
+        out = np.empty(shape, dtype) if step == len(steps) else scratch(f"pass {step}", shape, dtype)
+        compiled.in_use[0].resample(image, axis, taps, out)
+        image = out
+    return image
+
+
+def _fit(image: np.ndarray, axis: int, taps: Taps) -> bool:
+    """Return whether compiled kernels may read the image by the taps of its axis."""
+    dtypes = (np.uint8,) if taps.bits else (np.uint8, np.float32)
+    return image.dtype in dtypes and image.shape[axis] == taps.size and compiled.pixels_lie_together(image)
+
+
+def by_numpy(image: np.ndarray, axis: int, taps: Taps) -> np.ndarray:
+    """Return one pass, which compiled kernels equal."""
+    if axis == 1 and taps.weights.shape[1] > 6:  # lines are taken faster: it pays to turn the picture
+        turned = by_numpy(np.ascontiguousarray(image.transpose(1, 0, 2)), 0, taps)
+        return np.ascontiguousarray(turned.transpose(1, 0, 2))
+    shape = tuple(-1 if each == axis else 1 for each in range(3))
+    total = np.asarray((1 << taps.bits) >> 1, taps.weights.dtype)
+    for tap, weight in enumerate(taps.weights.T):
+        total = total + image.take(taps.first + tap, axis=axis) * weight.reshape(shape)
+    return np.clip(total >> taps.bits, 0, 255).astype(np.uint8) if taps.bits else total
 
 
 # ----------------------------------------------------------------------------- OpenCV
@@ -29,10 +71,10 @@ def resize_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
     if (h, w) == (height, width):
         return image
     if height > h or width > w:
-        return _resize_linear_area(image, height, width)
+        return _interpolate(image, height, width, _linear_area_taps)
     if h % height == 0 and w % width == 0:
         return _block_means(image, h // height, w // width)
-    return _weighted_means(image, height, width)
+    return np.rint(_resized(image, height, width, _overlaps)).astype(np.uint8)
 
 
 def _block_means(image: np.ndarray, down: int, across: int) -> np.ndarray:
@@ -44,39 +86,18 @@ def _block_means(image: np.ndarray, down: int, across: int) -> np.ndarray:
     return np.rint(total.astype(np.float32) * np.float32(1.0 / (down * across))).astype(np.uint8)
 
 
-def _weighted_means(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    h, w = image.shape[:2]
-    columns = np.zeros((h, width, image.shape[2]), np.float32)
-    for source, weight in _overlaps(w, width):
-        columns += image[:, source] * weight[None, :, None]
-    out = np.zeros((height, width, image.shape[2]), np.float32)
-    for source, weight in _overlaps(h, height):
-        out += columns[source] * weight[:, None, None]
-    return np.rint(out).astype(np.uint8)
-
-
 @lru_cache(maxsize=64)
-def _overlaps(size: int, target: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Return, tap by tap, the source index of every target pixel and its float32 weight, in OpenCV's order.
-
-    An overlap of less than a thousandth of a pixel is left out, as there.
-    """
+def _overlaps(size: int, target: int) -> Taps:
+    """An overlap of less than a thousandth of a pixel is left out, as in OpenCV."""
     scale = size / target
-    taps: list[list[tuple[int, float]]] = []
+    spans: list[tuple[int, list[float]]] = []
     for at in range(target):
         start, end = at * scale, at * scale + scale
         low, high = math.ceil(start), math.floor(end)
-        found = [(low - 1, (low - start) / scale)] if low - start > 1e-3 else []
-        found += [(source, 1.0 / scale) for source in range(low, high)]
-        if end - high > 1e-3:
-            found.append((high, (end - high) / scale))
-        taps.append(found)
-    deepest = max(map(len, taps))
-    padded = [found + [(0, 0.0)] * (deepest - len(found)) for found in taps]
-    return tuple(
-        (np.array([row[tap][0] for row in padded]), np.array([row[tap][1] for row in padded], np.float32))
-        for tap in range(deepest)
-    )
+        before = [(low - start) / scale] if low - start > 1e-3 else []
+        behind = [(end - high) / scale] if end - high > 1e-3 else []
+        spans.append((low - len(before), [*before, *[1.0 / scale] * (high - low), *behind]))
+    return Taps.of(size, spans)
 
 
 def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -86,36 +107,28 @@ def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if image.shape[:2] == (height, width):
         return image
-    return _interpolate(image, _linear_taps(image.shape[0], height), _linear_taps(image.shape[1], width))
+    return _interpolate(image, height, width, _linear_taps)
 
 
-def _resize_linear_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    return _interpolate(
-        image, _linear_area_taps(image.shape[0], height), _linear_area_taps(image.shape[1], width)
-    )
-
-
-Taps = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # of an axis: both neighbours, both weights
-
-
-def _interpolate(image: np.ndarray, down: Taps, across: Taps) -> np.ndarray:
-    (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = down, across
-    wide = image.astype(np.int32)
-    columns = wide[:, x0] * wx0[None, :, None] + wide[:, x1] * wx1[None, :, None]
+def _interpolate(
+    image: np.ndarray, height: int, width: int, table: Callable[[int, int], Neighbours]
+) -> np.ndarray:
+    (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = table(image.shape[0], height), table(image.shape[1], width)
+    columns = image.take(x0, axis=1) * wx0[:, None] + image.take(x1, axis=1) * wx1[:, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves
     rows = ((columns[y0] * wy0[:, None, None]) >> 16) + ((columns[y1] * wy1[:, None, None]) >> 16)
     return ((rows + 2) >> 2).astype(np.uint8)
 
 
 @lru_cache(maxsize=64)
-def _linear_taps(size: int, target: int) -> Taps:
+def _linear_taps(size: int, target: int) -> Neighbours:
     """Return both neighbours of every target pixel's centre and their weights in units of 2^-11, int32."""
     at = ((np.arange(target) + 0.5) * (1.0 / (target / size)) - 0.5).astype(np.float32)
     low = np.floor(at).astype(np.int64)
     return _fixed_point(low, at - low.astype(np.float32), size)
 
 
-def _fixed_point(low: np.ndarray, part: np.ndarray, size: int) -> Taps:
+def _fixed_point(low: np.ndarray, part: np.ndarray, size: int) -> Neighbours:
     one = np.float32(1 << LINEAR_BITS)
     weights = [np.rint(each * one).astype(np.int32) for each in (np.float32(1) - part, part)]
     first, second = (np.clip(index, 0, size - 1) for index in (low, low + 1))
@@ -123,7 +136,7 @@ def _fixed_point(low: np.ndarray, part: np.ndarray, size: int) -> Taps:
 
 
 @lru_cache(maxsize=64)
-def _linear_area_taps(size: int, target: int) -> Taps:
+def _linear_area_taps(size: int, target: int) -> Neighbours:
     """Return both neighbours of every target pixel and their weights in units of 2^-11, int32."""
     inverse = target / size
     scale = 1.0 / inverse
@@ -142,41 +155,57 @@ def resize_antialias(image: np.ndarray, height: int, width: int, method: str) ->
     method: "bilinear" or "bicubic" (a = -0.5). Columns first, then rows, each rounded to uint8; weights are int16
     with as many bits as fit. Source: ATen ``UpSampleKernel.cpp``.
     """
-    out = image
-    for axis, target in ((1, width), (0, height)):
-        if out.shape[axis] == target:
-            continue
-        sources, weights, bits = _antialias_taps(out.shape[axis], target, method)
-        shape = [1, 1, 1]
-        shape[axis] = target
-        total: np.ndarray | int = 1 << (bits - 1)
-        for source, weight in zip(sources, weights, strict=True):
-            total = total + np.take(out, source, axis=axis) * weight.reshape(shape)
-        out = np.clip(total >> bits, 0, 255).astype(np.uint8)
-    return out
+    return _resized(image, height, width, antialias_taps, method)
+
+
+def resize_pillow(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
+    """uint8 [h, w, 3] -> uint8 [height, width, 3] as Pillow before 13 resizes with its filter ``method``.
+
+    As torch's, whose kernel was made from it, but for weights of ``PILLOW_BITS``; by Pillow where no compiled kernels
+    are in use. Policies were trained on columns first; Pillow 13 begins with rows where they shrink much more. Source:
+    Pillow ``Resample.c``.
+    """
+    if compiled.in_use:
+        return _resized(image, height, width, antialias_taps, method, PILLOW_BITS)
+    from PIL import Image  # here: not every policy resizes with it
+
+    by, picture = Image.Resampling[method.upper()], Image.fromarray(image)
+    return np.asarray(picture.resize((width, picture.height), by).resize((width, height), by))
+
+
+def _resized(
+    image: np.ndarray, height: int, width: int, table: Callable[..., Taps], *given: Any
+) -> np.ndarray:
+    """[h, w, C] -> [height, width, C]: columns first, then rows, where they change."""
+    axes = [(axis, target) for axis, target in ((1, width), (0, height)) if image.shape[axis] != target]
+    return resample(image, ((axis, table(image.shape[axis], target, *given)) for axis, target in axes))
 
 
 @lru_cache(maxsize=64)
-def _antialias_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return source indices and int32 weights, both [taps, target], and the number of bits behind the point."""
-    scale = size / target
+def antialias_taps(size: int, target: int, method: str, bits: int = 0) -> Taps:
+    """bits: of int32 weights; 0: as many as int16 has room for, up to ``MAX_WEIGHT_BITS``."""
     kernel, reach = (_cubic, 2.0) if method == "bicubic" else (_triangle, 1.0)
-    support, inverse = (reach * scale, 1.0 / scale) if scale >= 1.0 else (reach, 1.0)
-    taps = math.ceil(support) * 2 + 1
-    sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target))
+    spans = _spans(size, target, kernel, np.float64(reach))
+    largest = max(weights.max() for _, weights in spans)
+    bits = bits or sum(int(0.5 + largest * (1 << more)) < 1 << 15 for more in range(1, MAX_WEIGHT_BITS + 1))
+    return Taps.of(size, ((low, np.trunc(w * (1 << bits) + np.copysign(0.5, w))) for low, w in spans), bits)
+
+
+def _spans(size: int, target: int, kernel: Callable[..., np.ndarray], reach: np.floating) -> list[Any]:
+    """Return, for each target pixel, the first source pixel under its kernel and the weights from there on, computed in
+    the type of ``reach``, how many pixels the kernel goes to both sides."""
+    real, one, half = type(reach), type(reach)(1), type(reach)(0.5)
+    scale = real(size) / real(target)
+    stretch = max(scale, one)
+    support, inverse = reach * stretch, one / stretch
+    spans = []
     for at in range(target):
-        center = scale * (at + 0.5)
-        low = max(int(center - support + 0.5), 0)
-        count = min(int(center + support + 0.5), size) - low
-        values = [kernel((low + tap - center + 0.5) * inverse) for tap in range(count)]
-        total = sum(values)
-        weights[:count, at] = [value / total for value in values] if total else values
-        sources[:count, at] = range(low, low + count)
-    largest, bits = weights.max(), 0
-    while bits < MAX_WEIGHT_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:
-        bits += 1
-    scaled = weights * (1 << bits)
-    return sources, np.trunc(scaled + np.where(weights < 0, -0.5, 0.5)).astype(np.int32), bits
+        center = scale * (real(at) + half)
+        low = max(int(center - support + half), 0)
+        distance = np.arange(low, min(int(center + support + half), size), dtype=real) - center
+        values = kernel(np.abs((distance + np.float64(0.5)) * np.float64(inverse)).astype(real))
+        spans.append((low, values / np.add.accumulate(values)[-1]))  # one after the other, as there
+    return spans
 
 
 def resize_cut(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -203,59 +232,31 @@ def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np
 
     method: "area" (torch's ``interpolate(mode="area")``), "bilinear" or "bicubic" (its antialiased ones, a = -0.5).
     """
-    out = image
-    for axis, target in ((1, width), (0, height)):
-        if out.shape[axis] == target:
-            continue
-        shape = [1, 1, 1]
-        shape[axis] = target
-        total: np.ndarray | np.float32 = np.float32(0)
-        for source, weight in zip(*_float_taps(out.shape[axis], target, method), strict=True):
-            total = total + np.take(out, source, axis=axis) * weight.reshape(shape)
-        out = np.asarray(total)
-    return out
+    return _resized(image, height, width, float_taps, method)
 
 
 @lru_cache(maxsize=64)
-def _float_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return source indices and float32 weights, both [taps, target], computed in float32 as ATen computes them."""
+def float_taps(size: int, target: int, method: str) -> Taps:
+    """Weights computed in float32 as ATen computes them."""
     if method == "area":
-        return _mean_taps(size, target)
-    one, half = np.float32(1), np.float32(0.5)
-    kernel, reach = (_cubics, np.float32(2)) if method == "bicubic" else (_triangles, one)
-    scale = np.float32(size) / np.float32(target)
-    stretch = max(scale, one)
-    support, inverse = reach * stretch, one / stretch
-    taps = math.ceil(float(support)) * 2 + 1
-    sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target), np.float32)
-    for at in range(target):
-        center = scale * (np.float32(at) + half)
-        low = max(int(center - support + half), 0)
-        count = min(int(center + support + half), size) - low
-        distance = np.arange(low, low + count, dtype=np.float32) - center
-        values = kernel(np.abs((distance + np.float64(0.5)) * np.float64(inverse)).astype(np.float32))
-        total = np.add.accumulate(values)[-1]  # one after the other, as there
-        weights[:count, at] = values / total
-        sources[:count, at] = range(low, low + count)
-    return sources, weights
+        ends = [(at * size // target, -((at + 1) * size // -target)) for at in range(target)]
+        return Taps.of(size, ((start, [1 / (end - start)] * (end - start)) for start, end in ends))
+    kernel, reach = (_fused_cubic, 2) if method == "bicubic" else (_triangle, 1)
+    return Taps.of(size, _spans(size, target, kernel, np.float32(reach)))
 
 
-def _mean_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
-    spans = [(at * size // target, -((at + 1) * size // -target)) for at in range(target)]
-    taps = max(end - start for start, end in spans)
-    sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target), np.float32)
-    for at, (start, end) in enumerate(spans):
-        sources[: end - start, at] = range(start, end)
-        weights[: end - start, at] = 1 / (end - start)
-    return sources, weights
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - x, 0)
 
 
-def _triangles(x: np.ndarray) -> np.ndarray:
-    return np.maximum(np.float32(1) - x, np.float32(0))
+def _cubic(x: np.ndarray) -> np.ndarray:
+    a = -0.5
+    near, far = ((a + 2.0) * x - (a + 3.0)) * x * x + 1, (((x - 5) * x + 8) * x - 4) * a
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
 
 
-def _cubics(x: np.ndarray) -> np.ndarray:
-    """Return the kernel of a = -0.5, each product and sum rounded once, as fused instructions do it."""
+def _fused_cubic(x: np.ndarray) -> np.ndarray:
+    """Return the same, float32, each product and sum rounded once, as fused instructions do it."""
     square = _fused(1.5, x, -2.5) * x
     near = _fused(square, x, 1.0)
     far = _fused(_fused(_fused(-0.5, x, 2.5), x, -4.0), x, 2.0)
@@ -264,16 +265,3 @@ def _cubics(x: np.ndarray) -> np.ndarray:
 
 def _fused(a: np.ndarray | float, b: np.ndarray, c: float) -> np.ndarray:
     return (np.asarray(a, np.float64) * b + c).astype(np.float32)
-
-
-def _triangle(x: float) -> float:
-    return max(1.0 - abs(x), 0.0)
-
-
-def _cubic(x: float) -> float:
-    a, x = -0.5, abs(x)
-    if x < 1.0:
-        return ((a + 2.0) * x - (a + 3.0)) * x * x + 1
-    if x < 2.0:
-        return (((x - 5) * x + 8) * x - 4) * a
-    return 0.0

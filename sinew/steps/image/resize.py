@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from sinew.steps.image.base import SizedStep
-from sinew.steps.image.methods import Method, MethodStep, resize
+from sinew.steps.image.methods import Method, MethodStep
 
 
 @dataclass(frozen=True)
@@ -21,9 +19,6 @@ class Resize(MethodStep, SizedStep):
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         return self.fixed
-
-    def forward(self, frame: np.ndarray) -> np.ndarray:
-        return resize(frame, self.height, self.width, self.method)
 
     def __str__(self) -> str:
         return f"{self.method} to {self.height}x{self.width}"

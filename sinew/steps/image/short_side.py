@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from sinew.core.fields import Side
-from sinew.steps.image.methods import Method, MethodStep, resize
+from sinew.steps.image.methods import Method, MethodStep
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,6 @@ class ShortSide(MethodStep):
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         return self.size(height, width)
-
-    def forward(self, frame: np.ndarray) -> np.ndarray:
-        return resize(frame, *self.size(*frame.shape[:2]), self.method)
 
     def __str__(self) -> str:
         return f"{self.method} to a short side of {self.edge}"

@@ -10,6 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from sinew.steps.image.compiled import Taps
+from sinew.steps.image.resample import resample
+
 F32 = np.float32
 RADIUS = F32(3)
 PI = F32(3.14159265359)
@@ -21,11 +24,8 @@ def resize_lanczos3(frame: np.ndarray, height: int, width: int) -> np.ndarray:
     Rows first, then columns; taps are added one after another in float32, without fused operations, because the
     last bit decides which way a value is rounded. Source: TensorFlow, scale_and_translate_op.cc.
     """
-    image = frame.astype(F32)
-    rows = _gather(image.reshape(len(image), -1), *_taps(len(image), height)).reshape(height, -1, 3)
-    columns = np.ascontiguousarray(rows.transpose(1, 0, 2)).reshape(rows.shape[1], -1)
-    out = _gather(columns, *_taps(rows.shape[1], width)).reshape(width, height, 3)
-    return np.ascontiguousarray(out.transpose(1, 0, 2))
+    taps = ((axis, _taps(frame.shape[axis], target)) for axis, target in ((0, height), (1, width)))
+    return resample(frame, taps)
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
@@ -33,21 +33,8 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
-def _gather(lines: np.ndarray, first: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted sums of neighbouring lines: [n, k], first line int [m], weights [m, taps] -> [m, k]."""
-    out = np.zeros((len(first), lines.shape[1]), F32)
-    product = np.empty_like(out)
-    for tap in range(weights.shape[1]):
-        # Beyond a row's taps the weight is zero, and adding zero changes nothing.
-        np.take(lines, np.minimum(first + tap, len(lines) - 1), axis=0, out=product, mode="clip")
-        product *= weights[:, tap, None]
-        out += product
-    return out
-
-
 @lru_cache(maxsize=64)
-def _taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
-    """First source pixel and normalised weights of each target pixel: int64 [target], float32 [target, taps]."""
+def _taps(size: int, target: int) -> Taps:
     scale = F32(target) / F32(size)
     inverse = F32(1) / scale
     kernel_scale = max(inverse, F32(1))
@@ -59,10 +46,10 @@ def _taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
     index = first[:, None] + np.arange((last - first).max() + 1)
     distance = np.abs((index.astype(F32) + F32(0.5) - centre[:, None]) * shrink)
     weights = np.where(index <= last[:, None], lanczos3(distance), F32(0))
-    total = np.zeros(target, F32)
-    for tap in range(weights.shape[1]):
-        total += weights[:, tap]
-    return first, weights * (F32(1) / total)[:, None]
+    weights *= F32(1) / np.add.accumulate(weights, axis=1)[:, -1:]  # one after another
+    return Taps.of(
+        size, ((low, row[: end - low + 1]) for low, end, row in zip(first, last, weights, strict=True))
+    )
 
 
 def lanczos3(x: np.ndarray) -> np.ndarray:
@@ -117,9 +104,9 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
     y0, y1, fy, past_y = _corners(image.shape[0], height, start, end)
     x0, x1, fx, past_x = _corners(image.shape[1], width, start, end)
     fy, fx = fy[:, None, None], fx[None, :, None]
-    top, bottom = image[y0], image[y1]
-    top = top[:, x0] + (top[:, x1] - top[:, x0]) * fx
-    bottom = bottom[:, x0] + (bottom[:, x1] - bottom[:, x0]) * fx
+    left = image.take(x0, axis=1)
+    across = left + (image.take(x1, axis=1) - left) * fx
+    top, bottom = across.take(y0, axis=0), across.take(y1, axis=0)
     found = np.clip(top + (bottom - top) * fy, F32(0), F32(1))
     found[past_y], found[:, past_x] = F32(0), F32(0)
     return found

@@ -19,6 +19,8 @@ extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t 
 extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
                              const int32_t* starts, const uint8_t* picks, const float* column_weights,
                              const int64_t* sizes, float* out);
+extern "C" int lowbit_resample(int kernels, const void* from, const int32_t* first, const void* weights, const int64_t* sizes,
+                               void* to);
 extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k,
                              const float* own_v, const uint8_t* mask, float* out, const int64_t* sizes, float scale,
                              int threads);
@@ -409,6 +411,38 @@ static bool check_resize(int kernels) {
   return true;
 }
 
+template <class From, class To, class Weight>
+static bool check_resample(int kernels) {
+  const int64_t height = 1 + below(40), width = 1 + below(40), axis = below(2), size = axis ? width : height;
+  const int64_t target = 1 + below(60), taps = 1 + below(int(size)), gap = below(4) * sizeof(From);
+  const int64_t bits = sizeof(To) == 1 ? 1 + below(22) : 0, row = 3 * width * sizeof(From) + gap;
+  std::vector<From> frame(((height - 1) * row) / sizeof(From) + 3 * width);  // exactly
+  for (From& value : frame) value = From(below(256)) / (sizeof(From) == 4 ? From(255) : From(1));
+  std::vector<int32_t> first(target);
+  for (int32_t& each : first) each = below(int(size - taps + 1));
+  std::vector<Weight> weights(target * taps);
+  for (Weight& w : weights) w = Weight((below(1 << 20) / float(1 << 19) - 0.5f) / taps * (bits ? 1 << bits : 1));
+  const int64_t wide = axis ? target : width, lines = axis ? height : target;
+  std::vector<To> out(3 * wide * lines);
+  const int64_t sizes[8] = {row, height, width, axis, target, taps, bits, sizeof(From) == 4};
+  if (lowbit_resample(kernels, frame.data(), first.data(), weights.data(), sizes, out.data())) return false;
+  for (int64_t i = 0; i < int64_t(out.size()); ++i) {
+    const int64_t y = i / (3 * wide), x = i / 3 % wide, at = axis ? x : y;
+    Weight sum = Weight(bits ? 1 << (bits - 1) : 0);
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const int64_t from = first[at] + tap;
+      volatile Weight product = frame[(axis ? y : from) * (row / sizeof(From)) + 3 * (axis ? from : x) + i % 3] * weights[at * taps + tap];
+      sum += product;
+    }
+    if (bits) sum = Weight(std::min(std::max(int64_t(sum) >> bits, int64_t(0)), int64_t(255)));
+    if (!same(float(out[i]), float(sum))) {
+      std::printf("resample at %d %d, axis %d: %.9g\n", int(y), int(x), int(axis), float(out[i]));
+      return false;
+    }
+  }
+  return true;
+}
+
 int main(int count, char** arguments) {
   const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
   random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
@@ -425,6 +459,9 @@ int main(int count, char** arguments) {
       const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels);
       if (taken && !check(kernels, format, 1 + below(large ? 30 : 14), k, channels, extreme, 1 + below(3))) return 1;
       if (!check_between(kernels) || !check_resize(kernels)) return 1;
+      if (!check_resample<uint8_t, uint8_t, int32_t>(kernels) || !check_resample<uint8_t, float, float>(kernels) ||
+          !check_resample<float, float, float>(kernels))
+        return 1;
       if (taken && !check_layer(kernels, format)) return 1;
     }
     std::printf("%s: %d cases exact\n", lowbit_kernels(kernels), cases);

@@ -9,16 +9,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.engine.cpu.kernels import build
@@ -29,11 +32,25 @@ from sinew.layers.stores.codes import Codes, Panels, apart
 from sinew.layers.stores.store import Tensors
 from sinew.policy import load
 from sinew.steps.image import bilinear
+from sinew.steps.image import compiled as frames
+from sinew.steps.image.methods import Method, resize
+from sinew.steps.image.resample import (
+    PILLOW_BITS,
+    antialias_taps,
+    by_numpy,
+    float_taps,
+    resample,
+    resize_pillow,
+)
 from tests import processes
 
 PEN = Path(__file__).resolve().parents[3] / "sinew" / "assets" / "pen.gguf"
 EXACT = Path(__file__).with_name("exact.cpp")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+
+
+def multiply_alone(library, index, x, weight, scale, bias, name, smallest) -> torch.Tensor:
+    return compiled._multiply_all(library, index, x, [weight], [scale], [bias], name, smallest)[0]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +61,7 @@ def all_kernels() -> dict[str, partial]:
         pytest.skip(built.reason)
     library = compiled.load(str(built.path))
     return {
-        name: partial(compiled._multiply, library, index)
+        name: partial(multiply_alone, library, index)
         for index, name in enumerate(compiled.kernel_names(library))
     }
 
@@ -150,24 +167,128 @@ def test_panels_stand_for_what_they_were_laid_out_from() -> None:
 side = st.integers(1, 90)
 
 
+def each_set(all_kernels) -> Iterator[tuple[str, frames.FrameKernels]]:
+    library = next(iter(all_kernels.values())).args[0]
+    for index, name in enumerate(compiled.kernel_names(library)):
+        yield name, compiled.frame_kernels(library, index)
+
+
+@pytest.fixture
+def no_frames() -> Iterator[None]:
+    """numpy resizes, and whatever a test installs is gone behind it."""
+    frames.install(None)
+    yield
+    frames.install(extension().frames)
+
+
 @given(side, side, side, side, st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_frames_are_resized_to_the_bits_of_numpy(
-    all_kernels, height, width, to_height, to_width, cut, bars
+    all_kernels, no_frames, height, width, to_height, to_width, cut, bars
 ) -> None:
     """On every instruction set, from part of a frame into part of planes."""
     whole = np.random.default_rng(height * width).integers(0, 256, (height + cut, width + cut, 3), np.uint8)
-    frame, library = whole[:height, :width], next(iter(all_kernels.values())).args[0]
-    bilinear.install(None)
+    frame = whole[:height, :width]
+    frames.install(None)
     wanted = bilinear.resize_bilinear(frame, to_height, to_width)
-    for index, name in enumerate(compiled.kernel_names(library)):
+    for name, kernels in each_set(all_kernels):
         out = np.full((3, to_height + bars, to_width + bars), np.float32(-1))
-        bilinear.install(partial(compiled._resize, library, index))
+        frames.install(kernels)
         bilinear.resize_bilinear(frame, to_height, to_width, out[:, bars:, bars:])
         assert np.array_equal(out[:, bars:, bars:], wanted), name
         assert (out[:, :bars] == -1).all(), name
         assert (out[:, :, :bars] == -1).all(), name
-    bilinear.install(extension().resize)
+
+
+@given(
+    sizes=st.tuples(*[st.one_of(st.integers(1, 8), side, st.integers(90, 240))] * 4),
+    method=st.sampled_from([*get_args(Method), "pil_bilinear"]),
+    lines=st.sampled_from([1, 2, -1]),
+    cut=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_method_gives_the_bits_of_its_reference(
+    all_kernels, no_frames, sizes, method, lines, cut, seed
+) -> None:
+    """On every instruction set, from a box of a frame whose lines may lie apart or upside down: numpy's bits, and those
+    of Pillow itself; 0 and 255 often, where sums are cut."""
+    height, width, *target = sizes
+    random = np.random.default_rng(seed)
+    whole = random.integers(-120, 376, ((height + cut) * abs(lines), width + cut, 3)).clip(0, 255)
+    frame = whole.astype(np.uint8)[::lines][cut:, cut:]
+    if method.endswith("_float"):
+        frame = (whole.astype(np.float32) / np.float32(255))[::lines][cut:, cut:]
+
+    def made() -> np.ndarray:
+        if method == "pil_bilinear":
+            return resize_pillow(frame, *target, "bilinear")
+        return resize(frame, *target, method)
+
+    frames.install(None)
+    wanted = made()
+    for name, kernels in each_set(all_kernels):
+        frames.install(kernels)
+        found = made()
+        assert found.dtype == wanted.dtype
+        assert np.array_equal(found, wanted), name
+
+
+def test_pillow_in_numpy_is_pillow(no_frames) -> None:
+    """What compiled kernels equal, held against the library that it stands for: in two passes, and in one of its own
+    where there are as many rows or more, for which every release has the same order."""
+    random, whole = np.random.default_rng(0), 0
+    for case in range(160):
+        height, width, to_height, to_width = map(int, random.integers(1, 70, 4))
+        frame = random.integers(0, 256, (height, width, 3), np.uint8)
+        kind = ("bilinear", "bicubic")[case % 2]
+        found = frame
+        for axis, target in ((1, to_width), (0, to_height)):
+            if found.shape[axis] != target:
+                found = by_numpy(found, axis, antialias_taps(found.shape[axis], target, kind, PILLOW_BITS))
+        assert np.array_equal(found, resize_pillow(frame, to_height, to_width, kind))
+        if to_height >= height:
+            once = Image.fromarray(frame).resize((to_width, to_height), Image.Resampling[kind.upper()])
+            assert np.array_equal(found, np.asarray(once))
+            whole += 1
+    assert whole > 40
+
+
+def test_what_kernels_do_not_read_is_numpys(no_frames) -> None:
+    """Pixels that lie otherwise, other types, taps of another size; and results are nobody's scratch."""
+    called = []
+
+    def resample_here(frame, axis, taps, out) -> None:
+        called.append(frame.shape)
+        out[:] = by_numpy(frame, axis, taps)
+
+    frame = np.random.default_rng(0).integers(0, 256, (9, 8, 3), np.uint8)
+    floats = frame.astype(np.float32)
+    whole, real = antialias_taps(9, 5, "bicubic"), float_taps(9, 5, "bicubic")
+    given = [
+        (frame, whole, 1),
+        (frame, real, 1),
+        (floats, real, 1),
+        (frame[:, ::-1], whole, 0),
+        (frame[..., ::-1], whole, 0),
+        (frame[..., :2], whole, 0),
+        (frame[:, :0], whole, 0),
+        (floats.astype(np.float64), real, 0),
+        (np.frombuffer(b"\0" + floats.tobytes(), np.uint8)[1:].view(np.float32).reshape(9, 8, 3), real, 0),
+    ]
+    wanted = [by_numpy(image, 0, taps) for image, taps, _ in given]
+    frames.install(
+        frames.FrameKernels(extension().frames.resize if extension().frames else None, resample_here)
+    )
+    for (image, taps, calls), expected in zip(given, wanted, strict=True):
+        called.clear()
+        found = resample(image, [(0, taps)])
+        assert np.array_equal(found, expected)
+        assert len(called) == calls, (image.dtype, image.strides)
+    with pytest.raises(IndexError):
+        resample(frame[:5], [(0, whole)])
+    twice = [resample(frame, [(0, whole), (1, antialias_taps(8, 5, "bicubic"))]) for _ in range(2)]
+    assert not np.shares_memory(*twice)
 
 
 @pytest.mark.parametrize(
@@ -178,29 +299,28 @@ def test_frames_are_resized_to_the_bits_of_numpy(
         ((8, 8, 3), np.zeros((3, 6, 6), np.float32)),
     ],
 )
-def test_what_numpy_cannot_resize_the_library_does_not_touch(all_kernels, frame, planes) -> None:
+def test_what_numpy_cannot_resize_the_library_does_not_touch(all_kernels, no_frames, frame, planes) -> None:
     """It looks at no bound itself: a frame without pixels, planes that are read only or too large."""
-    bilinear.install(partial(compiled._resize, *next(iter(all_kernels.values())).args))
+    frames.install(next(each_set(all_kernels))[1])
     pixels = np.full((9, 8, 3), 255, np.uint8)[: frame[0]]
     with pytest.raises((ValueError, IndexError)):
         bilinear.resize_bilinear(pixels, 4, 4, planes)
     assert not planes.any()
     wide = bilinear.resize_bilinear(np.full((8, 8, 3), 255, np.uint8), 4, 4, np.zeros((3, 4, 4)))
     assert (wide == 1).all()  # float64, as numpy writes it
-    bilinear.install(extension().resize)
 
 
 def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
     all_kernels, tmp_path, monkeypatch, caplog
 ) -> None:
     def taken(**environment: str) -> bool:
-        bilinear.install(None)
+        frames.install(None)
         compiled.take_kept_resize.cache_clear()
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             with load(PEN, engine="plan", threads=1):
-                return bool(bilinear._compiled)
+                return bool(frames.in_use)
 
     kept = build.kept() is not None  # not where nobody may write the home
     assert taken() == kept
@@ -211,18 +331,28 @@ def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
     assert not taken(**{compiled.SWITCH: "sse9"})
     said = f"numpy resizes frames: {compiled.SWITCH}=sse9: this CPU has " in caplog.text
     assert said == kept
-    bilinear.install(extension().resize)
+    frames.install(extension().frames)
 
 
 def test_a_resize_that_differs_is_found(all_kernels) -> None:
-    made = partial(compiled._resize, *next(iter(all_kernels.values())).args)
+    _, made = next(each_set(all_kernels))
 
     def off(*given) -> None:
-        made(*given)
+        made.resize(*given)
         given[2][2, -1, -1] *= 1 + np.float32(1e-7)
 
-    assert compiled.resize_differs(made) == ""
-    assert compiled.resize_differs(off) == "resize"
+    def wrong(image, axis, taps, out, bits, dtype) -> None:
+        made.resample(image, axis, taps, out)
+        if bits == bool(taps.bits) and image.dtype == dtype:
+            out[-1, -1, -1] = (
+                np.nextafter(out[-1, -1, -1], np.float32(2)) if taps.weights.dtype != np.int32 else 7
+            )
+
+    assert compiled.frames_differ(made) == ""
+    assert compiled.frames_differ(made._replace(resize=off)) == "resize"
+    for bits, dtype in ((True, np.uint8), (False, np.uint8), (False, np.float32)):
+        other = made._replace(resample=partial(wrong, bits=bits, dtype=dtype))
+        assert compiled.frames_differ(other) == "resample"
 
 
 def test_what_does_not_divide_into_panels_is_refused(all_kernels) -> None:
@@ -282,7 +412,7 @@ from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores import lowbit
 torch.set_num_threads(2)
 e, w = extension(), torch.zeros(64, 64, dtype=torch.uint8)
-call = lambda: e.multiply(torch.ones(32, 64), w, torch.ones(1), None, "int8", 1e-30)
+call = lambda: e.multiply_all(torch.ones(32, 64), [w], [torch.ones(1)], [None], "int8", 1e-30)
 call()
 child = os.fork()
 call()
@@ -324,17 +454,16 @@ def test_the_operator_is_seen_by_tracers() -> None:
 
 
 def test_a_library_that_computes_something_else_is_found_out() -> None:
-    def slightly_off(*arguments):
-        return lowbit.reference(*arguments) * (1 if arguments[4] != "q8_0" else 1 + 2e-7)
+    def off_in(wrong, *arguments):
+        return [
+            each * (1 if arguments[4] != wrong else 1 + 2e-7) for each in lowbit.reference_all(*arguments)
+        ]
 
-    def off_in_panels(*arguments):
-        return lowbit.reference(*arguments) * (1 if arguments[4] != lowbit.PANELS else 1 + 2e-7)
-
-    assert compiled.differs(lowbit.reference, lowbit.lay_out_into) == ""
-    assert compiled.differs(slightly_off, lowbit.lay_out_into) == "q8_0"
-    assert compiled.differs(off_in_panels, None) == ""
-    assert compiled.differs(off_in_panels, lowbit.lay_out_into) == lowbit.PANELS
-    assert compiled.differs(lowbit.reference, lambda rows, panels: panels.copy_(rows)) == lowbit.PANELS
+    assert compiled.differs(lowbit.reference_all, lowbit.lay_out_into) == ""
+    assert compiled.differs(partial(off_in, "q8_0"), lowbit.lay_out_into) == "q8_0"
+    assert compiled.differs(partial(off_in, lowbit.PANELS), None) == ""
+    assert compiled.differs(partial(off_in, lowbit.PANELS), lowbit.lay_out_into) == lowbit.PANELS
+    assert compiled.differs(lowbit.reference_all, lambda rows, panels: panels.copy_(rows)) == lowbit.PANELS
 
 
 def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:
@@ -351,7 +480,7 @@ def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:
 def test_this_machine_computes_with_what_it_has() -> None:
     found = extension()
     assert found.compiled == (build.find_compiler() is not None), found.reason
-    assert bilinear._compiled == ([found.resize] if found.compiled else [])
+    assert frames.in_use == ([found.frames] if found.compiled else [])
 
 
 @needs_compiler

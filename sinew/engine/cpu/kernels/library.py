@@ -23,7 +23,8 @@ from sinew.engine.cpu.kernels.build import build, kept
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
 from sinew.engine.cpu.kernels.layer_kernels import STATUS, LayerKernels, check_codes, number_of
 from sinew.layers.stores import lowbit
-from sinew.steps.image import bilinear
+from sinew.steps.image import bilinear, compiled, resample
+from sinew.steps.image.compiled import Mixing, Taps
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,9 @@ class Extension:
     reason: str
     available: tuple[str, ...] = ()
     panels: bool = False  # multiplies int8 weights that lie as lowbit.PANELS
-    multiply: Callable[..., Tensor] = lowbit.reference
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
     lay_out: lowbit.LayOut = lowbit.lay_out_into
-    resize: bilinear.Compiled | None = None  # None: numpy does
+    frames: compiled.FrameKernels | None = None  # None: numpy resizes
     floats: FloatKernels = float_kernels.REFERENCES
     layers: LayerKernels = layer_kernels.REFERENCES
 
@@ -58,7 +58,7 @@ def extension() -> Extension:
     """Return what this machine has, compiled, loaded, checked and installed behind the operator on the first call."""
     found = _load(os.environ.get(SWITCH, ""))
     lowbit.install(found.multiply_all)
-    bilinear.install(found.resize)
+    compiled.install(found.frames)
     float_kernels.install(found.floats)
     layer_kernels.install(found.layers)
     if not found.compiled:
@@ -78,13 +78,13 @@ def take_kept_resize() -> None:
         return  # who needs the library is told by extension()
     names = kernel_names(library)
     index = names.index(asked) if asked in names else 0
-    resize = partial(_resize, library, index)
+    frames = frame_kernels(library, index)
     if asked and asked not in names:
         log.warning("numpy resizes frames: %s=%s: this CPU has %s", SWITCH, asked, ", ".join(names))
-    elif wrong := resize_differs(resize):
+    elif wrong := frames_differ(frames):
         log.warning("numpy resizes frames: %s kernels of %s differ from it in %s", names[index], path, wrong)
     else:
-        bilinear.install(resize)
+        compiled.install(frames)
         log.info("frames are resized by %s kernels", names[index])
 
 
@@ -102,23 +102,20 @@ def _load(asked: str) -> Extension:
     if asked and asked not in names:
         return Extension("reference", f"{SWITCH}={asked}: this CPU has {', '.join(names)}", names)
     index = names.index(asked) if asked else 0
-    multiply = partial(_multiply, library, index)
     multiply_all = partial(_multiply_all, library, index)
     panels = bool(library.lowbit_takes_panels(index))
     floats, layers = FloatKernels.compiled(library, index), LayerKernels.compiled(library, index)
-    lay_out, resize = partial(_lay_out, library, index), partial(_resize, library, index)
+    lay_out, frames = partial(_lay_out, library, index), frame_kernels(library, index)
     if wrong := (
-        differs(multiply, lay_out if panels else None)
-        or resize_differs(resize)
+        differs(multiply_all, lay_out if panels else None)
+        or frames_differ(frames)
         or float_kernels.differs(floats)
         or layer_kernels.differs(layers, floats, multiply_all)
     ):
         return Extension(
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
-    return Extension(
-        names[index], built.reason, names, panels, multiply, multiply_all, lay_out, resize, floats, layers
-    )
+    return Extension(names[index], built.reason, names, panels, multiply_all, lay_out, frames, floats, layers)
 
 
 def load(path: str) -> Any:
@@ -134,6 +131,7 @@ def load(path: str) -> Any:
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
     library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]
+    library.lowbit_resample.argtypes = [ctypes.c_int, *[pointer] * 5]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
@@ -146,20 +144,6 @@ def kernel_names(library: Any) -> tuple[str, ...]:
     while name := library.lowbit_kernels(len(names)):
         names.append(name.decode())
     return tuple(names)
-
-
-def _multiply(
-    library: Any,
-    kernels: int,
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    name: str,
-    smallest: float,
-) -> Tensor:
-    """As :func:`sinew.layers.stores.lowbit.reference`. Raises ValueError for tensors that do not fit each other."""
-    return _multiply_all(library, kernels, x, [weight], [scale], [bias], name, smallest)[0]
 
 
 def _multiply_all(
@@ -189,9 +173,13 @@ def _multiply_all(
         *(kernels, number_of(name), x.data_ptr(), rows, k, smallest),
         *(given.data_ptr(), len(results), torch.get_num_threads()),
     )
-    if status:
-        raise RuntimeError(f"low-bit product: {STATUS.get(status, status)}")
+    _check("low-bit product", status)
     return results
+
+
+def _check(what: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{what}: {STATUS.get(status, status)}")
 
 
 def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None:
@@ -199,40 +187,63 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
     fits = all(t.dtype == torch.uint8 and t.is_contiguous() for t in (weight, panels))
     if not fits or weight.shape != panels.shape or not lowbit.lies_in_panels(*weight.shape):
         raise ValueError(f"panels: weight {list(weight.shape)} and panels {list(panels.shape)} do not fit")
-    status = library.lowbit_lay_out(
-        kernels, weight.data_ptr(), panels.data_ptr(), *weight.shape, torch.get_num_threads()
-    )
-    if status:
-        raise RuntimeError(f"panels: {STATUS.get(status, status)}")
+    given = weight.data_ptr(), panels.data_ptr(), *weight.shape, torch.get_num_threads()
+    _check("panels", library.lowbit_lay_out(kernels, *given))
 
 
-def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: bilinear.Mixing, out: np.ndarray) -> None:
-    """As :data:`sinew.steps.image.bilinear.Compiled`."""
+def frame_kernels(library: Any, kernels: int) -> compiled.FrameKernels:
+    """Return what resizes frames with the ``kernels``-th set of a loaded library."""
+    return compiled.FrameKernels(partial(_resize, library, kernels), partial(_resample, library, kernels))
+
+
+def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: np.ndarray) -> None:
+    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
     sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.reach, *strides)
-    status = library.lowbit_resize(
-        kernels, frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
-    )
-    if status:
-        raise RuntimeError(f"resize: {STATUS.get(status, status)}")
+    given = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
+    _check("resize", library.lowbit_resize(kernels, *given))
 
 
-def resize_differs(resize: bilinear.Compiled) -> str:
-    """Return "resize" where ``resize`` differs from numpy's; empty where it does not."""
+def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Taps, out: np.ndarray) -> None:
+    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
+    shapes = *frame.shape[:2], axis, *taps.weights.shape
+    sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
+    given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
+    _check("resample", library.lowbit_resample(kernels, *given))
+
+
+def frames_differ(frames: compiled.FrameKernels) -> str:
+    """Return the name of what ``frames`` compute otherwise than numpy; empty where there is nothing."""
     frame = (np.arange(37 * 41 * 3) * 97 % 256).astype(np.uint8).reshape(37, 41, 3)
-    out = np.empty((3, 60, 19), np.float32)
-    resize(frame, bilinear.mixing(frame.shape[:2], out.shape[1:]), out)
-    wanted = bilinear.resize_bilinear(frame.astype(np.float32) / np.float32(255), *out.shape[1:])
-    return "" if np.array_equal(out, wanted) else "resize"
+    floats = frame.astype(np.float32) / np.float32(255)
+    planes = np.empty((3, 60, 19), np.float32)
+    frames.resize(frame, bilinear.mixing(frame.shape[:2], planes.shape[1:]), planes)
+    if not np.array_equal(planes, bilinear.resize_bilinear(floats, *planes.shape[1:])):
+        return "resize"
+    for image, table in (
+        (frame, partial(resample.antialias_taps, method="bicubic")),
+        (frame, partial(resample.float_taps, method="area")),
+        (floats, partial(resample.float_taps, method="bicubic")),
+    ):
+        for axis, target in ((0, 60), (1, 19)):
+            wanted = resample.by_numpy(image, axis, taps := table(image.shape[axis], target))
+            frames.resample(image, axis, taps, made := np.empty_like(wanted))
+            if not np.array_equal(made, wanted):
+                return "resample"
+    return ""
 
 
-def differs(multiply: Callable[..., Tensor], lay_out: lowbit.LayOut | None) -> str:
-    """Return the name of a format in which ``multiply`` differs from the reference; empty if there is none.
+def differs(multiply_all: Callable[..., list[Tensor]], lay_out: lowbit.LayOut | None) -> str:
+    """Return the name of a format in which ``multiply_all`` differs from the reference; empty if there is none.
 
     lay_out: where int8 is multiplied as :data:`sinew.layers.stores.lowbit.PANELS`, too, what lays it out. A
     miscompiled library, or one made for another machine, shows here and not in a robot's actions.
     """
     random = torch.Generator().manual_seed(0)
+
+    def multiply(x: Tensor, *one: Any) -> Tensor:
+        return multiply_all(x, *([each] for each in one[:3]), *one[3:])[0]
+
     for name, stored in FORMATS.items():
         k, channels = 160, 37
         x = torch.randn(9, k, generator=random)

@@ -55,7 +55,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels I8MM = {
     "neon-i8mm", {ROWS, ROWS, ROWS, ROWS}, 1, 8, 8, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<8, 8, 0>, pack<8, 8>,
-    finish, resize, nullptr,
+    finish, resize, resample, nullptr,
 };
 
 }  // namespace

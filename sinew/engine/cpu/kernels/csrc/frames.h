@@ -1,6 +1,7 @@
-// A frame's bilinear resize, to the bit what sinew/steps/image/bilinear.py computes with numpy: columns first, then rows, each
-// product and sum rounded on its own.
+// Resizes of frames, to the bit what sinew/steps/image/ computes with numpy: each product and sum of floats rounded on its own.
 #pragma once
+#include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "kernels.h"
@@ -57,7 +58,7 @@ inline void across(const Picture& p, const uint8_t* line, float* to) {
   }
 }
 
-// See Picture. `memory`: three lines of `values`.
+// The bilinear one: columns first, then rows. See Picture. `memory`: three lines of `values`.
 void resize(const Picture& p, float* memory) {
   float *upper = memory, *lower = memory + p.values, *__restrict mixed = memory + 2 * p.values;
   int32_t above = -1, below = -1;  // which lines the two hold
@@ -82,6 +83,192 @@ void resize(const Picture& p, float* memory) {
       blue[i] = mixed[3 * i + 2];
     }
   }
+}
+
+// TOGETHER values are WORDS vectors of 32-bit lanes, of the width that an instruction set has.
+#if defined(__AVX512F__)
+constexpr int LANE_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int LANE_BYTES = 32;
+#else
+constexpr int LANE_BYTES = 16;
+#endif
+constexpr int WORDS = 4 * TOGETHER / LANE_BYTES, LANES_OF_WORD = LANE_BYTES / 4;
+typedef int32_t Ints __attribute__((vector_size(LANE_BYTES)));
+typedef float Reals __attribute__((vector_size(LANE_BYTES)));
+typedef uint8_t Octets __attribute__((vector_size(TOGETHER)));
+typedef float Fours __attribute__((vector_size(16)));
+
+// Values of both by turns: of their first halves, then of their second ones.
+#if defined(__clang__)
+#define LOWBIT_ZIP(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LOWBIT_ZIP(a, b, ...) __builtin_shuffle(a, b, (Mask){__VA_ARGS__})
+#endif
+inline void zip(Octets a, Octets b, Octets& low, Octets& high) {
+  typedef Octets Mask;
+  low = LOWBIT_ZIP(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  high = LOWBIT_ZIP(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+inline void zip_pairs(Octets a, Octets (&zipped)[2]) {  // bytes in pairs, and zeros
+  typedef Octets Mask;
+  zipped[0] = LOWBIT_ZIP(a, Octets{}, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
+  zipped[1] = LOWBIT_ZIP(a, Octets{}, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
+}
+inline void zip(Fours a, Fours b, Fours& low, Fours& high) {
+  typedef int32_t Mask __attribute__((vector_size(16)));
+  low = LOWBIT_ZIP(a, b, 0, 4, 1, 5);
+  high = LOWBIT_ZIP(a, b, 2, 6, 3, 7);
+}
+
+template <class V, class T>
+inline V loaded(const T* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// Rows and columns of a square exchanged: each round takes the highest bit of a value's place to its low end.
+template <class V, int SIDE>
+inline void turn(V (&square)[SIDE]) {
+#pragma GCC unroll 4
+  for (int round = 1; round < SIDE; round *= 2) {
+    V turned[SIDE];
+#pragma GCC unroll 8
+    for (int i = 0; i < SIDE / 2; ++i) zip(square[i], square[i + SIDE / 2], turned[2 * i], turned[2 * i + 1]);
+#pragma GCC unroll 16
+    for (int i = 0; i < SIDE; ++i) square[i] = turned[i];
+  }
+}
+
+// As many rows of `count` values <-> [count][TOGETHER]; of those that are not there nothing is written.
+template <bool BACK, class V, class T>
+inline void exchange(T* const (&rows)[TOGETHER], int64_t count, int there, T* columns) {
+  constexpr int SIDE = sizeof(V) / sizeof(T);
+  for (int64_t at = 0; at < count && count < SIDE; ++at)
+    for (int r = 0; r < (BACK ? there : TOGETHER); ++r)
+      BACK ? rows[r][at] = columns[at * TOGETHER + r] : columns[at * TOGETHER + r] = rows[r][at];
+  for (int64_t begin = 0; begin < count && count >= SIDE; begin += SIDE) {
+    const int64_t at = begin + SIDE < count ? begin : count - SIDE;
+    for (int r = 0; r < TOGETHER; r += SIDE) {
+      V square[SIDE];
+      const auto column = [&](int i) { return columns + (at + i) * TOGETHER + r; };
+#pragma GCC unroll 16
+      for (int i = 0; i < SIDE; ++i) square[i] = loaded<V>(BACK ? column(i) : rows[r + i] + at);
+      turn(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < SIDE; ++i)
+        if (!BACK || r + i < there) std::memcpy(BACK ? rows[r + i] + at : column(i), &square[i], sizeof(V));
+    }
+  }
+}
+
+// The `part`-th vector of TOGETHER values.
+inline Ints widened(const uint8_t* from, int part, Ints) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8 * part)));
+#else
+  Octets halves[2], quarters[2];
+  zip(loaded<Octets>(from), Octets{}, halves[0], halves[1]);
+  zip_pairs(halves[part / 2], quarters);
+  return (Ints)quarters[part % 2];
+#endif
+}
+inline Reals widened(const uint8_t* from, int part, Reals) {
+  return __builtin_convertvector(widened(from, part, Ints{}), Reals);
+}
+inline Reals widened(const float* from, int part, Reals) { return loaded<Reals>(from + part * LANES_OF_WORD); }
+
+inline void finish_sums(const Ints (&sums)[WORDS], int bits, uint8_t* to) {
+#if defined(__AVX512F__)
+  const __m512i whole = _mm512_max_epi32((__m512i)(sums[0] >> bits), _mm512_setzero_si512());
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtusepi32_epi8(whole));
+#elif defined(__AVX2__)
+  const __m256i halves = _mm256_packs_epi32((__m256i)(sums[0] >> bits), (__m256i)(sums[1] >> bits));
+  const __m256i whole = _mm256_permute4x64_epi64(halves, 0xd8);  // which packs each half of 128 bits alone
+  const __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(low, high));
+#else
+  int32_t whole[TOGETHER];
+  std::memcpy(whole, sums, sizeof whole);
+  for (int i = 0; i < TOGETHER; ++i) {
+    const int32_t value = whole[i] >> bits;
+    to[i] = static_cast<uint8_t>(value < 0 ? 0 : value > 255 ? 255 : value);
+  }
+#endif
+}
+inline void finish_sums(const Reals (&sums)[WORDS], int, float* to) { std::memcpy(to, sums, sizeof sums); }
+
+// Sums of `GROUPS` times TOGETHER values whose neighbours lie `step` apart.
+template <class V, int GROUPS, class From, class To, class Weight>
+inline void weigh(const From* from, int64_t step, const Weight* weights, const Resampling& r, To* to) {
+  const int bits = static_cast<int>(r.bits);
+  V sums[GROUPS][WORDS];
+#pragma GCC unroll 12
+  for (int i = 0; i < GROUPS * WORDS; ++i) sums[i / WORDS][i % WORDS] = V{} + static_cast<Weight>(bits ? 1 << (bits - 1) : 0);
+  for (int64_t tap = 0; tap < r.taps; ++tap, from += step)
+#pragma GCC unroll 12
+    for (int i = 0; i < GROUPS * WORDS; ++i)
+      sums[i / WORDS][i % WORDS] += widened(from + i / WORDS * TOGETHER, i % WORDS, V{}) * weights[tap];
+#pragma GCC unroll 3
+  for (int g = 0; g < GROUPS; ++g) finish_sums(sums[g], bits, to + g * TOGETHER);
+}
+
+template <class V, class From, class To, class Weight>
+void resample_as(const Resampling& r, char* memory) {
+  typedef typename std::conditional<sizeof(From) == 1, Octets, Fours>::type FromSquare;
+  typedef typename std::conditional<sizeof(To) == 1, Octets, Fours>::type ToSquare;
+  const Weight* weights = static_cast<const Weight*>(r.weights);
+  To* const to = static_cast<To*>(r.to);
+  const auto row = [&](int64_t y) {
+    return reinterpret_cast<From*>(const_cast<char*>(static_cast<const char*>(r.from) + y * r.row_bytes));
+  };
+  const int64_t wide = 3 * r.width;
+  From* const turned = reinterpret_cast<From*>(memory);
+  if (r.axis == 0 && wide < TOGETHER) {
+    std::memset(turned, 0, r.height * TOGETHER * sizeof(From));
+    for (int64_t y = 0; y < r.height; ++y) std::memcpy(turned + y * TOGETHER, row(y), wide * sizeof(From));
+    for (int64_t y = 0; y < r.target; ++y) {
+      To line[TOGETHER];
+      weigh<V, 1>(turned + r.first[y] * TOGETHER, TOGETHER, weights + y * r.taps, r, line);
+      std::memcpy(to + y * wide, line, wide * sizeof(To));
+    }
+    return;
+  }
+  const int64_t step = r.row_bytes / static_cast<int64_t>(sizeof(From));
+  for (int64_t y = 0; r.axis == 0 && y < r.target; ++y) {
+    const auto sums_at = [&](auto vectors, int64_t at) {
+      weigh<V, decltype(vectors)::value>(row(r.first[y]) + at, step, weights + y * r.taps, r, to + y * wide + at);
+    };
+    int64_t at = 0;
+    for (; at + 3 * TOGETHER <= wide; at += 3 * TOGETHER) sums_at(std::integral_constant<int, 3>(), at);
+    for (; at < wide; at += TOGETHER)  // the last ones again, where a vector would reach beyond
+      sums_at(std::integral_constant<int, 1>(), at + TOGETHER < wide ? at : wide - TOGETHER);
+  }
+  if (r.axis == 0) return;
+  To* const made = reinterpret_cast<To*>(turned + wide * TOGETHER);
+  for (int64_t y = 0; y < r.height; y += TOGETHER) {
+    const int there = static_cast<int>(r.height - y < TOGETHER ? r.height - y : TOGETHER);
+    From* rows[TOGETHER];
+    To* out[TOGETHER];
+    for (int i = 0; i < TOGETHER; ++i) {
+      rows[i] = row(y + (i < there ? i : 0));
+      out[i] = to + (y + (i < there ? i : 0)) * 3 * r.target;
+    }
+    exchange<false, FromSquare>(rows, wide, there, turned);
+    for (int64_t x = 0; x < r.target; ++x)
+      weigh<V, 3>(turned + r.first[x] * 3 * TOGETHER, 3 * TOGETHER, weights + x * r.taps, r, made + x * 3 * TOGETHER);
+    exchange<true, ToSquare>(out, 3 * r.target, there, made);
+  }
+}
+
+// See Resampling.
+void resample(const Resampling& r, char* memory) {
+  if (r.bits) return resample_as<Ints, uint8_t, uint8_t, int32_t>(r, memory);
+  if (r.floats) return resample_as<Reals, float, float, float>(r, memory);
+  resample_as<Reals, uint8_t, float, float>(r, memory);
 }
 
 }  // namespace

@@ -55,6 +55,26 @@ struct Picture {
   int64_t row, plane;
 };
 
+// Pixels of three values, rows of them `row_bytes` apart, whose lines (axis 0) or columns (axis 1) become weighted sums of neighbours:
+// the at-th of `target` is of the `taps` from first[at] on, weighed with weights [target][taps], added one after another from the
+// first. int32 weights have `bits` binary places, and bytes become bytes: rounded, and cut to 0 .. 255. Where `bits` is 0 they are
+// float32, and so is what comes out; what is read are bytes or `floats`. `to` is dense.
+struct Resampling {
+  const void* from;
+  int64_t row_bytes, height, width;
+  const int32_t* first;
+  const void* weights;
+  int64_t axis, target, taps, bits, floats;
+  void* to;
+};
+
+constexpr int TOGETHER = 16;  // rows whose columns are weighed together
+
+// Bytes that a call works in: rows turned to columns and what becomes of them, or lines of less than a vector.
+constexpr int64_t resample_bytes(const Resampling& r) {
+  return r.axis == 0 ? 4 * TOGETHER * r.height * (3 * r.width < TOGETHER) : 12 * TOGETHER * (r.width + r.target);
+}
+
 struct Kernels {
   const char* name;
   int rows[WIDTHS];  // the most rows of a tile
@@ -74,6 +94,8 @@ struct Kernels {
                  int64_t stride);
   // See Picture; memory: three lines of `values`.
   void (*resize)(const Picture&, float* memory);
+  // See Resampling; memory: resample_bytes().
+  void (*resample)(const Resampling&, char* memory);
   // What a row of activations contributes alone where EIGHT_BITS makes two products of one (x86_avx2.cpp), else null.
   int32_t (*pairs)(const int8_t* x, int64_t k);
   // Two panels at once, of one group each: a value of x is read once for both. Null where that gains nothing.

@@ -31,7 +31,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels PORTABLE = {
     "portable", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
-    finish, resize, nullptr,
+    finish, resize, resample, nullptr,
 };
 
 }  // namespace

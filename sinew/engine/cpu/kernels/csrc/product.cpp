@@ -258,6 +258,25 @@ PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines
   return 0;
 }
 
+// As kernels.h says of Resampling; `sizes`: row_bytes, height, width, axis, target, taps, bits, floats. Returns as lowbit_multiply.
+PUBLIC int lowbit_resample(int kernels, const void* from, const int32_t* first, const void* weights, const int64_t* sizes,
+                           void* to) {
+  using namespace lowbit;
+  thread_local Buffer buffer;
+  const Set* chosen = set_here(kernels);
+  const Resampling r = {from, sizes[0], sizes[1], sizes[2], first, weights, sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], to};
+  const int64_t most = 1 << 20;
+  if (chosen == nullptr || r.height < 1 || r.width < 1 || r.height > most || r.width > most || r.target < 1 || r.target > most ||
+      r.taps < 1 || r.taps > (r.axis ? r.width : r.height))
+    return 1;
+  try {
+    chosen->products->resample(r, static_cast<char*>(buffer.get(resample_bytes(r))));
+  } catch (const std::exception&) {
+    return 2;
+  }
+  return 0;
+}
+
 // Rows of int8 [channels, k] -> INT8_PANELS. Returns 1 for sizes that do not divide, and kernels that do not take them.
 PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
   using namespace lowbit;

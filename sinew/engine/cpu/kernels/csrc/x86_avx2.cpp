@@ -258,7 +258,7 @@ const Kernels AVX2 = {
     "avx2", {ROWS, ROWS, PAIRED, ROWS}, 0, 4, 2, 0,
     {Table<Ternary, ROWS>::run, Table<Narrow, ROWS>::run, Table<Paired, PAIRED>::run,
      Table<Wide, ROWS>::run},
-    quantize, expand_avx2, pack_avx2, finish, resize, pairs,
+    quantize, expand_avx2, pack_avx2, finish, resize, resample, pairs,
 };
 
 }  // namespace

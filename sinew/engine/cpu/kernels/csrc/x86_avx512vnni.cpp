@@ -112,7 +112,7 @@ void expand_avx512(const Weights& w, int64_t channel, void* panel, float* scales
 const auto MULTIPLY = Table<Multiply, ROWS>::run, MULTIPLY_TWO = Table<MultiplyTwo, ROWS>::run;
 const Kernels AVX512VNNI = {
     "avx512vnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand_avx512, pack<4, 4>,
-    finish, resize, nullptr, {MULTIPLY_TWO, nullptr, MULTIPLY_TWO, nullptr},
+    finish, resize, resample, nullptr, {MULTIPLY_TWO, nullptr, MULTIPLY_TWO, nullptr},
 };
 
 }  // namespace

@@ -53,7 +53,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels AVXVNNI = {
     "avxvnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
-    finish, resize, nullptr,
+    finish, resize, resample, nullptr,
 };
 
 }  // namespace

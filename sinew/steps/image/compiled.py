@@ -1,0 +1,86 @@
+"""The compiled form of resizes, where a process has one: what its kernels are given, and which are in use.
+
+They equal numpy's in every bit, and look at nothing themselves: what lies otherwise is numpy's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Mixing(NamedTuple):
+    """What a bilinear resize mixes, as kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines int32
+    [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4], column_weights
+    float32 [2, values]; and where they lie, which it takes microseconds to ask for."""
+
+    arrays: tuple[np.ndarray, ...]
+    addresses: tuple[int, ...]
+    reach: int
+
+
+class Taps(NamedTuple):
+    """What pixels along an axis of ``size`` become: the at-th of the target is a sum of those from first[at] on, int32
+    [target], times weights [target, taps], one after another; and where the two lie.
+
+    bits: binary places of int32 weights, which make rounded bytes of bytes; 0: weights and results are float32."""
+
+    size: int
+    first: np.ndarray
+    weights: np.ndarray
+    bits: int
+    addresses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, size: int, spans: Iterable[tuple[int, Sequence[Any] | np.ndarray]], bits: int = 0) -> Taps:
+        """Return those of spans: for each target pixel its first source pixel, and the weights from there on."""
+        given = list(spans)
+        taps = max(len(weights) for _, weights in given)
+        first = np.array([min(low, size - taps) for low, _ in given], np.int32)  # no tap lies outside
+        table = np.zeros((len(given), taps), np.int32 if bits else np.float32)
+        for row, begin, (low, weights) in zip(table, first, given, strict=True):
+            row[low - begin :][: len(weights)] = weights
+        return cls(size, first, table, bits, (first.ctypes.data, table.ctypes.data))
+
+
+class FrameKernels(NamedTuple):
+    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width]. resample: from uint8 or float32
+    [h, w, 3], by the taps of an axis, to what they make, dense."""
+
+    resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
+    resample: Callable[[np.ndarray, int, Taps, np.ndarray], None]
+
+
+in_use: list[FrameKernels] = []  # at most one
+
+
+def install(kernels: FrameKernels | None) -> None:
+    """Let ``kernels`` resize frames; they have to equal numpy in every bit. None: numpy does."""
+    in_use[:] = [] if kernels is None else [kernels]
+
+
+def pixels_lie_together(frame: np.ndarray) -> bool:
+    """Return whether [h, w, 3] has pixels, each beside the one before, whatever lies between lines."""
+    lies = (frame.shape[2], *frame.strides[1:])
+    return lies == (3, 3 * frame.itemsize, frame.itemsize) and frame.size > 0 and frame.flags.aligned
+
+
+MOST_KEPT = 16 << 20  # bytes of one buffer; a larger one is given back
+_kept = threading.local()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return a buffer of this thread that the next call writes over: memory that the system has just given costs a page
+    fault for each 4 KiB."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size > MOST_KEPT:
+        return np.empty(shape, dtype)
+    kept: np.ndarray | None = getattr(_kept, name, None)
+    if kept is None or len(kept) < size:
+        kept = np.empty(size, np.uint8)
+        setattr(_kept, name, kept)
+    return kept[:size].view(dtype).reshape(shape)
