@@ -7,8 +7,8 @@
 //
 //   codes     w = code - offset, and sum(x * w) = sum(x * code) - offset * sum(x): integers, exact.
 //   unit      values of k that lie together: 4 (8 with i8mm), or 2 where products are of 16 bits.
-//   panel     [k / unit][CHANNELS][unit], bytes
-//   block     of activations: [k / unit][rows][unit], bytes; where a unit is 2, of 16 bits each
+//   panel     [k / unit][CHANNELS][unit], bytes; where a unit is 2, of 16 bits each
+//   block     of activations: [k / unit][rows][unit], the same
 //   group     values of k that share a scale: 32 in Q4_0 and Q8_0, all of them in the other formats.
 #pragma once
 #include <cstdint>

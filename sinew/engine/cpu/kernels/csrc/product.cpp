@@ -42,7 +42,7 @@ struct Plan : Call {
   int size(int64_t block) const { return static_cast<int>(first(block + 1) - first(block)); }
   int width_of(int64_t block) const { return kernels->even ? static_cast<int>(round_up(size(block), 2)) : size(block); }
   int64_t block_bytes() const { return padded * bytes * width; }
-  int64_t panel_bytes() const { return padded * CHANNELS; }
+  int64_t panel_bytes() const { return padded * bytes * CHANNELS; }
   int64_t group_bytes() const { return static_cast<int64_t>(groups) * CHANNELS * 4; }  // scales or bases of a panel
 };
 
