@@ -103,8 +103,6 @@ def test_a_specification_with_all_there_is() -> None:
     [
         ({"chunk_size": "10"}, "policy.chunk_size: expected a whole number, got '10'"),
         ({"chunk_size": True}, "policy.chunk_size: expected a whole number, got True"),
-        ({"chunk_size": 0}, "policy.chunk_size: expected 1 or more, got 0"),
-        ({"n_action_steps": 11}, "policy.n_action_steps: expected 0 to 10, got 11"),
         ({"cameras": [{"name": 3, "height": 1, "width": 1}]}, r"policy.cameras\[0\].name: expected a text"),
         ({"cameras": [{"name": "a"}]}, r"policy.cameras\[0\].height: expected a value, got nothing"),
         ({"cameras": "front"}, "policy.cameras: expected a list"),
@@ -134,7 +132,6 @@ def test_nothing_at_all_is_refused() -> None:
 
 
 def test_a_specification_is_taken_to_its_bounds() -> None:
-    """Also lists as long as a server may send, and one entry more."""
     told = SPEC.to_dict()
     for name, good, bad in (
         ("chunk_size", (1,), (0, -1)),
@@ -144,7 +141,9 @@ def test_a_specification_is_taken_to_its_bounds() -> None:
         for value in good:
             assert getattr(PolicySpec.from_dict({**told, "chunk_size": 1, name: value}), name) == value
         for value in bad:
-            with pytest.raises(sinew_client.ClientError, match=f"^policy.{name}: expected .*, got {value}$"):
+            with pytest.raises(
+                sinew_client.ClientError, match=f"^policy.{name}: expected (1 or more|0 to 1), got {value}$"
+            ):
                 PolicySpec.from_dict({**told, "chunk_size": 1, name: value})
     (keys,), many = told["keys"], [str(number) for number in range(10_000)]
     full = {**keys, "images": dict.fromkeys(many, "front"), "state": many}
@@ -245,7 +244,7 @@ def test_names_and_units_are_as_many() -> None:
         ({"subtask": True}, "subtask", True),
         ({"subtask": True, "text_only": True}, "subtask", False),
         ({"question": "what?"}, "question", False),
-        ({"text_tokens": 0}, "text_tokens", True),  # refused later, and not taken for nothing
+        ({"text_tokens": 0}, "text_tokens", True),
     ],
 )
 def test_what_is_asked_for(fields: dict[str, Any], asks: str, acts: bool) -> None:

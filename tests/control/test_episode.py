@@ -103,5 +103,5 @@ def test_rows_that_a_chunk_has_are_handed_out_and_what_is_seen_is_asked_as_it_is
     named.select_action(given)
     assert named.policy.asked == [replace(given, session="arm")]  # type: ignore[attr-defined]
     pair = Counter(history=2)
-    ActionQueue(pair).select_action({"images": None, "state": None})  # whoever answers refuses that
+    ActionQueue(pair).select_action({"images": None, "state": None})
     assert [len(each.earlier) for each in pair.asked] == [1]

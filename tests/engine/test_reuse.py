@@ -212,7 +212,7 @@ def test_what_is_kept_is_of_the_newest_few_and_of_its_threads() -> None:
     for threads[0] in (1, 2):
         assert reuse.try_views(views[0].shape) == ""
         assert len(encoded) == 1
-        assert reuse.try_views(views[0].shape) == ""  # found out once
+        assert reuse.try_views(views[0].shape) == ""
         assert len(encoded) == 1
         for given, reused in (
             (0, 0),

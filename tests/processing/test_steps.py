@@ -102,9 +102,9 @@ def test_a_recipe_has_three_numbers_for_each_of_one_to_four_groups(count):
     [
         ((), []),
         ((Jpeg(), Resize(4, 6)), []),
-        ((Resize(4, 6), Jpeg()), []),  # which changes no size
+        ((Resize(4, 6), Jpeg()), []),
         ((Resize(8, 8), ShortSide(4)), []),  # whose end follows from the frame
-        ((Letterbox(4, 6), Resize(4, 6, "area_float")), []),  # one takes either
+        ((Letterbox(4, 6), Resize(4, 6, "area_float")), []),
         ((Resize(4, 8), Jpeg()), ["steps: expected an end of 4x6, got 4x8"]),
         ((Jpeg(), Resize(4, 6, "area_float")), ["steps: expected all of uint8 or all of floats, got both"]),
     ],
@@ -123,7 +123,7 @@ def test_each_camera_may_have_statistics_of_its_own():
     scales = tuple(CameraScale((each,) * 3, (each + 1,) * 3) for each in (0.25, 0.75))
     assert replace(recipe, cameras=scales).of_camera(1) == ImageRecipe(4, 6, (), (0.75,) * 3, (1.75,) * 3)
     assert str(replace(recipe, cameras=scales)).endswith(", statistics of each camera")
-    assert ImageRecipe(8, 8, (Crop(4, 6),)).size_after(8, 8) == (4, 6)  # also a frame that fits
+    assert ImageRecipe(8, 8, (Crop(4, 6),)).size_after(8, 8) == (4, 6)
     assert ImageRecipe(8, 8, (Resize(4, 6, other_sizes=True),)).size_after(8, 8) == (8, 8)
 
 

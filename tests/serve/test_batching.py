@@ -526,6 +526,22 @@ def test_who_left_a_batch_that_failed_is_not_computed_alone(desk):
     assert desk.found["a go robot 2"].code == "cancelled"
 
 
+def test_who_leaves_while_it_is_decoded_is_in_no_batch(desk):
+    made, told = [], []
+
+    def decode(_budget):
+        for name in "bc":
+            desk.ask(f"a {name}", name)
+        desk.ready(2)
+        until(lambda: made)[0].cancel.set()
+        return Observation(images={"front": FRAME}, state=np.zeros(2), prompt="a")
+
+    desk.policy.open.set()
+    made.append(enqueue(desk.scheduler, decode, told.append, client="a"))
+    until(lambda: len(desk.found) == 2)
+    assert (type(told[0]), desk.policy.batches) == (CancelledError, [["a b", "a c"]])
+
+
 def test_what_a_batch_took_is_learnt_where_all_of_it_was_answered(desk, monkeypatch):
     """By a clock that inferences alone move."""
     now, learnt, left = [100.0], [], []

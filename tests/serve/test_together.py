@@ -347,7 +347,7 @@ def test_whose_a_request_is(fields: dict[str, Any], connection: Any, episode: An
 
 
 def test_a_request_is_read_within_the_limits_of_what_answers_it() -> None:
-    """Those of its adapter, where it names one; of an adapter that is not known those of the policy, which refuses."""
+    """Those of its adapter; where that is not known, of the policy, which refuses."""
     limits: Any = {said: SimpleNamespace(check=lambda _seen, said=said: [said]) for said in ("base", "left")}
     scheduler: Any = None
     adapters = {"left": limits["left"], "free": None}
@@ -397,8 +397,7 @@ def test_a_message_is_ready_with_its_last_and_in_its_order() -> None:
 
 
 def members(at: SimpleNamespace, second: threading.Event) -> tuple[Request, list[Any]]:
-    """Give a scheduler a message of two, the second of which is decoded no sooner than that is set; return the first,
-    decoded and in no queue, and where the outcomes will be."""
+    """Give a scheduler a message of two; return the first, in no queue until ``second`` is set, and the outcomes."""
     both, told = Together(2), list[Any]()
 
     def submit(wait: float) -> Request:
