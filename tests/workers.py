@@ -153,7 +153,11 @@ class Workers:
                 yield item
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self._tell is not None:
+        """Send a report; of what passes before and behind a test, which two of three are, only where somebody reads it:
+        what was printed, and times."""
+        option = self._session.config.option
+        read = report.when == "call" or not report.passed or report.sections
+        if self._tell is not None and (read or option.durations is not None or option.xmlpath):
             config = self._session.config
             data = config.hook.pytest_report_to_serializable(config=config, report=report)
             self._tell.send(("reported", data))
