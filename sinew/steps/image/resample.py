@@ -160,7 +160,7 @@ def resize_antialias(image: np.ndarray, height: int, width: int, method: str) ->
 def _antialias_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray, int]:
     """Return source indices and int32 weights, both [taps, target], and the number of bits behind the point."""
     scale = size / target
-    kernel, reach = (_cubic, 2.0) if method == "bicubic" else (_triangle, 1.0)
+    kernel, reach = (_cubic, 2.0) if method == "bicubic" else (lambda x: max(1.0 - abs(x), 0.0), 1.0)
     support, inverse = (reach * scale, 1.0 / scale) if scale >= 1.0 else (reach, 1.0)
     taps = math.ceil(support) * 2 + 1
     sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target))
@@ -222,7 +222,8 @@ def _float_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.nda
     if method == "area":
         return _mean_taps(size, target)
     one, half = np.float32(1), np.float32(0.5)
-    kernel, reach = (_cubics, np.float32(2)) if method == "bicubic" else (_triangles, one)
+    linear = (lambda x: np.maximum(one - x, np.float32(0)), one)
+    kernel, reach = (_cubics, np.float32(2)) if method == "bicubic" else linear
     scale = np.float32(size) / np.float32(target)
     stretch = max(scale, one)
     support, inverse = reach * stretch, one / stretch
@@ -250,10 +251,6 @@ def _mean_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
     return sources, weights
 
 
-def _triangles(x: np.ndarray) -> np.ndarray:
-    return np.maximum(np.float32(1) - x, np.float32(0))
-
-
 def _cubics(x: np.ndarray) -> np.ndarray:
     """Return the kernel of a = -0.5, each product and sum rounded once, as fused instructions do it."""
     square = _fused(1.5, x, -2.5) * x
@@ -264,10 +261,6 @@ def _cubics(x: np.ndarray) -> np.ndarray:
 
 def _fused(a: np.ndarray | float, b: np.ndarray, c: float) -> np.ndarray:
     return (np.asarray(a, np.float64) * b + c).astype(np.float32)
-
-
-def _triangle(x: float) -> float:
-    return max(1.0 - abs(x), 0.0)
 
 
 def _cubic(x: float) -> float:
