@@ -159,7 +159,7 @@ class Policy(OpenPolicy):
         self.choice = choose(
             bundle,
             engine,
-            device,
+            None if device is None else str(device),  # torch.device's, too
             dtype,
             threads=threads,
             providers=providers,

@@ -128,7 +128,9 @@ def write_bundle(
         if _write_header(final, manifest(), tensors, hashes) != header_bytes:
             raise AssertionError("the manifest changed its length while the bundle was written")
         header = bytearray(final.read_bytes())
-        place = _place_of_hash(header)
+        text = BLANK.encode()
+        pair = KEY_HEADER.encode() + struct.pack("<IQ", GGUFValueType.STRING, len(text)) + text
+        place = header.index(pair) + len(pair) - len(text)  # of its own hash: behind its key, type and length
         header[place : place + len(BLANK)] = header_hash(header, place).encode()
         with open(partial, "r+b") as out:
             out.write(header)
@@ -162,13 +164,6 @@ def rewrite(
     ]
     manifest.check()
     write_bundle(out, lambda: manifest, tensors, progress, durable)
-
-
-def _place_of_hash(header: bytes | bytearray) -> int:
-    """Where the text of the header's own hash begins: behind its key, its type and its length."""
-    text = BLANK.encode()
-    pair = KEY_HEADER.encode() + struct.pack("<IQ", GGUFValueType.STRING, len(text)) + text
-    return header.index(pair) + len(pair) - len(text)
 
 
 def _write_header(

@@ -251,6 +251,7 @@ def print_roofline(record: dict[str, Any], stages: dict[str, Any]) -> None:
     for stage, row in record["stages_ms"].items():
         p50 = stages[stage]["p50"]
         ideal = row.get("roofline")
+        most = f"to {row['high']:.2f}" if row.get("high") is not None else "or more"
         table.add_row(
             stage,
             f"{p50:.2f}",
@@ -259,15 +260,9 @@ def print_roofline(record: dict[str, Any], stages: dict[str, Any]) -> None:
             f"{1e3 * row['gflop'] / p50:.1f}",
             f"{100 * 1e3 * row['gflop'] / p50 / peak:.0f} %" if peak else "-",
             f"{row['predicted']:.2f}" if "predicted" in row else "-",
-            _band(row) if "low" in row else "-",
+            f"{row['low']:.2f} {most}" if "low" in row else "-",
         )
     console.print(table)
-
-
-def _band(row: dict[str, Any]) -> str:
-    return (
-        f"{row['low']:.2f} to {row['high']:.2f}" if row["high"] is not None else f"{row['low']:.2f} or more"
-    )
 
 
 def _cells(statistics: dict[str, float]) -> list[str]:

@@ -81,7 +81,10 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
             raise SinewError("--seconds: expected a number where there is no terminal to stop at")
         options = {"rtc": guidance, "interpolation": by.interpolation, "text_tokens": by.text_tokens}
         said = motion_of(on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
-        most = _most_nodes(policy, robot.rate)
+        rows, hz = int(policy.get("chunk_size") or 0), float(policy.get("control_hz") or robot.rate)
+        most = max(
+            MAX_ROWS, min(math.ceil(rows * max(1.0, robot.rate / hz)) + 1, LARGEST_CHUNK)
+        )  # of a window
         settings = Settings(
             hz=robot.rate, motion=said, limits=robot.limits, stale=on.stale, chunk_size=most,
             watchdog=on.watchdog, fusion=by.fusion,
@@ -121,12 +124,6 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
         )
     terminal.emit(result | {"failed": failed})
     return status.ended(failed)
-
-
-def _most_nodes(policy: dict[str, Any], rate: float) -> int:
-    """Return how many nodes a window may have: those of a chunk at the stream's rate."""
-    rows, hz = int(policy.get("chunk_size") or 0), float(policy.get("control_hz") or rate)
-    return max(MAX_ROWS, min(math.ceil(rows * max(1.0, rate / hz)) + 1, LARGEST_CHUNK))
 
 
 def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any], Callable[..., Any]]:

@@ -30,8 +30,7 @@ called.call(__name__, "sinew.convert:convert")  # sinew.convert(...)
 MALFORMED = (
     TypeError,
     ValueError,
-    KeyError,
-    IndexError,
+    LookupError,
     AttributeError,
     ArithmeticError,
     RecursionError,

@@ -16,7 +16,7 @@ from sinew import __version__
 from sinew.bundle.digests import sha256
 from sinew.bundle.quant import BY_TYPE
 from sinew.bundle.reader import TORCH_DTYPES
-from sinew.bundle.schema import Manifest, Processing, Provenance, Seen, SourceFile
+from sinew.bundle.schema import STATISTICS, Manifest, Processing, Provenance, Seen, SourceFile
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.lerobot.folder import name_of, resolve
 from sinew.convert.options import ConvertOptions, Joints
@@ -131,6 +131,12 @@ class Conversion:
                 else ""
             )
             raise ConvertError(f"the checkpoint does not fit its config: {problems}{hint}")
+        for what, parts in ("state", self.processing.state_parts), ("action", self.processing.action_parts):
+            recipe = getattr(self.processing, what)
+            size = getattr(self.spec, what).dim * max(recipe.rows, 1)
+            sizes = {name: len(recipe.stats.get(name, ())) for name in STATISTICS[recipe.mode]}
+            if not parts and (wrong := [f"{got} of {name}" for name, got in sizes.items() if got != size]):
+                raise ConvertError(f"statistics of {what}: expected {size} numbers, got {', '.join(wrong)}")
         if odd := next(
             (t for t in kept.values() if t.type not in (BY_TYPE if t.name in packed else TORCH_DTYPES)), None
         ):

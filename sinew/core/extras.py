@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import unquote, urlsplit
 
@@ -35,6 +36,8 @@ EXTRAS = {
 
 def install(module: str) -> str:
     """Return the command that brings a module: the extra of this distribution, or what it is made of."""
+    if module in sys.stdlib_module_names:
+        return "this Python has none, on Windows only that of WSL has (docs/install.md)"
     extra = EXTRAS.get(module.partition(".")[0])
     if extra:
         return f"pip install '{source()}[{extra}]'"

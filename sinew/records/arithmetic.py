@@ -10,18 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Of a server's own metadata: the same in all of them is the same in every bit.
-KEYS = (
-    "version",
-    "engine",
-    "device",
-    "precision",
-    "providers",
-    "threads",
-    "max_batch",
-    "hardware",
-    "instructions",
-    "libraries",
-)
+KEYS = "version engine device precision providers threads max_batch hardware instructions libraries"
 
 # A sum of K products in another order differs by about sqrt(K) roundings of its size, and D sums one after the other by
 # sqrt(D) times that: errors of either sign add like steps of a random walk. K = 2^12 and D = 2^10 are beyond every
@@ -41,14 +30,14 @@ def kept(server: Mapping[str, Any]) -> dict[str, Any]:
     precision = server.get("precision", {})
     if not isinstance(precision, Mapping) or not all(isinstance(kind, str) for kind in precision.values()):
         raise ValueError(f"precision: expected the word of each component, got {precision!r:.80}")
-    return {"max_batch": 1, **{key: server[key] for key in KEYS if key in server}}
+    return {"max_batch": 1, **{key: server[key] for key in KEYS.split() if key in server}}
 
 
 def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return where two that :func:`kept` made are not the same, a text each. What one of them does not say counts."""
     return [
         f"{key}: {_text(then.get(key))} then, {_text(now.get(key))} now"
-        for key in KEYS
+        for key in KEYS.split()
         if key not in then
         or key not in now
         or then[key] != now[key]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import sinew
-from sinew.core import SinewError
+from sinew.core import Observation, ObservationError, SinewError
 from sinew.records.recorder import read_records
 from tests.serve.test_replay import FRAMES, STATE
 
@@ -150,3 +150,43 @@ def test_quantize_is_what_the_verb_does(smolvla_bundle: Callable[[str], Path], t
     assert sinew.load(made.out).recipe == {"vision": "int8", "language": "int8"}
     with pytest.raises(SinewError, match="without a recipe"):
         sinew.quantize(made.out, tmp_path / "again.gguf")
+
+
+@pytest.mark.parametrize("theirs", ["task", "instruction"])
+def test_a_word_of_other_libraries_names_ours(theirs: str) -> None:
+    with pytest.raises(ObservationError, match="got an unknown key") as caught:
+        Observation.from_mapping({"images": {}, "state": [], theirs: "pick up the cube"})
+    assert str(caught.value) == f"{theirs}: expected prompt, got an unknown key"
+
+
+def test_a_device_is_what_torch_calls_one(smolvla_bundle: Callable[[str], Path]) -> None:
+    import torch
+
+    with sinew.load(smolvla_bundle("smolvla-2cam"), torch.device("cpu"), engine="eager") as policy:
+        assert policy.device == "cpu"
+
+
+FORKED = """
+import os, signal, sys
+import sinew
+policy = sinew.load("pen", engine="onnx")
+seen = policy.dummy_observation()
+policy.infer(seen)
+if (child := os.fork()) == 0:
+    signal.alarm(60)  # threads that are not there are waited for without an end
+    try:
+        policy.infer(seen)
+    except sinew.core.SinewError as error:
+        print(type(error).__name__, error, flush=True)
+        os._exit(3)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), policy.infer(seen).actions.shape)
+"""
+
+
+def test_a_forked_process_is_told_to_open_its_own() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    first, last = ran.stdout.splitlines()
+    assert first.startswith("ClosedError the policy was opened in process "), ran.stderr
+    assert first.endswith("open one here, or begin processes by spawn, not fork")
+    assert last == "3 (24, 1)"

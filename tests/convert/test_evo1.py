@@ -183,7 +183,7 @@ WRONG = [
     ("evo1", config(num_categories=2, embodiment_id_field="arm"), {}, "give the robot's with --embodiment N"),
     ("evo1", no_statistics, {}, "no statistics .*--stats FILE"),
     ("evo1", truncated("model.safetensors"), {}, "model.safetensors"),
-    ("evo1", adapters_alone, {}, "lora_A.weight: an adapter; merge it"),
+    ("evo1", adapters_alone, {}, "lora_A.weight', a LoRA adapter that is not merged"),
     ("evo1", without_tensor("model.action_head.norm_out.bias"), {}, "head.norm.bias is missing"),
     ("evo1", lambda _: None, {"cameras": ("a",)}, "--cameras: .* LeRobot layout"),
     (

@@ -344,15 +344,28 @@ def test_rows_from_recipe_to_engine(exported, golden, tmp_path, capsys):
 def test_what_quantize_refuses(quantised, tmp_path, capsys):
     source, out = quantised
     for arguments, words in (
-        ([out, "--out", tmp_path / "x.gguf"], "without a recipe"),
+        ([out, "--out", tmp_path / "x.gguf"], "without a recipe, got one in "),
         ([source, "--out", source], "expected another file"),
         (
             [source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"],
             "expected int8, int8-rows, q8_0, q4_0, fp8, fp32",
         ),
+        *(
+            ([source, "--out", tmp_path / "x.gguf", *line.split()], words)
+            for line, words in (
+                ("--recipe head=fp32", "recipe: expected a component in fewer bits, got head=fp32"),
+                ("--recipe vision=q4_0 --engine onnx", "expected fp32, int8, int8-rows, got vision=q4_0"),
+                ("--search --budget 1MB --engine onnx", "expected none or cpu beside --search"),
+                ("--search --budget 1MB --recipe vision=int8", "expected none beside --search"),
+                ("--search --budget 9GB", "--budget 9GB: the bundle fits as it is"),
+                ("--search --budget lots", "budget: expected a size such as"),
+            )
+        ),
     ):
         assert main(["quantize", *map(str, arguments)]) == 1
-        assert words in capsys.readouterr().err.replace("\n", " ")
+        said = capsys.readouterr().err.replace("\n", " ")
+        assert words in said
+        assert "validating" not in said  # what takes minutes of a large policy
     assert not list(tmp_path.iterdir())
 
 

@@ -194,7 +194,7 @@ class LeRobotCheckpoint:
         base = resolve(base)
         if (kind := config_type(base)) != self.type:
             raise ConvertError(
-                f"--base {base}: expected a policy of the type {self.type}, as the adapter's, got {kind}"
+                f"--base {base}: expected a policy of the type {self.type}, as the adapter's, got {kind or 'none'}"
             )
         tensors, files = read_weights(base)
         merged, own = merge(tensors, self.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,19 @@ STORAGE = {
 }
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What else the names of weights may say of how they were saved
+WRAPPED = {
+    r"\.(lora_[AaBb]|base_layer)\.": "a LoRA adapter that is not merged: save what its `merge_and_unload()` returns",
+    r"^module\.|_orig_mod\.": "saved with DistributedDataParallel or torch.compile around it: save what is inside",
+}
+# What may lie in place of a file of weights, and how that is made of it
+INSTEAD = {
+    "model-*.safetensors": "model.safetensors.index.json says what is in which: copy it, too",
+    "pytorch_model_fsdp*": '`accelerate merge-weights "{0}" "{1}"` makes it',
+    "zero_to_fp32.py": '`python "{0}" "{1}" "{1}" --safe_serialization` makes it',
+    "*model*.bin": "`safetensors.torch.save_file` makes it of `torch.load({0!r}, weights_only=True)`",
+    "[!aop]*.safetensors": "rename it where these are the weights",  # no adapter, optimiser or processor
+}
 # Beside an adapter: the model
 WHOLE = ("model.safetensors", "model-", "pytorch_model", "mp_rank", "consolidated", "params")
 
@@ -50,7 +64,7 @@ def read_safetensors(path: Path) -> dict[str, TensorSource]:
                 offset += source.nbytes
                 found[name] = source
     except OSError as error:
-        raise ConvertError(f"{path}: {error.strerror or error}") from None
+        raise ConvertError(f"{path}: {error.strerror or error}") if path.exists() else absent(path) from None
     except (SafetensorError, struct.error, ValueError) as error:
         raise ConvertError(f"{path}: not a safetensors file, or damaged ({error})") from None
     if offset != size:
@@ -66,15 +80,16 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     """
     files = find_weights(directory)
     index = directory / "model.safetensors.index.json"
-    if files == [directory / "model.safetensors"]:
-        return read_safetensors(files[0]), files
-    expected = read_json(index)["weight_map"]
+    single = files == [directory / "model.safetensors"]
+    expected = {} if single else read_json(index)["weight_map"]
     found: dict[str, TensorSource] = {}
     for file in files:
         for name, source in read_safetensors(file).items():
-            if expected.get(name) != file.name:
+            if not single and expected.get(name) != file.name:
                 where = f"in {expected[name]}" if name in expected else "nowhere"
                 raise ConvertError(f"{file}: holds {name!r}, which {index.name} puts {where}")
+            if how := next((said for pattern, said in WRAPPED.items() if re.search(pattern, name)), None):
+                raise ConvertError(f"{file}: expected weights of the policy alone, got {name!r}, {how}")
             found[name] = source
     if missing := [name for name in expected if name not in found]:
         raise ConvertError(
@@ -95,23 +110,39 @@ def find_weights(directory: Path) -> list[Path]:
         return [single]
     if index.exists():
         table = read_json(index).get("weight_map")
-        names = set(table.values()) if isinstance(table, dict) and _all_text(table.values()) else set()
-        if not names or not all(Path(name).name == name for name in names):
+        names = list(table.values()) if isinstance(table, dict) else []
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
-        if missing := [name for name in sorted(names) if not (directory / name).exists()]:
+        names = sorted(set(names))
+        if missing := [name for name in names if not (directory / name).exists()]:
             raise ConvertError(
                 f"{index}: names {', '.join(missing[:3])}{_more(missing[3:])}, which is not beside it: copy it, too"
             )
-        return [directory / name for name in sorted(names)]
+        return [directory / name for name in names]
     refuse_adapter(directory)
-    raise ConvertError(f"{directory}: no model.safetensors here")
+    raise absent(single)
+
+
+def absent(file: Path) -> ConvertError:
+    """Return the error of a file of weights that is not there: what lies in its place, and what makes it of that."""
+    for pattern, how in INSTEAD.items():
+        for other in sorted(file.parent.glob(pattern)):
+            told = how.format(str(other), file.parent)
+            return ConvertError(f"{file.parent}: no {file.name} here but {other.name}: {told}")
+    return ConvertError(f"{file.parent}: no {file.name} here")
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a folder holds an adapter and not the model that it changes."""
-    return any((directory / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)) and not any(
-        path.name.startswith(WHOLE) for path in directory.iterdir()
-    )
+    """Return whether a folder holds an adapter and not the model that it changes. Raises :class:`ConvertError` where it
+    holds both: which of them was meant changes every action."""
+    there = sorted(path.name for path in directory.iterdir())
+    whole = next((name for name in there if name.startswith(WHOLE)), None)
+    if whole and ADAPTER_WEIGHTS in there:
+        raise ConvertError(
+            f"{directory}: expected a model or an adapter, got {whole} and {ADAPTER_WEIGHTS}: move the adapter away if"
+            " it is merged into the model, else the model into a folder of its own, and give that with --base"
+        )
+    return whole is None and not {ADAPTER_CONFIG, ADAPTER_WEIGHTS}.isdisjoint(there)
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -138,10 +169,6 @@ def adapter_alone(directory: Path) -> ConvertError:
         " copy the processors' files beside it and give that folder (of another library: the base's own class)."
         " Or give the model that it changes with `--base FOLDER`, where the family takes one"
     )
-
-
-def _all_text(values: object) -> bool:
-    return all(isinstance(value, str) for value in values)  # type: ignore[attr-defined]
 
 
 def _source(path: Path, name: str, dtype: str, shape: list[int], offset: int) -> TensorSource:

@@ -17,6 +17,7 @@ from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Succes
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import bounds_of, compare, distance, spread_of
 from sinew.convert.lowbit.gptq import WIDEST
+from sinew.convert.lowbit.recipes import parse_bytes, stored_bytes
 from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS, choose
@@ -109,14 +110,27 @@ def quantize(
     """
     from sinew.convert.sources import resolve
 
-    chosen, out = parse_recipe(recipe), Path(out)
+    chosen, out, size = parse_recipe(recipe), Path(out), parse_bytes(budget) if budget else 0
     bundle = resolve(Path(source))
     opened = open_bundle(bundle)
     if opened.manifest.quantization is not None or not opened.infos:
-        raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
+        got = opened.manifest.quantization
+        why = f"one in {_asked(got.recipe)}: give what it was made of" if got else "one without weights"
+        raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe, got {why}")
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
     searched = bool(budget or target_ms)
+    if searched and recipe != DEFAULT_RECIPE:
+        raise SinewError(f"--recipe {recipe}: expected none beside --search, which chooses it")
+    if not searched and set(chosen.values()) == {"fp32"}:
+        raise SinewError(f"recipe: expected a component in fewer bits, got {recipe}")
+    if size >= stored_bytes(opened, {}) and not target_ms:
+        raise SinewError(f"--budget {budget}: the bundle fits as it is; nothing was written")
+    follows = {*BACKENDS[engine].follows, "fp32"} if engine else set()
+    if engine and searched and engine != "cpu":
+        raise SinewError(f"--engine {engine}: expected none or cpu beside --search, which measures on it")
+    if engine and not searched and not set(chosen.values()) <= follows:
+        raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))}, got {_asked(chosen)}")
     samples = Samples(observations, calibration, None if records is None else Path(records))
     absent = [] if searched else lacking(opened, chosen)
     for part in absent:
@@ -141,10 +155,8 @@ def quantize(
         )
         engine = "cpu"
         if set(chosen.values()) == {"fp32"}:
-            asked = f"--budget {budget}" if budget else f"--target-ms {target_ms:g}"
-            raise SinewError(f"{asked}: the bundle fits as it is; nothing was written")
-    asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
-    with progress.task(f"measuring {bundle.name} in {asked}"):
+            raise SinewError(f"--target-ms {target_ms:g}: the bundle fits as it is; nothing was written")
+    with progress.task(f"measuring {bundle.name} in {_asked(chosen)}"):
         record, stored = quantized(opened, chosen, samples, out, engine)
     record, verdict, passed = gated(replace(record, validated=proof), out, episodes)
     rewritten(record, out)
@@ -155,6 +167,11 @@ def quantize(
     )  # fmt: skip
 
 
+def _asked(recipe: dict[str, Any]) -> str:
+    """Return a recipe as it is typed, without what stays as it is."""
+    return ",".join(f"{part}={kind}" for part, kind in recipe.items() if kind != "fp32")
+
+
 def quantized(
     opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str | None
 ) -> tuple[Quantization, str]:
@@ -162,9 +179,6 @@ def quantized(
     engine; None: with that which the precisions want. Return the record in its header, and in words what was
     stored. Raises :class:`SinewError`."""
     kinds = set(chosen.values())
-    if engine is not None and not kinds <= {*(follows := BACKENDS[engine].follows), "fp32"}:
-        recipe = ",".join(f"{part}={kind}" for part, kind in chosen.items())
-        raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))} and fp32, got {recipe}")
     if "fp8" in kinds:
         return _in_fp8(opened, chosen, samples, out)
     make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & kinds else _in_int8

@@ -42,8 +42,10 @@ PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
 
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read an N1.5 or N1.6 directory, the weights aside. Raises :class:`ConvertError`."""
-    name, flag = n15.assets(path) if model_type(path) != "Gr00tN1d6" else _assets(path)
-    eagle_dir = find_model_dir(name, options.vlm, path, flag, EAGLE_FILES)
+    name, flag = JsonRecord(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2"), "--vlm"
+    if model_type(path) != "Gr00tN1d6":
+        name, flag = n15.assets(path)
+    eagle_dir = find_model_dir(str(name), options.vlm, path, flag, EAGLE_FILES)
     eagle = JsonRecord(eagle_dir / "config.json")
     preprocessor = JsonRecord(eagle_dir / "preprocessor_config.json")
     if model_type(path) == "Gr00tN1d6":
@@ -52,10 +54,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     else:
         parts = n15.read(path, options, preprocessor)
     return assemble(path.name, options, eagle_dir, eagle, parts)
-
-
-def _assets(path: Path) -> tuple[str, str]:
-    return str(JsonRecord(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2")), "--vlm"
 
 
 def n16(

@@ -135,7 +135,8 @@ def read_vectors(
             part = VectorPart(key, dim, min_max(low, np.where(equal, low, high), clip))
         state_parts.append(part)
 
-    offsets = dict(zip((part.name for part in state_parts), _offsets(state_parts), strict=True))
+    ends = np.cumsum([part.dim for part in state_parts]).tolist()
+    offsets = {part.name: slice(end - part.dim, end) for end, part in zip(ends, state_parts, strict=True)}
     horizon = len(modalities.moments("action"))
     action_parts: list[VectorPart] = []
     steps: list[VectorStep] = []
@@ -191,11 +192,6 @@ def _relative(
             f" {' or '.join(POSES)}, got {config.get('type')} as {form}"
         )
     return ComposePose(dims, state_dims=state_dims)
-
-
-def _offsets(parts: Sequence[VectorPart]) -> list[slice]:
-    ends = np.cumsum([part.dim for part in parts]).tolist()
-    return [slice(end - part.dim, end) for end, part in zip(ends, parts, strict=True)]
 
 
 def named(parts: Sequence[VectorPart]) -> VectorSpec:

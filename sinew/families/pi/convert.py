@@ -41,18 +41,8 @@ from sinew.steps.prompt.template import sentence
 
 WHOSE_TOKENIZER = "PaliGemma's tokenizer.json"
 NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
-VARIANTS = {
-    "gemma_300m": (1024, 4096, 18, 8, 1, 256),
-    "gemma_2b": (2048, 16384, 18, 8, 1, 256),
-}
-WIDTHS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+VARIANTS = {"gemma_300m": (1024, 4096, 18, 8, 1, 256), "gemma_2b": (2048, 16384, 18, 8, 1, 256)}
+WIDTHS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 SO400M = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -340,7 +330,7 @@ def gemma(arch: dict[str, Any], component: str, variant: str) -> DecoderConfig:
         raise ConvertError(
             f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
         )
-    widths = arch.get(component) or dict(zip(WIDTHS, VARIANTS[variant], strict=True))
+    widths = arch.get(component) or dict(zip(WIDTHS.split(), VARIANTS[variant], strict=True))
     strict = {"num_kv_heads": widths["num_key_value_heads"], "head_dim": widths["head_dim"]}
     return decoder(widths, norm_eps=NORM_EPS, rope_theta=ROPE_THETA, **strict, **GEMMA)
 

@@ -107,11 +107,7 @@ class ZeroMQWire:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self.ledger = Ledger(
-            self.name,
-            listen.max_connections,
-            HELD_REQUESTS * self._limit,
-            self.close,
-            listen.arrival_s,
+            self.name, listen.max_connections, HELD_REQUESTS * self._limit, self.close, listen.arrival_s
         )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)

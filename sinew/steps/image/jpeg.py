@@ -127,7 +127,8 @@ def _code(plane: np.ndarray, table: np.ndarray, quality: int) -> np.ndarray:
     quant = _quantiser(table.tobytes(), quality)
     # [v, u, blocks]: what a pass does to a lane is one operation on a long row.
     blocks = (plane - 128).reshape(height // 8, 8, width // 8, 8).transpose(1, 3, 0, 2).reshape(8, 8, -1)
-    levels = _quantise(_forward(blocks.astype(np.float64)), quant)
+    scaled = _forward(blocks.astype(np.float64)) / (8 * quant[:, :, None])
+    levels = (scaled + np.copysign(0.5, scaled)).astype(np.int32)  # to the nearest, halves away from zero
     values = _inverse(levels * _dequantiser(table.tobytes(), quality)[:, :, None])
     values = values.reshape(8, 8, height // 8, width // 8).transpose(2, 0, 3, 1)
     return values.reshape(height, width)
@@ -188,12 +189,6 @@ def _forward(blocks: np.ndarray) -> np.ndarray:
     rows = np.floor(rows * 2.0 ** (PASS_BITS - FORWARD_BITS) + 0.5)
     columns = np.matmul(matrix, rows.reshape(8, -1)).reshape(blocks.shape)
     return np.floor(columns * 2.0 ** (-PASS_BITS - FORWARD_BITS) + 0.5)
-
-
-def _quantise(coefficients: np.ndarray, quant: np.ndarray) -> np.ndarray:
-    """Nearest multiple of the step, halves away from zero: int32 [8, 8, n]."""
-    scaled = coefficients / (8 * quant[:, :, None])
-    return (scaled + np.copysign(0.5, scaled)).astype(np.int32)  # truncated
 
 
 def _inverse(c: np.ndarray) -> np.ndarray:

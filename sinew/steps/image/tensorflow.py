@@ -88,7 +88,8 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 
     OpenVLA's ``crop_and_resize`` keeps the aspect ratio: both sides of the box are the square root of ``area``.
     """
-    return to_uint8_saturated(crop_and_resize(frame, area, height, width))
+    # ``tf.image.convert_image_dtype(image, uint8, saturate=True)``: x * 255.5, cut
+    return np.clip(crop_and_resize(frame, area, height, width) * F32(255.5), 0, 255).astype(np.uint8)
 
 
 def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
@@ -110,11 +111,6 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
     found = np.clip(top + (bottom - top) * fy, F32(0), F32(1))
     found[past_y], found[:, past_x] = F32(0), F32(0)
     return found
-
-
-def to_uint8_saturated(image: np.ndarray) -> np.ndarray:
-    """``tf.image.convert_image_dtype(image, uint8, saturate=True)``: x * 255.5, cut."""
-    return np.clip(image * F32(255.5), 0, 255).astype(np.uint8)
 
 
 def _corners(size: int, target: int, start: np.float32, end: np.float32):

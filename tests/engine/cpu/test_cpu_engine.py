@@ -19,6 +19,7 @@ from sinew.checks.validate.observations import random_observations
 from sinew.cli import main
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
+from sinew.engine.clone import on_meta
 from sinew.engine.cpu.kernels import layer_kernels
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.linear import Linear
@@ -54,6 +55,23 @@ def stored(path: Path, recipe: dict[str, str], out: Path) -> Path:
     manifest = bundle.manifest
     write_bundle(out, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, recipe)))
     return out
+
+
+@pytest.mark.skipif(extension() is None, reason="needs a C++ compiler")
+def test_what_has_computed_is_copied_without_its_kernels(smolvla_bundle, tmp_path):
+    policy = load(
+        stored(smolvla_bundle("smolvla-2cam"), RECIPES["int8"], tmp_path / "small.gguf"), engine="cpu"
+    )
+    policy.infer(policy.dummy_observation())
+    halves = [
+        half
+        for module in policy.engine.model.modules()
+        for half in (getattr(module, "before", None),)
+        if half
+    ]
+    assert halves
+    assert any(half._given is not None for half in halves)
+    on_meta(policy.engine.model)  # what `sinew bench` counts operators by
 
 
 def chunk(policy, g) -> np.ndarray:

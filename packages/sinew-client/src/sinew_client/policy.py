@@ -75,9 +75,16 @@ def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None
 
 
 class OpenPolicy:
-    """What policies that compute here have in common: they are closed once, and refuse by name from then on."""
+    """What policies that compute here have in common: they are closed once, and refuse by name from then on; so they do
+    in a process that was forked from theirs, where their threads are not."""
 
     _closed = False
+    _process: int
+
+    def __new__(cls: type[Self], *_: Any, **__: Any) -> Self:
+        made = super().__new__(cls)
+        made._process = os.getpid()
+        return made
 
     def reset(self, session: str = "") -> None:
         """Do nothing: no answer depends on those before it."""
@@ -102,6 +109,11 @@ class OpenPolicy:
         """Raise :class:`ClosedError` after :meth:`close`."""
         if self._closed:
             raise ClosedError("the policy is closed")
+        if self._process != (now := os.getpid()):
+            raise ClosedError(
+                f"the policy was opened in process {self._process}, whose threads are not in its fork {now}: open one"
+                " here, or begin processes by spawn, not fork"
+            )
 
     def __enter__(self: Self) -> Self:
         self._refuse_closed()

@@ -175,6 +175,12 @@ class PolicySpec:
 
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
+OTHERS_WORDS = {
+    "task": "prompt",
+    "instruction": "prompt",
+    "language_instruction": "prompt",
+    "image": "images",
+}
 WORDS = ("subtask", "question", "text_only", "text_tokens")  # the fields by which words are asked for
 
 
@@ -273,7 +279,8 @@ class Observation:
         known = {f.name for f in fields(cls)}
         for key in mapping:
             if key not in known:
-                raise ObservationError.unknown(key, sorted(known))
+                ours = OTHERS_WORDS.get(str(key), "")
+                raise ObservationError.unknown(key, [ours] if ours else sorted(known), ours)
         for key in ("images", "state"):
             if key not in mapping:
                 raise ObservationError(key, "a value", "nothing")

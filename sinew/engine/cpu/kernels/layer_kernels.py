@@ -119,8 +119,15 @@ class NormOf:
     bias: Tensor | None = None
 
 
+class CompiledHalf:
+    """Leaves what was made for the kernels, addresses of its weights, out of a copy."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_given": None}
+
+
 @dataclass(eq=False)
-class Projection:
+class Projection(CompiledHalf):
     """What stands before an attention. turned: how many of ``layers`` are turned, their heads of ``head`` channels."""
 
     norm: NormOf | None
@@ -138,7 +145,7 @@ class Projection:
 
 
 @dataclass(eq=False)
-class Finish:
+class Finish(CompiledHalf):
     """What stands behind an attention. up: one layer, or gate and up; action: a name of :data:`ACTIONS`. The gates are
     float32 [channels] of ``output`` and ``down``, or None."""
 
