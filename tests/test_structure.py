@@ -84,7 +84,10 @@ def test_walls_have_few_doors(wall: str) -> None:
 # Who names an engine beside the files of its folder: what only it can say. The reference and its rewrites are what
 # other engines are made of.
 ENGINES = {
-    "cpu": {"engine/loading.py", "checks/__init__.py", "eval/quantize/quantization.py"},
+    "cpu": {
+        *("engine/backend.py", "engine/loading.py", "serve/prepare.py"),
+        *("checks/__init__.py", "eval/quantize/quantization.py"),
+    },
     "cuda": {"checks/__init__.py", "eval/quantize/quantization.py"},
     "onnx": {
         *(
@@ -106,9 +109,9 @@ def test_an_engine_is_its_folder() -> None:
 # What knows a step by its name beside the converters that write it: everything else asks the step itself.
 STEPS = {
     # The arithmetic that planes share with it, and its compiled form.
-    "steps/image/bilinear": {"processing/image.py", "engine/cpu/kernels/library.py"},
-    "steps/image/compiled": {"engine/cpu/kernels/library.py"},
-    "steps/image/resample": {"engine/cpu/kernels/library.py"},
+    "steps/image/bilinear": {"processing/image.py", "engine/cpu/kernels/frame_kernels.py"},
+    "steps/image/compiled": {"engine/cpu/kernels/frame_kernels.py", "engine/cpu/kernels/library.py"},
+    "steps/image/resample": {"engine/cpu/kernels/frame_kernels.py"},
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
 }
 

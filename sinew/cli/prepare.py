@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sinew.cli import terminal
 from sinew.cli.options import Count, Flag, PositiveIfAny
-from sinew.core import progress
+from sinew.core import machine, progress
 
 SCHEMA = "sinew.prepare/1"
 
@@ -47,7 +47,7 @@ def prepare(
     from sinew.perf.policy_memory import memory_need
 
     if background:
-        preparing.step_back()
+        machine.step_back()
         progress.listen(_report)
     found = preparing.prepare(bundle, device, dtype, observations, memory_gib, again, memory_need)
     shown = found.finding or found.kept

@@ -5,10 +5,14 @@ Choices made from it come with their reason, so that ``sinew doctor`` can print 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import platform
+import signal
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,28 @@ ISA_SETTINGS = (
     "NPY_DISABLE_CPU_FEATURES",
 )
 LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
+
+
+def step_back() -> None:
+    """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
+    holds the other end of standard input."""
+    # What `chrt -r 1 sinew serve` starts is in real time too, where nice counts for nothing.
+    if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    os.nice(19)
+    # Linux alone has these. In a session of its own a process is weighed as the session is, whatever its own priority.
+    for name, value in (("autogroup", 19), ("oom_score_adj", 1000)):
+        with contextlib.suppress(OSError):
+            Path("/proc/self", name).write_text(str(value))
+    logging.getLogger().addHandler(logging.NullHandler())
+
+    def follow() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while os.read(0, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True, name="sinew-parent").start()
 
 
 def cache_folder(room: str) -> Path:

@@ -19,7 +19,7 @@ from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, machine
 from sinew.core.fields import from_builtins
 from sinew.core.registry import model_class
 from sinew.engine.backend import EngineOptions
-from sinew.engine.cpu.kernels.library import extension, take_kept_resize
+from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.linear import Embedding, Linear, hold, width_of
 from sinew.layers.stores import half
 from sinew.layers.stores.codes import Codes, codes, codes_of
@@ -56,8 +56,6 @@ def open_device(options: EngineOptions, available: bool = True) -> torch.device:
         require_device(where)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if available:
-        take_kept_resize()
     if where.type == "cuda":
         # cuDNN would round the factors of float32 convolutions to 10 bits unless it is told not to. Products are exact
         # by default. A process has one setting for all of its policies.

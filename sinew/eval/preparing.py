@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
 
 MARGIN = 1.05  # times as fast, at least: an exchange that gains less is not worth it
-LAST = 19  # of priorities
 ROUNDS = 5  # in turn, behind one that warms up
 SHORTEST_S = 0.05  # of a measurement; shorter chunks are computed several times
 # Times the weights in float32: in memory while they are exported, on the disk while they are quantised
@@ -298,28 +294,6 @@ def _kept_as(words: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise _NotNowError(f"{words}, got {error.strerror or error}") from None
-
-
-def step_back() -> None:
-    """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
-    holds the other end of standard input."""
-    # What `chrt -r 1 sinew serve` starts is in real time too, where nice counts for nothing.
-    if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    os.nice(LAST)
-    # Linux alone has these. In a session of its own a process is weighed as the session is, whatever its own priority.
-    for name, value in (("autogroup", LAST), ("oom_score_adj", 1000)):
-        with contextlib.suppress(OSError):
-            Path("/proc/self", name).write_text(str(value))
-    logging.getLogger().addHandler(logging.NullHandler())
-
-    def follow() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while os.read(0, 4096):
-                pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=follow, daemon=True, name="sinew-parent").start()
 
 
 def _gib(size: float) -> str:

@@ -180,14 +180,16 @@ class ServerLaunch:
                 from sinew.serve.contexts import add
 
                 add(service, self.contexts, host)
+            compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
             if self.faster is not None and service.swapper is not None:
-                from sinew.serve.prepare import Preparer
+                from sinew.serve.prepare import Preparer, compiling_frames
 
+                compiling = compiling_frames
                 if (work := self.faster(service.swapper.budget)) is not None:
                     service.preparing = Preparer(service, work)
             then = ready(policy)
             del policy, deployment  # the service has them, until they are exchanged
-            with self.answering():
+            with self.answering(), compiling():
                 return process.run(service, then)
         except KeyboardInterrupt:
             logger.info("stopped before the server was ready")

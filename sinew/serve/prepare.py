@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from sinew.core import RTC, BusyError, RequestError, SinewError, machine
 from sinew.engine import prepared
 from sinew.engine.backend import AUTO, BACKENDS, candidates, choose, chosen_by, exported_graphs
+from sinew.engine.cpu.kernels import frame_kernels
 from sinew.engine.prepared import EngineFinding
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.service import STREAMED, Service
@@ -76,18 +77,7 @@ def preparation(
             words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
             logger.info(words, candidate.engine, choice.engine, opened.path.parent)
             continue
-        # As this process was started: what lies in the current folder is imported by `python -m sinew` alone.
-        alike = [] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]
-        command = [
-            sys.executable,
-            *alike,
-            "-m",
-            "sinew",
-            "prepare",
-            str(opened.path),
-            "--background",
-            "--json",
-        ]
+        command = [*_python(), "sinew", "prepare", str(opened.path), "--background", "--json"]
         command += ["--device", choice.options.device]
         if options["dtype"] is not None:
             command += ["--dtype", str(options["dtype"])]
@@ -304,6 +294,38 @@ class Preparer:
     def _say(self, state: str, text: str, level: int, more: str = "") -> None:
         self._state = state, f"{text}: {more}" if more else text
         logger.log(level, "%s", self._state[1])
+
+
+@contextlib.contextmanager
+def compiling_frames() -> Iterator[None]:
+    """Compile what resizes frames while a server answers, in a process of its own, where this machine keeps none yet.
+
+    It is taken as soon as it is there, as it equals numpy in every bit. The process ends with the server."""
+    if not frame_kernels.missing():
+        yield
+        return
+    logger.info("kernels that resize frames are compiled in the background; --no-prepare does without")
+    with subprocess.Popen(
+        [*_python(), "sinew.engine.cpu.kernels.build", "--background"], stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as child:  # fmt: skip
+
+        def take() -> None:
+            if child.wait() == 0:
+                frame_kernels.take_kept_resize.cache_clear()
+                frame_kernels.take_kept_resize()
+
+        threading.Thread(target=take, name="sinew-frames", daemon=True).start()
+        try:
+            yield
+        finally:
+            child.terminate()
+
+
+def _python() -> list[str]:
+    """Return what starts a module: the current folder's are imported where this process was started so."""
+    alike = [] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]
+    return [sys.executable, *alike, "-m"]
 
 
 def _signal(child: subprocess.Popen[str], number: int) -> None:

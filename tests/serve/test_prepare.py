@@ -647,7 +647,7 @@ def test_a_process_that_hears_no_signal_is_ended_all_the_same(act: Path) -> None
 
 REAL_TIME = """
 import contextlib, os, threading
-from sinew.eval.preparing import step_back
+from sinew.core.machine import step_back
 
 with contextlib.suppress(PermissionError):  # where that is not allowed, no server is in real time either
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

@@ -414,7 +414,7 @@ def test_a_form_is_what_the_policy_states():
     assert form(ARM).keys() == silent | {
         "state.units", "action.names", "action.units", "control_hz", "embodiment", "motion", "keys.openpi",
     }  # fmt: skip
-    Fitted(None).check(None)
+    Fitted(None).check(SimpleNamespace(spec=ARM))
     Fitted(ARM.to_dict()).check(SimpleNamespace(spec=replace(ARM, chunk_size=9)))
     with pytest.raises(UnsafeChunk) as error:
         Fitted(ARM.to_dict()).check(SimpleNamespace(spec=replace(ARM, control_hz=10.0, embodiment="aloha")))

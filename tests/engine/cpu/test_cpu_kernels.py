@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,13 +25,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sinew.bundle.quant import FORMATS, pack_ternary
-from sinew.engine.cpu.kernels import build
+from sinew.engine.cpu.kernels import build, frame_kernels
 from sinew.engine.cpu.kernels import library as compiled
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, Panels, apart
 from sinew.layers.stores.store import Tensors
 from sinew.policy import load
+from sinew.serve import prepare
 from sinew.steps.image import bilinear
 from sinew.steps.image import compiled as frames
 from sinew.steps.image.methods import Method, resize
@@ -43,6 +45,7 @@ from sinew.steps.image.resample import (
     resize_pillow,
 )
 from tests import processes
+from tests.serve.test_server import serving
 
 PEN = Path(__file__).resolve().parents[3] / "sinew" / "assets" / "pen.gguf"
 EXACT = Path(__file__).with_name("exact.cpp")
@@ -170,7 +173,7 @@ side = st.integers(1, 90)
 def each_set(all_kernels) -> Iterator[tuple[str, frames.FrameKernels]]:
     library = next(iter(all_kernels.values())).args[0]
     for index, name in enumerate(compiled.kernel_names(library)):
-        yield name, compiled.frame_kernels(library, index)
+        yield name, frame_kernels.from_library(library, index)
 
 
 @pytest.fixture
@@ -315,7 +318,7 @@ def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
 ) -> None:
     def taken(**environment: str) -> bool:
         frames.install(None)
-        compiled.take_kept_resize.cache_clear()
+        frame_kernels.take_kept_resize.cache_clear()
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
@@ -334,6 +337,53 @@ def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
     frames.install(extension().frames)
 
 
+COPY = "import shutil, sys; shutil.copytree(*sys.argv[1:3])"
+SLEEP = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["in time", "never"])
+def test_a_server_takes_what_resizes_frames_when_it_is_there(
+    all_kernels, no_frames, tmp_path, monkeypatch, compiles
+) -> None:
+    """The compiler's work is a copy of what it has made before, or nothing that ends by itself."""
+    if (library := build.kept()) is None:
+        pytest.skip("nobody may write the home, so that no library is kept")
+    begun: list[subprocess.Popen] = []
+    made = tmp_path / "sinew" / "cpu" / library.parent.name
+    command = [sys.executable, "-c", *((COPY, str(library.parent), str(made)) if compiles else (SLEEP,))]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(prepare, "_python", lambda: command)
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: begun.append(popen(*a, **k)) or begun[-1])
+    made.parent.mkdir(parents=True, mode=0o700)
+    frames.install(None)
+    frame_kernels.take_kept_resize.cache_clear()
+    frame = np.arange(9 * 8 * 3, dtype=np.uint8).reshape(9, 8, 3)
+    before = resize(frame, 4, 5, "bicubic")
+    with prepare.compiling_frames():
+        while compiles and not frames.in_use:
+            time.sleep(0.01)
+        assert np.array_equal(resize(frame, 4, 5, "bicubic"), before)
+    assert [child.returncode == 0 for child in begun] == [compiles]
+    assert bool(frames.in_use) == compiles
+    with prepare.compiling_frames():  # what is there is not made again
+        assert len(begun) == (1 if compiles else 2)
+    frame_kernels.take_kept_resize.cache_clear()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_server_compiles_what_resizes_frames(tmp_path, monkeypatch) -> None:
+    """With the real compiler."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SINEW_SERVE_PREPARE", "1")
+    with serving(tmp_path, PEN, "--wire", "native:0", "--engine", "eager") as server:
+        while "frames are resized by" not in server.log.read_text():
+            time.sleep(0.1)
+        assert server.stop() == 0
+    assert list((tmp_path / "sinew" / "cpu").rglob("lowbit.so"))
+
+
 def test_a_resize_that_differs_is_found(all_kernels) -> None:
     _, made = next(each_set(all_kernels))
 
@@ -348,11 +398,11 @@ def test_a_resize_that_differs_is_found(all_kernels) -> None:
                 np.nextafter(out[-1, -1, -1], np.float32(2)) if taps.weights.dtype != np.int32 else 7
             )
 
-    assert compiled.frames_differ(made) == ""
-    assert compiled.frames_differ(made._replace(resize=off)) == "resize"
+    assert frame_kernels.differs(made) == ""
+    assert frame_kernels.differs(made._replace(resize=off)) == "resize"
     for bits, dtype in ((True, np.uint8), (False, np.uint8), (False, np.float32)):
         other = made._replace(resample=partial(wrong, bits=bits, dtype=dtype))
-        assert compiled.frames_differ(other) == "resample"
+        assert frame_kernels.differs(other) == "resample"
 
 
 def test_what_does_not_divide_into_panels_is_refused(all_kernels) -> None:

@@ -4,7 +4,7 @@ Each instruction set is a file of its own, compiled with its own flags; which of
 was compiled is kept under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``, with its own hash beside
 it: a library that was cut short by a power loss would end every later process with a signal. One that others could have
 written is not loaded. Where there is no such place, the library is compiled for this process alone. An image is
-prepared with ``python -m sinew.engine.cpu.kernels.build``.
+prepared with ``python -m sinew.engine.cpu.kernels.build``; ``--background`` lets every other process go first.
 """
 
 from __future__ import annotations
@@ -235,6 +235,8 @@ def _first_line(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--background"]:
+        machine.step_back()
     found = build()
     sys.stdout.write(f"{found.path or 'no library'} ({found.reason})\n")
     sys.exit(found.path is None)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from sinew.bundle.quant import FORMATS
 from sinew.engine.cpu.kernels import float_kernels
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
+from sinew.engine.cpu.kernels.frame_kernels import check
 from sinew.layers.linear import Linear, hold
 from sinew.layers.rope import Rotation
 from sinew.layers.stores import lowbit
@@ -33,7 +34,6 @@ from sinew.layers.stores.codes import Codes, codes, together
 
 PANELS_NUMBER = 4  # of kernels.h, after those of FORMATS
 ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # of product.h
-STATUS = {1: "arguments that make no sense", 2: "not enough memory"}
 
 
 def number_of(order: str) -> int:
@@ -308,11 +308,6 @@ def _dense(x: Tensor, width: int, what: str) -> Tensor:
     return x.contiguous()
 
 
-def _checked(status: int, what: str) -> None:
-    if status:
-        raise RuntimeError(f"{what}: {STATUS.get(status, status)}")
-
-
 def _compiled_norm(library: Any, kernels: int, norm: NormOf, x: Tensor) -> Tensor:
     x = _dense(x, x.shape[-1], "norm")
     out, k = torch.empty_like(x), x.shape[-1]
@@ -322,7 +317,7 @@ def _compiled_norm(library: Any, kernels: int, norm: NormOf, x: Tensor) -> Tenso
         *(kernels, x.data_ptr(), x.numel() // k, k, given.centred, given.eps, given.weight, given.bias),
         *(out.data_ptr(), torch.get_num_threads()),
     )
-    _checked(status, "norm")
+    check("norm", status)
     return out
 
 
@@ -362,7 +357,7 @@ def _compiled_project(
         *(kernels, ctypes.addressof(given), x.data_ptr(), rows, ctypes.addressof(addresses), *tables),
         torch.get_num_threads(),
     )
-    _checked(status, "projection")
+    check("projection", status)
     return made
 
 
@@ -378,7 +373,7 @@ def _compiled_finish(library: Any, kernels: int, half: Finish, x: Tensor, attend
         *(kernels, ctypes.addressof(given), x.data_ptr(), attended.data_ptr(), x.numel() // given.up.k),
         *(out.data_ptr(), torch.get_num_threads()),
     )
-    _checked(status, "finish")
+    check("finish", status)
     return out
 
 
@@ -404,7 +399,7 @@ def _compiled_encode(
         *(kernels, ctypes.addressof(given), ctypes.addressof(rest), x.data_ptr(), batch, rows),
         *(out.data_ptr(), *tables, rounded, torch.get_num_threads()),
     )
-    _checked(status, "layer")
+    check("layer", status)
     return out
 
 

@@ -1,0 +1,128 @@
+"""The compiled library as far as frames need it: loaded without torch, held against numpy, and put behind resizes.
+
+What it multiplies beside is :mod:`sinew.engine.cpu.kernels.library`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from sinew.engine.cpu.kernels.build import find_compiler, kept
+from sinew.steps.image import bilinear, compiled, resample
+from sinew.steps.image.compiled import FrameKernels, Mixing, Taps
+
+log = logging.getLogger(__name__)
+
+SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
+
+
+@cache
+def take_kept_resize() -> None:
+    """Let frames be resized by the library where one is kept; ``sinew serve`` compiles one where none is."""
+    asked = os.environ.get(SWITCH, "")
+    if asked == "off" or (path := kept()) is None:
+        return
+    try:
+        library = load(str(path))
+    except OSError:
+        return  # who needs the library is told by extension()
+    names = kernel_names(library)
+    index = names.index(asked) if asked in names else 0
+    frames = from_library(library, index)
+    if asked and asked not in names:
+        log.warning("numpy resizes frames: %s=%s: this CPU has %s", SWITCH, asked, ", ".join(names))
+    elif wrong := differs(frames):
+        log.warning("numpy resizes frames: %s kernels of %s differ from it in %s", names[index], path, wrong)
+    else:
+        compiled.install(frames)
+        log.info("frames are resized by %s kernels", names[index])
+
+
+def missing() -> bool:
+    """Return whether frames would be resized faster if somebody compiled the library, and nothing is against it."""
+    wanted = not compiled.in_use and os.environ.get(SWITCH) != "off"
+    return wanted and find_compiler() is not None and kept() is None
+
+
+def load(path: str) -> Any:
+    """Return the C library with its functions declared."""
+    library = ctypes.CDLL(path)
+    library.lowbit_kernels.restype = ctypes.c_char_p
+    library.lowbit_kernels.argtypes = library.lowbit_takes_panels.argtypes = [ctypes.c_int]
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.lowbit_multiply.argtypes = [
+        *(ctypes.c_int, ctypes.c_int),  # kernels, format
+        *(pointer, integer, integer, ctypes.c_float),  # x, rows, k, smallest
+        *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
+    ]
+    library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
+    library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]
+    library.lowbit_resample.argtypes = [ctypes.c_int, *[pointer] * 5]
+    library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
+    library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
+    library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
+    return library
+
+
+def kernel_names(library: Any) -> tuple[str, ...]:
+    """Return the kernels that this CPU can run, best first."""
+    names: list[str] = []
+    while name := library.lowbit_kernels(len(names)):
+        names.append(name.decode())
+    return tuple(names)
+
+
+def check(what: str, status: int) -> None:
+    """Raise RuntimeError for what a function of the library returned, unless it is 0."""
+    if status:
+        raise RuntimeError(
+            f"{what}: {'not enough memory' if status == 2 else 'arguments that make no sense'}"
+        )
+
+
+def from_library(library: Any, kernels: int) -> FrameKernels:
+    """Return what resizes frames with the ``kernels``-th set of a loaded library."""
+    return FrameKernels(partial(_resize, library, kernels), partial(_resample, library, kernels))
+
+
+def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: np.ndarray) -> None:
+    """As :class:`sinew.steps.image.FrameKernels`."""
+    strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
+    sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.reach, *strides)
+    given = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
+    check("resize", library.lowbit_resize(kernels, *given))
+
+
+def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Taps, out: np.ndarray) -> None:
+    """As :class:`sinew.steps.image.FrameKernels`."""
+    shapes = *frame.shape[:2], axis, *taps.weights.shape
+    sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
+    given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
+    check("resample", library.lowbit_resample(kernels, *given))
+
+
+def differs(frames: FrameKernels) -> str:
+    """Return the name of what ``frames`` compute otherwise than numpy; empty where there is nothing."""
+    frame = (np.arange(37 * 41 * 3) * 97 % 256).astype(np.uint8).reshape(37, 41, 3)
+    floats = frame.astype(np.float32) / np.float32(255)
+    planes = np.empty((3, 60, 19), np.float32)
+    frames.resize(frame, bilinear.mixing(frame.shape[:2], planes.shape[1:]), planes)
+    if not np.array_equal(planes, bilinear.resize_bilinear(floats, *planes.shape[1:])):
+        return "resize"
+    for image, table in (
+        (frame, partial(resample.antialias_taps, method="bicubic")),
+        (frame, partial(resample.float_taps, method="area")),
+        (floats, partial(resample.float_taps, method="bicubic")),
+    ):
+        for axis, target in ((0, 60), (1, 19)):
+            wanted = resample.by_numpy(image, axis, taps := table(image.shape[axis], target))
+            frames.resample(image, axis, taps, made := np.empty_like(wanted))
+            if not np.array_equal(made, wanted):
+                return "resample"
+    return ""
