@@ -158,8 +158,7 @@ def mutants(source: str, whole: bool = True) -> list[Mutant]:
 
 
 def equivalents(entry: Mapping[str, dict]) -> dict[str, str]:
-    """Return the mutants of a module that nobody could notice, and why. A line of the table may name both changes of a
-    number: "64 -> 65, 63"."""
+    """Return the mutants that nobody could notice, and why. A line may name both of a number: "64 -> 65, 63"."""
     found = {}
     for name, why in entry.get("equivalent", {}).items():
         both = re.fullmatch(r"(.* -> )(-?[\d.e+-]+), (-?[\d.e+-]+)( #\d+)?", name)

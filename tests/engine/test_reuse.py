@@ -200,7 +200,7 @@ def test_a_state_that_the_head_reads_needs_no_new_prefix() -> None:
 
 
 def test_what_is_kept_is_of_the_newest_few_and_of_its_threads() -> None:
-    """Eight views and two contexts; sums on another number of threads may be others."""
+    """Eight views; sums on other threads may be others."""
     threads, encoded = [1], []
 
     def encode(pixels: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import shutil
@@ -85,11 +84,6 @@ class Page:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=True
         )
-
-    def screenshot(self, path: Path) -> None:
-        """Write the whole page as PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager

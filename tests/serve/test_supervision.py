@@ -690,6 +690,9 @@ def test_a_deadline_holds_to_its_moment(monkeypatch: pytest.MonkeyPatch):
         "late": 1,
         "failed": 1,
     }
+    scheduler.stop()
+    with pytest.raises(ShuttingDownError):
+        scheduler._raise_if_abandoned(job)
 
 
 def test_threads_are_waited_for_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch):

@@ -200,7 +200,7 @@ def test_what_a_change_took_is_told_and_what_it_takes_is_counted(tmp_path, monke
                 "load_s": 1.235,
                 "drain_s": 2.265,
             }
-            assert at.swapper.budget == (6 << 20) - 1_460_000  # for the first one and its successor
+            assert at.swapper.budget == (6 << 20) - 1_460_000
             assert at.swapper.unload("arm") == {"name": "arm", "drain_s": 0.457}
         assert at.swapper.budget == 6 << 20
         at.swapper.load("arm", "other")
