@@ -86,7 +86,7 @@ class StreamLink:
         timeout: float = 10.0,
         policy: Mapping[str, Any] | None = None,
     ):
-        self.max_rows, self._fitted = max_rows, Fitted(policy)
+        self.max_rows, self._fitted = max_rows, None if policy is None else Fitted(policy)
         self._addresses = Addresses(address)
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
@@ -283,7 +283,8 @@ class StreamLink:
                 continue
             try:
                 with Client(self.present, api_key=self._api_key, timeout=patience) as client:
-                    self._fitted.check(client)
+                    if self._fitted is not None:
+                        self._fitted.check(client)
             except ClientError as error:
                 with self._changed:
                     self._note(error)
