@@ -66,7 +66,7 @@ class StreamLink:
     ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows. ``text_tokens``: of each text that
     the policy is to say beside its windows, where it keeps a language head.
 
-    max_rows: nodes of a window at most. policy: as of :class:`~sinew_client.form.Fitted`; another gets no sample.
+    max_rows: nodes of a window at most. policy: what a server said of it; another gets no sample. None: any.
 
     There is no handshake of streams. While nobody listens at the address messages are dropped, and the first one that
     gets through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
