@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
 from sinew_client import Client
 from sinew_client.auth import api_key_of
 from sinew_client.control import is_journal, repeat, watched
@@ -86,7 +87,7 @@ def print_replay(result: dict[str, Any]) -> None:
     told = [row for row in result["rows"] if row["result"] in ("beyond", "new", "error")]
     for row in told[:SHOWN]:
         now = row.get("now") or (f"differs by {_where(row)}" if "difference" in row else "actions")
-        table.add_row(row["file"], row["wire"], row["then"], now)
+        table.add_row(row["file"], row["wire"], Text(row["then"]), Text(now))  # with an error's [code]
     console = terminal.console()
     if table.row_count:
         console.print(table)

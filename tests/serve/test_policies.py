@@ -23,6 +23,7 @@ from sinew_client.aio import AsyncClient
 from sinew_client.protocol import split_address
 from websockets.sync.client import connect as websocket
 
+from sinew.cli.replay import print_replay
 from sinew.cli.serve import named_policies
 from sinew.core import ActionChunk, CameraSpec, Observation, SinewError, machine
 from sinew.policy import Policy
@@ -96,7 +97,7 @@ def test_the_address_of_a_client_names_the_policy():
         assert first.infer(GOOD).actions[0, 0] == 0
 
 
-def test_records_and_numbers_say_which_policy_was_asked(tmp_path):
+def test_records_and_numbers_say_which_policy_was_asked(tmp_path, capsys):
     """So that a recording of several is repeated by the one that each request was for, and counted by it."""
     recorder = Recorder(tmp_path)
     with two(recorder=recorder) as at, Client(at.native, timeout=WAIT_S) as client:
@@ -110,6 +111,10 @@ def test_records_and_numbers_say_which_policy_was_asked(tmp_path):
             at.service.policies.get(name).metadata.update(about)
         found = replay_records(client, read_records(tmp_path), None)
         assert (found["records"], found["error"], found["lost"]) == (2, 0, 0), found["rows"]
+        print_replay(
+            {**found, "address": "x", "rows": [{**found["rows"][0], "then": "[busy] full", "result": "new"}]}
+        )
+        assert "[busy] full" in capsys.readouterr().out
         text = at.service.metrics.exposition().decode()
         assert 'sinew_requests_total{outcome="ok",policy="b",wire="native"} 2.0' in text
         assert 'sinew_requests_total{outcome="ok",policy="default",wire="native"} 2.0' in text

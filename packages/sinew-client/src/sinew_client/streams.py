@@ -66,7 +66,7 @@ class StreamLink:
     ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows. ``text_tokens``: of each text that
     the policy is to say beside its windows, where it keeps a language head.
 
-    max_rows: nodes of a window at most. policy: as of :class:`~sinew_client.form.Fitted`; another gets no sample.
+    max_rows: nodes of a window at most. policy: what a server said of it; another gets no sample. None: any.
 
     There is no handshake of streams. While nobody listens at the address messages are dropped, and the first one that
     gets through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
@@ -86,7 +86,7 @@ class StreamLink:
         timeout: float = 10.0,
         policy: Mapping[str, Any] | None = None,
     ):
-        self.max_rows, self._fitted = max_rows, Fitted(policy)
+        self.max_rows, self._fitted = max_rows, None if policy is None else Fitted(policy)
         self._addresses = Addresses(address)
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
@@ -283,7 +283,8 @@ class StreamLink:
                 continue
             try:
                 with Client(self.present, api_key=self._api_key, timeout=patience) as client:
-                    self._fitted.check(client)
+                    if self._fitted is not None:
+                        self._fitted.check(client)
             except ClientError as error:
                 with self._changed:
                     self._note(error)
