@@ -175,12 +175,7 @@ class PolicySpec:
 
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
-OTHERS_WORDS = {
-    "task": "prompt",
-    "instruction": "prompt",
-    "language_instruction": "prompt",
-    "image": "images",
-}
+OTHERS_WORDS = {"task": "prompt", "instruction": "prompt", "language_instruction": "prompt"}
 WORDS = ("subtask", "question", "text_only", "text_tokens")  # the fields by which words are asked for
 
 
