@@ -192,7 +192,9 @@ def test_buffers_are_kept_up_to_a_size():
     assert np.shares_memory(large, scratch(name, (8, 4), np.uint8))  # as large
     most = scratch(name, (MOST_KEPT,), np.uint8)
     assert np.shares_memory(most, scratch(name, (3,), np.float32))
-    assert not np.shares_memory(most, scratch(name, (MOST_KEPT + 1,), np.uint8))
+    beyond = scratch(name, (MOST_KEPT + 1,), np.uint8)
+    assert len(beyond) == MOST_KEPT + 1
+    assert not np.shares_memory(most, beyond)
 
 
 def test_compiled_kernels_get_bytes_of_pixels_side_by_side_alone():
