@@ -9,7 +9,8 @@
 namespace lowbit {
 namespace {
 
-constexpr int PANELS = 4;                    // that a task multiplies, at most: rows stay in the first cache meanwhile
+// Panels that a task multiplies, at most: rows stay in the first cache meanwhile. One of 16 bits: it stays there itself.
+constexpr int PANELS = 4;
 constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second cache of 512 KiB
 
 struct Plan : Call {
@@ -169,7 +170,7 @@ void multiply(const Call& call, int threads) {
 
   int64_t panels = 0;
   for (int i = 0; i < c.count; ++i) panels += c.layers[i].panels();
-  int64_t each = PANELS_BYTES / c.panel_bytes();
+  int64_t each = c.bytes == 2 ? 1 : PANELS_BYTES / c.panel_bytes();
   each = each < 1 ? 1 : each > PANELS ? PANELS : each;
   while (each > 1 && panels / each < 4 * threads) --each;
   int64_t ends[MOST_LAYERS];  // tasks of the layers up to here
