@@ -177,7 +177,7 @@ class Chain:
 
 
 def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cross products of [..., 3]: np.cross to the bit, without its bookkeeping, which takes longer."""
+    """Return the cross products of [..., 3], the bits of np.cross, whose bookkeeping takes longer than they do."""
     after, before = [1, 2, 0], [2, 0, 1]
     return a[..., after] * b[..., before] - a[..., before] * b[..., after]
 
