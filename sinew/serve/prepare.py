@@ -176,9 +176,10 @@ class Preparer:
             said = errors.read().decode(errors="replace").strip().splitlines()
         if status < 0 or status > 128:
             number = -status if status < 0 else status - 128
+            name = {each.value: each.name for each in signal.Signals}.get(number, "unknown")
             why = (
                 f"engine {self._work.engine} is not taken: the process that prepared it was ended by signal"
-                f" {number} ({_name(number)}){', as the system does where memory is short' if number == 9 else ''};"
+                f" {number} ({name}){', as the system does where memory is short' if number == 9 else ''};"
                 f" `sinew prepare {self._work.source} --again` tries once more"
             )
             return self._refused(why), Need(0)
@@ -331,10 +332,3 @@ def _python() -> list[str]:
 def _signal(child: subprocess.Popen[str], number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(number)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

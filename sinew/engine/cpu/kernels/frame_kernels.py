@@ -1,7 +1,4 @@
-"""The compiled library as far as frames need it: loaded without torch, held against numpy, and put behind resizes.
-
-What it multiplies beside is :mod:`sinew.engine.cpu.kernels.library`'s.
-"""
+"""The compiled library as far as frames need it: loaded without torch, held against numpy, and put behind resizes."""
 
 from __future__ import annotations
 
