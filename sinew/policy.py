@@ -147,15 +147,6 @@ class Policy(OpenPolicy):
             spec = rename_cameras(own.spec, rename)
             self.manifest = replace(own, spec=spec, seen=renamed(own.seen, own.spec, spec))
         self.spec = self.manifest.spec
-        allowed: Allowed = {
-            "allow_missing_cameras": allow_missing_cameras,
-            "allow_empty_prompt": allow_empty_prompt,
-        }
-        self.processor = Processor(self.manifest, **allowed)
-        self.processors = {"": self.processor}
-        for name, each in self.adapters.items():
-            adapted = fitted(each, self.manifest)
-            self.processors[name] = Processor(adapted, beside=self.processor, adapter=name, **allowed)
         self.choice = choose(
             bundle,
             engine,
@@ -169,6 +160,15 @@ class Policy(OpenPolicy):
             stream=stream,
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
+        allowed: Allowed = {
+            "allow_missing_cameras": allow_missing_cameras,
+            "allow_empty_prompt": allow_empty_prompt,
+        }
+        self.processor = Processor(self.manifest, **allowed)
+        self.processors = {"": self.processor}
+        for name, each in self.adapters.items():
+            adapted = fitted(each, self.manifest)
+            self.processors[name] = Processor(adapted, beside=self.processor, adapter=name, **allowed)
         opened = BACKENDS[self.engine_name].open(bundle, self.choice.options)
         self._engine: Engine | None = opened
         self.facts = opened.facts
