@@ -82,7 +82,7 @@ def test_what_is_chosen_is_what_is_sent() -> None:
 
     class Watching(Server):
         def _answer(self, request):  # type: ignore[no-untyped-def]
-            seen.append(request.images[0].encoding)
+            seen.extend(image.encoding for image in request.images)  # who answers is asked before
             return super()._answer(request)
 
     server = Watching()
