@@ -325,8 +325,7 @@ def compiling_frames() -> Iterator[None]:
 
 def _python() -> list[str]:
     """Return what starts a module: the current folder's are imported where this process was started so."""
-    alike = [] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]
-    return [sys.executable, *alike, "-m"]
+    return [sys.executable, *([] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]), "-m"]
 
 
 def _signal(child: subprocess.Popen[str], number: int) -> None:

@@ -31,6 +31,7 @@ from sinew.convert.sources import ASSETS
 from sinew.core import machine
 from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose
+from sinew.engine.cpu.kernels import build
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.records.recorder import read_records
 from sinew.serve.prepare import Preparation, Preparer, preparation
@@ -53,9 +54,16 @@ ONE = ("--wire", "native:0", "--threads", 1)
 
 @pytest.fixture(autouse=True)
 def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers prepare, and keep what they find in a folder of the test."""
+    """Servers prepare, and keep what they find in a folder of the test. It has the library already, which they would
+    compile beside, or is none in which one would be kept."""
+    library = build.kept()
     monkeypatch.setenv("SINEW_SERVE_PREPARE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if library is not None:
+        shutil.copytree(library.parent, build.cache() / library.parent.name)
+    else:
+        build.cache().mkdir(parents=True)
+        build.cache().chmod(0o777)
 
 
 @pytest.fixture
@@ -376,6 +384,7 @@ def test_memory_that_is_short(act: Path, tmp_path: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written(act: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("a file in the place of the folder")
     with preparing(tmp_path, act) as server, Client(server.address, timeout=START_S) as client:
         found = settled(client)

@@ -378,6 +378,17 @@ def test_a_server_takes_what_resizes_frames_when_it_is_there(
     frame_kernels.take_kept_resize.cache_clear()
 
 
+@needs_compiler
+def test_what_would_not_be_kept_is_not_missing(no_frames, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert frame_kernels.missing()
+    (tmp_path / "sinew").chmod(0o777)  # where others could put another library
+    assert not frame_kernels.missing()
+    (tmp_path / "sinew").chmod(0o700)
+    monkeypatch.setenv(compiled.SWITCH, "off")
+    assert not frame_kernels.missing()
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_a_server_compiles_what_resizes_frames(tmp_path, monkeypatch) -> None:

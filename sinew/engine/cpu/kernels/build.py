@@ -103,12 +103,7 @@ def _build(compiler: str) -> Built:
     by = f"compiled by {version}"
     if is_whole(folder) and not untrusted(folder):
         return Built(folder / NAME, by)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        problem = untrusted(folder)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
-    if problem:
+    if problem := unkept(folder):
         folder = private()
         by += f", for this process alone: {problem}"
     with scratch.beside(folder) as made:
@@ -126,6 +121,15 @@ def _build(compiler: str) -> Built:
         _flush(folder)
     without = f", without {', '.join(left_out)}, which it does not know" if left_out else ""
     return Built(folder / NAME, by + without)
+
+
+def unkept(folder: Path) -> str:
+    """Return why a library would not be kept in ``folder``, which is made where it is missing; "" where it would."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return untrusted(folder) or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written")
 
 
 def is_whole(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.engine.cpu.kernels.build import find_compiler, kept
+from sinew.engine.cpu.kernels import build
 from sinew.steps.image import bilinear, compiled, resample
 from sinew.steps.image.compiled import FrameKernels, Mixing, Taps
 
@@ -23,7 +23,7 @@ SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
 def take_kept_resize() -> None:
     """Let frames be resized by the library where one is kept; ``sinew serve`` compiles one where none is."""
     asked = os.environ.get(SWITCH, "")
-    if asked == "off" or (path := kept()) is None:
+    if asked == "off" or (path := build.kept()) is None:
         return
     try:
         library = load(str(path))
@@ -43,8 +43,8 @@ def take_kept_resize() -> None:
 
 def missing() -> bool:
     """Return whether frames would be resized faster if somebody compiled the library, and nothing is against it."""
-    wanted = not compiled.in_use and os.environ.get(SWITCH) != "off"
-    return wanted and find_compiler() is not None and kept() is None
+    wanted = not (compiled.in_use or os.environ.get(SWITCH) == "off" or build.kept())
+    return wanted and build.find_compiler() is not None and not build.unkept(build.cache())
 
 
 def load(path: str) -> Any:
