@@ -127,8 +127,8 @@ def serve(
             rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
         dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
         prepare: where an engine may be faster than the one that auto could start at once, export it in the background,
-            prove and measure it, and let it take over between two chunks if it is (docs/engines.md); --no-prepare stays
-            with what starts at once.
+            prove and measure it, and let it take over between two chunks if it is (docs/engines.md); compile what
+            resizes frames; --no-prepare stays with what starts at once.
         reuse: keep image tokens and prefixes of observations that repeat to the byte; the same actions, in less time
             while cameras and states stand still (docs/engines.md).
     """

@@ -413,7 +413,6 @@ class Backend:
 
     def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
         """Return the engine with options that :func:`choose` has found to fit it."""
-        # No frames before a policy is opened
         from sinew.engine.cpu.kernels.frame_kernels import take_kept_resize
 
         take_kept_resize()

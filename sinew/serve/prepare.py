@@ -299,10 +299,10 @@ class Preparer:
 
 @contextlib.contextmanager
 def compiling_frames() -> Iterator[None]:
-    """Compile what resizes frames while a server answers, in a process of its own, where this machine keeps none yet.
-
-    It is taken as soon as it is there, as it equals numpy in every bit. The process ends with the server."""
+    """Compile what resizes frames beside a server that answers, in a process that ends with it, where none is kept."""
     if not frame_kernels.missing():
+        if not frame_kernels.compiled.in_use:
+            logger.info("no compiled kernels resize frames; `sinew doctor` says why there are none")
         yield
         return
     logger.info("kernels that resize frames are compiled in the background; --no-prepare does without")
@@ -312,9 +312,11 @@ def compiling_frames() -> Iterator[None]:
     ) as child:  # fmt: skip
 
         def take() -> None:
-            if child.wait() == 0:
+            if (status := child.wait()) == 0:
                 frame_kernels.take_kept_resize.cache_clear()
                 frame_kernels.take_kept_resize()
+            elif status == 1:  # it was not ended with the server
+                logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` says why")
 
         threading.Thread(target=take, name="sinew-frames", daemon=True).start()
         try:

@@ -1172,11 +1172,8 @@ def test_a_journal_says_where_the_robot_moved_abruptly(tmp_path: Path) -> None:
     chunk(21, 29, 28, 27)
     for step in (21, 22, 23, 26):
         controller.command(step)
-    ended = time.monotonic() + 60
-    while (
-        path.read_text().count('"event": "command"') < 25
-    ):  # nobody has closed it: the process may be killed
-        assert time.monotonic() < ended
+    # Nobody has closed it: the process may be killed.
+    while path.read_text().count('"event": "command"') < 25:
         time.sleep(0.01)
     journal.close()
     found = repeat(path)

@@ -14,9 +14,9 @@ import numpy as np
 
 
 class Mixing(NamedTuple):
-    """What a bilinear resize mixes, as kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines int32
-    [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4], column_weights
-    float32 [2, values]; and where they lie, which it takes microseconds to ask for."""
+    """Holds what a bilinear resize mixes, as kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines
+    int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4],
+    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for."""
 
     arrays: tuple[np.ndarray, ...]
     addresses: tuple[int, ...]
@@ -24,8 +24,8 @@ class Mixing(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """What pixels along an axis of ``size`` become: the at-th of the target is a sum of those from first[at] on, int32
-    [target], times weights [target, taps], one after another; and where the two lie.
+    """Says what pixels along an axis of ``size`` become: the at-th of the target is a sum of those from first[at] on,
+    int32 [target], times weights [target, taps], one after another; and where the two lie.
 
     bits: binary places of int32 weights, which make rounded bytes of bytes; 0: weights and results are float32."""
 

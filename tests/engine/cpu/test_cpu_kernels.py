@@ -337,20 +337,23 @@ def test_every_engine_resizes_by_a_library_that_is_kept_and_compiles_none(
     frames.install(extension().frames)
 
 
-COPY = "import shutil, sys; shutil.copytree(*sys.argv[1:3])"
-SLEEP = "import time; time.sleep(600)"
+WORK = {  # of the compiler: a copy of what it has made before, nothing that ends by itself, and nothing
+    "in time": "import shutil, sys; shutil.copytree(*sys.argv[1:3])",
+    "never": "import time; time.sleep(600)",
+    "fails": "raise SystemExit(1)",
+}
 
 
-@pytest.mark.parametrize("compiles", [True, False], ids=["in time", "never"])
+@pytest.mark.parametrize("work", list(WORK))
 def test_a_server_takes_what_resizes_frames_when_it_is_there(
-    all_kernels, no_frames, tmp_path, monkeypatch, compiles
+    all_kernels, no_frames, tmp_path, monkeypatch, caplog, work
 ) -> None:
-    """The compiler's work is a copy of what it has made before, or nothing that ends by itself."""
+    compiles, failed = work == "in time", "numpy resizes frames: no kernels were compiled"
     if (library := build.kept()) is None:
         pytest.skip("nobody may write the home, so that no library is kept")
     begun: list[subprocess.Popen] = []
     made = tmp_path / "sinew" / "cpu" / library.parent.name
-    command = [sys.executable, "-c", *((COPY, str(library.parent), str(made)) if compiles else (SLEEP,))]
+    command = [sys.executable, "-c", WORK[work], str(library.parent), str(made)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(prepare, "_python", lambda: command)
     popen = subprocess.Popen
@@ -368,18 +371,18 @@ def test_a_server_takes_what_resizes_frames_when_it_is_there(
     frame = np.arange(9 * 8 * 3, dtype=np.uint8).reshape(9, 8, 3)
     before = resize(frame, 4, 5, "bicubic")
     with prepare.compiling_frames():
-        while compiles and not frames.in_use:
+        while work != "never" and not (frames.in_use or failed in caplog.text):
             time.sleep(0.01)
         assert np.array_equal(resize(frame, 4, 5, "bicubic"), before)
     assert [child.returncode == 0 for child in begun] == [compiles]
-    assert bool(frames.in_use) == compiles
+    assert (bool(frames.in_use), failed in caplog.text) == (compiles, work == "fails")
     with prepare.compiling_frames():  # what is there is not made again
         assert len(begun) == (1 if compiles else 2)
     frame_kernels.take_kept_resize.cache_clear()
 
 
 @needs_compiler
-def test_what_would_not_be_kept_is_not_missing(no_frames, tmp_path, monkeypatch) -> None:
+def test_what_would_not_be_kept_is_not_missing(no_frames, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert frame_kernels.missing()
     (tmp_path / "sinew").chmod(0o777)  # where others could put another library
@@ -387,6 +390,8 @@ def test_what_would_not_be_kept_is_not_missing(no_frames, tmp_path, monkeypatch)
     (tmp_path / "sinew").chmod(0o700)
     monkeypatch.setenv(compiled.SWITCH, "off")
     assert not frame_kernels.missing()
+    with caplog.at_level("INFO"), prepare.compiling_frames():
+        assert "no compiled kernels resize frames" in caplog.text
 
 
 @pytest.mark.slow

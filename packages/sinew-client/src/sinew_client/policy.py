@@ -75,8 +75,8 @@ def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None
 
 
 class OpenPolicy:
-    """What policies that compute here have in common: they are closed once, and refuse by name from then on; so they do
-    in a process that was forked from theirs, where their threads are not."""
+    """Holds what policies that compute here have in common: they are closed once, and refuse by name from then on; so
+    they do in a process that was forked from theirs, where their threads are not."""
 
     _closed = False
     _process: int

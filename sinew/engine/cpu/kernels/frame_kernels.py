@@ -27,8 +27,9 @@ def take_kept_resize() -> None:
         return
     try:
         library = load(str(path))
-    except OSError:
-        return  # who needs the library is told by extension()
+    except OSError as error:
+        log.warning("numpy resizes frames: %s does not load: %s", path, error)
+        return
     names = kernel_names(library)
     index = names.index(asked) if asked in names else 0
     frames = from_library(library, index)
@@ -54,9 +55,8 @@ def load(path: str) -> Any:
     library.lowbit_kernels.argtypes = library.lowbit_takes_panels.argtypes = [ctypes.c_int]
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     library.lowbit_multiply.argtypes = [
-        *(ctypes.c_int, ctypes.c_int),  # kernels, format
-        *(pointer, integer, integer, ctypes.c_float),  # x, rows, k, smallest
-        *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
+        *(ctypes.c_int, ctypes.c_int, pointer, integer, integer),  # kernels, format, x, rows, k
+        *(ctypes.c_float, pointer, ctypes.c_int, ctypes.c_int),  # smallest, layers, how many, threads
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
     library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]
@@ -78,9 +78,8 @@ def kernel_names(library: Any) -> tuple[str, ...]:
 def check(what: str, status: int) -> None:
     """Raise RuntimeError for what a function of the library returned, unless it is 0."""
     if status:
-        raise RuntimeError(
-            f"{what}: {'not enough memory' if status == 2 else 'arguments that make no sense'}"
-        )
+        why = "not enough memory" if status == 2 else "arguments that make no sense"
+        raise RuntimeError(f"{what}: {why}")
 
 
 def from_library(library: Any, kernels: int) -> FrameKernels:
@@ -89,7 +88,7 @@ def from_library(library: Any, kernels: int) -> FrameKernels:
 
 
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: np.ndarray) -> None:
-    """As :class:`sinew.steps.image.FrameKernels`."""
+    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
     sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.reach, *strides)
     given = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
@@ -97,7 +96,7 @@ def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: 
 
 
 def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Taps, out: np.ndarray) -> None:
-    """As :class:`sinew.steps.image.FrameKernels`."""
+    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
     shapes = *frame.shape[:2], axis, *taps.weights.shape
     sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
     given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data

@@ -1,4 +1,4 @@
-"""Where what a robot was sent changed most abruptly, and what had happened there."""
+"""Find where what a robot was sent changed most abruptly, and what had happened there."""
 
 from __future__ import annotations
 
