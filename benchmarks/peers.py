@@ -301,7 +301,7 @@ def answers_of_lerobot(family: str, out: Path, compiled: bool) -> Any:
 class VlaCpp:
     """vla.cpp's server over its own protocol, whose messages and sockets are those of our native wire."""
 
-    def __init__(self, address: str, bundle: Path):
+    def __init__(self, address: str, bundle: Path, process: subprocess.Popen[bytes]):
         from sinew_client.link import Link, place_of
 
         from sinew.bundle import Bundle
@@ -316,7 +316,7 @@ class VlaCpp:
                 self._link = Link(place_of(address), begun + START_S)
                 return
             except OSError:
-                if time.monotonic() > begun + START_S:
+                if time.monotonic() > begun + START_S or process.poll() is not None:
                     raise
                 time.sleep(0.2)
 
@@ -355,7 +355,7 @@ def inside(name: str, family: str, out: Path, threads: int, server: str) -> None
             [server, *VLACPP[name], "--bind", f"tcp://127.0.0.1:{port}", str(out / "vla.gguf")],
             stdout=sys.stderr, env={**os.environ, "VLA_N_THREADS": str(threads)},
         )  # fmt: skip
-        asked = VlaCpp(f"tcp://127.0.0.1:{port}", out / f"{FLOAT}.gguf")
+        asked = VlaCpp(f"tcp://127.0.0.1:{port}", out / f"{FLOAT}.gguf", process)
 
         def infer(moments: list[dict[str, Any]], noise: np.ndarray | None) -> np.ndarray:
             return asked({**moments[0], "noise": noise, "prompt": about["prompt"]})
@@ -443,7 +443,7 @@ def prepare_inside(
         if name in names:
             options = ["--engine", "onnx", "--runs", "1", "--threads", threads, "--json"]
             counted = json.loads(sinew("bench", str(out / f"{ENGINES[name][0]}.gguf"), *options))["roofline"]
-    if set(VLACPP) & set(names) and not arguments.again:
+    if set(VLACPP) & set(names) and not (arguments.again and (out / "vla.gguf").exists()):
         (out / "vla.gguf").unlink(missing_ok=True)
         sinew("export", str(bundle), "--vlacpp", str(out / "vla.gguf"))
     if "onnx" not in names or "stages_ms" not in counted:
