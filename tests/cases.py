@@ -4,7 +4,8 @@
 large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
 ``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
 ``fixture.safetensors.xz`` give ``fixture.safetensors``; rules may lie compressed too. ``checkpoint.json`` gives a file
-of torch's, ``latest-checkpoint.pt``, and so do those of OmniVLA. Everything else is stored as it is.
+of torch's, ``latest-checkpoint.pt``, and so do those of OmniVLA and of Evo-1's original, whose stored part is a
+safetensors file. Everything else is stored as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import lzma
 import os
 import shutil
 import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ RULES = {  # file -> its rules
     "model.safetensors": "weights.json",
     "fixture.safetensors": "fixture.json",
     "latest-checkpoint.pt": "checkpoint.json",
+    "mp_rank_00_model_states.pt": "model_states.json",
     "omnivla-edge.pth": "omnivla-edge.json",
     "action_head--120000_checkpoint.pt": "action_head.json",
     "pose_projector--120000_checkpoint.pt": "pose_projector.json",
@@ -111,33 +115,37 @@ def content(path: Path) -> bytes:
             made = rules.build(json.loads(found), stored, lambda name: content(FIXTURES / name))
         except ValueError as error:
             raise ValueError(f"{rule}: {error}") from None
-        if path.suffix == ".safetensors":
-            return made
-        return nested(made) if rule.name == "checkpoint.json" else flat(made)
+        return made if path.suffix == ".safetensors" else of_torch(made, FORMS.get(path.name, dict))
     return path.read_bytes() if stored is None else stored
 
 
-def flat(tensors: bytes) -> bytes:
-    """Return a file of torch's with a safetensors file's tensors under their names."""
+def of_torch(tensors: bytes, form: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+    """Return a file of torch's with what ``form`` makes of a safetensors file's tensors by name."""
     import torch
     from safetensors.torch import load
 
-    torch.save(load(tensors), file := io.BytesIO())
+    torch.save(form(load(tensors)), file := io.BytesIO())
     return file.getvalue()
 
 
-def nested(tensors: bytes) -> bytes:
-    """Return a file of torch's of a safetensors file's tensors, ``{"model": {SECTION: {NAME: tensor}}}`` of those that
-    are called SECTION.NAME: as Prismatic's training writes them."""
-    import torch
-    from safetensors.torch import load
-
-    sections: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in load(tensors).items():
+def prismatic(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return ``{"model": {SECTION: {NAME: tensor}}}`` of tensors SECTION.NAME: as Prismatic's training writes them."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
         section, _, rest = name.partition(".")
         sections.setdefault(section, {})[rest] = tensor
-    torch.save({"model": sections}, file := io.BytesIO())
-    return file.getvalue()
+    return {"model": sections}
+
+
+def deepspeed(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return ``{"module": tensors}``, in the kind of dict that a module's ``state_dict`` is."""
+    return {"module": OrderedDict(tensors)}
+
+
+FORMS = {
+    "latest-checkpoint.pt": prismatic,
+    "mp_rank_00_model_states.pt": deepspeed,
+}  # others: the tensors by name
 
 
 def _stored(path: Path) -> bytes | None:

@@ -5,7 +5,7 @@ engine "*" is the test's parameter of that name. The family is that of the golde
 given; ``but`` names ids that prove something else, such as a refusal.
 
     python -m pytest tests -m proves --proofs sinew/engine/proofs.json    # records outcomes of the tests that ran
-    python -m tests.proofs                                                # renders docs/families.md
+    python -m tests.proofs                                                # renders docs/families.md, says which tests
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ a slow test alone, which `make test` leaves out. An empty cell is not proved; a 
 says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what ran on
 a GPU is in [gpu.md](gpu.md).
 
-Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote
-and by which `--engine auto` goes.
+Rendered from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote and by which `--engine auto`
+goes, by `python -m tests.proofs`, which also prints which test proves what.
 """
 
 
@@ -138,7 +138,12 @@ def render(rows: list[list[str]]) -> str:
             cells.append(", ".join(sorted(named)))
         cells.append(", ".join(c for c in COLUMNS[5:] if any(row[:2] == [family, c] for row in rows)))
         lines.append(f"| {shown} | " + " | ".join(cells) + " |")
-    lines += ["", "## By which test", "", "| test | proves |", "|---|---|"]
+    return "\n".join(lines) + "\n"
+
+
+def by_test(rows: list[list[str]]) -> dict[str, str]:
+    """Return what each test proves of which families, as a line."""
+    found = {}
     for test in sorted({row[3] for row in rows}):
         parts: dict[str, list[str]] = {}
         for family, column, precision, name, _ in rows:
@@ -147,10 +152,12 @@ def render(rows: list[list[str]]) -> str:
         whose: dict[str, list[str]] = {}
         for what, who in sorted(parts.items()):
             whose.setdefault(listed(who), []).append(what)
-        text = "; ".join(f"{', '.join(what)}: {who}" for who, what in whose.items())
-        lines.append(f"| `{test}` | {text} |")
-    return "\n".join(lines) + "\n"
+        found[test] = "; ".join(f"{', '.join(what)}: {who}" for who, what in whose.items())
+    return found
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(json.loads(RECORD.read_text())), encoding="utf-8")
+    RECORDED = json.loads(RECORD.read_text())
+    PAGE.write_text(render(RECORDED), encoding="utf-8")
+    for name, proved in by_test(RECORDED).items():
+        print(f"{name}: {proved}")

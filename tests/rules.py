@@ -2,8 +2,9 @@
 
 A rule file is JSON: ``metadata`` of the safetensors file, ``seed``, ``tensors`` (name -> ``dtype``, ``shape``, ``rule``
 and the rule's own numbers), ``taken`` (files of other cases whose tensors this one shares: ``file`` below the
-fixtures, ``prefix`` of the names here, names there that are ``except``-ed; or a ``bundle`` of the package that was
-converted from this very file, with ``names`` here -> there) and ``sha256`` of the file that comes out.
+fixtures, ``prefix`` of the names here, names there that are ``except``-ed, or ``names`` here -> there of those that
+are taken; or a ``bundle`` of the package that was converted from this very file, with such ``names``) and ``sha256``
+of the file that comes out.
 Numpy draws, in float64 until the last rounding, and the draws need no mathematical library: the bytes are the
 same everywhere, and where they are not, the SHA-256 says so.
 """
@@ -85,6 +86,19 @@ def cosine(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
     return waves(angles, angles)
 
 
+def sinusoid_32(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """Evo-1's table of times, [1, positions, width], to the bit, though torch computed it in float32: ``frequencies``
+    are its own, angles are rounded, and ``above`` and ``below`` (each entry's distance from the one before) lie one
+    float beside the rounded sine."""
+    positions = np.arange(spec["shape"][-2], dtype=np.float32)[:, None]
+    angles = (positions * np.array(spec["frequencies"], np.float32)).astype(np.float64)
+    found = waves(angles, angles).astype(np.float32).ravel()
+    for beside, towards in (("above", 2), ("below", -2)):
+        at = np.cumsum(spec[beside], dtype=np.int64)
+        found[at] = np.nextafter(found[at], np.float32(towards))
+    return found
+
+
 def waves(sines: np.ndarray, cosines: np.ndarray) -> np.ndarray:
     return np.stack([np.sin(sines), np.cos(cosines)], -1).reshape(len(sines), -1)
 
@@ -109,6 +123,7 @@ RULES: dict[str, Rule] = {
     "pos_grid": grid,
     "sinusoid": sinusoid,
     "cosine_1d": cosine,
+    "sinusoid_32": sinusoid_32,
     "grey_frame": grey,
     "coloured_frame": coloured,
 }
@@ -176,7 +191,11 @@ def build(rules: dict[str, Any], stored: bytes | None, other: Callable[[str], by
                 bundle.flush()
                 made |= from_bundle(Path(bundle.name), share["names"])
             continue
-        for name, tensor in read(other(share["file"]))[0].items():
+        there = read(other(share["file"]))[0]
+        if "names" in share:
+            made |= {here: there[name] for here, name in share["names"].items()}
+            continue
+        for name, tensor in there.items():
             if name not in share.get("except", ()):
                 made[share.get("prefix", "") + name] = tensor
     if twice := tensors.keys() & made.keys():

@@ -43,6 +43,7 @@ WALLS = {
     "presets": {"families/smolvla/random_checkpoint"},
     "families/smolvla/random_checkpoint": set(),
     # Families of blocks that no other one has. OmniVLA's robots drive.
+    "families/cogact": set(),
     "families/diffusion": set(),
     "families/omnivla": set(),
     "families/xvla": set(),
@@ -58,6 +59,7 @@ WALLS = {
     "serve/wires/evo1": set(),
     "serve/wires/groot": set(),
     "serve/wires/lerobot": set(),
+    "serve/wires/openpi": set(),
     "serve/wires/vla_eval": set(),
     # Verbs of the above, which `cli/verbs.py` names, and a beginner's package.
     **{
@@ -79,6 +81,9 @@ WALLS = {
     },
     "cli/bench_server": {"cli/bench.py"},
     "cli/doctor_observe": {"cli/doctor.py"},
+    # What flags of `sinew run` make of it.
+    "cli/run_stream": {"cli/run.py"},
+    "cli/run_stream_view": {"cli/run_stream.py"},
     "cli/run_trials": {"cli/run.py"},
     "cli/top": set(),
     "cli/top_view": {"cli/top.py"},

@@ -93,6 +93,13 @@ def test_fixed_buffers() -> None:
     for table in (values("sinusoid", [1, 3, 4])[0], values("cosine_1d", [3, 4])):
         assert table[0].tolist() == [0, 1, 0, 1]
         np.testing.assert_allclose(table[2], [np.sin(2), np.cos(2), np.sin(angle), np.cos(angle)], rtol=1e-6)
+    plain = values("sinusoid_32", [1, 3, 4], frequencies=[1, 0.01], above=[], below=[]).ravel()
+    np.testing.assert_array_equal(plain.reshape(3, 4), values("cosine_1d", [3, 4]))
+    beside = values("sinusoid_32", [1, 3, 4], frequencies=[1, 0.01], above=[4, 1], below=[8]).ravel()
+    assert np.flatnonzero(beside != plain).tolist() == [4, 5, 8]
+    assert [beside[at] for at in (4, 5, 8)] == [
+        np.nextafter(plain[at], np.float32(towards)) for at, towards in ((4, 2), (5, 2), (8, -2))
+    ]
 
 
 def test_a_file_of_drawn_taken_and_stored_tensors() -> None:
@@ -101,7 +108,10 @@ def test_a_file_of_drawn_taken_and_stored_tensors() -> None:
     made_of = {
         "seed": 1,
         "tensors": {"drawn": {"dtype": "I64", "shape": [2], "rule": "constant", "value": 4}},
-        "taken": [{"file": "there", "prefix": "here.", "except": ["unused"]}],
+        "taken": [
+            {"file": "there", "prefix": "here.", "except": ["unused"]},
+            {"file": "there", "names": {"again": "x"}},
+        ],
     }
     with pytest.raises(ValueError, match="SHA-256") as said:
         rules.build({**made_of, "sha256": ""}, held, {"there": other}.__getitem__)
@@ -112,9 +122,10 @@ def test_a_file_of_drawn_taken_and_stored_tensors() -> None:
         "b": [[1, 1], [1, 1]],
         "a": [0],
         "drawn": [4, 4],
+        "again": [5, 5, 5],
         "here.x": [5, 5, 5],
     }
-    assert list(rules.read(data)[0]) == ["b", "a", "drawn", "here.x"]
+    assert list(rules.read(data)[0]) == ["b", "a", "again", "drawn", "here.x"]
     assert rules.read(data)[1] == {"format": "pt"}
     assert rules.write(*rules.read(data)) == data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.cases import FIXTURES, cases
-from tests.proofs import COLUMNS, FAMILIES, NAMES, PAGE, RECORD, marked, render
+from tests.proofs import COLUMNS, FAMILIES, NAMES, PAGE, RECORD, by_test, marked, render
 
 
 def test_the_page_is_rendered_from_the_record():
@@ -28,6 +28,11 @@ def test_the_record_is_of_the_marks():
     )
     for test, columns in marks.items():
         assert recorded[test] == columns or "*" in columns, test
+    said = by_test(rows)
+    assert said.keys() == marks.keys()
+    assert (
+        said["tests/models/test_openvla_parity.py::test_actions_of_ternary_weights"] == "eager fp32: BitVLA"
+    )
 
 
 def test_every_case_says_whose_it_is():
