@@ -32,7 +32,6 @@ class Cpu(Backend):
         if not (half or bundle.lowbit):
             return (
                 "engine cpu is for weights that `sinew quantize` stored in few bits, and this bundle has none"
-                " (--dtype bf16 gives it some)"
             )
         return ""
 

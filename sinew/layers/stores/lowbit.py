@@ -69,7 +69,7 @@ def lay_out(weight: Tensor) -> Tensor:
 
 def _turned(words: Tensor, height: int) -> Tensor:
     """Return words [N, M], of which ``height`` rows at a time lie as columns; or back again, for a height of M / 16."""
-    return words.view(len(words) // CHANNELS, height, -1).transpose(1, 2).reshape(words.shape)
+    return words.view(len(words) // CHANNELS, height, -1).transpose(1, 2).contiguous().view(words.shape)
 
 
 def lay_out_into(weight: Tensor, panels: Tensor) -> None:
