@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -28,14 +28,18 @@ log = logging.getLogger(__name__)
 
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored, or over bfloat16."""
-    kernels = extension()
-    if options.dtype == "bf16":
-        if BF16_PANELS not in kernels.panels:
-            found = f"{kernels.kernels} kernels ({kernels.reason})"
-            raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
-        options = replace(options, storage="bf16")  # but what lies in panels is multiplied in float32
+    kernels, half = extension(), options.dtype == "bf16"
+    order = BF16_PANELS if half else PANELS
+    if half and order not in kernels.panels:
+        found = f"{kernels.kernels} kernels ({kernels.reason})"
+        raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
+    if half:
+        options = replace(
+            options, storage="bf16"
+        )  # what does not divide into panels is multiplied in float32
     model, where = open_model(bundle, options, "cpu", lowbit=True)
-    lay_out_codes(model, kernels.panels, kernels.lay_out, bundle.release)
+    if order in kernels.panels:
+        lay_out_codes(model, order, kernels.lay_out, bundle.release)
     rewrites = set(ON_CPU) - {"sigmoid-gelu"}
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, rewrites, in_place=True)
     recipe = stored_recipe(bundle, model)
@@ -47,14 +51,14 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
 
 def lay_out_codes(
     model: nn.Module,
-    panels: Collection[str] = (PANELS,),
+    order: str = PANELS,
     lay_out: LayOut = lowbit.lay_out_into,
     copied: Callable[[Iterable[Tensor]], object] = lambda _: None,
 ) -> int:
-    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, those in bfloat16 under float32 as
-    :class:`Bf16Panels`, and return how many bytes they are.
+    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, or those in bfloat16 under float32 as
+    :class:`Bf16Panels`, as ``order`` says, and return how many bytes they are.
 
-    Each is copied out of the bundle's map. panels: orders that kernels multiply. lay_out: what writes those of int8. copied: called with the tensors that
+    Each is copied out of the bundle's map. lay_out: what writes a weight's panels of int8. copied: called with the tensors that
     stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before all are
     there twice. A weight that does not divide stays as it is.
     """
@@ -65,9 +69,9 @@ def lay_out_codes(
         store, weight = layer.store, layer.weight
         if not lies_in_panels(*weight.shape):
             continue
-        if type(store) is Codes and store.name == "int8" and PANELS in panels:
+        if type(store) is Codes and store.name == "int8" and order == PANELS:
             found.append((layer, Panels(store.name, store.width, store.scales)))
-        elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and BF16_PANELS in panels:
+        elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order == BF16_PANELS:
             found.append((layer, Bf16Panels("bf16", weight.shape[1])))
     weights = {id(layer.weight) for layer, _ in found}
     mapped = {id(layer.weight): layer.weight for layer, _ in found}

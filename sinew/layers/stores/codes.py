@@ -97,6 +97,9 @@ class Bf16Panels(Panels):
     def widened(self, held: Held) -> Tensor:
         return dequantize(held.weight, None, self.order, self.width)
 
+    def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        return {"weight": torch.empty(rows, 2 * self.width, dtype=torch.uint8, device=device)}
+
 
 @dataclass(frozen=True)
 class Ternary(Codes):

@@ -20,7 +20,7 @@ from sinew.engine.cpu.kernels import float_kernels, frame_kernels, layer_kernels
 from sinew.engine.cpu.kernels.build import build
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
 from sinew.engine.cpu.kernels.frame_kernels import SWITCH, check, kernel_names, load
-from sinew.engine.cpu.kernels.layer_kernels import LayerKernels, PANELS_NUMBERS, check_codes, number_of
+from sinew.engine.cpu.kernels.layer_kernels import PANELS_NUMBERS, LayerKernels, check_codes, number_of
 from sinew.layers.stores import lowbit
 from sinew.steps.image import compiled
 
