@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Cpu(Backend):
-    """The planned model over low-bit weights as the bundle stores them, or in bfloat16, multiplied by compiled kernels."""
+    """The planned model over low-bit weights as the bundle stores them, or in bfloat16, with compiled kernels."""
 
     name, opens = "cpu", "sinew.engine.cpu.open:open_cpu"
     follows = LOWBIT

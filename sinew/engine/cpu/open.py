@@ -58,9 +58,9 @@ def lay_out_codes(
     """Lay out the int8 weights of a model's linear layers as :class:`Panels`, or those in bfloat16 under float32 as
     :class:`Bf16Panels`, as ``order`` says, and return how many bytes they are.
 
-    Each is copied out of the bundle's map. lay_out: what writes a weight's panels of int8. copied: called with the tensors that
-    stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before all are
-    there twice. A weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. lay_out: what writes a weight's panels of int8. copied: called with the
+    tensors that stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before
+    all are there twice. A weight that does not divide stays as it is.
     """
     found: list[tuple[Linear, Panels]] = []
     for layer in model.modules():

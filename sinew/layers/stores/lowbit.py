@@ -142,8 +142,8 @@ def reference(
 
 
 def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
-    """x float32 [M, K], weights float32 [N, K] of bfloat16 numbers -> float32 [M, N]. A sum in float64 has all bits that
-    its rounding to float32 asks for."""
+    """x float32 [M, K], weights float32 [N, K] of bfloat16 numbers -> float32 [M, N]. A sum in float64 has all bits
+    that its rounding to float32 asks for."""
 
     def normal(t: Tensor) -> Tensor:
         return torch.where(t.abs() < torch.finfo(torch.float32).tiny, 0.0, t)
