@@ -60,7 +60,7 @@ def main() -> None:
             sides[name] = lambda x=rows, t=tensors, n=name: found.multiply_all(
                 x, *([each] for each in t), [None], n, TINY
             )
-            if name == "int8" and found.panels:
+            if name == "int8" and PANELS in found.panels:
                 laid = ([lay_out(tensors[0][0])], *tensors[1:])
                 sides[PANELS] = lambda x=rows, t=laid: found.multiply_all(
                     x, *([each] for each in t), [None], PANELS, TINY

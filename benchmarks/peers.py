@@ -90,7 +90,7 @@ FLOAT = "policy"
 ENGINES = {
     "eager": (FLOAT, "eager", "fp32"), "plan": (FLOAT, "plan", "fp32"), "plan bf16": (FLOAT, "plan", "bf16"),
     "onnx": (FLOAT, "onnx", "fp32"), "onnx int8": ("int8", "onnx", "fp32"), "cpu int8": ("int8", "cpu", "fp32"),
-    "cpu 4 bits": ("4 bits", "cpu", "fp32"),
+    "cpu 4 bits": ("4 bits", "cpu", "fp32"), "cpu bf16": (FLOAT, "cpu", "bf16"),
 }  # fmt: skip
 COMPILED = "lerobot compiled"
 # vla.cpp's server, by its flags: bfloat16 is its default, flash attention what it is fastest with

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.layers.linear import Embedding, Linear, hold, not_linear
 from sinew.layers.stores import half, rows
-from sinew.layers.stores.codes import Codes, Ternary, apart, codes, together
+from sinew.layers.stores.codes import Bf16Panels, Codes, Ternary, apart, codes, together
 from sinew.layers.stores.half import HALF
 from sinew.layers.stores.low_rank import Factored, LowRank
-from sinew.layers.stores.lowbit import TINY, reference
+from sinew.layers.stores.lowbit import TINY, lay_out, reference
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.layers.stores.store import Store, Tensors
 
-ROWS, WIDTH = 12, 64
+ROWS, WIDTH = 16, 64
 IDS = torch.tensor([[3, 0], [11, 3]])
 CPU = torch.device("cpu")
 
@@ -46,12 +46,16 @@ class Case:
 
     def bound(self, x: Tensor) -> Tensor:
         """How far a product for x [..., WIDTH] may be from that with the widened weights."""
-        if isinstance(self.store, Codes):  # each activation moves by half a step of int8 at most
+        if isinstance(
+            self.store, Codes
+        ):  # each activation moves by half a step of int8 at most, of bfloat16 by less
             return self.wide.abs().sum(1) * x.abs().amax(-1, keepdim=True) / 254 * 1.001
         sizes = self.wide.abs()
         if isinstance(self.held, Factored):  # which are multiplied one after the other
             sizes = self.held.weight.float().abs() + self.held.lora_b.abs() @ self.held.lora_a.abs()
-        return torch.finfo(self.dtype).eps * (x.abs() @ sizes.T + 1)  # sums in another order
+        return (
+            4 * torch.finfo(self.dtype).eps * (x.abs() @ sizes.T + 1)
+        )  # sums in another order, rounded often
 
 
 def floats(dtype: torch.dtype) -> Tensors:
@@ -95,6 +99,13 @@ CASES = {
         for dtype, word in zip(half.DTYPES, ("bf16", "fp16"), strict=True)
     },
     **{name: coded(name) for name in FORMATS},
+    "bfloat16 in panels": Case(
+        Bf16Panels("bf16", WIDTH),
+        Tensors(lay_out(floats(torch.bfloat16).weight)),
+        torch.float32,
+        "bf16",
+        "bf16",
+    ),
     "rows of bfloat16": given(BFLOAT16, torch.float32),
     "rows of float32": given(FLOAT32, torch.bfloat16),
     **{f"rows of {name}": given(coded(name), torch.float32) for name in FORMATS},
@@ -170,7 +181,7 @@ def test_widened_weights_are_those_that_were_stored(case: Case) -> None:
             lying = lying + case.held.lora_b @ case.held.lora_a
         assert torch.equal(case.wide, lying)
         return
-    step = {"int8": 127, "q8_0": 127, "q4_0": 8, "ternary": 0.7}[case.kind]
+    step = {"int8": 127, "q8_0": 127, "q4_0": 8, "ternary": 0.7, "bf16": 256}[case.kind]
     assert (case.wide - exact).abs().max() <= exact.abs().max() / step
 
 

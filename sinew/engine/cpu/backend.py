@@ -1,10 +1,11 @@
-"""The engine of low-bit products, before it is opened."""
+"""The engine of compiled products, before it is opened."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sinew.core import machine
 from sinew.engine import prepared
 from sinew.engine.backend import BACKENDS, LOWBIT, Backend, EngineOptions, recipe
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Cpu(Backend):
-    """The planned model over low-bit weights as the bundle stores them, multiplied by compiled kernels."""
+    """The planned model over low-bit weights as the bundle stores them, or in bfloat16, with compiled kernels."""
 
     name, opens = "cpu", "sinew.engine.cpu.open:open_cpu"
     follows = LOWBIT
@@ -23,9 +24,12 @@ class Cpu(Backend):
     def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
         if problem := super().unfit(bundle, options):
             return problem
-        if options.kind != "cpu" or options.dtype != "fp32":
+        half = options.dtype == "bf16" and not bundle.lowbit
+        if options.kind != "cpu" or not (half or options.dtype == "fp32"):
             return f"engine cpu computes in fp32 around low-bit weights on cpu, not {options.dtype} on {options.device}"
-        if not bundle.lowbit:
+        if half and "avx512_bf16" not in machine.cpu_flags():
+            return "engine cpu multiplies bf16 on CPUs with AVX512_BF16, which this one lacks"
+        if not (half or bundle.lowbit):
             return (
                 "engine cpu is for weights that `sinew quantize` stored in few bits, and this bundle has none"
             )

@@ -1,63 +1,78 @@
-"""Open a bundle with the engine of low-bit products."""
+"""Open a bundle with the engine of compiled products."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from sinew.bundle import Bundle
+from sinew.core import SinewError
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.kernels.library import extension
-from sinew.engine.loading import open_model, stored_recipe
+from sinew.engine.loading import PORTION, open_model, stored_recipe
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
-from sinew.layers.stores.codes import Codes, Panels, codes_of
-from sinew.layers.stores.lowbit import LayOut, lies_in_panels
+from sinew.layers.stores.codes import Bf16Panels, Codes, Panels
+from sinew.layers.stores.half import Half
+from sinew.layers.stores.lowbit import BF16_PANELS, PANELS, LayOut, lies_in_panels
 
 log = logging.getLogger(__name__)
 
-PORTION = 32 << 20  # bytes of weights that may be there twice while they are laid out
-
 
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
-    """Return the engine of the rewritten model over low-bit weights as they are stored."""
+    """Return the engine of the rewritten model over low-bit weights as they are stored, or over bfloat16."""
+    kernels, half = extension(), options.dtype == "bf16"
+    order = BF16_PANELS if half else PANELS
+    if half and order not in kernels.panels:
+        found = f"{kernels.kernels} kernels ({kernels.reason})"
+        raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
+    if half:
+        options = replace(
+            options, storage="bf16"
+        )  # what does not divide into panels is multiplied in float32
     model, where = open_model(bundle, options, "cpu", lowbit=True)
-    kernels = extension()
-    if kernels.panels:
-        lay_out_codes(model, kernels.lay_out, bundle.release)
+    if order in kernels.panels:
+        lay_out_codes(model, order, kernels.lay_out, bundle.release)
     rewrites = set(ON_CPU) - {"sigmoid-gelu"}
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, rewrites, in_place=True)
     recipe = stored_recipe(bundle, model)
     engine = PlannedEngine(compile_floats(plan) if kernels.compiled else plan, where, recipe)
     bundle.release(engine.model.parameters())
-    log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
+    log.info("products by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine
 
 
 def lay_out_codes(
     model: nn.Module,
+    order: str = PANELS,
     lay_out: LayOut = lowbit.lay_out_into,
     copied: Callable[[Iterable[Tensor]], object] = lambda _: None,
 ) -> int:
-    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, and return how many bytes they are.
+    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, or those in bfloat16 under float32 as
+    :class:`Bf16Panels`, as ``order`` says, and return how many bytes they are.
 
-    Each is copied out of the bundle's map. lay_out: what writes a weight's panels. copied: called with the tensors that
-    stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before all are
-    there twice. A weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. lay_out: what writes a weight's panels of int8. copied: called with the
+    tensors that stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before
+    all are there twice. A weight that does not divide stays as it is.
     """
-    found = []
+    found: list[tuple[Linear, Panels]] = []
     for layer in model.modules():
         if not isinstance(layer, Linear):
             continue
-        store, (rows, width) = codes_of(layer), layer.weight.shape
-        if type(store) is Codes and store.name == "int8" and lies_in_panels(rows, width):
-            found.append((layer, store))
+        store, weight = layer.store, layer.weight
+        if not lies_in_panels(*weight.shape):
+            continue
+        if type(store) is Codes and store.name == "int8" and order == PANELS:
+            found.append((layer, Panels(store.name, store.width, store.scales)))
+        elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order == BF16_PANELS:
+            found.append((layer, Bf16Panels("bf16", weight.shape[1])))
     weights = {id(layer.weight) for layer, _ in found}
     mapped = {id(layer.weight): layer.weight for layer, _ in found}
     kept = [tensor for tensor in model.parameters() if id(tensor) not in weights]
@@ -65,10 +80,12 @@ def lay_out_codes(
     for layer, store in found:
         weight = layer.weight
         mapped.pop(id(weight), None)  # two layers may share it
-        panels = torch.empty_like(weight)
-        lay_out(weight, panels)
-        layer.weight = nn.Parameter(panels, requires_grad=False)
-        layer.store = Panels(store.name, store.width, store.scales)
+        if isinstance(store, Bf16Panels):
+            laid = lowbit.lay_out(weight)
+        else:
+            laid = torch.empty_like(weight)
+            lay_out(weight, laid)
+        layer.weight, layer.store = nn.Parameter(laid, requires_grad=False), store
         done, since = done + weight.nbytes, since + weight.nbytes
         if since >= PORTION:
             copied([*kept, *mapped.values()])

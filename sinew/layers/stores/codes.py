@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.stores.lowbit import PANELS, TINY, dequantize, laid_back, lowbit_linear, lowbit_linears
+from sinew.layers.stores.lowbit import (
+    BF16_PANELS,
+    PANELS,
+    TINY,
+    dequantize,
+    laid_back,
+    lowbit_linear,
+    lowbit_linears,
+)
 from sinew.layers.stores.store import Held, Store, Tensors
 
 
@@ -76,6 +84,21 @@ class Panels(Codes):
 
     def widened(self, held: Held) -> Tensor:
         return super().widened(Tensors(laid_back(held.weight), held.scale))
+
+
+@dataclass(frozen=True)
+class Bf16Panels(Panels):
+    """Weights in bfloat16, laid out likewise: activations are rounded to it, and products added in float32."""
+
+    @property
+    def order(self) -> str:
+        return BF16_PANELS
+
+    def widened(self, held: Held) -> Tensor:
+        return dequantize(held.weight, None, self.order, self.width)
+
+    def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        return {"weight": torch.empty(rows, 2 * self.width, dtype=torch.uint8, device=device)}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ weight is ``scale * (code - offset)``. The product rounds each row of activation
 ``sinew/bundle/quant.py`` has the formats. The product is BitNet's for ternary weights (Wang et al. 2023, section 2;
 ``smallest`` is 1e-5 there). What follows the exact sums is rounded in one stated order, so a compiled kernel is equal
 to the reference here in every bit.
+
+Weights in bfloat16 (:data:`BF16_PANELS`) round activations to bfloat16 instead, to nearest even, and add products in
+float32, to nearest even after each, in the order 1, 0, 3, 2, ... of k; numbers below 2^-126 count as zeros. So adds
+``vdpbf16ps`` (Intel 64 and IA-32 manual, volume 2; AMD's Zen 4 gives the same bits).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 PANELS = "int8-panels"  # int8 as :func:`lay_out` orders it, for kernels that multiply it so
+BF16_PANELS = "bf16-panels"  # bfloat16 likewise
 CHANNELS, TOGETHER = 16, 4  # of a panel; values of k that lie together in it
 LARGEST = 127  # of int8 activations
 TINY = 1e-30  # rows smaller than this count as this large
@@ -52,14 +57,19 @@ def lies_in_panels(rows: int, k: int) -> bool:
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Return stored rows of int8, uint8 [N, k], in the order of :data:`PANELS`, of the same size.
+    """Return stored rows of int8, uint8 [N, k], in the order of :data:`PANELS`, of the same size; or bfloat16 [N, k] in
+    that of :data:`BF16_PANELS`, uint8 [N, 2 k].
 
     A panel of 16 channels is [k / 4][16][4], as kernels read it; codes are 128 larger and so unsigned, which is what
-    ``vpdpbusd`` multiplies.
+    ``vpdpbusd`` multiplies. Of bfloat16 it is [k / 2][16][2].
     """
-    rows, k = weight.shape
-    words = weight.view(torch.int32).view(rows // CHANNELS, CHANNELS, k // TOGETHER)
-    return (words.transpose(1, 2).contiguous().view(torch.uint8) ^ 0x80).view(rows, k)
+    laid = _turned(weight.view(torch.int32), CHANNELS).view(torch.uint8)
+    return laid if weight.dtype == torch.bfloat16 else laid ^ 0x80
+
+
+def _turned(words: Tensor, height: int) -> Tensor:
+    """Return words [N, M], of which ``height`` rows at a time lie as columns; or back again, for a height of M / 16."""
+    return words.view(len(words) // CHANNELS, height, -1).transpose(1, 2).contiguous().view(words.shape)
 
 
 def lay_out_into(weight: Tensor, panels: Tensor) -> None:
@@ -68,10 +78,12 @@ def lay_out_into(weight: Tensor, panels: Tensor) -> None:
 
 
 def laid_back(weight: Tensor) -> Tensor:
-    """Return the stored rows of weights that :func:`lay_out` ordered."""
-    rows, k = weight.shape
-    words = (weight ^ 0x80).view(torch.int32).view(rows // CHANNELS, k // TOGETHER, CHANNELS)
-    return words.transpose(1, 2).contiguous().view(torch.uint8).view(rows, k)
+    """Return the stored rows of int8 weights that :func:`lay_out` ordered."""
+    return _laid_back(weight ^ 0x80)
+
+
+def _laid_back(panels: Tensor) -> Tensor:
+    return _turned(panels.view(torch.int32), panels.shape[1] // TOGETHER).view(torch.uint8)
 
 
 def group_scales(weight: Tensor, k: int) -> Tensor:
@@ -89,6 +101,8 @@ def scales_of(weight: Tensor, scale: Tensor | None, k: int) -> Tensor:
 
 def dequantize(weight: Tensor, scale: Tensor | None, name: str, k: int) -> Tensor:
     """Return the weights as float32 [N, k], as the ``gguf`` package does where it has the format."""
+    if name == BF16_PANELS:
+        return _laid_back(weight).view(torch.bfloat16).float()
     scales = scales_of(weight, scale, k)  # [N, G]
     values = codes(weight, name, k).view(len(weight), scales.shape[1], -1)
     return (values.float() * scales[..., None]).view(len(weight), k)
@@ -110,6 +124,9 @@ def reference(
 ) -> Tensor:
     """Compute the product in plain PyTorch: x float32 [M, K] -> float32 [M, N]. It defines what kernels compute."""
     K = x.shape[1]
+    if name == BF16_PANELS:
+        y = _in_pairs(x, dequantize(weight, None, name, K))
+        return y if bias is None else y + bias
     whole, steps = quantize_rows(x, smallest)
     weights = codes(weight, name, K)
     scales = scales_of(weight, scale, K)  # [N, G]
@@ -122,6 +139,21 @@ def reference(
         y = y + (whole[:, part].to(wide) @ weights[:, part].to(wide).T).float() * each
     y = y * steps.reciprocal()
     return y if bias is None else y + bias
+
+
+def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
+    """x float32 [M, K], weights float32 [N, K] of bfloat16 numbers -> float32 [M, N]. A sum in float64 has all bits
+    that its rounding to float32 asks for."""
+
+    def normal(t: Tensor) -> Tensor:
+        return torch.where(t.abs() < torch.finfo(torch.float32).tiny, 0.0, t)
+
+    x, weights = normal(normal(x).bfloat16().double()), normal(weights).double()
+    y = torch.zeros(len(x), len(weights))
+    for i in range(x.shape[1]):
+        at = i ^ 1
+        y = normal((y.double() + x[:, at, None] * weights[:, at]).float())
+    return y
 
 
 def reference_all(

@@ -11,6 +11,7 @@ only ``layer.store``. There is one class per way of storing, in ``stores/``:
 | ``half.Half`` | ``half`` | ``weight``, bfloat16 or float16 | float32 |
 | ``codes.Codes`` | ``int8``, ``q8_0``, ``q4_0`` | ``weight``, uint8, and ``scale`` | integers (``lowbit.py``) |
 | ``codes.Ternary`` | ``ternary`` | the same | integers, BitNet's |
+| ``codes.Bf16Panels`` | ``bf16`` | ``weight``, uint8 | products of bfloat16, sums in float32 (``lowbit.py``) |
 | ``rows.Rows`` | that of what it wraps | that of what it wraps, perhaps on another device | of the rows it gives |
 | ``low_rank.LowRank`` | that of what it wraps | the same, and ``lora_a``, ``lora_b`` | the same, and float32 |
 

@@ -13,7 +13,7 @@
 #include "layer.h"
 
 extern "C" const char* lowbit_kernels(int index);
-extern "C" int lowbit_takes_panels(int index);
+extern "C" int lowbit_takes_panels(int index, int format);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
 extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
@@ -57,10 +57,17 @@ struct Layer {
 static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
   Layer made;
   made.stored.resize(channels * row_bytes(format, k));  // exactly: the sanitizers see a byte too many
+  made.w.assign(channels, std::vector<int>(k));
+  if (format == BF16_PANELS) {
+    for (int64_t i = 0; i < channels * k; ++i) {
+      const uint16_t half = uint16_t(below(2) << 15 | (100 + below(28)) << 7 | below(128));
+      std::memcpy(made.stored.data() + 2 * i, &half, 2);
+    }
+    return made;
+  }
   const int groups = TRAITS[format].group ? int(k / TRAITS[format].group) : 1;
   if (!TRAITS[format].group) made.scale.resize(below(2) ? 1 : channels);
   for (float& scale : made.scale) scale = std::ldexp(1.0f + below(1 << 20) / float(1 << 20), below(8) - 10);
-  made.w.assign(channels, std::vector<int>(k));
   made.s.assign(channels, std::vector<float>(groups));
   for (int64_t c = 0; c < channels; ++c) {
     uint8_t* row = made.stored.data() + c * row_bytes(format, k);
@@ -105,6 +112,52 @@ static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
 
 static bool same(float a, float b) {
   return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, 4) == 0 || (a == 0 && b == 0);
+}
+
+static float normal(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f : x; }
+
+// To the nearest bfloat16, ties to even.
+static float to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = bits + 0x7fff + (bits >> 16 & 1) & 0xffff0000u;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Products of bfloat16 against sums in the stated order: 1, 0, 3, 2, ... of k.
+static bool check_halves(int kernels, int64_t rows, int64_t k, int64_t channels, int threads) {
+  Layer weights = layer(BF16_PANELS, channels, k, 0);
+  if (below(4) == 0) std::memset(weights.stored.data() + 2 * below(int(channels * k)), 0, 2);
+  std::vector<float> x(rows * k), bias(channels), y(rows * channels, 1e9f);
+  const int from = below(2) ? -140 : -6;
+  for (float& value : x) value = (below(1 << 24) / float(1 << 23) - 1) * std::ldexp(1.0f, from + below(12));
+  if (below(4) == 0) x[below(int(rows * k))] = below(2) ? NAN : INFINITY;
+  for (float& b : bias) b = below(2000) / 1000.0f - 1;
+  const bool biased = below(2);
+  const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
+  const int64_t given[6] = {address(weights.stored.data()), 0, biased ? address(bias.data()) : 0, address(y.data()), channels, 0};
+  if (lowbit_multiply(kernels, BF16_PANELS, x.data(), rows, k, 1, given, 1, threads) != 0) return false;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < channels; ++c) {
+      float sum = 0;
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t at = i ^ 1;
+        uint32_t bits = 0;
+        std::memcpy(reinterpret_cast<char*>(&bits) + 2,
+                    weights.stored.data() + 2 * (c / CHANNELS * CHANNELS * k + (at / 2 * CHANNELS + c % CHANNELS) * 2 + at % 2), 2);
+        float w;
+        std::memcpy(&w, &bits, 4);
+        const float value = x[r * k + at], rounded = std::isnan(value) ? value : to_bf16(normal(value));
+        sum = normal(float(double(sum) + double(rounded) * double(normal(w))));
+      }
+      const float wanted = biased ? sum + bias[c] : sum;
+      if (!same(wanted, y[r * channels + c])) {
+        std::printf("bf16: row %d, channel %d: %a, got %a\n", int(r), int(c), wanted, y[r * channels + c]);
+        return false;
+      }
+    }
+  return true;
 }
 
 static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t channels, int extreme, int threads) {
@@ -448,7 +501,7 @@ int main(int count, char** arguments) {
   random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
   for (int kernels = 0; lowbit_kernels(kernels) != nullptr; ++kernels) {
     for (int i = 0; i < cases; ++i) {
-      const int format = i % FORMATS, extreme = below(3), large = below(8) == 0;
+      const int format = i % BF16_PANELS, extreme = below(3), large = below(8) == 0;
       int64_t k = large ? 256 + below(1024) : 1 + below(200);
       if (TRAITS[format].group) k = round_up(k, 32);
       int64_t channels = 1 + below(large ? 80 : 40);
@@ -456,7 +509,11 @@ int main(int count, char** arguments) {
         k = round_up(k, 8);
         channels = round_up(channels, CHANNELS);
       }
-      const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels);
+      const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels, format);
+      if (lowbit_takes_panels(kernels, BF16_PANELS) &&
+          !(check_halves(kernels, 1 + below(30), 8 * (1 + below(large ? 100 : 9)), CHANNELS * (1 + below(6)), 1 + below(3)) &&
+            check_layer(kernels, BF16_PANELS)))
+        return 1;
       if (taken && !check(kernels, format, 1 + below(large ? 30 : 14), k, channels, extreme, 1 + below(3))) return 1;
       if (!check_between(kernels) || !check_resize(kernels)) return 1;
       if (!check_resample<uint8_t, uint8_t, int32_t>(kernels) || !check_resample<uint8_t, float, float>(kernels) ||

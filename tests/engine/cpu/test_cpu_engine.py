@@ -18,13 +18,15 @@ from sinew.bundle.writer import ArraySlice
 from sinew.checks.validate.observations import random_observations
 from sinew.cli import main
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats, weight_errors
-from sinew.core import BundleError, SinewError
+from sinew.core import BundleError, SinewError, machine
+from sinew.engine import loading
 from sinew.engine.clone import on_meta
 from sinew.engine.cpu.kernels import layer_kernels
-from sinew.engine.cpu.kernels.library import extension
+from sinew.engine.cpu.kernels.library import Extension, extension
+from sinew.engine.loading import load_model
 from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
-from sinew.layers.stores.codes import Codes, Panels, codes_of
+from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
 from sinew.perf.memory import fits
 from sinew.policy import load
@@ -199,6 +201,70 @@ def test_weights_are_laid_out_once(case, tmp_path, monkeypatch) -> None:
         assert torch.equal(other.store.widened(other), module.store.widened(module))
         count += isinstance(other.store, Panels)
     assert count > 5
+
+
+@pytest.fixture
+def multiplies_bf16() -> None:
+    if lowbit.BF16_PANELS not in extension().panels:
+        pytest.skip("wants a C++ compiler and AVX512_BF16")
+
+
+def test_bfloat16_is_multiplied_in_panels(case, multiplies_bf16) -> None:
+    """A float file's matrices under float32 activations; with the bits of the reference's products, in any threads."""
+    path, g = case
+    policy = load(path, engine="cpu", dtype="bf16", threads=1)
+    assert policy.engine.facts.recipe == {}
+    lying = {name: m for name, m in policy.engine.model.named_modules() if isinstance(m, Linear)}
+    panels = [m for m in lying.values() if isinstance(m.store, Bf16Panels)]
+    for name, module in lying.items():
+        if module in panels:
+            wide = Bundle(path).tensor(name + WEIGHT)
+            assert torch.equal(module.store.widened(module), wide.bfloat16().float())
+        else:  # the head's own precision, or what divides into no panels
+            assert module.weight.dtype == torch.float32 or not lowbit.lies_in_panels(*module.weight.shape), (
+                name
+            )
+    assert len(panels) > 20
+    made, wanted = chunk(policy, g), chunk(load(path, engine="eager"), g)
+    assert 0 < distance(made, wanted) < 0.02
+    assert "bf16" in policy.describe()["precision"]["vision"]
+    torch.set_num_threads(2)
+    try:
+        np.testing.assert_array_equal(chunk(policy, g), made)
+        lowbit.install(lowbit.reference_all)
+        layer_kernels.install(replace(layer_kernels.REFERENCES, norm=extension().layers.norm))
+        np.testing.assert_array_equal(chunk(policy, g), made)
+    finally:
+        torch.set_num_threads(1)
+        lowbit.install(extension().multiply_all)
+        layer_kernels.install(extension().layers)
+
+
+def test_bfloat16_is_refused_where_nothing_multiplies_it(smolvla_bundle, monkeypatch) -> None:
+    path = smolvla_bundle("smolvla-2cam")
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "amx_bf16"}))
+    with pytest.raises(SinewError, match="AVX512_BF16, which this one lacks"):
+        load(path, engine="cpu", dtype="bf16")
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr("sinew.engine.cpu.open.extension", lambda: Extension("reference", "no compiler"))
+    with pytest.raises(
+        SinewError, match=r"expected compiled products of bf16 .* got reference .*no compiler"
+    ):
+        load(path, engine="cpu", dtype="bf16")
+
+
+def test_pages_of_what_was_copied_go_back(smolvla_bundle, monkeypatch) -> None:
+    """While weights become bfloat16, before the last one did; what stays in the map is not read again."""
+    path, returned = smolvla_bundle("smolvla-2cam"), []
+    release = Bundle.release
+    monkeypatch.setattr(Bundle, "release", lambda self, used: returned.append(release(self, used)))
+    model = load_model(Bundle(path), torch.device("cpu"), "bf16", tables=True)
+    assert returned == []  # smaller than a portion
+    monkeypatch.setattr(loading, "PORTION", 1 << 10)
+    again = load_model(Bundle(path), torch.device("cpu"), "bf16", tables=True)
+    assert len(returned) > 20
+    assert min(returned) > 0
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
 def test_eager_reads_widened_weights(case, tmp_path) -> None:

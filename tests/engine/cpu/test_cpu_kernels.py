@@ -27,9 +27,10 @@ from PIL import Image
 from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.engine.cpu.kernels import build, frame_kernels
 from sinew.engine.cpu.kernels import library as compiled
+from sinew.engine.cpu.kernels.layer_kernels import PANELS_NUMBERS
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores import lowbit
-from sinew.layers.stores.codes import Codes, Panels, apart
+from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, apart
 from sinew.layers.stores.store import Tensors
 from sinew.policy import load
 from sinew.serve import prepare
@@ -48,6 +49,7 @@ from tests import processes
 from tests.serve.test_server import serving
 
 PEN = Path(__file__).resolve().parents[3] / "sinew" / "assets" / "pen.gguf"
+INT8_PANELS, BF16_PANELS = PANELS_NUMBERS.values()
 EXACT = Path(__file__).with_name("exact.cpp")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -138,7 +140,7 @@ def test_weights_that_were_laid_out_give_the_same_bits(all_kernels, rows, groups
     laid = lowbit.lay_out(weight)
     library = next(iter(all_kernels.values())).args[0]
     for index, name in enumerate(compiled.kernel_names(library)):
-        if library.lowbit_takes_panels(index):
+        if library.lowbit_takes_panels(index, INT8_PANELS):
             made = torch.full_like(weight, 99)
             compiled._lay_out(library, index, weight, made)
             assert torch.equal(made, laid), name
@@ -148,7 +150,7 @@ def test_weights_that_were_laid_out_give_the_same_bits(all_kernels, rows, groups
     )
     for multiply in all_kernels.values():
         library, index = multiply.args
-        if library.lowbit_takes_panels(index):
+        if library.lowbit_takes_panels(index, INT8_PANELS):
             made = multiply(x, laid, scale, bias, lowbit.PANELS, smallest)
             assert torch.equal(made.nan_to_num(nan=1e30), wanted)
         else:
@@ -156,7 +158,69 @@ def test_weights_that_were_laid_out_give_the_same_bits(all_kernels, rows, groups
                 multiply(x, laid, scale, bias, lowbit.PANELS, smallest)
 
 
+@given(
+    rows=st.integers(1, 40),
+    groups=st.integers(1, 12),
+    panels=st.integers(1, 6),
+    kind=st.sampled_from(["plain", "tiny", "ties", "odd rows", "cancelled"]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+@settings(deadline=None, max_examples=60)
+def test_products_of_bfloat16_have_the_bits_of_their_reference(
+    all_kernels, rows, groups, panels, kind, threads, seed
+) -> None:
+    """Sums of one order, in any number of threads, where the CPU has the instruction; elsewhere it makes no sense."""
+    x, _, _, bias, _, smallest = problem("int8", rows, 8 * groups, 16 * panels, kind, seed)
+    weight = torch.randn(16 * panels, 8 * groups, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    if kind == "tiny":
+        x = x * 1e-37
+    elif kind == "cancelled":
+        x[:, 1::2], weight[:, 1::2] = x[:, ::2], -weight[:, ::2]
+    given = (x, lowbit.lay_out(weight), None, bias, lowbit.BF16_PANELS, smallest)
+    wanted = lowbit.reference(*given).nan_to_num(nan=1e30)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for multiply in all_kernels.values():
+            library, index = multiply.args
+            if library.lowbit_takes_panels(index, BF16_PANELS):
+                assert torch.equal(multiply(*given).nan_to_num(nan=1e30), wanted)
+            else:
+                with pytest.raises(RuntimeError, match="make no sense"):
+                    multiply(*given)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_reference_of_bfloat16_adds_in_its_order() -> None:
+    """The order 1, 0, 3, 2 of k; what float32 has no bits for is lost, and what lies below 2^-126 is zero."""
+    ones, large = torch.ones(16, 8).bfloat16(), 2.0**30
+
+    def product(*values: float) -> float:
+        x = torch.tensor([[*values, *[0.0] * (8 - len(values))]])
+        return float(lowbit.reference(x, lowbit.lay_out(ones), None, None, lowbit.BF16_PANELS, 1.0)[0, 0])
+
+    assert product(large, 0.0, 1.0, -large) == 1.0
+    assert product(large, 0.0, -large, 1.0) == 0.0
+    assert product(2.0**-126) == 2.0**-126
+    assert product(2.0**-127) == 0.0
+    assert product(1 + 2.0**-8) == 1.0  # half to even
+    assert product(1 + 3 * 2.0**-8) == 1 + 2.0**-6
+    x, weight = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = lowbit.reference(x.float(), lowbit.lay_out(weight), None, None, lowbit.BF16_PANELS, 1.0)
+    torch.testing.assert_close(made.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    x = x.float().requires_grad_(True)
+    lowbit.lowbit_linear(x, lowbit.lay_out(weight), None, None, lowbit.BF16_PANELS).sum().backward()
+    torch.testing.assert_close(x.grad, weight.float().sum(0).expand(16, -1))
+
+
 def test_panels_stand_for_what_they_were_laid_out_from() -> None:
+    half = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    store, lying = Bf16Panels("bf16", 64), Tensors(lowbit.lay_out(half))
+    assert torch.equal(store.widened(lying), half.float())
+    assert torch.equal(store.take(lying, (3, 31)), half[[3, 31]].float())
+    assert (store.kind, store.size(lying)) == ("bf16", (32, 64))
     _, weight, scale, *_ = problem("int8", 5, 64, 32, "plain", 1)
     plain, panels = Codes("int8", 64, len(scale)), Panels("int8", 64, len(scale))
     held, laid = Tensors(weight, scale), Tensors(lowbit.lay_out(weight), scale)
@@ -532,11 +596,14 @@ def test_a_library_that_computes_something_else_is_found_out() -> None:
             each * (1 if arguments[4] != wrong else 1 + 2e-7) for each in lowbit.reference_all(*arguments)
         ]
 
-    assert compiled.differs(lowbit.reference_all, lowbit.lay_out_into) == ""
-    assert compiled.differs(partial(off_in, "q8_0"), lowbit.lay_out_into) == "q8_0"
-    assert compiled.differs(partial(off_in, lowbit.PANELS), None) == ""
-    assert compiled.differs(partial(off_in, lowbit.PANELS), lowbit.lay_out_into) == lowbit.PANELS
-    assert compiled.differs(lowbit.reference_all, lambda rows, panels: panels.copy_(rows)) == lowbit.PANELS
+    both = (lowbit.PANELS, lowbit.BF16_PANELS)
+    assert compiled.differs(lowbit.reference_all, lowbit.lay_out_into, both) == ""
+    assert compiled.differs(partial(off_in, "q8_0"), lowbit.lay_out_into, both) == "q8_0"
+    for order in both:
+        assert compiled.differs(partial(off_in, order), lowbit.lay_out_into, ()) == ""
+        assert compiled.differs(partial(off_in, order), lowbit.lay_out_into, both) == order
+    unturned = compiled.differs(lowbit.reference_all, lambda rows, panels: panels.copy_(rows), both)
+    assert unturned == lowbit.PANELS
 
 
 def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:
@@ -687,6 +754,7 @@ def test_vnni_kernels_are_exact_where_their_instructions_are_emulated(tmp_path) 
     emulated = ("-mavx2", "-mfma", f"-I{tmp_path}")
     sets = {**build.SETS["x86_64"], "floats_avx512": (*emulated, build.FUSED)}
     sets |= {"x86_avxvnni": emulated, "x86_avx512vnni": emulated}
+    del sets["x86_avx512bf16"]  # whose numbers SIMDe has no form for
     exact = program(tmp_path, compiler, sets, "-D__builtin_cpu_supports(name)=true")
     done = subprocess.run([exact, "60", "5"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,7 +42,7 @@ def all_kernels() -> dict[str, Kernels]:
         name: Kernels(
             LayerKernels.compiled(library, index),
             FloatKernels.compiled(library, index),
-            bool(library.lowbit_takes_panels(index)),
+            bool(library.lowbit_takes_panels(index, layer_kernels.PANELS_NUMBERS[lowbit.PANELS])),
         )
         for name, index in zip(compiled.kernel_names(library), count())
     }

@@ -52,7 +52,8 @@ def load(path: str) -> Any:
     """Return the C library with its functions declared."""
     library = ctypes.CDLL(path)
     library.lowbit_kernels.restype = ctypes.c_char_p
-    library.lowbit_kernels.argtypes = library.lowbit_takes_panels.argtypes = [ctypes.c_int]
+    library.lowbit_kernels.argtypes = [ctypes.c_int]
+    library.lowbit_takes_panels.argtypes = [ctypes.c_int, ctypes.c_int]
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     library.lowbit_multiply.argtypes = [
         *(ctypes.c_int, ctypes.c_int, pointer, integer, integer),  # kernels, format, x, rows, k

@@ -32,26 +32,26 @@ from sinew.layers.rope import Rotation
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, codes, together
 
-PANELS_NUMBER = 4  # of kernels.h, after those of FORMATS
+PANELS_NUMBERS = {lowbit.PANELS: 4, lowbit.BF16_PANELS: 5}  # of kernels.h, after those of FORMATS
 ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # of product.h
 
 
 def number_of(order: str) -> int:
     """Return the number of kernels.h of codes in this order."""
-    return PANELS_NUMBER if order == lowbit.PANELS else FORMATS[order].number
+    return PANELS_NUMBERS[order] if order in PANELS_NUMBERS else FORMATS[order].number
 
 
 def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order: str, k: int) -> None:
     """Raise ValueError unless weights uint8 [channels, bytes], their scales and their bias are those of rows of k in
     this order."""
-    stored = FORMATS["int8" if order == lowbit.PANELS else order]
+    stored, halves = FORMATS["int8" if order in PANELS_NUMBERS else order], order == lowbit.BF16_PANELS
     channels, count = len(weight), 0 if scale is None else scale.numel()
     fits = (
         weight.dtype == torch.uint8
         and weight.is_contiguous()
-        and weight.shape[1] == stored.row_bytes(k)
-        and not (order == lowbit.PANELS and not lowbit.lies_in_panels(channels, k))
-        and (count == 0 if stored.group else count in (1, channels))
+        and weight.shape[1] == stored.row_bytes(k) * (2 if halves else 1)
+        and not (order in PANELS_NUMBERS and not lowbit.lies_in_panels(channels, k))
+        and (count == 0 if stored.group or halves else count in (1, channels))
         and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (scale, bias))
         and (bias is None or bias.shape == (channels,))
     )

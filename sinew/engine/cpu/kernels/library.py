@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,7 +20,7 @@ from sinew.engine.cpu.kernels import float_kernels, frame_kernels, layer_kernels
 from sinew.engine.cpu.kernels.build import build
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
 from sinew.engine.cpu.kernels.frame_kernels import SWITCH, check, kernel_names, load
-from sinew.engine.cpu.kernels.layer_kernels import LayerKernels, check_codes, number_of
+from sinew.engine.cpu.kernels.layer_kernels import PANELS_NUMBERS, LayerKernels, check_codes, number_of
 from sinew.layers.stores import lowbit
 from sinew.steps.image import compiled
 
@@ -36,7 +36,7 @@ class Extension:
     kernels: str
     reason: str
     available: tuple[str, ...] = ()
-    panels: bool = False  # multiplies int8 weights that lie as lowbit.PANELS
+    panels: tuple[str, ...] = ()  # of lowbit.PANELS and BF16_PANELS, those that it multiplies
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
     lay_out: lowbit.LayOut = lowbit.lay_out_into
     frames: compiled.FrameKernels | None = None  # None: numpy resizes
@@ -77,11 +77,11 @@ def _load(asked: str) -> Extension:
         return Extension("reference", f"{SWITCH}={asked}: this CPU has {', '.join(names)}", names)
     index = names.index(asked) if asked else 0
     multiply_all = partial(_multiply_all, library, index)
-    panels = bool(library.lowbit_takes_panels(index))
+    panels = tuple(o for o, number in PANELS_NUMBERS.items() if library.lowbit_takes_panels(index, number))
     floats, layers = FloatKernels.compiled(library, index), LayerKernels.compiled(library, index)
     lay_out, frames = partial(_lay_out, library, index), frame_kernels.from_library(library, index)
     if wrong := (
-        differs(multiply_all, lay_out if panels else None)
+        differs(multiply_all, lay_out, panels)
         or frame_kernels.differs(frames)
         or float_kernels.differs(floats)
         or layer_kernels.differs(layers, floats, multiply_all)
@@ -132,11 +132,13 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
     check("panels", library.lowbit_lay_out(kernels, *given))
 
 
-def differs(multiply_all: Callable[..., list[Tensor]], lay_out: lowbit.LayOut | None) -> str:
+def differs(
+    multiply_all: Callable[..., list[Tensor]], lay_out: lowbit.LayOut, panels: Collection[str]
+) -> str:
     """Return the name of a format in which ``multiply_all`` differs from the reference; empty if there is none.
 
-    lay_out: where int8 is multiplied as :data:`sinew.layers.stores.lowbit.PANELS`, too, what lays it out. A
-    miscompiled library, or one made for another machine, shows here and not in a robot's actions.
+    lay_out: what lays out int8. panels: of :attr:`Extension.panels`. A miscompiled library, or one made for another
+    machine, shows here and not in a robot's actions.
     """
     random = torch.Generator().manual_seed(0)
 
@@ -157,7 +159,7 @@ def differs(multiply_all: Callable[..., list[Tensor]], lay_out: lowbit.LayOut | 
         arguments = (x, weight, scale, None, name, lowbit.TINY)
         if not torch.equal(multiply(*arguments), lowbit.reference(*arguments)):
             return name
-        if name == "int8" and lay_out is not None:
+        if name == "int8" and lowbit.PANELS in panels:
             rows, scales = weight[:32].contiguous(), None if scale is None else scale[:32].contiguous()
             wanted = lowbit.reference(x, rows, scales, None, name, lowbit.TINY)
             laid = torch.empty_like(rows)
@@ -165,4 +167,9 @@ def differs(multiply_all: Callable[..., list[Tensor]], lay_out: lowbit.LayOut | 
             given = (x, laid, scales, None, lowbit.PANELS, lowbit.TINY)
             if not torch.equal(laid, lowbit.lay_out(rows)) or not torch.equal(multiply(*given), wanted):
                 return lowbit.PANELS
+    if lowbit.BF16_PANELS in panels:
+        x, weight = torch.randn(13, 40, generator=random), torch.randn(48, 40, generator=random)
+        given = (x, lowbit.lay_out(weight.bfloat16()), None, None, lowbit.BF16_PANELS, lowbit.TINY)
+        if not torch.equal(multiply(*given), lowbit.reference(*given)):
+            return lowbit.BF16_PANELS
     return ""

@@ -12,10 +12,15 @@ namespace {
 
 // Best first. A set is there where the compiler knew both of its files.
 #if defined(__x86_64__)
+#if defined(LOWBIT_x86_avx512bf16)
+const Halves* const HALVES = __builtin_cpu_supports("avx512bf16") ? avx512bf16_halves() : nullptr;
+#else
+const Halves* const HALVES = nullptr;
+#endif
 const Set ALL[] = {
 #if defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_floats_avx512)
     {avx512vnni_kernels(), avx512_floats(),
-     __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw")},
+     __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"), HALVES},
 #endif
 #if defined(LOWBIT_x86_avxvnni) && defined(LOWBIT_floats_avx2)
     {avxvnni_kernels(), avx2_floats(),
@@ -56,10 +61,10 @@ const Set* set_here(int index) {
 
 }  // namespace lowbit
 
-// 1 where the index-th set of kernels multiplies weights that lie as INT8_PANELS.
-extern "C" PUBLIC int lowbit_takes_panels(int index) {
+// 1 where the index-th set of kernels multiplies weights that lie as INT8_PANELS, or as BF16_PANELS.
+extern "C" PUBLIC int lowbit_takes_panels(int index, int format) {
   const lowbit::Set* set = lowbit::set_here(index);
-  return set != nullptr && set->products->takes_panels();
+  return set != nullptr && set->takes(format);
 }
 
 // Name of the index-th set of kernels that this CPU can run, best first; null behind the last.

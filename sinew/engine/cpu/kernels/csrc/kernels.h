@@ -3,7 +3,8 @@
 // One tile is up to `Kernels::rows` rows of activations times CHANNELS output channels, or twice as many. Weights are read
 // as the bundle stores them, row by row, and expanded to a panel of codes just before they are multiplied: a panel serves
 // all rows of activations, so expanding costs little where they are many, and no second copy of the weights is ever made.
-// Where they are few it would cost as much as the products: INT8_PANELS are weights that were laid out as panels once.
+// Where they are few it would cost as much as the products: INT8_PANELS are weights that were laid out as panels once, as
+// BF16_PANELS are, which no activation is rounded to integers for: a unit is two values in bfloat16 (Halves).
 //
 //   codes     w = code - offset, and sum(x * w) = sum(x * code) - offset * sum(x): integers, exact.
 //   unit      values of k that lie together: 4 (8 with i8mm), or 2 where products are of 16 bits.
@@ -19,7 +20,7 @@ constexpr int CHANNELS = 16;  // of a panel
 constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
 
 // The numbers are part of the interface (sinew/engine/cpu/kernels/library.py).
-enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, FORMATS = 5 };
+enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, BF16_PANELS = 5, FORMATS = 6 };
 
 // How far sums of products may go in 16 bits before they are widened; kernels without such sums ignore it.
 enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS, EIGHT_BITS_IN_GROUPS, WIDTHS };
@@ -104,6 +105,15 @@ struct Kernels {
   bool takes_panels() const { return wide_unit == 4 && wide_bias == 128; }
 };
 
+// Products of bfloat16, added in float32 as sinew/layers/stores/lowbit.py says. A panel is [k / 2][CHANNELS][2].
+struct Halves {
+  int rows;  // the most rows of a tile
+  void (*round)(const float* x, int64_t k, int8_t* out);  // to nearest even, bfloat16 [k]
+  // Of a tile's x, w, w2, out, rows and units alone.
+  void (*multiply)(const Tile&);
+  void (*multiply_two)(const Tile&);
+};
+
 struct Weights {
   const uint8_t* data;  // rows as the bundle stores them
   const float* scale;   // [channels] or [1]; null where the rows hold scales
@@ -119,10 +129,12 @@ struct Traits {
   int width, offset, group;  // group: 0 means all of k
 };
 constexpr Traits TRAITS[FORMATS] = {
-    {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}, {EIGHT_BITS, 0, 0}};
+    {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}, {EIGHT_BITS, 0, 0},
+    {EIGHT_BITS, 0, 0}};
 
 constexpr int64_t row_bytes(int format, int64_t k) {
   return format == TERNARY                          ? round_up(k, 64) / 4
+         : format == BF16_PANELS                   ? 2 * k
          : format == INT8 || format == INT8_PANELS ? k
                                                    : k / 32 * (format == Q8_0 ? 34 : 18);
 }
@@ -193,6 +205,8 @@ struct Set {
   const Kernels* products;
   const FloatKernels* floats;
   bool here;
+  const Halves* halves;  // null where it does not multiply bfloat16
+  bool takes(int format) const { return format == BF16_PANELS ? halves != nullptr : products->takes_panels(); }
 };
 
 const Set* set_here(int index);  // the index-th that this CPU has, best first; null behind the last
@@ -201,6 +215,7 @@ const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512vnni_kernels();
+const Halves* avx512bf16_halves();
 const Kernels* neon_dotprod_kernels();
 const Kernels* neon_i8mm_kernels();
 const FloatKernels* portable_floats();

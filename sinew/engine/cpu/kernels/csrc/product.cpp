@@ -15,22 +15,28 @@ constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second cache of 512 Ki
 
 struct Plan : Call {
   const Kernels* kernels;
+  const Halves* halves;  // what multiplies, in place of kernels; else null
   Traits traits;
   int wide, unit, bytes, offset, groups, units, width;
   bool paired;
-  int64_t padded, blocks;
+  int64_t padded, blocks;  // padded: bytes of a row of activations, as far as units are of bytes
+  void (*one)(const Tile&);
+  void (*two)(const Tile&);  // or null
 
   explicit Plan(const Call& call) : Call(call), kernels(call.set->products) {
+    halves = format == BF16_PANELS ? call.set->halves : nullptr;
     traits = TRAITS[format];
     wide = traits.width >= EIGHT_BITS;
-    unit = wide ? kernels->wide_unit : kernels->unit;
+    unit = halves ? 4 : wide ? kernels->wide_unit : kernels->unit;
     bytes = unit == 2 ? 2 : 1;
     paired = traits.width == EIGHT_BITS && kernels->pairs != nullptr;
     offset = traits.offset + (wide ? kernels->wide_bias : 0);
-    padded = round_up(k, 8);
+    padded = round_up(k, 8) * (halves ? 2 : 1);
     groups = traits.group ? static_cast<int>(k / traits.group) : 1;
     units = static_cast<int>((traits.group ? traits.group : padded) / unit);
-    const int most = kernels->rows[traits.width];
+    one = halves ? halves->multiply : kernels->multiply[traits.width];
+    two = halves ? halves->multiply_two : groups == 1 ? kernels->multiply_two[traits.width] : nullptr;
+    const int most = halves ? halves->rows : kernels->rows[traits.width];
     blocks = (rows + most - 1) / most;
     width = static_cast<int>((rows + blocks - 1) / blocks);
     if (kernels->even) width = static_cast<int>(round_up(width, 2));
@@ -80,6 +86,11 @@ void quantize_block(const Plan& c, int64_t block, char* blocks, int32_t* offsets
   for (int r = 0; r < rows; ++r) {
     int8_t* row = values + r * c.padded;
     const int64_t index = c.first(block) + r;
+    if (c.halves) {
+      inverses[index] = 1.0f;
+      c.halves->round(row_of(c, index, memory), c.k, row);
+      continue;
+    }
     inverses[index] = 1.0f / c.kernels->quantize(row_of(c, index, memory), c.k, c.smallest, row);
     for (int64_t i = c.k; i < c.padded; ++i) row[i] = 0;
     if (c.offset == 0 && !c.paired) continue;
@@ -118,13 +129,12 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
   float* scales = reinterpret_cast<float*>(memory + count * c.panel_bytes());
   int32_t* bases = reinterpret_cast<int32_t*>(memory + count * (c.panel_bytes() + c.group_bytes()));
   const int each = c.groups * CHANNELS;
-  for (int p = 0; p < count; ++p)
+  const bool laid = c.format == INT8_PANELS || c.halves;
+  for (int p = 0; p < count && !c.halves; ++p)
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
-  const char* panels = c.format != INT8_PANELS ? memory
-                                               : reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes();
+  const char* panels = laid ? reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes() : memory;
   alignas(64) float out[2 * MAX_ROWS * CHANNELS];
-  const auto multiply_two = c.groups == 1 ? c.kernels->multiply_two[c.traits.width] : nullptr;
   const int64_t channels = layer.weights.channels;
   // The weights behind these are wanted next, by this thread or another. Their rows are too short for hardware to
   // see a stream in them.
@@ -136,12 +146,12 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
     for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
     for (int p = 0, together; p < count; p += together) {
-      together = multiply_two != nullptr && p + 1 < count ? 2 : 1;
+      together = c.two != nullptr && p + 1 < count ? 2 : 1;
       const char* w = panels + p * c.panel_bytes();
       const Tile tile = {blocks + b * c.block_bytes(), w, w + c.panel_bytes(), scales + p * each,
                          offsets + b * c.groups * c.width, bases + p * each, out, c.size(b), c.width_of(b), c.groups,
                          c.units};
-      (together == 2 ? multiply_two : c.kernels->multiply[c.traits.width])(tile);
+      (together == 2 ? c.two : c.one)(tile);
       for (int i = 0; i < together; ++i) {
         const int64_t channel = (panel + p + i) * CHANNELS;
         const int there = static_cast<int>(channels - channel < CHANNELS ? channels - channel : CHANNELS);
@@ -186,15 +196,16 @@ void multiply(const Call& call, int threads) {
 
 bool fits(const Call& c, int threads) {
   const bool scaled = c.format == TERNARY || c.format == INT8 || c.format == INT8_PANELS;
+  const bool laid = c.format == INT8_PANELS || c.format == BF16_PANELS;
   if (c.set == nullptr || c.format < 0 || c.format >= FORMATS || c.rows < 0 || c.k < 1 || c.k > (1 << 16) || threads < 1 ||
-      !(c.smallest > 0) || (!scaled && c.k % 32 != 0) || c.count < 1 || c.count > MOST_LAYERS || c.action < 0 ||
+      !(c.smallest > 0) || (!scaled && !laid && c.k % 32 != 0) || c.count < 1 || c.count > MOST_LAYERS || c.action < 0 ||
       c.action >= ACTIONS)
     return false;
-  if (c.format == INT8_PANELS && (!c.set->products->takes_panels() || c.k % 8 != 0)) return false;
+  if (laid && (!c.set->takes(c.format) || c.k % 8 != 0)) return false;
   for (int i = 0; i < c.count; ++i) {
     const Weights& w = c.layers[i].weights;
     if (w.channels < 0 || (scaled && w.scales != 1 && w.scales != w.channels)) return false;
-    if (c.format == INT8_PANELS && w.channels % CHANNELS != 0) return false;
+    if (laid && w.channels % CHANNELS != 0) return false;
   }
   return true;
 }
