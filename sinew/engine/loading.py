@@ -234,6 +234,8 @@ class Placement:
                 as_it_lies = store == HALF and part == "weight"
                 dtype = (self._lying if as_it_lies else self._computed)(name, tensor.dtype)
                 state[name] = tensor.to(device=self.device, dtype=dtype)
+            if self.device.type != "meta" and state[name].data_ptr() != self.tensors[name].data_ptr():
+                self.bundle.copied(self.tensors[name])
         return state
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:

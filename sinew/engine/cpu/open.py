@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,13 @@ from sinew.layers.stores.lowbit import LayOut, lies_in_panels
 
 log = logging.getLogger(__name__)
 
-PORTION = 32 << 20  # bytes of weights that may be there twice while they are laid out
-
 
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored."""
     model, where = open_model(bundle, options, "cpu", lowbit=True)
     kernels = extension()
     if kernels.panels:
-        lay_out_codes(model, kernels.lay_out, bundle.release)
+        lay_out_codes(model, kernels.lay_out, bundle.copied)
     rewrites = set(ON_CPU) - {"sigmoid-gelu"}
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, rewrites, in_place=True)
     recipe = stored_recipe(bundle, model)
@@ -43,35 +41,23 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
 def lay_out_codes(
     model: nn.Module,
     lay_out: LayOut = lowbit.lay_out_into,
-    copied: Callable[[Iterable[Tensor]], object] = lambda _: None,
+    copied: Callable[[Tensor], object] = lambda _: None,
 ) -> int:
     """Lay out the int8 weights of a model's linear layers as :class:`Panels`, and return how many bytes they are.
 
-    Each is copied out of the bundle's map. lay_out: what writes a weight's panels. copied: called with the tensors that
-    stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before all are
-    there twice. A weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. lay_out: what writes a weight's panels. copied: called with each weight that
+    was copied. A weight that does not divide stays as it is.
     """
-    found = []
+    done = 0
     for layer in model.modules():
         if not isinstance(layer, Linear):
             continue
-        store, (rows, width) = codes_of(layer), layer.weight.shape
-        if type(store) is Codes and store.name == "int8" and lies_in_panels(rows, width):
-            found.append((layer, store))
-    weights = {id(layer.weight) for layer, _ in found}
-    mapped = {id(layer.weight): layer.weight for layer, _ in found}
-    kept = [tensor for tensor in model.parameters() if id(tensor) not in weights]
-    done = since = 0
-    for layer, store in found:
-        weight = layer.weight
-        mapped.pop(id(weight), None)  # two layers may share it
-        panels = torch.empty_like(weight)
-        lay_out(weight, panels)
-        layer.weight = nn.Parameter(panels, requires_grad=False)
-        layer.store = Panels(store.name, store.width, store.scales)
-        done, since = done + weight.nbytes, since + weight.nbytes
-        if since >= PORTION:
-            copied([*kept, *mapped.values()])
-            since = 0
-    copied(kept)
+        store, weight = codes_of(layer), layer.weight
+        if type(store) is Codes and store.name == "int8" and lies_in_panels(*weight.shape):
+            panels = torch.empty_like(weight)
+            lay_out(weight, panels)
+            layer.weight = nn.Parameter(panels, requires_grad=False)
+            layer.store = Panels(store.name, store.width, store.scales)
+            copied(weight)
+            done += weight.nbytes
     return done
