@@ -169,7 +169,7 @@ PUBLIC int lowbit_finish(int kernels, const void* finishing, const float* x, con
 
 // A whole layer whose rows all see each other: x [batch, rows, width] -> out; queries, keys and values are the projection's
 // three layers, of as many heads each, `head` channels a head. cosines, sines and period as lowbit_project has them; rounded
-// as lowbit_attend. What lies between the halves is in memory that a thread keeps. Returns as lowbit_project.
+// as lowbit_attend. Keys and values are in memory that a thread keeps. Returns as lowbit_project.
 PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finishing, const float* x, int64_t batch,
                          int64_t rows, float* out, const float* cosines, const float* sines, int64_t period, int rounded,
                          int threads) {
@@ -183,14 +183,14 @@ PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finish
   for (int i = 0; i < 3; ++i)
     if (before.product.layers[i].channels != width) return 1;
   if (width % before.head != 0 || (cosines != nullptr && period < 1)) return 1;
+  if (width != behind.down.layers[0].channels) return 1;
   const int64_t most = ROWS / rows < batch ? ROWS / rows : batch, together = most < 1 ? 1 : most;
-  float* attended;
+  float* keys;
   try {
-    attended = static_cast<float*>(buffer.get((batch + 2 * together) * size * sizeof(float)));
+    keys = static_cast<float*>(buffer.get(2 * together * size * sizeof(float)));
   } catch (const std::exception&) {
     return 2;
   }
-  float* const keys = attended + batch * size;
   Attention a = {};
   a.queries = a.keys = a.before = rows, a.size = before.head;
   a.heads = a.key_heads = width / before.head;
@@ -199,15 +199,15 @@ PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finish
   a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(before.head)));
   for (int64_t first = 0; first < batch; first += together) {
     a.batch = batch - first < together ? batch - first : together;
-    // A task of an attention reads its queries before it writes what they see, so that lies in their place.
-    float* const y[3] = {attended + first * size, keys, keys + a.batch * size};
+    // Queries, what they see and the result lie in one place: whoever writes rows of it has read them before.
+    float* const y[3] = {out + first * size, keys, keys + a.batch * size};
     a.q = a.out = y[0], a.k = y[1], a.v = y[2];
     const int64_t turned = cosines == nullptr ? 0 : first * rows % period * (before.head / 2);
     const float *cosine = cosines == nullptr ? nullptr : cosines + turned, *sine = sines == nullptr ? nullptr : sines + turned;
     if (const int status = project(set, before, x + first * size, a.batch * rows, y, cosine, sine, period, threads)) return status;
     if (const int status = attend(*set, a, rounded != 0, threads)) return status;
   }
-  return finish(set, behind, x, attended, batch * rows, out, threads);
+  return finish(set, behind, x, out, batch * rows, out, threads);
 }
 
 }  // extern "C"
