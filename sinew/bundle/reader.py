@@ -135,22 +135,27 @@ class Bundle:
 
         For weights that were read once, to be converted or rewritten. They stay readable, from the file.
         """
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return 0
         start, size = self._bytes.data_ptr(), len(self._bytes)
         used = [(t.data_ptr() - start, t.data_ptr() - start + t.nbytes) for t in in_use]
         used = sorted(span for span in used if 0 <= span[0] < size)
         released, position = 0, min((info.offset for info in self.infos.values()), default=size)
         for begin, end in [*used, (size, size)]:
-            first, last = (
-                -(-position // mmap.PAGESIZE) * mmap.PAGESIZE,
-                begin // mmap.PAGESIZE * mmap.PAGESIZE,
-            )
-            if first < last:
-                self.file.map.madvise(mmap.MADV_DONTNEED, first, last - first)
-                released += last - first
+            released += self._release(position, begin)
             position = max(position, end)
         return released
+
+    def copied(self, tensor: torch.Tensor) -> int:
+        """Let the kernel take back the pages of one tensor that was copied out of the map, before all are there twice;
+        returns their bytes, 0 for a tensor that lies elsewhere."""
+        begin = tensor.data_ptr() - self._bytes.data_ptr()
+        return self._release(begin, begin + tensor.nbytes) if 0 <= begin < len(self._bytes) else 0
+
+    def _release(self, begin: int, end: int) -> int:
+        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first >= last or not hasattr(mmap, "MADV_DONTNEED"):
+            return 0
+        self.file.map.madvise(mmap.MADV_DONTNEED, first, last - first)
+        return last - first
 
     def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """All of them. On the meta device they lie in one storage as they do in the file."""

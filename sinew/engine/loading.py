@@ -32,7 +32,6 @@ from sinew.models.base import Model
 
 log = logging.getLogger(__name__)
 BLOCK = 1 << 20  # bytes that are checked at once
-PORTION = 32 << 20  # bytes of weights that may be there twice while they are copied out of a file's map
 
 
 def open_model(
@@ -217,9 +216,8 @@ class Placement:
 
     def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
         """Return the tensors of the model, views of the file where nothing changes. Raises :class:`BundleError` for
-        codes that stand for no weight. Pages of what was copied go back PORTION by PORTION."""
+        codes that stand for no weight. The pages of a tensor that is copied go back at once."""
         state: dict[str, Tensor] = {}
-        since = 0
         for name in self.model.state_dict():
             tensor, (module, _, part) = self.tensors[name], name.rpartition(".")
             store = stores.get(module, PLAIN)
@@ -236,10 +234,8 @@ class Placement:
                 as_it_lies = store == HALF and part == "weight"
                 dtype = (self._lying if as_it_lies else self._computed)(name, tensor.dtype)
                 state[name] = tensor.to(device=self.device, dtype=dtype)
-            since += 0 if state[name] is self.tensors[name] or self.device.type == "meta" else tensor.nbytes
-            if since >= PORTION:
-                self.bundle.release(state.values())
-                since = 0
+            if self.device.type != "meta" and state[name].data_ptr() != self.tensors[name].data_ptr():
+                self.bundle.copied(self.tensors[name])
         return state
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:

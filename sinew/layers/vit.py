@@ -185,9 +185,9 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
-        patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))  # [B, C, rows, cols]
-        rows, cols = patches.shape[-2:]
-        return self.encode(patches.flatten(2).transpose(1, 2), rows, cols)
+        grid, pixels = self.config.grid(*pixels.shape[-2:]), pixels.to(self.patch_embedding.weight.dtype)
+        # No name here holds the patches: :meth:`encode` frees them before its first layer.
+        return self.encode(self.patch_embedding(pixels).flatten(2).transpose(1, 2), *grid)
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
         """x: [B, rows * cols, C], embedded patches without their positions -> features [B, rows * cols, C]."""

@@ -75,7 +75,7 @@ class MemoryReport:
     """Bytes. ``cache``: the blocks that hold the prefix's keys and values, all of a block of which they are a
     part (as where Q, K and V come out of one product). ``peaks``: one per stage. ``actions``: the chunks that wait to
     be executed. ``kept``: freed memory that the C library does not return. ``mapped``: True where weights are pages
-    of the file, which the system may take back and read again."""
+    of the file, which the system may take back and read again; ``laid_out``: but for those in int8."""
 
     name: str
     shapes: Shapes
@@ -88,6 +88,7 @@ class MemoryReport:
     actions: int
     kept: int
     mapped: bool
+    laid_out: bool = False
 
     @property
     def peak(self) -> Peak:
@@ -101,6 +102,12 @@ class MemoryReport:
     def resident(self) -> int:
         """Bytes of weights that have to be in memory."""
         return sum(row.resident for row in self.weights)
+
+    @property
+    def of_the_file(self) -> int:
+        """Bytes of weights that are pages of the file, at least: engine cpu copies int8 where kernels take panels."""
+        rows = () if not self.mapped else self.weights
+        return sum(row.resident for row in rows if not (self.laid_out and row.dtype == "int8"))
 
     @property
     def activations(self) -> int:
@@ -226,7 +233,7 @@ def fits(
         )
         if path is None:
             return report
-        return replace(report, weights=stored_weights(path, program.shapes.tokens))
+        return replace(report, weights=stored_weights(path, program.shapes.tokens), laid_out=True)
 
     report = asked(program)
     largest = {}

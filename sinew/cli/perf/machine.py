@@ -111,7 +111,7 @@ def print_fit(found: Fit, board: str, console: Console) -> None:
     table.add_row("total", "", _mib(report.total), style="bold")
     table.add_row("at the end of loading", "", _mib(report.loading))
     if report.mapped:
-        table.add_row("of it pages of the file, which the system can take back", "", _mib(report.resident))
+        table.add_row("of it pages of the file, which the system can take back", "", _mib(report.of_the_file))
     table.add_row("available", "", _mib(found.available))
     console.print(table)
     verdict = f"fits with {_mib(found.headroom)} MiB to spare"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from sinew.core import SinewError
 from sinew.engine.backend import EngineOptions
 from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.kernels.library import extension
-from sinew.engine.loading import PORTION, open_model, stored_recipe
+from sinew.engine.loading import open_model, stored_recipe
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.layers.linear import Linear
@@ -33,13 +33,11 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     if half and order not in kernels.panels:
         found = f"{kernels.kernels} kernels ({kernels.reason})"
         raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
-    if half:
-        options = replace(
-            options, storage="bf16"
-        )  # what does not divide into panels is multiplied in float32
+    if half:  # what does not divide into panels is multiplied in float32
+        options = replace(options, storage="bf16")
     model, where = open_model(bundle, options, "cpu", lowbit=True)
     if order in kernels.panels:
-        lay_out_codes(model, order, kernels.lay_out, bundle.release)
+        lay_out_codes(model, order, kernels.lay_out, bundle.copied)
     rewrites = set(ON_CPU) - {"sigmoid-gelu"}
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, rewrites, in_place=True)
     recipe = stored_recipe(bundle, model)
@@ -53,42 +51,27 @@ def lay_out_codes(
     model: nn.Module,
     order: str = PANELS,
     lay_out: LayOut = lowbit.lay_out_into,
-    copied: Callable[[Iterable[Tensor]], object] = lambda _: None,
+    copied: Callable[[Tensor], object] = lambda _: None,
 ) -> int:
     """Lay out the int8 weights of a model's linear layers as :class:`Panels`, or those in bfloat16 under float32 as
     :class:`Bf16Panels`, as ``order`` says, and return how many bytes they are.
 
-    Each is copied out of the bundle's map. lay_out: what writes a weight's panels of int8. copied: called with the
-    tensors that stay in the map whenever PORTION bytes more have been copied, so that the pages of the others go before
-    all are there twice. A weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. lay_out: what writes a weight's panels of int8. copied: called with each
+    weight that was copied. A weight that does not divide stays as it is.
     """
-    found: list[tuple[Linear, Panels]] = []
+    done = 0
     for layer in model.modules():
-        if not isinstance(layer, Linear):
+        if not isinstance(layer, Linear) or not lies_in_panels(*layer.weight.shape):
             continue
         store, weight = layer.store, layer.weight
-        if not lies_in_panels(*weight.shape):
-            continue
         if type(store) is Codes and store.name == "int8" and order == PANELS:
-            found.append((layer, Panels(store.name, store.width, store.scales)))
-        elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order == BF16_PANELS:
-            found.append((layer, Bf16Panels("bf16", weight.shape[1])))
-    weights = {id(layer.weight) for layer, _ in found}
-    mapped = {id(layer.weight): layer.weight for layer, _ in found}
-    kept = [tensor for tensor in model.parameters() if id(tensor) not in weights]
-    done = since = 0
-    for layer, store in found:
-        weight = layer.weight
-        mapped.pop(id(weight), None)  # two layers may share it
-        if isinstance(store, Bf16Panels):
-            laid = lowbit.lay_out(weight)
-        else:
-            laid = torch.empty_like(weight)
+            laid, store = torch.empty_like(weight), Panels(store.name, store.width, store.scales)
             lay_out(weight, laid)
+        elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order == BF16_PANELS:
+            laid, store = lowbit.lay_out(weight), Bf16Panels("bf16", weight.shape[1])
+        else:
+            continue
         layer.weight, layer.store = nn.Parameter(laid, requires_grad=False), store
-        done, since = done + weight.nbytes, since + weight.nbytes
-        if since >= PORTION:
-            copied([*kept, *mapped.values()])
-            since = 0
-    copied(kept)
+        copied(weight)
+        done += weight.nbytes
     return done

@@ -19,11 +19,9 @@ from sinew.checks.validate.observations import random_observations
 from sinew.cli import main
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError, machine
-from sinew.engine import loading
 from sinew.engine.clone import on_meta
 from sinew.engine.cpu.kernels import layer_kernels
 from sinew.engine.cpu.kernels.library import Extension, extension
-from sinew.engine.loading import load_model
 from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, codes_of
@@ -251,20 +249,6 @@ def test_bfloat16_is_refused_where_nothing_multiplies_it(smolvla_bundle, monkeyp
         SinewError, match=r"expected compiled products of bf16 .* got reference .*no compiler"
     ):
         load(path, engine="cpu", dtype="bf16")
-
-
-def test_pages_of_what_was_copied_go_back(smolvla_bundle, monkeypatch) -> None:
-    """While weights become bfloat16, before the last one did; what stays in the map is not read again."""
-    path, returned = smolvla_bundle("smolvla-2cam"), []
-    release = Bundle.release
-    monkeypatch.setattr(Bundle, "release", lambda self, used: returned.append(release(self, used)))
-    model = load_model(Bundle(path), torch.device("cpu"), "bf16", tables=True)
-    assert returned == []  # smaller than a portion
-    monkeypatch.setattr(loading, "PORTION", 1 << 10)
-    again = load_model(Bundle(path), torch.device("cpu"), "bf16", tables=True)
-    assert len(returned) > 20
-    assert min(returned) > 0
-    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
 def test_eager_reads_widened_weights(case, tmp_path) -> None:

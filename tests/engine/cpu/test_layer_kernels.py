@@ -184,10 +184,10 @@ def test_what_stands_behind_an_attention(
 
 
 @given(
-    batch=st.integers(1, 2),
+    batch=st.integers(1, 3),
     rows=st.sampled_from([1, 7, 30, 506]),
     heads=st.integers(1, 3),
-    turned=st.booleans(),
+    turned=st.sampled_from(["", "alike", "each"]),
     gates=st.booleans(),
     rounded=st.booleans(),
     kind=KINDS,
@@ -199,12 +199,13 @@ def test_a_whole_layer(all_kernels, batch, rows, heads, turned, gates, rounded, 
     width = heads * head
     norms = [norm_of(width, seed % 2 == 0, seed % 3, random) for _ in range(2)]
     q, k, v, out, down = (layer(kind, width, width, True, random) for _ in range(5))
-    before = Projection(norms[0], [q, k, v], 2 * turned, head)
+    before = Projection(norms[0], [q, k, v], 2 * bool(turned), head)
     up = [layer(kind, width, width, True, random)]
     scales = torch.randn(2, width, generator=random).unbind() if gates else (None, None)
     behind = Finish(out, norms[1], up, "gelu_tanh", down, *scales)
     x = torch.randn(batch, rows, width, generator=random)
-    rotate = Rotation.at(torch.arange(rows)[None], head, 10_000.0) if turned else None
+    at = torch.arange(rows)[None] if turned == "alike" else torch.arange(batch * rows).view(batch, rows)
+    rotate = Rotation.at(at, head, 10_000.0) if turned else None
     for name, each in all_kernels.items():
         (wanted,) = part_by_part(each, "encode", before, behind, x, rotate, rounded)
         assert torch.equal(each.layers.encode(before, behind, x, rotate, rounded), wanted), name

@@ -11,6 +11,7 @@ namespace lowbit {
 namespace {
 
 constexpr int64_t SLICE = 504;  // rows that a perceptron takes at once: what lies between its products stays near the cores
+constexpr int64_t ROWS = 1024;  // whose keys and values a whole layer holds at once, more only where one member has more
 
 struct Product {
   Layer layers[MOST_LAYERS] = {};
@@ -168,7 +169,7 @@ PUBLIC int lowbit_finish(int kernels, const void* finishing, const float* x, con
 
 // A whole layer whose rows all see each other: x [batch, rows, width] -> out; queries, keys and values are the projection's
 // three layers, of as many heads each, `head` channels a head. cosines, sines and period as lowbit_project has them; rounded
-// as lowbit_attend. What lies between the halves is in memory that a thread keeps. Returns as lowbit_project.
+// as lowbit_attend. Keys and values are in memory that a thread keeps. Returns as lowbit_project.
 PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finishing, const float* x, int64_t batch,
                          int64_t rows, float* out, const float* cosines, const float* sines, int64_t period, int rounded,
                          int threads) {
@@ -178,28 +179,35 @@ PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finish
   const GivenProjection& before = *static_cast<const GivenProjection*>(projection);
   const GivenFinish& behind = *static_cast<const GivenFinish*>(finishing);
   if (set == nullptr || batch < 1 || rows < 1 || before.product.count != 3 || before.head < 1) return 1;
-  const int64_t width = behind.output.k, size = batch * rows * width;
+  const int64_t width = behind.output.k, size = rows * width;
   for (int i = 0; i < 3; ++i)
     if (before.product.layers[i].channels != width) return 1;
-  if (width % before.head != 0) return 1;
-  float* memory;
+  if (width % before.head != 0 || (cosines != nullptr && period < 1)) return 1;
+  if (width != behind.down.layers[0].channels) return 1;
+  const int64_t most = ROWS / rows < batch ? ROWS / rows : batch, together = most < 1 ? 1 : most;
+  float* keys;
   try {
-    memory = static_cast<float*>(buffer.get(4 * size * sizeof(float)));
+    keys = static_cast<float*>(buffer.get(2 * together * size * sizeof(float)));
   } catch (const std::exception&) {
     return 2;
   }
-  float* const y[3] = {memory, memory + size, memory + 2 * size};
-  float* attended = memory + 3 * size;
-  if (const int status = project(set, before, x, batch * rows, y, cosines, sines, period, threads)) return status;
   Attention a = {};
-  a.q = y[0], a.k = y[1], a.v = y[2], a.out = attended;
-  a.batch = batch, a.queries = a.keys = a.before = rows, a.size = before.head;
+  a.queries = a.keys = a.before = rows, a.size = before.head;
   a.heads = a.key_heads = width / before.head;
-  a.q_batch = a.k_batch = a.v_batch = rows * width;
+  a.q_batch = a.k_batch = a.v_batch = size;
   a.q_row = a.k_row = a.v_row = width;
   a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(before.head)));
-  if (const int status = attend(*set, a, rounded != 0, threads)) return status;
-  return finish(set, behind, x, attended, batch * rows, out, threads);
+  for (int64_t first = 0; first < batch; first += together) {
+    a.batch = batch - first < together ? batch - first : together;
+    // Queries, what they see and the result lie in one place: whoever writes rows of it has read them before.
+    float* const y[3] = {out + first * size, keys, keys + a.batch * size};
+    a.q = a.out = y[0], a.k = y[1], a.v = y[2];
+    const int64_t turned = cosines == nullptr ? 0 : first * rows % period * (before.head / 2);
+    const float *cosine = cosines == nullptr ? nullptr : cosines + turned, *sine = sines == nullptr ? nullptr : sines + turned;
+    if (const int status = project(set, before, x + first * size, a.batch * rows, y, cosine, sine, period, threads)) return status;
+    if (const int status = attend(*set, a, rounded != 0, threads)) return status;
+  }
+  return finish(set, behind, x, out, batch * rows, out, threads);
 }
 
 }  // extern "C"
