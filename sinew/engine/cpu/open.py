@@ -33,10 +33,8 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     if half and order not in kernels.panels:
         found = f"{kernels.kernels} kernels ({kernels.reason})"
         raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
-    if half:
-        options = replace(
-            options, storage="bf16"
-        )  # what does not divide into panels is multiplied in float32
+    if half:  # what does not divide into panels is multiplied in float32
+        options = replace(options, storage="bf16")
     model, where = open_model(bundle, options, "cpu", lowbit=True)
     if order in kernels.panels:
         lay_out_codes(model, order, kernels.lay_out, bundle.release)
