@@ -77,7 +77,8 @@ def _load(asked: str) -> Extension:
         return Extension("reference", f"{SWITCH}={asked}: this CPU has {', '.join(names)}", names)
     index = names.index(asked) if asked else 0
     multiply_all = partial(_multiply_all, library, index)
-    panels = tuple(o for o, number in PANELS_NUMBERS.items() if library.lowbit_takes_panels(index, number))
+    takes = partial(library.lowbit_takes_panels, index)
+    panels = tuple(order for order, number in PANELS_NUMBERS.items() if takes(number))
     floats, layers = FloatKernels.compiled(library, index), LayerKernels.compiled(library, index)
     lay_out, frames = partial(_lay_out, library, index), frame_kernels.from_library(library, index)
     if wrong := (
