@@ -13,6 +13,13 @@ namespace {
 constexpr int64_t SLICE = 504;  // rows that a perceptron takes at once: what lies between its products stays near the cores
 constexpr int64_t ROWS = 1024;  // whose keys and values a whole layer holds at once, more only where one member has more
 
+// Where a thread keeps what lies between products. Keys and values of a whole layer are read before its `finish` begins, so
+// both have one place.
+Buffer& between_products() {
+  thread_local Buffer buffer;
+  return buffer;
+}
+
 struct Product {
   Layer layers[MOST_LAYERS] = {};
   Call call = {};
@@ -88,7 +95,6 @@ int project(const Set* set, const GivenProjection& given, const float* x, int64_
 
 int finish(const Set* set, const GivenFinish& given, const float* x, const float* attended, int64_t rows, float* out,
            int threads) {
-  thread_local Buffer buffer;
   const bool gated = given.action == GELU_TIMES || given.action == SILU_TIMES;
   if (given.output.count != 1 || given.down.count != 1 || given.up.count != (gated ? 2 : 1) || rows < 1 ||
       (given.action != GELU && !gated))
@@ -105,7 +111,7 @@ int finish(const Set* set, const GivenFinish& given, const float* x, const float
   down.layers[0].gate = given.down_gate;
   try {
     const int64_t slice = rows < SLICE ? rows : SLICE;
-    float* joined = static_cast<float*>(buffer.get((width + given.up.count * inner) * slice * sizeof(float)));
+    float* joined = static_cast<float*>(between_products().get((width + given.up.count * inner) * slice * sizeof(float)));
     float* between = joined + width * slice;
     for (int64_t first = 0; first < rows; first += slice) {
       const int64_t these = rows - first < slice ? rows - first : slice;
@@ -174,7 +180,6 @@ PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finish
                          int64_t rows, float* out, const float* cosines, const float* sines, int64_t period, int rounded,
                          int threads) {
   using namespace lowbit;
-  thread_local Buffer buffer;
   const Set* set = set_here(kernels);
   const GivenProjection& before = *static_cast<const GivenProjection*>(projection);
   const GivenFinish& behind = *static_cast<const GivenFinish*>(finishing);
@@ -187,7 +192,7 @@ PUBLIC int lowbit_encode(int kernels, const void* projection, const void* finish
   const int64_t most = ROWS / rows < batch ? ROWS / rows : batch, together = most < 1 ? 1 : most;
   float* keys;
   try {
-    keys = static_cast<float*>(buffer.get(2 * together * size * sizeof(float)));
+    keys = static_cast<float*>(between_products().get(2 * together * size * sizeof(float)));
   } catch (const std::exception&) {
     return 2;
   }
