@@ -15,7 +15,7 @@ from sinew_client.policy import is_address
 
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
-from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed, image_size_of
+from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed
 from sinew.core import ObservationError, SinewError, progress
 from sinew.engine.backend import AUTO, BACKENDS
 from sinew.eval.report.stats import p99_of, ratio_of_medians, stage_statistics
@@ -65,7 +65,7 @@ def bench(
         baseline: what --json FILE wrote of an earlier run of the same work on the same machine: compare the medians.
         slower: percent that the median may be above the baseline's; more than chance and that is a failure.
     """
-    size = image_size_of(image_size)
+    size = _image_size_of(image_size)
     here = {
         "--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None, "--baseline": baseline
     }  # fmt: skip
@@ -279,3 +279,13 @@ def parse_steps(text: str) -> tuple[int, ...]:
     if not all(part.strip().isdigit() and 1 <= int(part) <= 1000 for part in parts) or len(set(parts)) < 2:
         raise ObservationError("--fit-steps", "two numbers or more of 1 to 1000, as 1,2,5,10", repr(text))
     return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _image_size_of(text: str | None) -> tuple[int, int] | None:
+    """Return height and width of ``480x640``; None where the flag is absent. Raises :class:`ObservationError`."""
+    if text is None:
+        return None
+    height, _, width = text.lower().partition("x")
+    if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
+        raise ObservationError("--image-size", "HEIGHTxWIDTH, as 480x640", repr(text))
+    return int(height), int(width)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 
-from sinew.core import ObservationError, SinewError
+from sinew.core import SinewError
 from sinew.engine.backend import AUTO, BACKENDS
 
 if TYPE_CHECKING:
@@ -110,16 +110,6 @@ def changed(flags: Any) -> str | None:
         (f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) != getattr(usual, name)),
         None,
     )
-
-
-def image_size_of(text: str | None) -> tuple[int, int] | None:
-    """Return height and width of ``480x640``; None where the flag is absent. Raises :class:`ObservationError`."""
-    if text is None:
-        return None
-    height, _, width = text.lower().partition("x")
-    if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
-        raise ObservationError("--image-size", "HEIGHTxWIDTH, as 480x640", repr(text))
-    return int(height), int(width)
 
 
 RUNS, CAMERAS = Runs(), Cameras()

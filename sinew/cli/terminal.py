@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shlex
@@ -146,23 +145,6 @@ def table(title: str | None, *columns: str, rows: Iterable[Sequence[str]] = (), 
 
 
 BARS = "▁▂▃▄▅▆▇█"
-
-
-def spark(values: Sequence[float | None], low: float | None = None) -> str:
-    """Return numbers as a line of bars, lowest to highest; ``low`` is where the bars begin. None is a gap."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
-        return " " * len(values)
-    floor = min(known) if low is None else min(low, *known)
-    span = max(known) - floor
-    return "".join(
-        " "
-        if value is None or not math.isfinite(value)
-        else BARS[min(len(BARS) - 1, int(len(BARS) * (value - floor) / span))]
-        if span
-        else BARS[0]
-        for value in values
-    )
 
 
 def plain(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:

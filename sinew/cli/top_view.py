@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sinew.cli import terminal
-from sinew.cli.terminal import spark
+from sinew.cli.terminal import BARS
 from sinew.eval.report.stats import summarize
 from sinew.serve.dashboard.follow import ServerSeen
 
@@ -156,3 +157,20 @@ def _chunk(answer: dict[str, Any], about: dict[str, Any]) -> Table:
 def number(value: float | None) -> str:
     """Return a number of four digits, or a dash."""
     return "-" if value is None else f"{value:.4g}"
+
+
+def spark(values: Sequence[float | None], low: float | None = None) -> str:
+    """Return numbers as a line of bars, lowest to highest; ``low`` is where the bars begin. None is a gap."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return " " * len(values)
+    floor = min(known) if low is None else min(low, *known)
+    span = max(known) - floor
+    return "".join(
+        " "
+        if value is None or not math.isfinite(value)
+        else BARS[min(len(BARS) - 1, int(len(BARS) * (value - floor) / span))]
+        if span
+        else BARS[0]
+        for value in values
+    )

@@ -21,16 +21,6 @@ def sinusoidal_embedding(t: Tensor, size: int, min_period: float, max_period: fl
     return torch.cat([angle.sin(), angle.cos()], dim=-1).float()
 
 
-def level_sinusoids(level: Tensor, size: int) -> Tensor:
-    """Return sines, then cosines, float32 [..., size], of level * 10000^(-j / (size / 2 - 1)), for a noise level [...]
-    of diffusion: a whole number. In float32, as the reference computes it (LeRobot ``DiffusionSinusoidalPosEmb``).
-    """
-    half = size // 2
-    exponent = torch.arange(half, dtype=torch.float32, device=level.device) * (-math.log(10_000) / (half - 1))
-    angle = level.float()[..., None] * exponent.exp()  # [..., size / 2]
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)
-
-
 def cosines_then_sines(t: Tensor, size: int, longest: float) -> Tensor:
     """Return cosines, then sines, float32 [..., size], of t * longest^(-j / (size / 2)), for a time or a noise level t
     [...]. In float32, as the references compute it (GLIDE's ``timestep_embedding``, Nichol et al. 2021).

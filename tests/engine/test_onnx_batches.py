@@ -11,10 +11,11 @@ import numpy as np
 import onnx
 import pytest
 
+from sinew.convert.lowbit.recipes import parse_recipe
 from sinew.core import SinewError
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
-from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs
+from sinew.engine.onnx.quantize import quantize_graphs
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
 from sinew.serve.batching import Batcher

@@ -15,8 +15,8 @@ from sinew_client import Client, ClientError, InvalidObservation, RequestTimeout
 from sinew_client.aio import AsyncClient
 
 from sinew.cli import main
-from sinew.cli.terminal import BARS, spark
-from sinew.cli.top_view import view
+from sinew.cli.terminal import BARS
+from sinew.cli.top_view import spark, view
 from sinew.core import SinewError
 from sinew.serve.dashboard.follow import ServerSeen
 from tests import processes

@@ -13,8 +13,10 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import SinewError
 
-CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # fp32: as the bundle stores it
+CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # of a search; fp32: as the bundle stores it
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 
 Recipe = Mapping[str, str]
 
@@ -28,6 +30,26 @@ class Point:
     nbytes: int
     predicted: float
     milliseconds: float
+
+
+def parse_recipe(text: str) -> dict[str, str]:
+    """Return the precision of every component, fp32 where ``"vision=int8,language=int8"`` says nothing; raise
+    :class:`SinewError` for another text."""
+    named: dict[str, str] = {}
+    for part in text.split(","):
+        component, _, precision = part.strip().partition("=")
+        if component not in COMPONENTS:
+            raise SinewError(f"recipe: expected a component of {', '.join(COMPONENTS)}, got {component!r}")
+        if precision not in PRECISIONS:
+            raise SinewError(f"recipe: {component}: expected {', '.join(PRECISIONS)}, got {precision!r}")
+        if component in named:
+            raise SinewError(f"recipe: {component}: expected once, got {named[component]} and {precision}")
+        named[component] = precision
+    kinds = set(named.values()) - {"fp32"}
+    if "fp8" in kinds and len(kinds) > 1:
+        others = ", ".join(sorted(kinds - {"fp8"}))
+        raise SinewError(f"recipe: expected one engine's precisions, got fp8 (cuda) and {others} (cpu, onnx)")
+    return dict.fromkeys(COMPONENTS, "fp32") | named
 
 
 def parse_bytes(text: str) -> int:

@@ -21,33 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, table_path
 
-PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 KEPT = ("architecture", "views", "reads", "steps", "rewrites", "said", "speaks")  # of a record
 OURS = ("int8", "int8-rows")  # the others: weights that were widened when the graphs were exported
-
-
-def parse_recipe(text: str) -> dict[str, Any]:
-    """``"vision=int8,language=int8"`` -> one precision for every component; fp32 where the text says nothing."""
-    named: dict[str, str] = {}
-    for part in text.split(","):
-        component, _, precision = part.strip().partition("=")
-        if component not in COMPONENTS:
-            raise SinewError(f"recipe: expected a component of {', '.join(COMPONENTS)}, got {component!r}")
-        if precision not in PRECISIONS:
-            raise SinewError(f"recipe: {component}: expected {', '.join(PRECISIONS)}, got {precision!r}")
-        if component in named:
-            raise SinewError(f"recipe: {component}: expected once, got {named[component]} and {precision}")
-        named[component] = precision
-    kinds = set(named.values()) - {"fp32"}
-    if "fp8" in kinds and len(kinds) > 1:
-        others = ", ".join(sorted(kinds - {"fp8"}))
-        raise SinewError(f"recipe: expected one engine's precisions, got fp8 (cuda) and {others} (cpu, onnx)")
-    return dict.fromkeys(COMPONENTS, "fp32") | named
 
 
 def weight_bits() -> tuple[int, str]:

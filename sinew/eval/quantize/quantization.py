@@ -17,13 +17,12 @@ from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Succes
 from sinew.bundle.writer import rewrite
 from sinew.checks.validate.parity import bounds_of, compare, distance, spread_of
 from sinew.convert.lowbit.gptq import WIDEST
-from sinew.convert.lowbit.recipes import parse_bytes, stored_bytes
+from sinew.convert.lowbit.recipes import parse_bytes, parse_recipe, stored_bytes
 from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS, choose
 from sinew.engine.engine import Watch
 from sinew.engine.onnx.cache import graphs_folder
-from sinew.engine.onnx.quantize import parse_recipe
 from sinew.eval.observations import RANDOM
 from sinew.eval.observations import observations as observations_of
 from sinew.eval.report.gate import read_gate
