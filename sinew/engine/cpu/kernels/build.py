@@ -230,12 +230,12 @@ def cache() -> Path:
 
 def _run(*command: str) -> str:
     """Return what a compiler prints; whatever ends the wait ends the programs that it started too, and their files."""
-    own = {"process_group": 0} if hasattr(os, "killpg") else {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **own) as made:
+    group, pipe = 0 if hasattr(os, "killpg") else None, subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=group) as made:
         try:
             out, errors = made.communicate(timeout=LONGEST_S)
         except BaseException:
-            made.terminate() if not own else os.killpg(made.pid, signal.SIGTERM)
+            made.terminate() if group is None else os.killpg(made.pid, signal.SIGTERM)
             raise
     if made.returncode:
         raise subprocess.CalledProcessError(made.returncode, command, out, errors)
