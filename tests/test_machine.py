@@ -72,15 +72,27 @@ def test_quota_of_cgroup_v1(tree) -> None:
 @pytest.mark.parametrize(
     ("line", "folder", "names"),
     [
-        ("0::/job\n", "sys/fs/cgroup/job", ("memory.max", "memory.current")),
-        ("4:memory:/job\n", "sys/fs/cgroup/memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+        ("0::/job/in\n", "sys/fs/cgroup/job", ("memory.max", "memory.current", "")),
+        (
+            "4:memory:/job/in\n",
+            "sys/fs/cgroup/memory/job",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ),
     ],
     ids=["v2", "v1"],
 )
-def test_memory_limit(tree, line: str, folder: str, names: tuple[str, str]) -> None:
+def test_memory_limit(tree, line: str, folder: str, names: tuple[str, str, str]) -> None:
     assert machine.memory() == (16 * GIB, 12 * GIB)
     tree({"proc/self/cgroup": line, f"{folder}/{names[0]}": str(4 * GIB), f"{folder}/{names[1]}": str(GIB)})
     assert machine.memory() == (4 * GIB, 3 * GIB)
+    # Pages of files that were read are taken back where memory is wanted, as MemAvailable has it of the machine.
+    files = f"anon 5\n{names[2]}inactive_file {GIB // 2}\n{names[2]}active_file {GIB // 4}\nactive_anon 7\n"
+    tree({f"{folder}/memory.stat": files})
+    assert machine.memory() == (4 * GIB, 3 * GIB + GIB // 2 + GIB // 4)
+    tree({f"{folder}/in/{names[0]}": str(2 * GIB), f"{folder}/in/{names[1]}": "0"})
+    # Neighbours in the outer group leave less than the inner one allows.
+    tree({f"{folder}/{names[1]}": str(4 * GIB)})
+    assert machine.memory() == (2 * GIB, GIB // 2 + GIB // 4)
 
 
 SPINNING = """

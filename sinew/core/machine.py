@@ -35,6 +35,7 @@ ISA_SETTINGS = (
     "MKL_CBWR",
     "ONEDNN_MAX_CPU_ISA",
     "NPY_DISABLE_CPU_FEATURES",
+    "SINEW_CPU_KERNELS",
 )
 LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 
@@ -138,7 +139,8 @@ def _cpu_quota() -> float | None:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes (limit, available): of the machine, or of the cgroup where that is less."""
+    """Return bytes (limit, available): of the machine, or of the cgroup where that is less. Both count pages of files,
+    which the system takes back, as available."""
     try:
         fields = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
         total = int(fields["MemTotal"].split()[0]) * 1024
@@ -147,14 +149,16 @@ def memory() -> tuple[int, int]:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         available = total
     for folder in _cgroup_folders("memory"):
-        for limit_file, usage_file in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        for limit_file, usage_file, hierarchy in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             limit, usage = _read(folder / limit_file), _read(folder / usage_file)
-            if limit.isdigit() and int(limit) < total:
-                total = int(limit)
-                available = min(available, max(0, total - int(usage or 0)))
+            if limit.isdigit():
+                counts = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                files = sum(int(counts.get(f"{hierarchy}{kind}_file", 0)) for kind in ("active", "inactive"))
+                total = min(total, int(limit))
+                available = min(available, max(0, int(limit) - int(usage or 0) + files))
     return total, available
 
 

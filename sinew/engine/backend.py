@@ -240,12 +240,11 @@ class Backend:
     """One engine: how it is opened, and whether it can and should be.
 
     opens: "module:function" of (bundle, options). follows: precisions of a recipe that it computes, besides fp32.
-    stores_half: it multiplies
-    weights that stay in half precision in float32. copies_none: weights stay in the file's map also where memory would
-    do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
-    reference: it is what the others are compared with. adapts: it computes adapters beside a bundle's weights.
-    guides: the values of an observation's ``rtc`` that it follows. counted_as: the program of ``sinew perf`` that
-    counts what it takes of memory.
+    stores_half: it multiplies weights that stay in half precision in float32. copies_none: weights stay in the file's
+    map also where memory would do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
+    reference: it is what the others are compared with. adapts: it computes adapters beside a bundle's weights. guides:
+    the values of an observation's ``rtc`` that it follows. counted_as: the program of ``sinew perf`` that counts what
+    it takes of memory.
     """
 
     name: str
@@ -313,9 +312,8 @@ class Backend:
     def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why nothing shows that this engine computes what the reference computes, "" if something does: the
         project's tests, of this architecture in the precisions in force, or `sinew validate` on this machine."""
-        kinds = self.follows.intersection(recipe(bundle).values()) or {
-            options.dtype
-        }  # the others are widened
+        # What it does not follow is widened.
+        kinds = self.follows.intersection(recipe(bundle).values()) or {options.dtype}
         if options.kind == "cpu" and kinds <= proofs.proved(bundle.manifest.architecture, self.name):
             return ""
         return proofs.lacking(bundle.path, self.name, options.device)
@@ -364,9 +362,8 @@ class Backend:
             return "", ""
         kinds, nbytes = set(), 0
         for name, info in bundle.infos.items():
-            if info.type.name in HALVES and not name.endswith(
-                f"{PROMPT_TABLE}.weight"
-            ):  # which is never copied
+            # The prompt's table is never copied.
+            if info.type.name in HALVES and not name.endswith(f"{PROMPT_TABLE}.weight"):
                 kinds.add(HALVES[info.type.name])
                 nbytes += info.nbytes
         words = sorted(kinds) if dtype in ("fp32", "native") else [dtype]

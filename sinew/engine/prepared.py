@@ -63,24 +63,9 @@ def kept(bundle: Path, engine: str) -> EngineFinding | None:
         seconds = {str(name): float(took) for name, took in record["seconds"].items()}
         if not all(0 < took < math.inf for took in seconds.values()) or record["engine"] != engine:
             return None
-        return EngineFinding(
-            engine,
-            str(record["against"]),
-            record["taken"] is True,
-            str(record["why"])[:1000],
-            seconds,
-            device,
-        )
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        ImportError,
-        AssertionError,
-        RuntimeError,
-    ):
+        against, why = str(record["against"]), str(record["why"])[:1000]
+        return EngineFinding(engine, against, record["taken"] is True, why, seconds, device)
+    except Exception:  # noqa: BLE001 - a damaged record, or a device that is not there: none
         return None
 
 

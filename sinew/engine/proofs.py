@@ -36,9 +36,9 @@ def folder() -> Path:
 
 
 def hardware(device: str) -> str:
-    """Return the name of what computes on ``device``."""
+    """Return the name of what computes on ``device``, with the instruction sets of a CPU that choose its kernels."""
     if device.partition(":")[0] != "cuda":
-        return machine.cpu_model()
+        return f"{machine.cpu_model()} ({machine.instructions()})"
     import torch
 
     return torch.cuda.get_device_name(device)

@@ -218,10 +218,11 @@ def test_the_reported_precision_is_what_is_loaded(monkeypatch) -> None:
 # ----------------------------------------------------------------------------- two engines that follow a recipe
 
 
-def stored_in_int8(out: Path) -> Bundle:
-    """The pen policy with every layer in int8, as both engines take it, and the folder of graphs that it would have."""
+def stored_in_int8(out: Path, vision: str = "int8") -> Bundle:
+    """The pen policy with every layer in int8, as both engines take it, and the folder of graphs that it would have.
+    vision: another precision of these layers."""
     bundle = Bundle(PEN)
-    recipe = dict.fromkeys(("vision", "language", "head"), "int8")
+    recipe = {"vision": vision, "language": "int8", "head": "int8"}
     manifest = replace(
         bundle.manifest, quantization=Quantization(recipe, 8, 0.01, 0.02, 1, "a test", "a test")
     )
@@ -289,6 +290,20 @@ def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path, monkeypatch)
     assert widening.engine_reason.startswith(
         "nothing here computes on weights stored as int8, which it widens; engine"
     )
+
+
+def test_without_a_compiler_nobody_waits_for_an_export_that_widens(tmp_path, monkeypatch) -> None:
+    """int8 is what ONNX Runtime computes; 4 bits it widens as others do, behind minutes and gigabytes of an export."""
+    found = SimpleNamespace(compiled=False, reason="no C++ compiler")
+    monkeypatch.setattr("sinew.engine.cpu.kernels.library.extension", lambda: found)
+    four, eight = stored_in_int8(tmp_path / "four.gguf", "q4_0"), stored_in_int8(tmp_path / "eight.gguf")
+    assert (choose(four, device="cpu").engine, choose(eight, device="cpu").engine) == ("onnx", "onnx")
+    for bundle in (four, eight):
+        (graphs_folder(bundle) / "graphs.json").unlink()
+    choice = choose(four, device="cpu")
+    assert choice.engine == "plan"
+    assert "engine onnx widens them too, once they are exported" in choice.engine_reason
+    assert choose(eight, device="cpu").engine == "onnx"
 
 
 # ----------------------------------------------------------------------------- streams

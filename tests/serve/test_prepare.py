@@ -485,6 +485,15 @@ def test_what_a_finding_holds_for(act: Path, monkeypatch) -> None:
         path.write_text(text)
         assert prepared.kept(act, "onnx") is None
     path.write_text(json.dumps(kept))
+    # The same processor held to fewer instructions, and another of the same name: both measure again.
+    for name, value in (("SINEW_CPU_KERNELS", "portable"), ("ATEN_CPU_CAPABILITY", "avx2")):
+        with monkeypatch.context() as held:
+            held.setenv(name, value)
+            assert prepared.kept(act, "onnx") is None, name
+    with monkeypatch.context() as other:
+        other.setattr(machine, "cpu_flags", lambda: frozenset({"avx", "avx2", "fma"}))
+        assert prepared.kept(act, "onnx") is None
+    assert prepared.kept(act, "onnx") == found
     act.write_bytes(act.read_bytes()[:-1] + b"x")  # other weights
     assert prepared.kept(act, "onnx") is None
 

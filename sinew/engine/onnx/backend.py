@@ -46,8 +46,13 @@ class Onnx(Backend):
         return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
 
     def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
-        if recipe(bundle) or self.plays_shipped(bundle):  # a recipe is obeyed, whatever that takes
-            return ""
+        kinds = {*recipe(bundle).values()}
+        if (kinds and self.follows.issuperset(kinds)) or self.plays_shipped(bundle):
+            return ""  # a recipe is obeyed, whatever that takes
+        if kinds and lacks_graphs(bundle):
+            return (
+                f"engine onnx widens them too, once they are exported, which {option('engine', 'onnx')} does"
+            )
         if bundle.manifest.config.get("lm_head"):
             return f"engine onnx says no words, for which this bundle keeps a head; {option('engine', 'onnx')} plays it"
         found = findings.kept(bundle.path, self.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import shutil
 import subprocess
 import sys
@@ -168,3 +169,38 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert [process.returncode for process in both] == [0, 0]
     assert all(not text.startswith("reference") for text in said), said
     assert build.is_whole(library(tmp_path).parent)
+
+
+# As gcc does: the work is in a program that it starts, and what it began goes where it is asked to end. What it prints
+# first is more than a pipe holds: then the process that waits for it reads.
+DRIVER = """#!/bin/sh
+case "$*" in *--version*) echo a compiler; exit;; esac
+trap 'rm -f "$TMPDIR/half.s"; exit 1' TERM
+: > "$TMPDIR/half.s"
+printf '%200000s' ''
+sleep 600 <&- 2>&- &
+echo $! > "$TMPDIR/started"
+wait
+"""
+
+
+def test_a_compilation_that_is_ended_leaves_no_program_and_no_file(tmp_path: Path) -> None:
+    driver, folder = tmp_path / "c++", tmp_path / "temporary"
+    driver.write_text(DRIVER)
+    driver.chmod(0o755)
+    folder.mkdir()
+    os.mkfifo(folder / "started")
+    environment = {"CXX": str(driver), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with processes.Process(
+        [sys.executable, "-m", "sinew.engine.cpu.kernels.build", "--background"],
+        stdin=subprocess.PIPE, env=os.environ | environment, cwd=processes.ROOT, start_new_session=True,
+    ) as process:  # fmt: skip
+        work = os.pidfd_open(int((folder / "started").read_text()))
+        try:
+            process.stdin.close()  # the server was ended by a signal that it cannot hear
+            assert process.wait(60) == 128 + 15
+            assert select.select([work], [], [], 60)[0], "the compiler's program goes on"
+        finally:
+            os.close(work)
+    assert [path.name for path in folder.iterdir()] == ["started"]
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.suffix]

@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinew.core import machine, scratch
+from sinew.core import machine, progress, scratch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME, HASH = "lowbit.so", "lowbit.sha256"
@@ -107,16 +108,14 @@ def _build(compiler: str) -> Built:
     if problem := unkept(folder):
         folder = private()
         by += f", for this process alone: {problem}"
-    with scratch.beside(folder) as made:
+    with scratch.beside(folder) as made, progress.task("compiling the kernels of engine cpu, once"):
         objects, left_out = compile_into(made, compiler, sets)
         _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made / NAME))
         (made / HASH).write_text(_sha256(made / NAME), encoding="ascii")
         for name in (NAME, HASH):
             (made / name).chmod(0o700)  # whatever the umask
-        for name in (
-            NAME,
-            HASH,
-        ):  # each at once, and on the disk before it has its name: another may do the same
+        # Each at once, and on the disk before it has its name: another may do the same.
+        for name in (NAME, HASH):
             _flush(made / name)
             os.replace(made / name, folder / name)
         _flush(folder)
@@ -231,8 +230,17 @@ def cache() -> Path:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=True)
-    return done.stdout
+    """Return what a compiler prints; whatever ends the wait ends the programs that it started too, and their files."""
+    group, pipe = 0 if hasattr(os, "killpg") else None, subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=group) as made:
+        try:
+            out, errors = made.communicate(timeout=LONGEST_S)
+        except BaseException:
+            made.terminate() if group is None else os.killpg(made.pid, signal.SIGTERM)
+            raise
+    if made.returncode:
+        raise subprocess.CalledProcessError(made.returncode, command, out, errors)
+    return out
 
 
 def _first_line(text: str) -> str:
