@@ -1,4 +1,4 @@
-"""The compiled form of resizes, where a process has one: what its kernels are given, and which are in use.
+"""The compiled form of steps of a frame, where a process has one: what kernels are given, and which are in use.
 
 They equal numpy's in every bit, and look at nothing themselves: what lies otherwise is numpy's.
 """
@@ -49,17 +49,19 @@ class Taps(NamedTuple):
 
 class FrameKernels(NamedTuple):
     """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width]. resample: from uint8 or float32
-    [h, w, 3], by the taps of an axis, to what they make, dense."""
+    [h, w, 3], by the taps of an axis, to what they make, dense. jpeg: from uint8 [h, w, 3], by the quantiser's float32 inverses of
+    luma and chroma [2, 8, 8] and the dequantiser's int32, to the same of a file, dense."""
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
     resample: Callable[[np.ndarray, int, Taps, np.ndarray], None]
+    jpeg: Callable[[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray], None]
 
 
 in_use: list[FrameKernels] = []  # at most one
 
 
 def install(kernels: FrameKernels | None) -> None:
-    """Let ``kernels`` resize frames; they have to equal numpy in every bit. None: numpy does."""
+    """Let ``kernels`` change frames; they have to equal numpy in every bit. None: numpy does."""
     in_use[:] = [] if kernels is None else [kernels]
 
 

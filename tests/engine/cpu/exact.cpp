@@ -21,6 +21,8 @@ extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* l
                              const int64_t* sizes, float* out);
 extern "C" int lowbit_resample(int kernels, const void* from, const int32_t* first, const void* weights, const int64_t* sizes,
                                void* to);
+extern "C" int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, const int64_t* sizes,
+                           uint8_t* out);
 extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k,
                              const float* own_v, const uint8_t* mask, float* out, const int64_t* sizes, float scale,
                              int threads);
@@ -443,6 +445,26 @@ static bool check_resample(int kernels) {
   return true;
 }
 
+// Every set gives the bytes of the last one, which tests hold against numpy.
+static bool check_jpeg(int kernels) {
+  const int64_t height = 1 + below(60), width = 1 + below(300), row = 3 * width + below(4), sizes[3] = {row, height, width};
+  std::vector<uint8_t> frame((height - 1) * row + 3 * width), found(3 * height * width), wanted(found.size());  // exactly
+  for (uint8_t& byte : frame) byte = uint8_t(std::min(below(300), 255));
+  std::vector<float> inverses(128);
+  std::vector<int32_t> steps(128);
+  for (int i = 0; i < 128; ++i) {
+    const int step = 1 + below(255);
+    inverses[i] = 1.0f / (8 * step);
+    steps[i] = step * (4 + below(4));
+  }
+  int last = kernels;
+  while (lowbit_kernels(last + 1) != nullptr) ++last;
+  for (const auto& [set, out] : {std::pair(last, &wanted), std::pair(kernels, &found)})
+    if (lowbit_jpeg(set, frame.data(), inverses.data(), steps.data(), sizes, out->data())) return false;
+  if (found != wanted) std::printf("jpeg of %d x %d\n", int(height), int(width));
+  return found == wanted;
+}
+
 int main(int count, char** arguments) {
   const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
   random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
@@ -458,7 +480,7 @@ int main(int count, char** arguments) {
       }
       const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels);
       if (taken && !check(kernels, format, 1 + below(large ? 30 : 14), k, channels, extreme, 1 + below(3))) return 1;
-      if (!check_between(kernels) || !check_resize(kernels)) return 1;
+      if (!check_between(kernels) || !check_resize(kernels) || !check_jpeg(kernels)) return 1;
       if (!check_resample<uint8_t, uint8_t, int32_t>(kernels) || !check_resample<uint8_t, float, float>(kernels) ||
           !check_resample<float, float, float>(kernels))
         return 1;

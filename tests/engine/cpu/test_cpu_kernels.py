@@ -33,7 +33,7 @@ from sinew.layers.stores.codes import Codes, Panels, apart
 from sinew.layers.stores.store import Tensors
 from sinew.policy import load
 from sinew.serve import prepare
-from sinew.steps.image import bilinear
+from sinew.steps.image import bilinear, jpeg
 from sinew.steps.image import compiled as frames
 from sinew.steps.image.methods import Method, resize
 from sinew.steps.image.resample import (
@@ -237,6 +237,44 @@ def test_every_method_gives_the_bits_of_its_reference(
         assert np.array_equal(found, wanted), name
 
 
+@given(
+    sizes=st.tuples(*[st.one_of(st.integers(1, 40), st.integers(120, 136), st.integers(1, 300))] * 2),
+    quality=st.one_of(st.just(95), st.integers(1, 100)),
+    lines=st.sampled_from([1, 2, -1]),
+    blocks=st.sampled_from([1, 1, 3, 8]),
+    spread=st.sampled_from([0, 120, 1000]),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_round_trip_of_jpeg_gives_the_bits_of_numpy(
+    all_kernels, no_frames, sizes, quality, lines, blocks, spread, seed
+) -> None:
+    """On every instruction set; a row and a column of blocks more or less, pixels alone and in squares, mostly 0 or
+    255 where they spread far."""
+    random = np.random.default_rng(seed)
+    height, width = sizes[0] * abs(lines), sizes[1]
+    whole = random.integers(-spread, 256 + spread, (-(-height // blocks), -(-width // blocks), 3)).clip(
+        0, 255
+    )
+    whole = whole.repeat(blocks, axis=0).repeat(blocks, axis=1)
+    frame = whole.astype(np.uint8)[:height, :width][::lines]
+    wanted = jpeg.by_numpy(frame, quality)
+    for name, kernels in each_set(all_kernels):
+        frames.install(kernels)
+        assert np.array_equal(jpeg.jpeg_round_trip(frame, quality), wanted), name
+
+
+def test_every_coefficient_is_quantised_as_in_numpy() -> None:
+    """What compiled kernels do in float32, for all coefficients, of up to 64 * 128, and all steps."""
+    value = np.arange(-(1 << 13), (1 << 13) + 1)
+    for step in range(1, 256):
+        exact = value / (8 * step)
+        wanted = (exact + np.copysign(0.5, exact)).astype(np.int32)
+        scaled = value.astype(np.float32) * np.float32(1 / (8 * step))
+        half = np.copysign(np.float32(0.5 + 2**-12), scaled)
+        assert np.array_equal((scaled + half).astype(np.int32), wanted)
+
+
 def test_pillow_in_numpy_is_pillow(no_frames) -> None:
     """What compiled kernels equal, held against the library that it stands for: in two passes, and in one of its own
     where there are as many rows or more, for which every release has the same order."""
@@ -280,9 +318,7 @@ def test_what_kernels_do_not_read_is_numpys(no_frames) -> None:
         (np.frombuffer(b"\0" + floats.tobytes(), np.uint8)[1:].view(np.float32).reshape(9, 8, 3), real, 0),
     ]
     wanted = [by_numpy(image, 0, taps) for image, taps, _ in given]
-    frames.install(
-        frames.FrameKernels(extension().frames.resize if extension().frames else None, resample_here)
-    )
+    frames.install(frames.FrameKernels(None, resample_here, lambda frame, steps, out: out.fill(frame.min())))
     for (image, taps, calls), expected in zip(given, wanted, strict=True):
         called.clear()
         found = resample(image, [(0, taps)])
@@ -290,6 +326,9 @@ def test_what_kernels_do_not_read_is_numpys(no_frames) -> None:
         assert len(called) == calls, (image.dtype, image.strides)
     with pytest.raises(IndexError):
         resample(frame[:5], [(0, whole)])
+    assert (jpeg.jpeg_round_trip(frame) == frame.min()).all()
+    for image in (frame[:, ::-1], frame[..., ::-1], frame.astype(np.int32)):
+        assert np.array_equal(jpeg.jpeg_round_trip(image), jpeg.by_numpy(image, 95))
     twice = [resample(frame, [(0, whole), (1, antialias_taps(8, 5, "bicubic"))]) for _ in range(2)]
     assert not np.shares_memory(*twice)
 
@@ -421,7 +460,12 @@ def test_a_resize_that_differs_is_found(all_kernels) -> None:
                 np.nextafter(out[-1, -1, -1], np.float32(2)) if taps.weights.dtype != np.int32 else 7
             )
 
+    def another(frame, steps, out) -> None:
+        made.jpeg(frame, steps, out)
+        out[-1, -1, -1] ^= 1
+
     assert frame_kernels.differs(made) == ""
+    assert frame_kernels.differs(made._replace(jpeg=another)) == "jpeg"
     assert frame_kernels.differs(made._replace(resize=off)) == "resize"
     for bits, dtype in ((True, np.uint8), (False, np.uint8), (False, np.float32)):
         other = made._replace(resample=partial(wrong, bits=bits, dtype=dtype))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sinew.engine.cpu.kernels import build
-from sinew.steps.image import bilinear, compiled, resample
+from sinew.steps.image import bilinear, compiled, jpeg, resample
 from sinew.steps.image.compiled import FrameKernels, Mixing, Taps
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def load(path: str) -> Any:
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
     library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]
-    library.lowbit_resample.argtypes = [ctypes.c_int, *[pointer] * 5]
+    library.lowbit_resample.argtypes = library.lowbit_jpeg.argtypes = [ctypes.c_int, *[pointer] * 5]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
@@ -84,7 +84,7 @@ def check(what: str, status: int) -> None:
 
 def from_library(library: Any, kernels: int) -> FrameKernels:
     """Return what resizes frames with the ``kernels``-th set of a loaded library."""
-    return FrameKernels(partial(_resize, library, kernels), partial(_resample, library, kernels))
+    return FrameKernels(*(partial(each, library, kernels) for each in (_resize, _resample, _jpeg)))
 
 
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: np.ndarray) -> None:
@@ -101,6 +101,14 @@ def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Ta
     sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
     given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
     check("resample", library.lowbit_resample(kernels, *given))
+
+
+def _jpeg(
+    library: Any, kernels: int, frame: np.ndarray, steps: tuple[np.ndarray, np.ndarray], out: np.ndarray
+) -> None:
+    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
+    given = frame, *steps, np.array([frame.strides[0], *frame.shape[:2]], np.int64), out
+    check("jpeg", library.lowbit_jpeg(kernels, *(array.ctypes.data for array in given)))
 
 
 def differs(frames: FrameKernels) -> str:
@@ -121,4 +129,7 @@ def differs(frames: FrameKernels) -> str:
             frames.resample(image, axis, taps, made := np.empty_like(wanted))
             if not np.array_equal(made, wanted):
                 return "resample"
+    frames.jpeg(frame, jpeg.steps(95), made := np.empty_like(frame))
+    if not np.array_equal(made, jpeg.by_numpy(frame, 95)):
+        return "jpeg"
     return ""

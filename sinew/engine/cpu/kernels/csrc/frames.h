@@ -128,11 +128,11 @@ inline V loaded(const T* from) {
   return v;
 }
 
-// Rows and columns of a square exchanged: each round takes the highest bit of a value's place to its low end.
-template <class V, int SIDE>
+// Rows and columns of a square exchanged: each round takes the highest bit of a value's place to its low end. ROUNDS: 2 to their number.
+template <class V, int SIDE, int ROUNDS = SIDE>
 inline void turn(V (&square)[SIDE]) {
 #pragma GCC unroll 4
-  for (int round = 1; round < SIDE; round *= 2) {
+  for (int round = 1; round < ROUNDS; round *= 2) {
     V turned[SIDE];
 #pragma GCC unroll 8
     for (int i = 0; i < SIDE / 2; ++i) zip(square[i], square[i + SIDE / 2], turned[2 * i], turned[2 * i + 1]);

@@ -15,6 +15,8 @@
 
 namespace lowbit {
 
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
 constexpr int CHANNELS = 16;  // of a panel
 constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
 
@@ -75,6 +77,19 @@ constexpr int64_t resample_bytes(const Resampling& r) {
   return r.axis == 0 ? 4 * TOGETHER * r.height * (3 * r.width < TOGETHER) : 12 * TOGETHER * (r.width + r.target);
 }
 
+// A frame of bytes, its lines `row_bytes` apart, written as JPEG and read again, by steps of luma and chroma [2][8][8]: the inverses of
+// the quantiser's, which are 8 times as large as in a file, and the dequantiser's. `out` is dense.
+struct RoundTrip {
+  const uint8_t* frame;
+  int64_t row_bytes, height, width;
+  const float* inverses;
+  const int32_t* steps;
+  uint8_t* out;
+  constexpr int64_t stride() const { return round_up(width, 8 * TOGETHER); }  // of the lines it works in
+};
+
+constexpr int64_t round_trip_bytes(const RoundTrip& r) { return 56 * r.stride() + 128; }
+
 struct Kernels {
   const char* name;
   int rows[WIDTHS];  // the most rows of a tile
@@ -96,6 +111,8 @@ struct Kernels {
   void (*resize)(const Picture&, float* memory);
   // See Resampling; memory: resample_bytes().
   void (*resample)(const Resampling&, char* memory);
+  // See RoundTrip; memory: round_trip_bytes().
+  void (*jpeg)(const RoundTrip&, uint8_t* memory);
   // What a row of activations contributes alone where EIGHT_BITS makes two products of one (x86_avx2.cpp), else null.
   int32_t (*pairs)(const int8_t* x, int64_t k);
   // Two panels at once, of one group each: a value of x is read once for both. Null where that gains nothing.
@@ -111,8 +128,6 @@ struct Weights {
   int64_t channels, k;
   int format;
 };
-
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // What a format is, in one place.
 struct Traits {

@@ -278,6 +278,22 @@ PUBLIC int lowbit_resample(int kernels, const void* from, const int32_t* first, 
   return 0;
 }
 
+// As kernels.h says of RoundTrip; `sizes`: row_bytes, height, width. Returns as lowbit_multiply.
+PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, const int64_t* sizes,
+                       uint8_t* out) {
+  using namespace lowbit;
+  thread_local Buffer buffer;
+  const Set* chosen = set_here(kernels);
+  const RoundTrip r = {frame, sizes[0], sizes[1], sizes[2], inverses, steps, out};
+  if (chosen == nullptr || r.height < 1 || r.width < 1 || r.height > (1 << 20) || r.width > (1 << 20)) return 1;
+  try {
+    chosen->products->jpeg(r, static_cast<uint8_t*>(buffer.get(round_trip_bytes(r))));
+  } catch (const std::exception&) {
+    return 2;
+  }
+  return 0;
+}
+
 // Rows of int8 [channels, k] -> INT8_PANELS. Returns 1 for sizes that do not divide, and kernels that do not take them.
 PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
   using namespace lowbit;
