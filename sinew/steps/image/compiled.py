@@ -49,8 +49,8 @@ class Taps(NamedTuple):
 
 class FrameKernels(NamedTuple):
     """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width]. resample: from uint8 or float32
-    [h, w, 3], by the taps of an axis, to what they make, dense. jpeg: from uint8 [h, w, 3], by the quantiser's float32 inverses of
-    luma and chroma [2, 8, 8] and the dequantiser's int32, to the same of a file, dense."""
+    [h, w, 3], by the taps of an axis, to what they make, dense. jpeg: from uint8 [h, w, 3], by float32 inverses of the
+    quantiser's steps and the dequantiser's int32 ones, luma and chroma [2, 8, 8], to as many bytes, dense."""
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
     resample: Callable[[np.ndarray, int, Taps, np.ndarray], None]
