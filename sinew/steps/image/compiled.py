@@ -16,11 +16,32 @@ import numpy as np
 class Mixing(NamedTuple):
     """Holds what a bilinear resize mixes, as kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines
     int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4],
-    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for."""
+    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for. OpenCV's has
+    row_weights int32 [2, height] and column_weights int32 [values], two in each."""
 
     arrays: tuple[np.ndarray, ...]
     addresses: tuple[int, ...]
     reach: int
+
+    @classmethod
+    def of(
+        cls, size: int, lines: Any, row_weights: np.ndarray, columns: Any, column_weights: np.ndarray
+    ) -> Mixing:
+        """Return that of lines of ``size`` pixels: both neighbours of each row and of each column, and the weights."""
+        line, wide = 3 * size, 3 * len(columns[0])
+        pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
+        wanted = 3 * np.stack(columns)[:, pixel] + colour  # the bytes of a line that each value reads
+        starts = np.minimum(wanted[0].reshape(-1, 4)[:, [0, 3]] // 3 * 3, max(line - 8, 0))
+        reach = 8 if line >= 8 else 0
+        if line >= 16 and (wanted[1, 3::4] - starts[:, 0]).max() < 16:
+            reach, starts = 16, np.minimum(starts[:, :1], line - 16) + np.array([0, 8])
+        first, second = np.repeat(starts, 4, axis=0).T
+        picks = np.full((*wanted.shape, 4), 128, np.uint8)
+        behind = wanted - first >= 8
+        picks[..., :3] = (wanted - np.where(behind, second - 8, first))[..., None]
+        both, starts = np.stack(lines).astype(np.int32), np.ascontiguousarray(starts, np.int32)
+        arrays = both, row_weights, starts, picks, np.ascontiguousarray(column_weights[..., pixel])
+        return cls(arrays, tuple(array.ctypes.data for array in arrays), reach)
 
 
 class Taps(NamedTuple):
@@ -48,9 +69,10 @@ class Taps(NamedTuple):
 
 
 class FrameKernels(NamedTuple):
-    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width]. resample: from uint8 or float32
-    [h, w, 3], by the taps of an axis, to what they make, dense. jpeg: from uint8 [h, w, 3], by float32 inverses of the
-    quantiser's steps and the dequantiser's int32 ones, luma and chroma [2, 8, 8], to as many bytes, dense."""
+    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width], or as OpenCV to uint8 [height,
+    width, 3], dense. resample: from uint8 or float32 [h, w, 3], by the taps of an axis, to what they make, dense. jpeg:
+    from uint8 [h, w, 3], by float32 inverses of the quantiser's steps and the dequantiser's int32 ones, luma and chroma
+    [2, 8, 8], to as many bytes, dense."""
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
     resample: Callable[[np.ndarray, int, Taps, np.ndarray], None]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sinew.steps.image import compiled
-from sinew.steps.image.compiled import Taps, scratch
+from sinew.steps.image.compiled import Mixing, Taps, scratch
 
 LINEAR_BITS = 11  # of OpenCV's fixed-point weights
 MAX_WEIGHT_BITS = 22  # torch keeps as many bits of a weight as int16 has room for, up to this
@@ -78,12 +78,16 @@ def resize_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _block_means(image: np.ndarray, down: int, across: int) -> np.ndarray:
-    h, w, channels = image.shape
-    blocks = image.reshape(h // down, down, w // across, across, channels)
-    total = blocks.sum(axis=(1, 3), dtype=np.int32)
+    total = _resized(image, image.shape[0] // down, image.shape[1] // across, _sums)  # of floats, exact
     if (down, across) == (2, 2):
-        return ((total + 2) >> 2).astype(np.uint8)
-    return np.rint(total.astype(np.float32) * np.float32(1.0 / (down * across))).astype(np.uint8)
+        return ((total + np.float32(2)) / np.float32(4)).astype(np.uint8)
+    return np.rint(total * np.float32(1.0 / (down * across))).astype(np.uint8)
+
+
+@lru_cache(maxsize=64)
+def _sums(size: int, target: int) -> Taps:
+    step = size // target
+    return Taps.of(size, ((at, [1.0] * step) for at in range(0, size, step)))
 
 
 @lru_cache(maxsize=64)
@@ -107,12 +111,32 @@ def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if image.shape[:2] == (height, width):
         return image
-    return _interpolate(image, height, width, _linear_taps)
+    return _interpolate(image, height, width, linear_taps)
 
 
 def _interpolate(
     image: np.ndarray, height: int, width: int, table: Callable[[int, int], Neighbours]
 ) -> np.ndarray:
+    if not (compiled.in_use and image.dtype == np.uint8 and compiled.pixels_lie_together(image)):
+        return linear_by_numpy(image, height, width, table)
+    out = np.empty((height, width, 3), np.uint8)
+    compiled.in_use[0].resize(image, linear_mixing(image.shape[:2], (height, width), table), out)
+    return out
+
+
+@lru_cache(maxsize=64)
+def linear_mixing(
+    size: tuple[int, int], target: tuple[int, int], table: Callable[[int, int], Neighbours]
+) -> Mixing:
+    """Return what OpenCV mixes, height and width of both."""
+    (*lines, upper, lower), (*columns, left, right) = map(table, size, target)
+    return Mixing.of(size[1], lines, np.stack([upper, lower]), columns, left | right << 16)
+
+
+def linear_by_numpy(
+    image: np.ndarray, height: int, width: int, table: Callable[[int, int], Neighbours]
+) -> np.ndarray:
+    """Return what compiled kernels equal."""
     (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = table(image.shape[0], height), table(image.shape[1], width)
     columns = image.take(x0, axis=1) * wx0[:, None] + image.take(x1, axis=1) * wx1[:, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves
@@ -121,7 +145,7 @@ def _interpolate(
 
 
 @lru_cache(maxsize=64)
-def _linear_taps(size: int, target: int) -> Neighbours:
+def linear_taps(size: int, target: int) -> Neighbours:
     """Return both neighbours of every target pixel's centre and their weights in units of 2^-11, int32."""
     at = ((np.arange(target) + 0.5) * (1.0 / (target / size)) - 0.5).astype(np.float32)
     low = np.floor(at).astype(np.int64)

@@ -16,9 +16,9 @@ extern "C" const char* lowbit_kernels(int index);
 extern "C" int lowbit_takes_panels(int index);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
-extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
-                             const int32_t* starts, const uint8_t* picks, const float* column_weights,
-                             const int64_t* sizes, float* out);
+extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const void* row_weights,
+                             const int32_t* starts, const uint8_t* picks, const void* column_weights,
+                             const int64_t* sizes, void* out);
 extern "C" int lowbit_resample(int kernels, const void* from, const int32_t* first, const void* weights, const int64_t* sizes,
                                void* to);
 extern "C" int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, const int64_t* sizes,
@@ -394,7 +394,7 @@ static bool check_resize(int kernels) {
     const float weight = weights[1][std::min(at, wide - 1) / 3];
     of_value[i] = (side ? weight : 1.0f - weight) / (1 << 24);
   }
-  const int64_t sizes[6] = {row_bytes, to[0], to[1], reach, to[1], plane};
+  int64_t sizes[7] = {row_bytes, to[0], to[1], reach, to[1], plane, 0};
   if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), starts.data(), picks.data(), of_value.data(),
                     sizes, out.data()))
     return false;
@@ -407,6 +407,30 @@ static bool check_resize(int kernels) {
     }
     if (!same(out[i], lines[0] * (1.0f - weights[0][y]) + lines[1] * weights[0][y])) {
       std::printf("resize at %d %d %d: %.9g\n", c, y, x, out[i]);
+      return false;
+    }
+  }
+  std::vector<int32_t> whole[2];  // the same as OpenCV's
+  for (int y = 0; y < 2 * to[0]; ++y)
+    whole[0].push_back(int32_t((y < to[0] ? 1.0f - weights[0][y] : weights[0][y - to[0]]) * 2048));
+  for (int i = 0; i < values; ++i) {
+    const int weight = int(weights[1][std::min(i, wide - 1) / 3] * 2048);
+    whole[1].push_back(2048 - weight + weight * 65536);
+  }
+  std::vector<uint8_t> bytes(3 * plane);
+  sizes[6] = 1;
+  if (lowbit_resize(kernels, frame.data(), taps[0].data(), whole[0].data(), starts.data(), picks.data(), whole[1].data(), sizes,
+                    bytes.data()))
+    return false;
+  for (int64_t i = 0; i < 3 * plane; ++i) {
+    const int y = int(i / wide), x = int(i % wide / 3), weight = whole[1][i % wide] >> 16;
+    int sum = 2;
+    for (int l = 0; l < 2; ++l) {
+      const uint8_t* line = frame.data() + taps[0][l * to[0] + y] * row_bytes + i % 3;
+      sum += ((line[taps[1][x]] * (2048 - weight) + line[taps[1][to[1] + x]] * weight) >> 4) * whole[0][l * to[0] + y] >> 16;
+    }
+    if (bytes[i] != sum >> 2) {
+      std::printf("resize to bytes at %d %d: %d\n", y, x, bytes[i]);
       return false;
     }
   }

@@ -449,9 +449,10 @@ def test_a_server_compiles_what_resizes_frames(tmp_path, monkeypatch) -> None:
 def test_a_resize_that_differs_is_found(all_kernels) -> None:
     _, made = next(each_set(all_kernels))
 
-    def off(*given) -> None:
-        made.resize(*given)
-        given[2][2, -1, -1] *= 1 + np.float32(1e-7)
+    def off(frame, mixing, out, dtype) -> None:
+        made.resize(frame, mixing, out)
+        if out.dtype == dtype:
+            out[2, -1, -1] = out[2, -1, -1] * np.float32(1.01) + np.float32(1e-7)
 
     def wrong(image, axis, taps, out, bits, dtype) -> None:
         made.resample(image, axis, taps, out)
@@ -466,7 +467,8 @@ def test_a_resize_that_differs_is_found(all_kernels) -> None:
 
     assert frame_kernels.differs(made) == ""
     assert frame_kernels.differs(made._replace(jpeg=another)) == "jpeg"
-    assert frame_kernels.differs(made._replace(resize=off)) == "resize"
+    for dtype in (np.uint8, np.float32):
+        assert frame_kernels.differs(made._replace(resize=partial(off, dtype=dtype))) == "resize"
     for bits, dtype in ((True, np.uint8), (False, np.uint8), (False, np.float32)):
         other = made._replace(resample=partial(wrong, bits=bits, dtype=dtype))
         assert frame_kernels.differs(other) == "resample"

@@ -89,8 +89,10 @@ def from_library(library: Any, kernels: int) -> FrameKernels:
 
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: np.ndarray) -> None:
     """As :class:`sinew.steps.image.compiled.FrameKernels`."""
+    whole = out.dtype == np.uint8
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
-    sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.reach, *strides)
+    shape = out.shape[:2] if whole else out.shape[1:]
+    sizes = (ctypes.c_int64 * 7)(frame.strides[0], *shape, mixing.reach, *strides, whole)
     given = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
     check("resize", library.lowbit_resize(kernels, *given))
 
@@ -118,6 +120,14 @@ def differs(frames: FrameKernels) -> str:
     planes = np.empty((3, 60, 19), np.float32)
     frames.resize(frame, bilinear.mixing(frame.shape[:2], planes.shape[1:]), planes)
     if not np.array_equal(planes, bilinear.resize_bilinear(floats, *planes.shape[1:])):
+        return "resize"
+    given = 60, 19, resample.linear_taps
+    frames.resize(
+        frame,
+        resample.linear_mixing(frame.shape[:2], given[:2], given[2]),
+        made := np.empty((60, 19, 3), np.uint8),
+    )
+    if not np.array_equal(made, resample.linear_by_numpy(frame, *given)):
         return "resize"
     for image, table in (
         (frame, partial(resample.antialias_taps, method="bicubic")),

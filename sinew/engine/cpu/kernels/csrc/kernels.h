@@ -43,18 +43,19 @@ struct Tile {
 // width and up to a multiple of 8, and each mixes a left and a right neighbour with column_weights [2][values], which are divided
 // by 2^24. Four values read two pieces of 8 bytes at their two `starts` [values / 4][2]: picks [2][values][4] says which byte of
 // the 16, three times, then 128, which is no byte. `reach`: 16 where all pairs of pieces are 16 bytes in a row, else 8; 0
-// where lines have not 8.
+// where lines have not 8. OpenCV's of `bytes`, [height][width][3] and dense: row_weights [2][height] and both column_weights of a value,
+// the left one in the low half of 32 bits, have 11 binary places, and a line keeps 7 of them.
 struct Picture {
   const uint8_t* frame;
   int64_t row_bytes;
   const int32_t *first, *second;
-  const float* row_weights;
+  const void* row_weights;
   const int32_t* starts;
   const uint8_t* picks;
-  const float* column_weights;
+  const void* column_weights;
   int64_t height, width, values, reach;
-  float* out;
-  int64_t row, plane;
+  void* out;
+  int64_t row, plane, bytes;
 };
 
 // Pixels of three values, rows of them `row_bytes` apart, whose lines (axis 0) or columns (axis 1) become weighted sums of neighbours:
@@ -108,7 +109,7 @@ struct Kernels {
   void (*finish)(const float* out, int rows, int there, const float* inverses, const float* bias, float* y,
                  int64_t stride);
   // See Picture; memory: three lines of `values`.
-  void (*resize)(const Picture&, float* memory);
+  void (*resize)(const Picture&, void* memory);
   // See Resampling; memory: resample_bytes().
   void (*resample)(const Resampling&, char* memory);
   // See RoundTrip; memory: round_trip_bytes().

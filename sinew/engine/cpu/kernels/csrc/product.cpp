@@ -239,20 +239,20 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   return 0;
 }
 
-// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane. Returns as
+// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane, bytes. Returns as
 // lowbit_multiply.
-PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
-                         const int32_t* starts, const uint8_t* picks, const float* column_weights, const int64_t* sizes,
-                         float* out) {
+PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const void* row_weights,
+                         const int32_t* starts, const uint8_t* picks, const void* column_weights, const int64_t* sizes,
+                         void* out) {
   using namespace lowbit;
   thread_local Buffer buffer;
   const Set* chosen = set_here(kernels);
   const int64_t height = sizes[1], width = sizes[2], values = round_up(3 * width, 8);
   if (chosen == nullptr || height < 1 || width < 1 || width > (1 << 20)) return 1;
   const Picture picture = {frame, sizes[0], lines, lines + height, row_weights, starts, picks, column_weights,
-                           height, width, values, sizes[3], out, sizes[4], sizes[5]};
+                           height, width, values, sizes[3], out, sizes[4], sizes[5], sizes[6]};
   try {
-    chosen->products->resize(picture, static_cast<float*>(buffer.get(3 * values * sizeof(float))));
+    chosen->products->resize(picture, buffer.get(3 * values * sizeof(float)));
   } catch (const std::exception&) {
     return 2;
   }
