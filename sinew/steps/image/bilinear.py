@@ -85,8 +85,9 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
     """Return what a resize from ``size`` to ``target``, height and width of both, mixes."""
     (*lines, row_weights), (*columns, weight) = (taps(*each) for each in zip(size, target, strict=True))
-    weights = np.stack([1 - weight, weight]) * np.float32(2**-24)
-    return Mixing.of(size[1], lines, row_weights, columns, weights)
+    return Mixing.of(
+        size[1], lines, row_weights, columns, np.stack([1 - weight, weight]) * np.float32(2**-24)
+    )
 
 
 def taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,21 +12,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+Size = tuple[int, int]  # height and width
+
 
 class Mixing(NamedTuple):
     """Holds what a bilinear resize mixes, as kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines
     int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4],
-    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for. OpenCV's has
-    row_weights int32 [2, height] and column_weights int32 [values], two in each."""
+    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for. mixed: 0 of
+    planes; of bytes 1 (OpenCV's) or 2 (TensorFlow's crop), whose weights are others."""
 
     arrays: tuple[np.ndarray, ...]
     addresses: tuple[int, ...]
     reach: int
+    mixed: int
 
     @classmethod
-    def of(
-        cls, size: int, lines: Any, row_weights: np.ndarray, columns: Any, column_weights: np.ndarray
-    ) -> Mixing:
+    def of(cls, size: int, rows: Any, row_weights: Any, columns: Any, weights: Any, mixed: int = 0) -> Mixing:
         """Return that of lines of ``size`` pixels: both neighbours of each row and of each column, and the weights."""
         line, wide = 3 * size, 3 * len(columns[0])
         pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
@@ -39,9 +40,9 @@ class Mixing(NamedTuple):
         picks = np.full((*wanted.shape, 4), 128, np.uint8)
         behind = wanted - first >= 8
         picks[..., :3] = (wanted - np.where(behind, second - 8, first))[..., None]
-        both, starts = np.stack(lines).astype(np.int32), np.ascontiguousarray(starts, np.int32)
-        arrays = both, row_weights, starts, picks, np.ascontiguousarray(column_weights[..., pixel])
-        return cls(arrays, tuple(array.ctypes.data for array in arrays), reach)
+        both, starts = np.stack(rows).astype(np.int32), np.ascontiguousarray(starts, np.int32)
+        arrays = both, row_weights, starts, picks, np.ascontiguousarray(weights[..., pixel])
+        return cls(arrays, tuple(array.ctypes.data for array in arrays), reach, mixed)
 
 
 class Taps(NamedTuple):
@@ -69,14 +70,14 @@ class Taps(NamedTuple):
 
 
 class FrameKernels(NamedTuple):
-    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width], or as OpenCV to uint8 [height,
-    width, 3], dense. resample: from uint8 or float32 [h, w, 3], by the taps of an axis, to what they make, dense. jpeg:
+    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width], or to uint8 [height, width, 3],
+    dense. resample: from uint8 or float32 [h, w, 3], by the taps of an axis, to what they make, dense. jpeg:
     from uint8 [h, w, 3], by float32 inverses of the quantiser's steps and the dequantiser's int32 ones, luma and chroma
     [2, 8, 8], to as many bytes, dense."""
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
     resample: Callable[[np.ndarray, int, Taps, np.ndarray], None]
-    jpeg: Callable[[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray], None]
+    jpeg: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 
 in_use: list[FrameKernels] = []  # at most one
@@ -85,6 +86,11 @@ in_use: list[FrameKernels] = []  # at most one
 def install(kernels: FrameKernels | None) -> None:
     """Let ``kernels`` change frames; they have to equal numpy in every bit. None: numpy does."""
     in_use[:] = [] if kernels is None else [kernels]
+
+
+def take_bytes(frame: np.ndarray) -> bool:
+    """Return whether kernels are in use, and may read [h, w, 3] as bytes of pixels."""
+    return bool(in_use) and frame.dtype == np.uint8 and pixels_lie_together(frame)
 
 
 def pixels_lie_together(frame: np.ndarray) -> bool:

@@ -21,8 +21,8 @@ extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* l
                              const int64_t* sizes, void* out);
 extern "C" int lowbit_resample(int kernels, const void* from, const int32_t* first, const void* weights, const int64_t* sizes,
                                void* to);
-extern "C" int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, const int64_t* sizes,
-                           uint8_t* out);
+extern "C" int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, uint8_t* out,
+                           const int64_t* sizes);
 extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k,
                              const float* own_v, const uint8_t* mask, float* out, const int64_t* sizes, float scale,
                              int threads);
@@ -434,6 +434,30 @@ static bool check_resize(int kernels) {
       return false;
     }
   }
+  std::vector<float> second(values);  // and TensorFlow's crop
+  for (int i = 0; i < values; ++i) second[i] = weights[1][std::min(i, wide - 1) / 3];
+  sizes[6] = 2;
+  if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), starts.data(), picks.data(), second.data(), sizes,
+                    bytes.data()))
+    return false;
+  const auto between = [](float a, float b, float weight) {
+    volatile float more = (b - a) * weight;
+    return a + more;
+  };
+  for (int64_t i = 0; i < 3 * plane; ++i) {
+    const int y = int(i / wide), x = int(i % wide / 3);
+    float lines[2];
+    for (int l = 0; l < 2; ++l) {
+      const uint8_t* line = frame.data() + taps[0][l * to[0] + y] * row_bytes + i % 3;
+      const float over = float(1 / 255.0);
+      lines[l] = between(line[taps[1][x]] * over, line[taps[1][to[1] + x]] * over, weights[1][x]);
+    }
+    const float value = std::min(std::max(between(lines[0], lines[1], weights[0][y]), 0.0f), 1.0f) * 255.5f;
+    if (bytes[i] != int(std::min(value, 255.0f))) {
+      std::printf("crop at %d %d: %d\n", y, x, bytes[i]);
+      return false;
+    }
+  }
   return true;
 }
 
@@ -484,7 +508,7 @@ static bool check_jpeg(int kernels) {
   int last = kernels;
   while (lowbit_kernels(last + 1) != nullptr) ++last;
   for (const auto& [set, out] : {std::pair(last, &wanted), std::pair(kernels, &found)})
-    if (lowbit_jpeg(set, frame.data(), inverses.data(), steps.data(), sizes, out->data())) return false;
+    if (lowbit_jpeg(set, frame.data(), inverses.data(), steps.data(), out->data(), sizes)) return false;
   if (found != wanted) std::printf("jpeg of %d x %d\n", int(height), int(width));
   return found == wanted;
 }

@@ -44,6 +44,7 @@ from sinew.steps.image.resample import (
     resample,
     resize_pillow,
 )
+from sinew.steps.image.tensorflow import centre_crop, crop_by_numpy
 from tests import processes
 from tests.serve.test_server import serving
 
@@ -205,7 +206,7 @@ def test_frames_are_resized_to_the_bits_of_numpy(
 
 @given(
     sizes=st.tuples(*[st.one_of(st.integers(1, 8), side, st.integers(90, 240))] * 4),
-    method=st.sampled_from([*get_args(Method), "pil_bilinear"]),
+    method=st.sampled_from([*get_args(Method), "pil_bilinear", "crop", "all of it"]),
     lines=st.sampled_from([1, 2, -1]),
     cut=st.integers(0, 3),
     seed=st.integers(0, 2**32),
@@ -215,7 +216,7 @@ def test_every_method_gives_the_bits_of_its_reference(
     all_kernels, no_frames, sizes, method, lines, cut, seed
 ) -> None:
     """On every instruction set, from a box of a frame whose lines may lie apart or upside down: numpy's bits, and those
-    of Pillow itself; 0 and 255 often, where sums are cut."""
+    of Pillow itself; 0 and 255 often, where sums are cut. TensorFlow's crops beside the methods."""
     height, width, *target = sizes
     random = np.random.default_rng(seed)
     whole = random.integers(-120, 376, ((height + cut) * abs(lines), width + cut, 3)).clip(0, 255)
@@ -226,6 +227,10 @@ def test_every_method_gives_the_bits_of_its_reference(
     def made() -> np.ndarray:
         if method == "pil_bilinear":
             return resize_pillow(frame, *target, "bilinear")
+        if method in ("crop", "all of it"):
+            return centre_crop(
+                frame, 1.0 if method == "all of it" else 0.9, *(max(side, 2) for side in target)
+            )
         return resize(frame, *target, method)
 
     frames.install(None)
@@ -235,6 +240,18 @@ def test_every_method_gives_the_bits_of_its_reference(
         found = made()
         assert found.dtype == wanted.dtype
         assert np.array_equal(found, wanted), name
+
+
+def test_rows_and_columns_past_a_frame_are_black(all_kernels, no_frames) -> None:
+    """As rounding alone puts the last one there."""
+    frame = np.full((480, 20, 3), 200, np.uint8)
+    for _, kernels in each_set(all_kernels):
+        frames.install(kernels)
+        for image, size in ((frame, (384, 20)), (frame.transpose(1, 0, 2).copy(), (20, 384))):
+            made = centre_crop(image, 1.0, *size)
+            assert np.array_equal(made, crop_by_numpy(image, 1.0, *size))
+            assert made.min() == 0
+            assert made.max() == 200
 
 
 @given(
@@ -318,7 +335,7 @@ def test_what_kernels_do_not_read_is_numpys(no_frames) -> None:
         (np.frombuffer(b"\0" + floats.tobytes(), np.uint8)[1:].view(np.float32).reshape(9, 8, 3), real, 0),
     ]
     wanted = [by_numpy(image, 0, taps) for image, taps, _ in given]
-    frames.install(frames.FrameKernels(None, resample_here, lambda frame, steps, out: out.fill(frame.min())))
+    frames.install(frames.FrameKernels(None, resample_here, lambda frame, _, __, out: out.fill(frame.min())))
     for (image, taps, calls), expected in zip(given, wanted, strict=True):
         called.clear()
         found = resample(image, [(0, taps)])
@@ -449,10 +466,10 @@ def test_a_server_compiles_what_resizes_frames(tmp_path, monkeypatch) -> None:
 def test_a_resize_that_differs_is_found(all_kernels) -> None:
     _, made = next(each_set(all_kernels))
 
-    def off(frame, mixing, out, dtype) -> None:
+    def off(frame, mixing, out, mixed) -> None:
         made.resize(frame, mixing, out)
-        if out.dtype == dtype:
-            out[2, -1, -1] = out[2, -1, -1] * np.float32(1.01) + np.float32(1e-7)
+        if mixing.mixed == mixed:
+            out[2, -1, -1] = out[2, -1, -1] ^ 1 if mixed else out[2, -1, -1] * (1 + np.float32(1e-7))
 
     def wrong(image, axis, taps, out, bits, dtype) -> None:
         made.resample(image, axis, taps, out)
@@ -461,14 +478,14 @@ def test_a_resize_that_differs_is_found(all_kernels) -> None:
                 np.nextafter(out[-1, -1, -1], np.float32(2)) if taps.weights.dtype != np.int32 else 7
             )
 
-    def another(frame, steps, out) -> None:
-        made.jpeg(frame, steps, out)
-        out[-1, -1, -1] ^= 1
+    def another(*given) -> None:
+        made.jpeg(*given)
+        given[-1][-1, -1, -1] ^= 1
 
     assert frame_kernels.differs(made) == ""
     assert frame_kernels.differs(made._replace(jpeg=another)) == "jpeg"
-    for dtype in (np.uint8, np.float32):
-        assert frame_kernels.differs(made._replace(resize=partial(off, dtype=dtype))) == "resize"
+    for mixed in range(3):
+        assert frame_kernels.differs(made._replace(resize=partial(off, mixed=mixed))) == "resize"
     for bits, dtype in ((True, np.uint8), (False, np.uint8), (False, np.float32)):
         other = made._replace(resample=partial(wrong, bits=bits, dtype=dtype))
         assert frame_kernels.differs(other) == "resample"

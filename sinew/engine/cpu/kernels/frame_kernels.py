@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from sinew.engine.cpu.kernels import build
-from sinew.steps.image import bilinear, compiled, jpeg, resample
+from sinew.steps.image import bilinear, compiled, jpeg, resample, tensorflow
 from sinew.steps.image.compiled import FrameKernels, Mixing, Taps
 
 log = logging.getLogger(__name__)
@@ -88,58 +89,51 @@ def from_library(library: Any, kernels: int) -> FrameKernels:
 
 
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: np.ndarray) -> None:
-    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
-    whole = out.dtype == np.uint8
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
-    shape = out.shape[:2] if whole else out.shape[1:]
-    sizes = (ctypes.c_int64 * 7)(frame.strides[0], *shape, mixing.reach, *strides, whole)
+    shape = out.shape[:2] if mixing.mixed else out.shape[1:]
+    sizes = (ctypes.c_int64 * 7)(frame.strides[0], *shape, mixing.reach, *strides, mixing.mixed)
     given = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
     check("resize", library.lowbit_resize(kernels, *given))
 
 
 def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Taps, out: np.ndarray) -> None:
-    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
     shapes = *frame.shape[:2], axis, *taps.weights.shape
     sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
     given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
     check("resample", library.lowbit_resample(kernels, *given))
 
 
-def _jpeg(
-    library: Any, kernels: int, frame: np.ndarray, steps: tuple[np.ndarray, np.ndarray], out: np.ndarray
-) -> None:
-    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
-    given = frame, *steps, np.array([frame.strides[0], *frame.shape[:2]], np.int64), out
-    check("jpeg", library.lowbit_jpeg(kernels, *(array.ctypes.data for array in given)))
+def _jpeg(library: Any, kernels: int, *arrays: np.ndarray) -> None:
+    sizes = np.array([arrays[0].strides[0], *arrays[0].shape[:2]], np.int64)
+    check("jpeg", library.lowbit_jpeg(kernels, *(each.ctypes.data for each in (*arrays, sizes))))
 
 
 def differs(frames: FrameKernels) -> str:
     """Return the name of what ``frames`` compute otherwise than numpy; empty where there is nothing."""
     frame = (np.arange(37 * 41 * 3) * 97 % 256).astype(np.uint8).reshape(37, 41, 3)
     floats = frame.astype(np.float32) / np.float32(255)
-    planes = np.empty((3, 60, 19), np.float32)
-    frames.resize(frame, bilinear.mixing(frame.shape[:2], planes.shape[1:]), planes)
-    if not np.array_equal(planes, bilinear.resize_bilinear(floats, *planes.shape[1:])):
-        return "resize"
-    given = 60, 19, resample.linear_taps
-    frames.resize(
-        frame,
-        resample.linear_mixing(frame.shape[:2], given[:2], given[2]),
-        made := np.empty((60, 19, 3), np.uint8),
+    size, target, linear = frame.shape[:2], (60, 19), resample.linear_taps
+    mixings = (
+        (bilinear.mixing(size, target), bilinear.resize_bilinear(floats, *target)),
+        (resample.linear_mixing(size, target, linear), resample.linear_by_numpy(frame, target, linear)),
+        (tensorflow.crop_mixing(size, 0.9, target)[0], tensorflow.crop_by_numpy(frame, 0.9, *target)),
     )
-    if not np.array_equal(made, resample.linear_by_numpy(frame, *given)):
-        return "resize"
-    for image, table in (
-        (frame, partial(resample.antialias_taps, method="bicubic")),
-        (frame, partial(resample.float_taps, method="area")),
-        (floats, partial(resample.float_taps, method="bicubic")),
-    ):
-        for axis, target in ((0, 60), (1, 19)):
-            wanted = resample.by_numpy(image, axis, taps := table(image.shape[axis], target))
-            frames.resample(image, axis, taps, made := np.empty_like(wanted))
-            if not np.array_equal(made, wanted):
-                return "resample"
-    frames.jpeg(frame, jpeg.steps(95), made := np.empty_like(frame))
-    if not np.array_equal(made, jpeg.by_numpy(frame, 95)):
-        return "jpeg"
+    taps = (
+        (image, axis, table(size[axis], target[axis]))
+        for axis in range(2)
+        for image, table in (
+            (frame, partial(resample.antialias_taps, method="bicubic")),
+            (frame, partial(resample.float_taps, method="area")),
+            (floats, partial(resample.float_taps, method="bicubic")),
+        )
+    )
+    cases: list[tuple[str, Callable[..., None], Any, np.ndarray]] = [
+        *(("resize", frames.resize, (frame, mixing), wanted) for mixing, wanted in mixings),
+        *(("resample", frames.resample, each, resample.by_numpy(*each)) for each in taps),
+        ("jpeg", frames.jpeg, (frame, *jpeg.steps(95)[1:]), jpeg.by_numpy(frame, 95)),
+    ]
+    for name, kernel, given, wanted in cases:
+        kernel(*given, made := np.empty(wanted.shape, wanted.dtype))
+        if not np.array_equal(made, wanted):
+            return name
     return ""

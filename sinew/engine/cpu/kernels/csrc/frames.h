@@ -12,6 +12,8 @@
 namespace lowbit {
 namespace {
 
+constexpr float OVER_255 = static_cast<float>(1 / 255.0);
+
 #if defined(__AVX2__)
 // 2^24 * (u / 255), rounded as a division rounds it, of u three times in a row: those 24 bits are (2^24 - 1) / 255 of u, and lack
 // half a unit in the last place to one, unless u is 0.
@@ -29,7 +31,7 @@ inline __m128i bytes_of(const uint8_t* line, const int32_t* starts) {
 
 // Eight values at a time: a shuffle spreads bytes over lanes of 32 bits, three times each. Not sixteen with AVX-512, which is no faster on
 // a Zen 4, where what a line costs is the number of operations, not their width.
-template <bool NEAR, class To>
+template <bool NEAR, Mixed MIXED, class To>
 inline void across_in_eights(Picture p, const uint8_t* line, To* to) {  // a copy, which no vector is written over
   for (int64_t i = 0; i < p.values; i += 8) {
     const int32_t* starts = p.starts + i / 2;
@@ -37,7 +39,15 @@ inline void across_in_eights(Picture p, const uint8_t* line, To* to) {  // a cop
     const auto picked = [&](int64_t of) {
       return _mm256_shuffle_epi8(bytes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.picks + 4 * of)));
     };
-    if constexpr (sizeof(To) == 4) {
+    if constexpr (MIXED == CROP) {
+      const auto unit = [&](int64_t of) {
+        const __m256i value = _mm256_and_si256(picked(of), _mm256_set1_epi32(255));
+        return _mm256_mul_ps(_mm256_cvtepi32_ps(value), _mm256_set1_ps(OVER_255));
+      };
+      const __m256 left = unit(i), step = _mm256_sub_ps(unit(p.values + i), left);
+      const __m256 weights = _mm256_loadu_ps(static_cast<const float*>(p.column_weights) + i);
+      _mm256_storeu_ps(to + i, _mm256_add_ps(left, _mm256_mul_ps(step, weights)));
+    } else if constexpr (MIXED == PLANES) {
       const auto weighed = [&](int64_t of) {
         return _mm256_mul_ps(over_255(picked(of)), _mm256_loadu_ps(static_cast<const float*>(p.column_weights) + of));
       };
@@ -55,18 +65,22 @@ inline void across_in_eights(Picture p, const uint8_t* line, To* to) {  // a cop
 #endif
 
 // A line of bytes -> float or int16_t [width][3], and some behind it: each value from its left and its right neighbour.
-template <class To>
+template <Mixed MIXED, class To>
 inline void across(const Picture& p, const uint8_t* line, To* to) {
 #if defined(__AVX2__)
-  if (p.reach == 16) return across_in_eights<true>(p, line, to);
-  if (p.reach == 8) return across_in_eights<false>(p, line, to);
+  if (p.reach == 16) return across_in_eights<true, MIXED>(p, line, to);
+  if (p.reach == 8) return across_in_eights<false, MIXED>(p, line, to);
 #endif
   for (int64_t i = 0; i < p.values; ++i) {
     const auto picked = [&](int64_t of) {
       const uint8_t pick = p.picks[4 * of];
       return line[p.starts[i / 4 * 2 + pick / 8] + pick % 8];
     };
-    if constexpr (sizeof(To) == 4) {
+    if constexpr (MIXED == CROP) {
+      const float left = picked(i) * OVER_255, step = picked(p.values + i) * OVER_255 - left;
+      const float more = step * static_cast<const float*>(p.column_weights)[i];
+      to[i] = left + more;
+    } else if constexpr (MIXED == PLANES) {
       const auto weighed = [&](int64_t of) {
         return picked(of) / 255.0f * (static_cast<const float*>(p.column_weights)[of] * (1 << 24));
       };
@@ -79,8 +93,19 @@ inline void across(const Picture& p, const uint8_t* line, To* to) {
 }
 
 // A row of planes or of bytes from both its lines.
+template <Mixed MIXED>
 inline void down(const Picture& p, int64_t y, const float* above, const float* below, float* __restrict mixed) {
   const float weight = static_cast<const float*>(p.row_weights)[y], other = 1.0f - weight;
+  if constexpr (MIXED == CROP) {
+    const int64_t count = 3 * p.width;
+    uint8_t* __restrict to = static_cast<uint8_t*>(p.out) + y * count;
+    for (int64_t i = 0; i < count; ++i) {
+      const float more = (below[i] - above[i]) * weight, value = above[i] + more;
+      const int whole = static_cast<int>(value * 255.5f);  // cut before or after: products keep the order
+      to[i] = static_cast<uint8_t>(whole < 0 ? 0 : whole > 255 ? 255 : whole);
+    }
+    return;
+  }
   for (int64_t i = 0; i < p.values; ++i) {
     const float one = above[i] * other, two = below[i] * weight;
     mixed[i] = one + two;
@@ -92,6 +117,7 @@ inline void down(const Picture& p, int64_t y, const float* above, const float* b
     blue[i] = mixed[3 * i + 2];
   }
 }
+template <Mixed>
 inline void down(const Picture& p, int64_t y, const int16_t* above, const int16_t* below, int16_t*) {
   const int32_t* weights = static_cast<const int32_t*>(p.row_weights);
   const int16_t one = static_cast<int16_t>(weights[y]), two = static_cast<int16_t>(weights[p.height + y]);
@@ -104,7 +130,7 @@ inline void down(const Picture& p, int64_t y, const int16_t* above, const int16_
 }
 
 // Columns first, then rows. `memory`: three lines of `values`.
-template <class Value>
+template <Mixed MIXED, class Value>
 void resize_as(const Picture& p, Value* memory) {
   Value *upper = memory, *lower = memory + p.values, *mixed = memory + 2 * p.values;
   int32_t above = -1, below = -1;  // which lines the two hold
@@ -113,16 +139,17 @@ void resize_as(const Picture& p, Value* memory) {
       std::swap(upper, lower);
       std::swap(above, below);
     }
-    if (p.first[y] != above) across(p, p.frame + p.first[y] * p.row_bytes, upper), above = p.first[y];
+    if (p.first[y] != above) across<MIXED>(p, p.frame + p.first[y] * p.row_bytes, upper), above = p.first[y];
     if (p.second[y] != below && p.second[y] != above)
-      across(p, p.frame + p.second[y] * p.row_bytes, lower), below = p.second[y];
-    down(p, y, upper, p.second[y] == above ? upper : lower, mixed);
+      across<MIXED>(p, p.frame + p.second[y] * p.row_bytes, lower), below = p.second[y];
+    down<MIXED>(p, y, upper, p.second[y] == above ? upper : lower, mixed);
   }
 }
 
 // The bilinear ones. See Picture.
 void resize(const Picture& p, void* memory) {
-  p.bytes ? resize_as(p, static_cast<int16_t*>(memory)) : resize_as(p, static_cast<float*>(memory));
+  if (p.mixed == OPENCV) return resize_as<OPENCV>(p, static_cast<int16_t*>(memory));
+  p.mixed == CROP ? resize_as<CROP>(p, static_cast<float*>(memory)) : resize_as<PLANES>(p, static_cast<float*>(memory));
 }
 
 // TOGETHER values are WORDS vectors of 32-bit lanes, of the width that an instruction set has.

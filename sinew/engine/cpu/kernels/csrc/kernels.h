@@ -43,8 +43,12 @@ struct Tile {
 // width and up to a multiple of 8, and each mixes a left and a right neighbour with column_weights [2][values], which are divided
 // by 2^24. Four values read two pieces of 8 bytes at their two `starts` [values / 4][2]: picks [2][values][4] says which byte of
 // the 16, three times, then 128, which is no byte. `reach`: 16 where all pairs of pieces are 16 bytes in a row, else 8; 0
-// where lines have not 8. OpenCV's of `bytes`, [height][width][3] and dense: row_weights [2][height] and both column_weights of a value,
-// the left one in the low half of 32 bits, have 11 binary places, and a line keeps 7 of them.
+// where lines have not 8.
+//
+// Others make bytes, [height][width][3] and dense. OpenCV's: row_weights [2][height] and both column_weights of a value, the left
+// one in the low half of 32 bits, have 11 binary places, and a line keeps 7 of them. TensorFlow's, of crops: column_weights [values]
+// and row_weights [height] are those of the second neighbours.
+enum Mixed : int { PLANES, OPENCV, CROP };
 struct Picture {
   const uint8_t* frame;
   int64_t row_bytes;
@@ -55,7 +59,7 @@ struct Picture {
   const void* column_weights;
   int64_t height, width, values, reach;
   void* out;
-  int64_t row, plane, bytes;
+  int64_t row, plane, mixed;
 };
 
 // Pixels of three values, rows of them `row_bytes` apart, whose lines (axis 0) or columns (axis 1) become weighted sums of neighbours:

@@ -239,7 +239,7 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   return 0;
 }
 
-// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane, bytes. Returns as
+// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane, mixed. Returns as
 // lowbit_multiply.
 PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const void* row_weights,
                          const int32_t* starts, const uint8_t* picks, const void* column_weights, const int64_t* sizes,
@@ -279,8 +279,8 @@ PUBLIC int lowbit_resample(int kernels, const void* from, const int32_t* first, 
 }
 
 // As kernels.h says of RoundTrip; `sizes`: row_bytes, height, width. Returns as lowbit_multiply.
-PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, const int64_t* sizes,
-                       uint8_t* out) {
+PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, uint8_t* out,
+                       const int64_t* sizes) {
   using namespace lowbit;
   thread_local Buffer buffer;
   const Set* chosen = set_here(kernels);
