@@ -113,6 +113,7 @@ STEPS = {
     "steps/image/compiled": {"engine/cpu/kernels/frame_kernels.py", "engine/cpu/kernels/library.py"},
     "steps/image/jpeg": {"engine/cpu/kernels/frame_kernels.py"},
     "steps/image/resample": {"engine/cpu/kernels/frame_kernels.py"},
+    "steps/image/tensorflow": {"engine/cpu/kernels/frame_kernels.py"},
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
 }
 

@@ -101,14 +101,10 @@ def _to_ycc(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _to_rgb(y: np.ndarray, cb: np.ndarray, cr: np.ndarray) -> np.ndarray:
     """Planes int32 [h, w] -> uint8 [h, w, 3]."""
     cb, cr = cb - 128, cr - 128
-    out = np.empty((*y.shape, 3), np.uint8)
     red = (_fixed(1.402) * cr + HALF) >> SCALE_BITS
     green = (-_fixed(0.34414) * cb - _fixed(0.71414) * cr + HALF) >> SCALE_BITS
     blue = (_fixed(1.772) * cb + HALF) >> SCALE_BITS
-    for channel, part in enumerate((red, green, blue)):
-        part += y
-        out[..., channel] = np.clip(part, 0, 255, out=part)
-    return out
+    return np.clip(np.stack([y + red, y + green, y + blue], axis=-1), 0, 255).astype(np.uint8)
 
 
 def _halve(plane: np.ndarray) -> np.ndarray:

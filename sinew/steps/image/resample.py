@@ -241,8 +241,7 @@ def resize_round(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
     So torchvision's functional ``resize`` of a uint8 tensor does it (LeRobot's Evo-1).
     """
-    out = _resized(image, height, width, float_taps, "bicubic")
-    return np.rint(np.clip(out, 0, 255)).astype(np.uint8)
+    return np.rint(np.clip(_resized(image, height, width, float_taps, "bicubic"), 0, 255)).astype(np.uint8)
 
 
 def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:

@@ -133,8 +133,7 @@ def _corners(size: int, target: int, area: float) -> tuple[np.ndarray, ...]:
     past the frame, bool [target]."""
     side = np.sqrt(F32(area))
     start = (F32(1) - side) / F32(2)
-    end = start + side
-    scale = (end - start) * F32(size - 1) / F32(target - 1)
+    scale = (start + side - start) * F32(size - 1) / F32(target - 1)
     position = start * F32(size - 1) + np.arange(target, dtype=F32) * scale
     past = (position < 0) | (position > F32(size - 1))
     position = np.clip(position, F32(0), F32(size - 1))
