@@ -87,8 +87,7 @@ def _block_means(image: np.ndarray, down: int, across: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _sums(size: int, target: int) -> Taps:
-    step = size // target
-    return Taps.of(size, ((at, [1.0] * step) for at in range(0, size, step)))
+    return Taps.of(size, ((at, [1.0] * (size // target)) for at in range(0, size, size // target)))
 
 
 @lru_cache(maxsize=64)
@@ -241,7 +240,9 @@ def resize_round(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
     So torchvision's functional ``resize`` of a uint8 tensor does it (LeRobot's Evo-1).
     """
-    return np.rint(np.clip(_resized(image, height, width, float_taps, "bicubic"), 0, 255)).astype(np.uint8)
+    whole = scratch("whole", (height, width, image.shape[2]), np.float32)
+    np.rint(_resized(image, height, width, float_taps, "bicubic"), out=whole)
+    return np.clip(whole, 0, 255, out=whole).astype(np.uint8)
 
 
 def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
