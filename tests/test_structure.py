@@ -111,7 +111,9 @@ STEPS = {
     # The arithmetic that planes share with it, and its compiled form.
     "steps/image/bilinear": {"processing/image.py", "engine/cpu/kernels/frame_kernels.py"},
     "steps/image/compiled": {"engine/cpu/kernels/frame_kernels.py", "engine/cpu/kernels/library.py"},
+    "steps/image/jpeg": {"engine/cpu/kernels/frame_kernels.py"},
     "steps/image/resample": {"engine/cpu/kernels/frame_kernels.py"},
+    "steps/image/tensorflow": {"engine/cpu/kernels/frame_kernels.py"},
     "steps/image/letterbox": {"engine/cuda/kernels/resize_tables.py"},
 }
 

@@ -101,8 +101,10 @@ def _pixels(frame: np.ndarray, recipe: ImageRecipe, fresh: bool) -> np.ndarray:
     mean, std = (np.asarray(given, np.float32)[:, None, None] for given in (recipe.mean, recipe.std))
     if len(mean) == 3:
         return _normalized(planes, mean, std, planes if fresh and planes.flags.c_contiguous else None)
-    groups = range(0, len(mean), 3)
-    return np.concatenate([_normalized(planes, mean[i : i + 3], std[i : i + 3]) for i in groups])
+    made = np.empty((len(mean), *planes.shape[1:]), np.float32)
+    for i in range(0, len(mean), 3):
+        _normalized(planes, mean[i : i + 3], std[i : i + 3], made[i : i + 3])
+    return made
 
 
 def _normalized(

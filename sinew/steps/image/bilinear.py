@@ -85,21 +85,9 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
     """Return what a resize from ``size`` to ``target``, height and width of both, mixes."""
     (*lines, row_weights), (*columns, weight) = (taps(*each) for each in zip(size, target, strict=True))
-    line, wide = 3 * size[1], 3 * target[1]
-    pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
-    wanted = 3 * np.stack(columns)[:, pixel] + colour  # the bytes of a line that each value reads
-    starts = np.minimum(wanted[0].reshape(-1, 4)[:, [0, 3]] // 3 * 3, max(line - 8, 0))
-    reach = 8 if line >= 8 else 0
-    if line >= 16 and (wanted[1, 3::4] - starts[:, 0]).max() < 16:
-        reach, starts = 16, np.minimum(starts[:, :1], line - 16) + np.array([0, 8])
-    first, second = np.repeat(starts, 4, axis=0).T
-    picks = np.full((*wanted.shape, 4), 128, np.uint8)
-    behind = wanted - first >= 8
-    picks[..., :3] = (wanted - np.where(behind, second - 8, first))[..., None]
-    both, starts = np.stack(lines).astype(np.int32), np.ascontiguousarray(starts, np.int32)
-    weights = np.stack([1 - weight[pixel], weight[pixel]]) * np.float32(2**-24)
-    arrays = both, row_weights, starts, picks, weights
-    return Mixing(arrays, tuple(array.ctypes.data for array in arrays), reach)
+    return Mixing.of(
+        size[1], lines, row_weights, columns, np.stack([1 - weight, weight]) * np.float32(2**-24)
+    )
 
 
 def taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The compiled form of resizes, where a process has one: what its kernels are given, and which are in use.
+"""The compiled form of steps of a frame, where a process has one: what kernels are given, and which are in use.
 
 They equal numpy's in every bit, and look at nothing themselves: what lies otherwise is numpy's.
 """
@@ -12,15 +12,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+Size = tuple[int, int]  # height and width
+
 
 class Mixing(NamedTuple):
     """Holds what a bilinear resize mixes, as kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines
     int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4],
-    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for."""
+    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for. mixed: 0 of
+    planes; of bytes 1 (OpenCV's) or 2 (TensorFlow's crop), whose weights are others."""
 
     arrays: tuple[np.ndarray, ...]
     addresses: tuple[int, ...]
     reach: int
+    mixed: int
+
+    @classmethod
+    def of(cls, size: int, rows: Any, row_weights: Any, columns: Any, weights: Any, mixed: int = 0) -> Mixing:
+        """Return that of lines of ``size`` pixels: both neighbours of each row and of each column, and the weights."""
+        line, wide = 3 * size, 3 * len(columns[0])
+        pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
+        wanted = 3 * np.stack(columns)[:, pixel] + colour  # the bytes of a line that each value reads
+        starts = np.minimum(wanted[0].reshape(-1, 4)[:, [0, 3]] // 3 * 3, max(line - 8, 0))
+        reach = 8 if line >= 8 else 0
+        if line >= 16 and (wanted[1, 3::4] - starts[:, 0]).max() < 16:
+            reach, starts = 16, np.minimum(starts[:, :1], line - 16) + np.array([0, 8])
+        first, second = np.repeat(starts, 4, axis=0).T
+        picks = np.full((*wanted.shape, 4), 128, np.uint8)
+        behind = wanted - first >= 8
+        picks[..., :3] = (wanted - np.where(behind, second - 8, first))[..., None]
+        both, starts = np.stack(rows).astype(np.int32), np.ascontiguousarray(starts, np.int32)
+        arrays = both, row_weights, starts, picks, np.ascontiguousarray(weights[..., pixel])
+        return cls(arrays, tuple(array.ctypes.data for array in arrays), reach, mixed)
 
 
 class Taps(NamedTuple):
@@ -48,19 +70,27 @@ class Taps(NamedTuple):
 
 
 class FrameKernels(NamedTuple):
-    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width]. resample: from uint8 or float32
-    [h, w, 3], by the taps of an axis, to what they make, dense."""
+    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width], or to uint8 [height, width, 3],
+    dense. resample: from uint8 or float32 [h, w, 3], by the taps of an axis, to what they make, dense. jpeg:
+    from uint8 [h, w, 3], by float32 inverses of the quantiser's steps and the dequantiser's int32 ones, luma and chroma
+    [2, 8, 8], to as many bytes, dense."""
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
     resample: Callable[[np.ndarray, int, Taps, np.ndarray], None]
+    jpeg: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 
 in_use: list[FrameKernels] = []  # at most one
 
 
 def install(kernels: FrameKernels | None) -> None:
-    """Let ``kernels`` resize frames; they have to equal numpy in every bit. None: numpy does."""
+    """Let ``kernels`` change frames; they have to equal numpy in every bit. None: numpy does."""
     in_use[:] = [] if kernels is None else [kernels]
+
+
+def take_bytes(frame: np.ndarray) -> bool:
+    """Return whether kernels are in use, and may read [h, w, 3] as bytes of pixels."""
+    return bool(in_use) and frame.dtype == np.uint8 and pixels_lie_together(frame)
 
 
 def pixels_lie_together(frame: np.ndarray) -> bool:

@@ -11,12 +11,13 @@ Source of the arithmetic: libjpeg (IJG) jccolor, jcsample, jfdctint, jcdctmgr, j
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 import numpy as np
 
 from sinew.core.fields import within
+from sinew.steps.image import compiled
 from sinew.steps.image.base import ImageStep
 
 SCALE_BITS = 16  # fixed point of the colour transforms
@@ -58,17 +59,26 @@ class Jpeg(ImageStep):
 
 def jpeg_round_trip(frame: np.ndarray, quality: int = 95) -> np.ndarray:
     """Return ``frame`` as TensorFlow reads it back from a JPEG file of it: uint8 [h, w, 3] to the same."""
+    if not compiled.take_bytes(frame):
+        return by_numpy(frame, quality)
+    compiled.in_use[0].jpeg(frame, *steps(quality)[1:], out := np.empty(frame.shape, np.uint8))
+    return out
+
+
+def by_numpy(frame: np.ndarray, quality: int) -> np.ndarray:
+    """Return the same, which compiled kernels equal."""
+    (luma_steps, chroma_steps), _, (luma_factors, chroma_factors) = steps(quality)
     height, width = frame.shape[:2]
     right, bottom = -width % 16, -height % 16
     y, cb, cr = _to_ycc(np.pad(frame, ((0, 0), (0, right), (0, 0)), mode="edge").astype(np.int32))
-    luma = _code(np.pad(y, ((0, bottom), (0, 0)), mode="edge"), LUMA, quality)[:height, :width]
+    luma = _code(np.pad(y, ((0, bottom), (0, 0)), mode="edge"), luma_steps, luma_factors)[:height, :width]
     rows, cols = -(-height // 2), -(-width // 2)
     chroma = []
     for plane in (cb, cr):
         half = _halve(np.pad(plane, ((0, height % 2), (0, 0)), mode="edge"))
         # The bottom is extended after the averaging, the right edge was before it.
         half = np.pad(half, ((0, -rows % 8), (0, 0)), mode="edge")
-        chroma.append(_double(_code(half, CHROMA, quality)[:rows, :cols])[:height, :width])
+        chroma.append(_double(_code(half, chroma_steps, chroma_factors)[:rows, :cols])[:height, :width])
     return _to_rgb(luma, *chroma)
 
 
@@ -91,14 +101,10 @@ def _to_ycc(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _to_rgb(y: np.ndarray, cb: np.ndarray, cr: np.ndarray) -> np.ndarray:
     """Planes int32 [h, w] -> uint8 [h, w, 3]."""
     cb, cr = cb - 128, cr - 128
-    out = np.empty((*y.shape, 3), np.uint8)
     red = (_fixed(1.402) * cr + HALF) >> SCALE_BITS
     green = (-_fixed(0.34414) * cb - _fixed(0.71414) * cr + HALF) >> SCALE_BITS
     blue = (_fixed(1.772) * cb + HALF) >> SCALE_BITS
-    for channel, part in enumerate((red, green, blue)):
-        part += y
-        out[..., channel] = np.clip(part, 0, 255, out=part)
-    return out
+    return np.clip(np.stack([y + red, y + green, y + blue], axis=-1), 0, 255).astype(np.uint8)
 
 
 def _halve(plane: np.ndarray) -> np.ndarray:
@@ -109,45 +115,35 @@ def _halve(plane: np.ndarray) -> np.ndarray:
 
 def _double(plane: np.ndarray) -> np.ndarray:
     """libjpeg's "fancy" triangle filter, weights 3 and 1: int32 [h, w] -> [2 h, 2 w]."""
-    near = 3 * plane
-    above, below = np.concatenate([plane[:1], plane[:-1]]), np.concatenate([plane[1:], plane[-1:]])
-    rows = np.stack([near + above, near + below], axis=1).reshape(-1, plane.shape[1])  # [2 h, w]
-    near = 3 * rows
-    left = np.concatenate([rows[:, :1], rows[:, :-1]], axis=1)
-    right = np.concatenate([rows[:, 1:], rows[:, -1:]], axis=1)
-    out = np.empty((rows.shape[0], 2 * rows.shape[1]), np.int32)
-    out[:, ::2] = (near + left + 8) >> 4
-    out[:, 1::2] = (near + right + 7) >> 4
-    return out
+    wide = np.pad(plane, ((1, 1), (0, 0)), mode="edge")
+    rows = np.stack([3 * plane + wide[:-2], 3 * plane + wide[2:]], axis=1).reshape(-1, plane.shape[1])
+    wide = np.pad(rows, ((0, 0), (1, 1)), mode="edge")
+    halves = (3 * rows + wide[:, :-2] + 8) >> 4, (3 * rows + wide[:, 2:] + 7) >> 4
+    return np.stack(halves, axis=2).reshape(len(rows), -1)
 
 
-def _code(plane: np.ndarray, table: np.ndarray, quality: int) -> np.ndarray:
+def _code(plane: np.ndarray, quant: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Transform, quantise and restore a plane whose sides are multiples of 8: int32 [h, w] in 0 .. 255 to the same."""
     height, width = plane.shape
-    quant = _quantiser(table.tobytes(), quality)
     # [v, u, blocks]: what a pass does to a lane is one operation on a long row.
     blocks = (plane - 128).reshape(height // 8, 8, width // 8, 8).transpose(1, 3, 0, 2).reshape(8, 8, -1)
     scaled = _forward(blocks.astype(np.float64)) / (8 * quant[:, :, None])
     levels = (scaled + np.copysign(0.5, scaled)).astype(np.int32)  # to the nearest, halves away from zero
-    values = _inverse(levels * _dequantiser(table.tobytes(), quality)[:, :, None])
+    values = _inverse(levels * factors[:, :, None])
     values = values.reshape(8, 8, height // 8, width // 8).transpose(2, 0, 3, 1)
     return values.reshape(height, width)
 
 
 @lru_cache
-def _quantiser(table: bytes, quality: int) -> np.ndarray:
-    """Steps of the quantiser, int64 [8, 8] (``jpeg_quality_scaling`` of libjpeg)."""
+def steps(quality: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return steps of luma and chroma [2, 8, 8]: the quantiser's (``jpeg_quality_scaling`` of libjpeg), float32
+    inverses of 8 times those, int32 ones with the factors that the fast inverse takes out of its butterflies."""
     scale = 200 - 2 * quality if quality >= 50 else 5000 // quality
-    return np.clip((np.frombuffer(table, np.int64).reshape(8, 8) * scale + 50) // 100, 1, 255)
-
-
-@lru_cache
-def _dequantiser(table: bytes, quality: int) -> np.ndarray:
-    """The same steps with the factors that the fast inverse takes out of its butterflies, int32 [8, 8]."""
+    found = np.clip((np.stack([LUMA, CHROMA]) * scale + 50) // 100, 1, 255)
     gain = np.sqrt(2) * np.cos(np.arange(8) * np.pi / 16)
     gain[0] = 1.0
     factors = np.rint(np.outer(gain, gain) * (1 << 14)).astype(np.int64)
-    return ((_quantiser(table, quality) * factors + (1 << 11)) >> 12).astype(np.int32)
+    return found, (1 / (8 * found)).astype(np.float32), ((found * factors + (1 << 11)) >> 12).astype(np.int32)
 
 
 @lru_cache
@@ -157,27 +153,25 @@ def _forward_matrix() -> np.ndarray:
     libjpeg factors it into butterflies (Loeffler, Ligtenberg and Moschytz 1989) with constants of 13 bits; up to the
     rounding at the end they are exact integer arithmetic, so their product is the same transform.
     """
-    c = {x: _fixed(x, FORWARD_BITS) for x in (0.298631336, 0.390180644, 0.541196100, 0.765366865)}
-    c |= {x: _fixed(x, FORWARD_BITS) for x in (0.899976223, 1.175875602, 1.501321110, 1.847759065)}
-    c |= {x: _fixed(x, FORWARD_BITS) for x in (1.961570560, 2.053119869, 2.562915447, 3.072711026)}
+    c = partial(_fixed, bits=FORWARD_BITS)
     eye = np.eye(8)
     s0, s1, s2, s3 = (eye[i] + eye[7 - i] for i in range(4))
     d0, d1, d2, d3 = (eye[i] - eye[7 - i] for i in range(4))
     one = 1 << FORWARD_BITS
-    z1 = (s1 - s2 + s0 - s3) * c[0.541196100]
-    z5 = (d3 + d1 + d2 + d0) * c[1.175875602]
-    a, b = -(d3 + d0) * c[0.899976223], -(d2 + d1) * c[2.562915447]
-    e, f = z5 - (d3 + d1) * c[1.961570560], z5 - (d2 + d0) * c[0.390180644]
+    z1 = (s1 - s2 + s0 - s3) * c(0.541196100)
+    z5 = (d3 + d1 + d2 + d0) * c(1.175875602)
+    a, b = -(d3 + d0) * c(0.899976223), -(d2 + d1) * c(2.562915447)
+    e, f = z5 - (d3 + d1) * c(1.961570560), z5 - (d2 + d0) * c(0.390180644)
     return np.stack(
         [
             (s0 + s3 + s1 + s2) * one,
-            d0 * c[1.501321110] + a + f,
-            z1 + (s0 - s3) * c[0.765366865],
-            d1 * c[3.072711026] + b + e,
+            d0 * c(1.501321110) + a + f,
+            z1 + (s0 - s3) * c(0.765366865),
+            d1 * c(3.072711026) + b + e,
             (s0 + s3 - s1 - s2) * one,
-            d2 * c[2.053119869] + b + f,
-            z1 - (s1 - s2) * c[1.847759065],
-            d3 * c[0.298631336] + a + e,
+            d2 * c(2.053119869) + b + f,
+            z1 - (s1 - s2) * c(1.847759065),
+            d3 * c(0.298631336) + a + e,
         ]
     )
 
@@ -214,13 +208,5 @@ def _butterflies(*c: np.ndarray) -> list[np.ndarray]:
     o6 = times(-z10, 2.613125930) + z5 - o7
     o5 = times(z11 - z13, 1.414213562) - o6
     o4 = times(z12, 1.082392200) - z5 + o5
-    return [
-        even[0] + o7,
-        even[1] + o6,
-        even[2] + o5,
-        even[3] - o4,
-        even[3] + o4,
-        even[2] - o5,
-        even[1] - o6,
-        even[0] - o7,
-    ]
+    pairs = list(zip(even, (o7, o6, o5, -o4), strict=True))
+    return [x + y for x, y in pairs] + [x - y for x, y in reversed(pairs)]

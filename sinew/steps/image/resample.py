@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sinew.steps.image import compiled
-from sinew.steps.image.compiled import Taps, scratch
+from sinew.steps.image.compiled import Mixing, Size, Taps, scratch
 
 LINEAR_BITS = 11  # of OpenCV's fixed-point weights
 MAX_WEIGHT_BITS = 22  # torch keeps as many bits of a weight as int16 has room for, up to this
@@ -23,6 +23,7 @@ PILLOW_BITS = 22  # 32 less 8 of a pixel and 2 of headroom
 
 # Of an axis: both neighbours of each target pixel, and both weights.
 Neighbours = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Table = Callable[[int, int], Neighbours]  # of a size and a target
 
 
 def resample(image: np.ndarray, passes: Iterable[tuple[int, Taps]]) -> np.ndarray:
@@ -71,19 +72,22 @@ def resize_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
     if (h, w) == (height, width):
         return image
     if height > h or width > w:
-        return _interpolate(image, height, width, _linear_area_taps)
+        return _interpolate(image, (height, width), _linear_area_taps)
     if h % height == 0 and w % width == 0:
         return _block_means(image, h // height, w // width)
     return np.rint(_resized(image, height, width, _overlaps)).astype(np.uint8)
 
 
 def _block_means(image: np.ndarray, down: int, across: int) -> np.ndarray:
-    h, w, channels = image.shape
-    blocks = image.reshape(h // down, down, w // across, across, channels)
-    total = blocks.sum(axis=(1, 3), dtype=np.int32)
+    total = _resized(image, image.shape[0] // down, image.shape[1] // across, _sums)  # exact below 2^24
     if (down, across) == (2, 2):
-        return ((total + 2) >> 2).astype(np.uint8)
-    return np.rint(total.astype(np.float32) * np.float32(1.0 / (down * across))).astype(np.uint8)
+        return ((total + np.float32(2)) / np.float32(4)).astype(np.uint8)
+    return np.rint(total * np.float32(1.0 / (down * across))).astype(np.uint8)
+
+
+@lru_cache(maxsize=64)
+def _sums(size: int, target: int) -> Taps:
+    return Taps.of(size, ((at, [1.0] * (size // target)) for at in range(0, size, size // target)))
 
 
 @lru_cache(maxsize=64)
@@ -107,13 +111,26 @@ def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if image.shape[:2] == (height, width):
         return image
-    return _interpolate(image, height, width, _linear_taps)
+    return _interpolate(image, (height, width), linear_taps)
 
 
-def _interpolate(
-    image: np.ndarray, height: int, width: int, table: Callable[[int, int], Neighbours]
-) -> np.ndarray:
-    (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = table(image.shape[0], height), table(image.shape[1], width)
+def _interpolate(image: np.ndarray, target: Size, table: Table) -> np.ndarray:
+    if not compiled.take_bytes(image):
+        return linear_by_numpy(image, target, table)
+    mixing, out = linear_mixing(image.shape[:2], target, table), np.empty((*target, 3), np.uint8)
+    compiled.in_use[0].resize(image, mixing, out)
+    return out
+
+
+@lru_cache(maxsize=64)
+def linear_mixing(size: Size, target: Size, table: Table) -> Mixing:
+    (*lines, upper, lower), (*columns, left, right) = map(table, size, target)
+    return Mixing.of(size[1], lines, np.stack([upper, lower]), columns, left | right << 16, 1)
+
+
+def linear_by_numpy(image: np.ndarray, target: Size, table: Table) -> np.ndarray:
+    """Return what compiled kernels equal."""
+    (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = map(table, image.shape[:2], target)
     columns = image.take(x0, axis=1) * wx0[:, None] + image.take(x1, axis=1) * wx1[:, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves
     rows = ((columns[y0] * wy0[:, None, None]) >> 16) + ((columns[y1] * wy1[:, None, None]) >> 16)
@@ -121,7 +138,7 @@ def _interpolate(
 
 
 @lru_cache(maxsize=64)
-def _linear_taps(size: int, target: int) -> Neighbours:
+def linear_taps(size: int, target: int) -> Neighbours:
     """Return both neighbours of every target pixel's centre and their weights in units of 2^-11, int32."""
     at = ((np.arange(target) + 0.5) * (1.0 / (target / size)) - 0.5).astype(np.float32)
     low = np.floor(at).astype(np.int64)
@@ -223,8 +240,9 @@ def resize_round(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
     So torchvision's functional ``resize`` of a uint8 tensor does it (LeRobot's Evo-1).
     """
-    out = resize_floats(image.astype(np.float32), height, width, "bicubic")
-    return np.rint(np.clip(out, 0, 255)).astype(np.uint8)
+    whole = scratch("whole", (height, width, image.shape[2]), np.float32)
+    np.rint(_resized(image, height, width, float_taps, "bicubic"), out=whole)
+    return np.clip(whole, 0, 255, out=whole).astype(np.uint8)
 
 
 def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:

@@ -10,7 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from sinew.steps.image.compiled import Taps
+from sinew.steps.image import compiled
+from sinew.steps.image.compiled import Mixing, Size, Taps
 from sinew.steps.image.resample import resample
 
 F32 = np.float32
@@ -30,7 +31,7 @@ def resize_lanczos3(frame: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
     """Round floats in 0 .. 255 to the nearest uint8, halves to even, clipped."""
-    return np.clip(np.rint(image), 0, 255).astype(np.uint8)
+    return np.clip(whole := np.rint(image), 0, 255, out=whole).astype(np.uint8)
 
 
 @lru_cache(maxsize=64)
@@ -88,6 +89,23 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 
     OpenVLA's ``crop_and_resize`` keeps the aspect ratio: both sides of the box are the square root of ``area``.
     """
+    if not compiled.take_bytes(frame) or 1 in (height, width):  # along an axis of one pixel there is no step
+        return crop_by_numpy(frame, area, height, width)
+    mixing, past_y, past_x = crop_mixing(frame.shape[:2], area, (height, width))
+    compiled.in_use[0].resize(frame, mixing, out := np.empty((height, width, 3), np.uint8))
+    out[past_y], out[:, past_x] = 0, 0
+    return out
+
+
+@lru_cache(maxsize=64)
+def crop_mixing(size: Size, area: float, target: Size) -> tuple[Mixing, np.ndarray, np.ndarray]:
+    """Return what compiled kernels mix, and which rows and columns lie past the frame."""
+    (*rows, fy, past_y), (*columns, fx, past_x) = map(_corners, size, target, (area, area))
+    return Mixing.of(size[1], rows, fy, columns, fx, 2), past_y, past_x
+
+
+def crop_by_numpy(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
+    """Return what compiled kernels equal."""
     # ``tf.image.convert_image_dtype(image, uint8, saturate=True)``: x * 255.5, cut
     return np.clip(crop_and_resize(frame, area, height, width) * F32(255.5), 0, 255).astype(np.uint8)
 
@@ -99,11 +117,8 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
     the last row of an uncropped frame there. Source: TensorFlow, crop_and_resize_op.cc.
     """
     image = frame.astype(F32) * F32(1 / 255)
-    side = np.sqrt(F32(area))
-    start = (F32(1) - side) / F32(2)
-    end = start + side
-    y0, y1, fy, past_y = _corners(image.shape[0], height, start, end)
-    x0, x1, fx, past_x = _corners(image.shape[1], width, start, end)
+    y0, y1, fy, past_y = _corners(image.shape[0], height, area)
+    x0, x1, fx, past_x = _corners(image.shape[1], width, area)
     fy, fx = fy[:, None, None], fx[None, :, None]
     left = image.take(x0, axis=1)
     across = left + (image.take(x1, axis=1) - left) * fx
@@ -113,10 +128,12 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
     return found
 
 
-def _corners(size: int, target: int, start: np.float32, end: np.float32):
+def _corners(size: int, target: int, area: float) -> tuple[np.ndarray, ...]:
     """Lower and upper neighbour, int64 [target], the weight of the upper, float32 [target], and which positions lie
     past the frame, bool [target]."""
-    scale = (end - start) * F32(size - 1) / F32(target - 1)
+    side = np.sqrt(F32(area))
+    start = (F32(1) - side) / F32(2)
+    scale = (start + side - start) * F32(size - 1) / F32(target - 1)
     position = start * F32(size - 1) + np.arange(target, dtype=F32) * scale
     past = (position < 0) | (position > F32(size - 1))
     position = np.clip(position, F32(0), F32(size - 1))

@@ -16,11 +16,13 @@ extern "C" const char* lowbit_kernels(int index);
 extern "C" int lowbit_takes_panels(int index, int format);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
                                const int64_t* layers, int count, int threads);
-extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
-                             const int32_t* starts, const uint8_t* picks, const float* column_weights,
-                             const int64_t* sizes, float* out);
+extern "C" int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const void* row_weights,
+                             const int32_t* starts, const uint8_t* picks, const void* column_weights,
+                             const int64_t* sizes, void* out);
 extern "C" int lowbit_resample(int kernels, const void* from, const int32_t* first, const void* weights, const int64_t* sizes,
                                void* to);
+extern "C" int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, uint8_t* out,
+                           const int64_t* sizes);
 extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const float* own_k,
                              const float* own_v, const uint8_t* mask, float* out, const int64_t* sizes, float scale,
                              int threads);
@@ -445,7 +447,7 @@ static bool check_resize(int kernels) {
     const float weight = weights[1][std::min(at, wide - 1) / 3];
     of_value[i] = (side ? weight : 1.0f - weight) / (1 << 24);
   }
-  const int64_t sizes[6] = {row_bytes, to[0], to[1], reach, to[1], plane};
+  int64_t sizes[7] = {row_bytes, to[0], to[1], reach, to[1], plane, 0};
   if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), starts.data(), picks.data(), of_value.data(),
                     sizes, out.data()))
     return false;
@@ -458,6 +460,54 @@ static bool check_resize(int kernels) {
     }
     if (!same(out[i], lines[0] * (1.0f - weights[0][y]) + lines[1] * weights[0][y])) {
       std::printf("resize at %d %d %d: %.9g\n", c, y, x, out[i]);
+      return false;
+    }
+  }
+  std::vector<int32_t> whole[2];  // the same as OpenCV's
+  for (int y = 0; y < 2 * to[0]; ++y)
+    whole[0].push_back(int32_t((y < to[0] ? 1.0f - weights[0][y] : weights[0][y - to[0]]) * 2048));
+  for (int i = 0; i < values; ++i) {
+    const int weight = int(weights[1][std::min(i, wide - 1) / 3] * 2048);
+    whole[1].push_back(2048 - weight + weight * 65536);
+  }
+  std::vector<uint8_t> bytes(3 * plane);
+  sizes[6] = 1;
+  if (lowbit_resize(kernels, frame.data(), taps[0].data(), whole[0].data(), starts.data(), picks.data(), whole[1].data(), sizes,
+                    bytes.data()))
+    return false;
+  for (int64_t i = 0; i < 3 * plane; ++i) {
+    const int y = int(i / wide), x = int(i % wide / 3), weight = whole[1][i % wide] >> 16;
+    int sum = 2;
+    for (int l = 0; l < 2; ++l) {
+      const uint8_t* line = frame.data() + taps[0][l * to[0] + y] * row_bytes + i % 3;
+      sum += ((line[taps[1][x]] * (2048 - weight) + line[taps[1][to[1] + x]] * weight) >> 4) * whole[0][l * to[0] + y] >> 16;
+    }
+    if (bytes[i] != sum >> 2) {
+      std::printf("resize to bytes at %d %d: %d\n", y, x, bytes[i]);
+      return false;
+    }
+  }
+  std::vector<float> second(values);  // and TensorFlow's crop
+  for (int i = 0; i < values; ++i) second[i] = weights[1][std::min(i, wide - 1) / 3];
+  sizes[6] = 2;
+  if (lowbit_resize(kernels, frame.data(), taps[0].data(), weights[0].data(), starts.data(), picks.data(), second.data(), sizes,
+                    bytes.data()))
+    return false;
+  const auto between = [](float a, float b, float weight) {
+    volatile float more = (b - a) * weight;
+    return a + more;
+  };
+  for (int64_t i = 0; i < 3 * plane; ++i) {
+    const int y = int(i / wide), x = int(i % wide / 3);
+    float lines[2];
+    for (int l = 0; l < 2; ++l) {
+      const uint8_t* line = frame.data() + taps[0][l * to[0] + y] * row_bytes + i % 3;
+      const float over = float(1 / 255.0);
+      lines[l] = between(line[taps[1][x]] * over, line[taps[1][to[1] + x]] * over, weights[1][x]);
+    }
+    const float value = std::min(std::max(between(lines[0], lines[1], weights[0][y]), 0.0f), 1.0f) * 255.5f;
+    if (bytes[i] != int(std::min(value, 255.0f))) {
+      std::printf("crop at %d %d: %d\n", y, x, bytes[i]);
       return false;
     }
   }
@@ -496,6 +546,26 @@ static bool check_resample(int kernels) {
   return true;
 }
 
+// Every set gives the bytes of the last one, which tests hold against numpy.
+static bool check_jpeg(int kernels) {
+  const int64_t height = 1 + below(60), width = 1 + below(300), row = 3 * width + below(4), sizes[3] = {row, height, width};
+  std::vector<uint8_t> frame((height - 1) * row + 3 * width), found(3 * height * width), wanted(found.size());  // exactly
+  for (uint8_t& byte : frame) byte = uint8_t(std::min(below(300), 255));
+  std::vector<float> inverses(128);
+  std::vector<int32_t> steps(128);
+  for (int i = 0; i < 128; ++i) {
+    const int step = 1 + below(255);
+    inverses[i] = 1.0f / (8 * step);
+    steps[i] = step * (4 + below(4));
+  }
+  int last = kernels;
+  while (lowbit_kernels(last + 1) != nullptr) ++last;
+  for (const auto& [set, out] : {std::pair(last, &wanted), std::pair(kernels, &found)})
+    if (lowbit_jpeg(set, frame.data(), inverses.data(), steps.data(), out->data(), sizes)) return false;
+  if (found != wanted) std::printf("jpeg of %d x %d\n", int(height), int(width));
+  return found == wanted;
+}
+
 int main(int count, char** arguments) {
   const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
   random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
@@ -515,7 +585,7 @@ int main(int count, char** arguments) {
             check_layer(kernels, BF16_PANELS)))
         return 1;
       if (taken && !check(kernels, format, 1 + below(large ? 30 : 14), k, channels, extreme, 1 + below(3))) return 1;
-      if (!check_between(kernels) || !check_resize(kernels)) return 1;
+      if (!check_between(kernels) || !check_resize(kernels) || !check_jpeg(kernels)) return 1;
       if (!check_resample<uint8_t, uint8_t, int32_t>(kernels) || !check_resample<uint8_t, float, float>(kernels) ||
           !check_resample<float, float, float>(kernels))
         return 1;

@@ -34,7 +34,7 @@ from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, apart
 from sinew.layers.stores.store import Tensors
 from sinew.policy import load
 from sinew.serve import prepare
-from sinew.steps.image import bilinear
+from sinew.steps.image import bilinear, jpeg
 from sinew.steps.image import compiled as frames
 from sinew.steps.image.methods import Method, resize
 from sinew.steps.image.resample import (
@@ -45,6 +45,7 @@ from sinew.steps.image.resample import (
     resample,
     resize_pillow,
 )
+from sinew.steps.image.tensorflow import centre_crop, crop_by_numpy
 from tests import processes
 from tests.serve.test_server import serving
 
@@ -269,7 +270,7 @@ def test_frames_are_resized_to_the_bits_of_numpy(
 
 @given(
     sizes=st.tuples(*[st.one_of(st.integers(1, 8), side, st.integers(90, 240))] * 4),
-    method=st.sampled_from([*get_args(Method), "pil_bilinear"]),
+    method=st.sampled_from([*get_args(Method), "pil_bilinear", "crop", "all of it"]),
     lines=st.sampled_from([1, 2, -1]),
     cut=st.integers(0, 3),
     seed=st.integers(0, 2**32),
@@ -279,7 +280,7 @@ def test_every_method_gives_the_bits_of_its_reference(
     all_kernels, no_frames, sizes, method, lines, cut, seed
 ) -> None:
     """On every instruction set, from a box of a frame whose lines may lie apart or upside down: numpy's bits, and those
-    of Pillow itself; 0 and 255 often, where sums are cut."""
+    of Pillow itself; 0 and 255 often, where sums are cut. TensorFlow's crops beside the methods."""
     height, width, *target = sizes
     random = np.random.default_rng(seed)
     whole = random.integers(-120, 376, ((height + cut) * abs(lines), width + cut, 3)).clip(0, 255)
@@ -290,6 +291,10 @@ def test_every_method_gives_the_bits_of_its_reference(
     def made() -> np.ndarray:
         if method == "pil_bilinear":
             return resize_pillow(frame, *target, "bilinear")
+        if method in ("crop", "all of it"):
+            return centre_crop(
+                frame, 1.0 if method == "all of it" else 0.9, *(max(side, 2) for side in target)
+            )
         return resize(frame, *target, method)
 
     frames.install(None)
@@ -299,6 +304,56 @@ def test_every_method_gives_the_bits_of_its_reference(
         found = made()
         assert found.dtype == wanted.dtype
         assert np.array_equal(found, wanted), name
+
+
+def test_rows_and_columns_past_a_frame_are_black(all_kernels, no_frames) -> None:
+    """As rounding alone puts the last one there."""
+    frame = np.full((480, 20, 3), 200, np.uint8)
+    for _, kernels in each_set(all_kernels):
+        frames.install(kernels)
+        for image, size in ((frame, (384, 20)), (frame.transpose(1, 0, 2).copy(), (20, 384))):
+            made = centre_crop(image, 1.0, *size)
+            assert np.array_equal(made, crop_by_numpy(image, 1.0, *size))
+            assert made.min() == 0
+            assert made.max() == 200
+
+
+@given(
+    sizes=st.tuples(*[st.one_of(st.integers(1, 40), st.integers(120, 136), st.integers(1, 300))] * 2),
+    quality=st.one_of(st.just(95), st.integers(1, 100)),
+    lines=st.sampled_from([1, 2, -1]),
+    blocks=st.sampled_from([1, 1, 3, 8]),
+    spread=st.sampled_from([0, 120, 1000]),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_round_trip_of_jpeg_gives_the_bits_of_numpy(
+    all_kernels, no_frames, sizes, quality, lines, blocks, spread, seed
+) -> None:
+    """On every instruction set; a row and a column of blocks more or less, pixels alone and in squares, mostly 0 or
+    255 where they spread far."""
+    random = np.random.default_rng(seed)
+    height, width = sizes[0] * abs(lines), sizes[1]
+    whole = random.integers(-spread, 256 + spread, (-(-height // blocks), -(-width // blocks), 3)).clip(
+        0, 255
+    )
+    whole = whole.repeat(blocks, axis=0).repeat(blocks, axis=1)
+    frame = whole.astype(np.uint8)[:height, :width][::lines]
+    wanted = jpeg.by_numpy(frame, quality)
+    for name, kernels in each_set(all_kernels):
+        frames.install(kernels)
+        assert np.array_equal(jpeg.jpeg_round_trip(frame, quality), wanted), name
+
+
+def test_every_coefficient_is_quantised_as_in_numpy() -> None:
+    """What compiled kernels do in float32, for all coefficients, of up to 64 * 128, and all steps."""
+    value = np.arange(-(1 << 13), (1 << 13) + 1)
+    for step in range(1, 256):
+        exact = value / (8 * step)
+        wanted = (exact + np.copysign(0.5, exact)).astype(np.int32)
+        scaled = value.astype(np.float32) * np.float32(1 / (8 * step))
+        half = np.copysign(np.float32(0.5 + 2**-12), scaled)
+        assert np.array_equal((scaled + half).astype(np.int32), wanted)
 
 
 def test_pillow_in_numpy_is_pillow(no_frames) -> None:
@@ -344,9 +399,7 @@ def test_what_kernels_do_not_read_is_numpys(no_frames) -> None:
         (np.frombuffer(b"\0" + floats.tobytes(), np.uint8)[1:].view(np.float32).reshape(9, 8, 3), real, 0),
     ]
     wanted = [by_numpy(image, 0, taps) for image, taps, _ in given]
-    frames.install(
-        frames.FrameKernels(extension().frames.resize if extension().frames else None, resample_here)
-    )
+    frames.install(frames.FrameKernels(None, resample_here, lambda frame, _, __, out: out.fill(frame.min())))
     for (image, taps, calls), expected in zip(given, wanted, strict=True):
         called.clear()
         found = resample(image, [(0, taps)])
@@ -354,6 +407,9 @@ def test_what_kernels_do_not_read_is_numpys(no_frames) -> None:
         assert len(called) == calls, (image.dtype, image.strides)
     with pytest.raises(IndexError):
         resample(frame[:5], [(0, whole)])
+    assert (jpeg.jpeg_round_trip(frame) == frame.min()).all()
+    for image in (frame[:, ::-1], frame[..., ::-1], frame.astype(np.int32)):
+        assert np.array_equal(jpeg.jpeg_round_trip(image), jpeg.by_numpy(image, 95))
     twice = [resample(frame, [(0, whole), (1, antialias_taps(8, 5, "bicubic"))]) for _ in range(2)]
     assert not np.shares_memory(*twice)
 
@@ -474,9 +530,10 @@ def test_a_server_compiles_what_resizes_frames(tmp_path, monkeypatch) -> None:
 def test_a_resize_that_differs_is_found(all_kernels) -> None:
     _, made = next(each_set(all_kernels))
 
-    def off(*given) -> None:
-        made.resize(*given)
-        given[2][2, -1, -1] *= 1 + np.float32(1e-7)
+    def off(frame, mixing, out, mixed) -> None:
+        made.resize(frame, mixing, out)
+        if mixing.mixed == mixed:
+            out[2, -1, -1] = out[2, -1, -1] ^ 1 if mixed else out[2, -1, -1] * (1 + np.float32(1e-7))
 
     def wrong(image, axis, taps, out, bits, dtype) -> None:
         made.resample(image, axis, taps, out)
@@ -485,8 +542,14 @@ def test_a_resize_that_differs_is_found(all_kernels) -> None:
                 np.nextafter(out[-1, -1, -1], np.float32(2)) if taps.weights.dtype != np.int32 else 7
             )
 
+    def another(*given) -> None:
+        made.jpeg(*given)
+        given[-1][-1, -1, -1] ^= 1
+
     assert frame_kernels.differs(made) == ""
-    assert frame_kernels.differs(made._replace(resize=off)) == "resize"
+    assert frame_kernels.differs(made._replace(jpeg=another)) == "jpeg"
+    for mixed in range(3):
+        assert frame_kernels.differs(made._replace(resize=partial(off, mixed=mixed))) == "resize"
     for bits, dtype in ((True, np.uint8), (False, np.uint8), (False, np.float32)):
         other = made._replace(resample=partial(wrong, bits=bits, dtype=dtype))
         assert frame_kernels.differs(other) == "resample"

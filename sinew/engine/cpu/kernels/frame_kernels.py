@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from sinew.engine.cpu.kernels import build
-from sinew.steps.image import bilinear, compiled, resample
+from sinew.steps.image import bilinear, compiled, jpeg, resample, tensorflow
 from sinew.steps.image.compiled import FrameKernels, Mixing, Taps
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def load(path: str) -> Any:
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
     library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]
-    library.lowbit_resample.argtypes = [ctypes.c_int, *[pointer] * 5]
+    library.lowbit_resample.argtypes = library.lowbit_jpeg.argtypes = [ctypes.c_int, *[pointer] * 5]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 8, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
     library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
@@ -85,41 +86,55 @@ def check(what: str, status: int) -> None:
 
 def from_library(library: Any, kernels: int) -> FrameKernels:
     """Return what resizes frames with the ``kernels``-th set of a loaded library."""
-    return FrameKernels(partial(_resize, library, kernels), partial(_resample, library, kernels))
+    return FrameKernels(*(partial(each, library, kernels) for each in (_resize, _resample, _jpeg)))
 
 
 def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: np.ndarray) -> None:
-    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
     strides = [stride // out.itemsize for stride in (out.strides[1], out.strides[0])]
-    sizes = (ctypes.c_int64 * 6)(frame.strides[0], *out.shape[1:], mixing.reach, *strides)
+    shape = out.shape[:2] if mixing.mixed else out.shape[1:]
+    sizes = (ctypes.c_int64 * 7)(frame.strides[0], *shape, mixing.reach, *strides, mixing.mixed)
     given = frame.ctypes.data, *mixing.addresses, ctypes.addressof(sizes), out.ctypes.data
     check("resize", library.lowbit_resize(kernels, *given))
 
 
 def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Taps, out: np.ndarray) -> None:
-    """As :class:`sinew.steps.image.compiled.FrameKernels`."""
     shapes = *frame.shape[:2], axis, *taps.weights.shape
     sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
     given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data
     check("resample", library.lowbit_resample(kernels, *given))
 
 
+def _jpeg(library: Any, kernels: int, *arrays: np.ndarray) -> None:
+    sizes = np.array([arrays[0].strides[0], *arrays[0].shape[:2]], np.int64)
+    check("jpeg", library.lowbit_jpeg(kernels, *(each.ctypes.data for each in (*arrays, sizes))))
+
+
 def differs(frames: FrameKernels) -> str:
     """Return the name of what ``frames`` compute otherwise than numpy; empty where there is nothing."""
     frame = (np.arange(37 * 41 * 3) * 97 % 256).astype(np.uint8).reshape(37, 41, 3)
     floats = frame.astype(np.float32) / np.float32(255)
-    planes = np.empty((3, 60, 19), np.float32)
-    frames.resize(frame, bilinear.mixing(frame.shape[:2], planes.shape[1:]), planes)
-    if not np.array_equal(planes, bilinear.resize_bilinear(floats, *planes.shape[1:])):
-        return "resize"
-    for image, table in (
-        (frame, partial(resample.antialias_taps, method="bicubic")),
-        (frame, partial(resample.float_taps, method="area")),
-        (floats, partial(resample.float_taps, method="bicubic")),
-    ):
-        for axis, target in ((0, 60), (1, 19)):
-            wanted = resample.by_numpy(image, axis, taps := table(image.shape[axis], target))
-            frames.resample(image, axis, taps, made := np.empty_like(wanted))
-            if not np.array_equal(made, wanted):
-                return "resample"
+    size, target, linear = frame.shape[:2], (60, 19), resample.linear_taps
+    mixings = (
+        (bilinear.mixing(size, target), bilinear.resize_bilinear(floats, *target)),
+        (resample.linear_mixing(size, target, linear), resample.linear_by_numpy(frame, target, linear)),
+        (tensorflow.crop_mixing(size, 0.9, target)[0], tensorflow.crop_by_numpy(frame, 0.9, *target)),
+    )
+    taps = (
+        (image, axis, table(size[axis], target[axis]))
+        for axis in range(2)
+        for image, table in (
+            (frame, partial(resample.antialias_taps, method="bicubic")),
+            (frame, partial(resample.float_taps, method="area")),
+            (floats, partial(resample.float_taps, method="bicubic")),
+        )
+    )
+    cases: list[tuple[str, Callable[..., None], Any, np.ndarray]] = [
+        *(("resize", frames.resize, (frame, mixing), wanted) for mixing, wanted in mixings),
+        *(("resample", frames.resample, each, resample.by_numpy(*each)) for each in taps),
+        ("jpeg", frames.jpeg, (frame, *jpeg.steps(95)[1:]), jpeg.by_numpy(frame, 95)),
+    ]
+    for name, kernel, given, wanted in cases:
+        kernel(*given, made := np.empty(wanted.shape, wanted.dtype))
+        if not np.array_equal(made, wanted):
+            return name
     return ""

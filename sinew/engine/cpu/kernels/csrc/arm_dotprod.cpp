@@ -2,7 +2,7 @@
 // products to a 32-bit lane. A vector holds 4 channels x 4 values of k, a panel four of them.
 #include <arm_neon.h>
 
-#include "frames.h"
+#include "jpeg.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -45,7 +45,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels DOTPROD = {
     "neon-dotprod", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
-    finish, resize, resample, nullptr,
+    finish, resize, resample, jpeg, nullptr,
 };
 
 }  // namespace

@@ -2,7 +2,7 @@
 // values of k with 2 channels x 8, so rows go in pairs and a unit is 8 values.
 #include <arm_neon.h>
 
-#include "frames.h"
+#include "jpeg.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -55,7 +55,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels I8MM = {
     "neon-i8mm", {ROWS, ROWS, ROWS, ROWS}, 1, 8, 8, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<8, 8, 0>, pack<8, 8>,
-    finish, resize, resample, nullptr,
+    finish, resize, resample, jpeg, nullptr,
 };
 
 }  // namespace

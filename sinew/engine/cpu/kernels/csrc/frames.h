@@ -12,6 +12,8 @@
 namespace lowbit {
 namespace {
 
+constexpr float OVER_255 = static_cast<float>(1 / 255.0);
+
 #if defined(__AVX2__)
 // 2^24 * (u / 255), rounded as a division rounds it, of u three times in a row: those 24 bits are (2^24 - 1) / 255 of u, and lack
 // half a unit in the last place to one, unless u is 0.
@@ -29,60 +31,125 @@ inline __m128i bytes_of(const uint8_t* line, const int32_t* starts) {
 
 // Eight values at a time: a shuffle spreads bytes over lanes of 32 bits, three times each. Not sixteen with AVX-512, which is no faster on
 // a Zen 4, where what a line costs is the number of operations, not their width.
-template <bool NEAR>
-inline void across_in_eights(const Picture& p, const uint8_t* line, float* to) {
+template <bool NEAR, Mixed MIXED, class To>
+inline void across_in_eights(Picture p, const uint8_t* line, To* to) {  // a copy, which no vector is written over
   for (int64_t i = 0; i < p.values; i += 8) {
     const int32_t* starts = p.starts + i / 2;
     const __m256i bytes = _mm256_setr_m128i(bytes_of<NEAR>(line, starts), bytes_of<NEAR>(line, starts + 2));
-    const auto weighed = [&](int64_t of) {
-      const __m256i pick = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.picks + 4 * of));
-      return _mm256_mul_ps(over_255(_mm256_shuffle_epi8(bytes, pick)), _mm256_loadu_ps(p.column_weights + of));
+    const auto picked = [&](int64_t of) {
+      return _mm256_shuffle_epi8(bytes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.picks + 4 * of)));
     };
-    _mm256_storeu_ps(to + i, _mm256_add_ps(weighed(i), weighed(p.values + i)));
+    if constexpr (MIXED == CROP) {
+      const auto unit = [&](int64_t of) {
+        const __m256i value = _mm256_and_si256(picked(of), _mm256_set1_epi32(255));
+        return _mm256_mul_ps(_mm256_cvtepi32_ps(value), _mm256_set1_ps(OVER_255));
+      };
+      const __m256 left = unit(i), step = _mm256_sub_ps(unit(p.values + i), left);
+      const __m256 weights = _mm256_loadu_ps(static_cast<const float*>(p.column_weights) + i);
+      _mm256_storeu_ps(to + i, _mm256_add_ps(left, _mm256_mul_ps(step, weights)));
+    } else if constexpr (MIXED == PLANES) {
+      const auto weighed = [&](int64_t of) {
+        return _mm256_mul_ps(over_255(picked(of)), _mm256_loadu_ps(static_cast<const float*>(p.column_weights) + of));
+      };
+      _mm256_storeu_ps(to + i, _mm256_add_ps(weighed(i), weighed(p.values + i)));
+    } else {
+      const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const int32_t*>(p.column_weights) + i));
+      const __m256i both = _mm256_blend_epi16(picked(i), picked(p.values + i), 0xaa);
+      const __m256i pair = _mm256_and_si256(both, _mm256_set1_epi16(255));
+      const __m256i sum = _mm256_srai_epi32(_mm256_madd_epi16(pair, weights), 4);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm_packs_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1)));
+    }
   }
 }
 #endif
 
-// A line of bytes -> float [width][3], and some behind it: each value from its left and its right neighbour.
-inline void across(const Picture& p, const uint8_t* line, float* to) {
+// A line of bytes -> float or int16_t [width][3], and some behind it: each value from its left and its right neighbour.
+template <Mixed MIXED, class To>
+inline void across(const Picture& p, const uint8_t* line, To* to) {
 #if defined(__AVX2__)
-  if (p.reach == 16) return across_in_eights<true>(p, line, to);
-  if (p.reach == 8) return across_in_eights<false>(p, line, to);
+  if (p.reach == 16) return across_in_eights<true, MIXED>(p, line, to);
+  if (p.reach == 8) return across_in_eights<false, MIXED>(p, line, to);
 #endif
   for (int64_t i = 0; i < p.values; ++i) {
-    const auto weighed = [&](int64_t of) {
+    const auto picked = [&](int64_t of) {
       const uint8_t pick = p.picks[4 * of];
-      return line[p.starts[i / 4 * 2 + pick / 8] + pick % 8] / 255.0f * (p.column_weights[of] * (1 << 24));
+      return line[p.starts[i / 4 * 2 + pick / 8] + pick % 8];
     };
-    to[i] = weighed(i) + weighed(p.values + i);
+    if constexpr (MIXED == CROP) {
+      const float left = picked(i) * OVER_255, step = picked(p.values + i) * OVER_255 - left;
+      const float more = step * static_cast<const float*>(p.column_weights)[i];
+      to[i] = left + more;
+    } else if constexpr (MIXED == PLANES) {
+      const auto weighed = [&](int64_t of) {
+        return picked(of) / 255.0f * (static_cast<const float*>(p.column_weights)[of] * (1 << 24));
+      };
+      to[i] = weighed(i) + weighed(p.values + i);
+    } else {
+      const int32_t weights = static_cast<const int32_t*>(p.column_weights)[i];
+      to[i] = static_cast<To>((picked(i) * (weights & 0xffff) + picked(p.values + i) * (weights >> 16)) >> 4);
+    }
   }
 }
 
-// The bilinear one: columns first, then rows. See Picture. `memory`: three lines of `values`.
-void resize(const Picture& p, float* memory) {
-  float *upper = memory, *lower = memory + p.values, *__restrict mixed = memory + 2 * p.values;
+// A row of planes or of bytes from both its lines.
+template <Mixed MIXED>
+inline void down(const Picture& p, int64_t y, const float* above, const float* below, float* __restrict mixed) {
+  const float weight = static_cast<const float*>(p.row_weights)[y], other = 1.0f - weight;
+  if constexpr (MIXED == CROP) {
+    const int64_t count = 3 * p.width;
+    uint8_t* __restrict to = static_cast<uint8_t*>(p.out) + y * count;
+    for (int64_t i = 0; i < count; ++i) {
+      const float more = (below[i] - above[i]) * weight, value = above[i] + more;
+      const int whole = static_cast<int>(value * 255.5f);  // cut before or after: products keep the order
+      to[i] = static_cast<uint8_t>(whole < 0 ? 0 : whole > 255 ? 255 : whole);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < p.values; ++i) {
+    const float one = above[i] * other, two = below[i] * weight;
+    mixed[i] = one + two;
+  }
+  float *__restrict red = static_cast<float*>(p.out) + y * p.row, *__restrict green = red + p.plane, *__restrict blue = green + p.plane;
+  for (int64_t i = 0; i < p.width; ++i) {
+    red[i] = mixed[3 * i];
+    green[i] = mixed[3 * i + 1];
+    blue[i] = mixed[3 * i + 2];
+  }
+}
+template <Mixed>
+inline void down(const Picture& p, int64_t y, const int16_t* above, const int16_t* below, int16_t*) {
+  const int32_t* weights = static_cast<const int32_t*>(p.row_weights);
+  const int16_t one = static_cast<int16_t>(weights[y]), two = static_cast<int16_t>(weights[p.height + y]);
+  const int64_t count = 3 * p.width;
+  uint8_t* __restrict to = static_cast<uint8_t*>(p.out) + y * count;
+  for (int64_t i = 0; i < count; ++i) {
+    const int16_t upper = static_cast<int16_t>((above[i] * one) >> 16), lower = static_cast<int16_t>((below[i] * two) >> 16);
+    to[i] = static_cast<uint8_t>(static_cast<uint16_t>(upper + lower + 2) >> 2);
+  }
+}
+
+// Columns first, then rows. `memory`: three lines of `values`.
+template <Mixed MIXED, class Value>
+void resize_as(const Picture& p, Value* memory) {
+  Value *upper = memory, *lower = memory + p.values, *mixed = memory + 2 * p.values;
   int32_t above = -1, below = -1;  // which lines the two hold
   for (int64_t y = 0; y < p.height; ++y) {
     if (p.first[y] == below) {
       std::swap(upper, lower);
       std::swap(above, below);
     }
-    if (p.first[y] != above) across(p, p.frame + p.first[y] * p.row_bytes, upper), above = p.first[y];
+    if (p.first[y] != above) across<MIXED>(p, p.frame + p.first[y] * p.row_bytes, upper), above = p.first[y];
     if (p.second[y] != below && p.second[y] != above)
-      across(p, p.frame + p.second[y] * p.row_bytes, lower), below = p.second[y];
-    const float *a = upper, *b = p.second[y] == above ? upper : lower;
-    const float weight = p.row_weights[y], other = 1.0f - weight;
-    for (int64_t i = 0; i < p.values; ++i) {
-      const float one = a[i] * other, two = b[i] * weight;
-      mixed[i] = one + two;
-    }
-    float *__restrict red = p.out + y * p.row, *__restrict green = red + p.plane, *__restrict blue = green + p.plane;
-    for (int64_t i = 0; i < p.width; ++i) {
-      red[i] = mixed[3 * i];
-      green[i] = mixed[3 * i + 1];
-      blue[i] = mixed[3 * i + 2];
-    }
+      across<MIXED>(p, p.frame + p.second[y] * p.row_bytes, lower), below = p.second[y];
+    down<MIXED>(p, y, upper, p.second[y] == above ? upper : lower, mixed);
   }
+}
+
+// The bilinear ones. See Picture.
+void resize(const Picture& p, void* memory) {
+  if (p.mixed == OPENCV) return resize_as<OPENCV>(p, static_cast<int16_t*>(memory));
+  p.mixed == CROP ? resize_as<CROP>(p, static_cast<float*>(memory)) : resize_as<PLANES>(p, static_cast<float*>(memory));
 }
 
 // TOGETHER values are WORDS vectors of 32-bit lanes, of the width that an instruction set has.
@@ -128,11 +195,11 @@ inline V loaded(const T* from) {
   return v;
 }
 
-// Rows and columns of a square exchanged: each round takes the highest bit of a value's place to its low end.
-template <class V, int SIDE>
+// Rows and columns of a square exchanged: each round takes the highest bit of a value's place to its low end. ROUNDS: 2 to their number.
+template <class V, int SIDE, int ROUNDS = SIDE>
 inline void turn(V (&square)[SIDE]) {
 #pragma GCC unroll 4
-  for (int round = 1; round < SIDE; round *= 2) {
+  for (int round = 1; round < ROUNDS; round *= 2) {
     V turned[SIDE];
 #pragma GCC unroll 8
     for (int i = 0; i < SIDE / 2; ++i) zip(square[i], square[i + SIDE / 2], turned[2 * i], turned[2 * i + 1]);

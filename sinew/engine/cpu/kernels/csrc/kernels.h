@@ -16,6 +16,8 @@
 
 namespace lowbit {
 
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
 constexpr int CHANNELS = 16;  // of a panel
 constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
 
@@ -43,17 +45,22 @@ struct Tile {
 // by 2^24. Four values read two pieces of 8 bytes at their two `starts` [values / 4][2]: picks [2][values][4] says which byte of
 // the 16, three times, then 128, which is no byte. `reach`: 16 where all pairs of pieces are 16 bytes in a row, else 8; 0
 // where lines have not 8.
+//
+// Others make bytes, [height][width][3] and dense. OpenCV's: row_weights [2][height] and both column_weights of a value, the left
+// one in the low half of 32 bits, have 11 binary places, and a line keeps 7 of them. TensorFlow's, of crops: column_weights [values]
+// and row_weights [height] are those of the second neighbours.
+enum Mixed : int { PLANES, OPENCV, CROP };
 struct Picture {
   const uint8_t* frame;
   int64_t row_bytes;
   const int32_t *first, *second;
-  const float* row_weights;
+  const void* row_weights;
   const int32_t* starts;
   const uint8_t* picks;
-  const float* column_weights;
+  const void* column_weights;
   int64_t height, width, values, reach;
-  float* out;
-  int64_t row, plane;
+  void* out;
+  int64_t row, plane, mixed;
 };
 
 // Pixels of three values, rows of them `row_bytes` apart, whose lines (axis 0) or columns (axis 1) become weighted sums of neighbours:
@@ -76,6 +83,19 @@ constexpr int64_t resample_bytes(const Resampling& r) {
   return r.axis == 0 ? 4 * TOGETHER * r.height * (3 * r.width < TOGETHER) : 12 * TOGETHER * (r.width + r.target);
 }
 
+// A frame of bytes, its lines `row_bytes` apart, written as JPEG and read again, by steps of luma and chroma [2][8][8]: the inverses of
+// the quantiser's, which are 8 times as large as in a file, and the dequantiser's. `out` is dense.
+struct RoundTrip {
+  const uint8_t* frame;
+  int64_t row_bytes, height, width;
+  const float* inverses;
+  const int32_t* steps;
+  uint8_t* out;
+  constexpr int64_t stride() const { return round_up(width, 8 * TOGETHER); }  // of the lines it works in
+};
+
+constexpr int64_t round_trip_bytes(const RoundTrip& r) { return 56 * r.stride() + 128; }
+
 struct Kernels {
   const char* name;
   int rows[WIDTHS];  // the most rows of a tile
@@ -94,9 +114,11 @@ struct Kernels {
   void (*finish)(const float* out, int rows, int there, const float* inverses, const float* bias, float* y,
                  int64_t stride);
   // See Picture; memory: three lines of `values`.
-  void (*resize)(const Picture&, float* memory);
+  void (*resize)(const Picture&, void* memory);
   // See Resampling; memory: resample_bytes().
   void (*resample)(const Resampling&, char* memory);
+  // See RoundTrip; memory: round_trip_bytes().
+  void (*jpeg)(const RoundTrip&, uint8_t* memory);
   // What a row of activations contributes alone where EIGHT_BITS makes two products of one (x86_avx2.cpp), else null.
   int32_t (*pairs)(const int8_t* x, int64_t k);
   // Two panels at once, of one group each: a value of x is read once for both. Null where that gains nothing.
@@ -121,8 +143,6 @@ struct Weights {
   int64_t channels, k;
   int format;
 };
-
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // What a format is, in one place.
 struct Traits {

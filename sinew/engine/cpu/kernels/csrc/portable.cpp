@@ -1,5 +1,5 @@
 // No instruction set in particular: what any C++ compiler makes of plain loops.
-#include "frames.h"
+#include "jpeg.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -31,7 +31,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels PORTABLE = {
     "portable", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
-    finish, resize, resample, nullptr,
+    finish, resize, resample, jpeg, nullptr,
 };
 
 }  // namespace

@@ -250,20 +250,20 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
   return 0;
 }
 
-// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane. Returns as
+// A frame's resize, as kernels.h says of Picture; `sizes`: row_bytes, height, width, reach, row, plane, mixed. Returns as
 // lowbit_multiply.
-PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const float* row_weights,
-                         const int32_t* starts, const uint8_t* picks, const float* column_weights, const int64_t* sizes,
-                         float* out) {
+PUBLIC int lowbit_resize(int kernels, const uint8_t* frame, const int32_t* lines, const void* row_weights,
+                         const int32_t* starts, const uint8_t* picks, const void* column_weights, const int64_t* sizes,
+                         void* out) {
   using namespace lowbit;
   thread_local Buffer buffer;
   const Set* chosen = set_here(kernels);
   const int64_t height = sizes[1], width = sizes[2], values = round_up(3 * width, 8);
   if (chosen == nullptr || height < 1 || width < 1 || width > (1 << 20)) return 1;
   const Picture picture = {frame, sizes[0], lines, lines + height, row_weights, starts, picks, column_weights,
-                           height, width, values, sizes[3], out, sizes[4], sizes[5]};
+                           height, width, values, sizes[3], out, sizes[4], sizes[5], sizes[6]};
   try {
-    chosen->products->resize(picture, static_cast<float*>(buffer.get(3 * values * sizeof(float))));
+    chosen->products->resize(picture, buffer.get(3 * values * sizeof(float)));
   } catch (const std::exception&) {
     return 2;
   }
@@ -283,6 +283,22 @@ PUBLIC int lowbit_resample(int kernels, const void* from, const int32_t* first, 
     return 1;
   try {
     chosen->products->resample(r, static_cast<char*>(buffer.get(resample_bytes(r))));
+  } catch (const std::exception&) {
+    return 2;
+  }
+  return 0;
+}
+
+// As kernels.h says of RoundTrip; `sizes`: row_bytes, height, width. Returns as lowbit_multiply.
+PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses, const int32_t* steps, uint8_t* out,
+                       const int64_t* sizes) {
+  using namespace lowbit;
+  thread_local Buffer buffer;
+  const Set* chosen = set_here(kernels);
+  const RoundTrip r = {frame, sizes[0], sizes[1], sizes[2], inverses, steps, out};
+  if (chosen == nullptr || r.height < 1 || r.width < 1 || r.height > (1 << 20) || r.width > (1 << 20)) return 1;
+  try {
+    chosen->products->jpeg(r, static_cast<uint8_t*>(buffer.get(round_trip_bytes(r))));
   } catch (const std::exception&) {
     return 2;
   }

@@ -15,7 +15,7 @@
 // and sums are right modulo 2^32, which holds the result.
 #include <immintrin.h>
 
-#include "frames.h"
+#include "jpeg.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -276,7 +276,7 @@ const Kernels AVX2 = {
     "avx2", {ROWS, ROWS, PAIRED, ROWS}, 0, 4, 2, 0,
     {Table<Ternary, ROWS>::run, Table<Narrow, ROWS>::run, Table<Paired, PAIRED>::run,
      Table<Wide, ROWS>::run},
-    quantize, expand_avx2, pack_avx2, finish, resize, resample, pairs,
+    quantize, expand_avx2, pack_avx2, finish, resize, resample, jpeg, pairs,
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 // A vector holds 16 channels x 4 values of k.
 #include <immintrin.h>
 
-#include "frames.h"
+#include "jpeg.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -112,7 +112,7 @@ void expand_avx512(const Weights& w, int64_t channel, void* panel, float* scales
 const auto MULTIPLY = Table<Multiply, ROWS>::run, MULTIPLY_TWO = Table<MultiplyTwo, ROWS>::run;
 const Kernels AVX512VNNI = {
     "avx512vnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand_avx512, pack<4, 4>,
-    finish, resize, resample, nullptr, {MULTIPLY_TWO, nullptr, MULTIPLY_TWO, nullptr},
+    finish, resize, resample, jpeg, nullptr, {MULTIPLY_TWO, nullptr, MULTIPLY_TWO, nullptr},
 };
 
 }  // namespace

@@ -2,7 +2,7 @@
 // x86_avx512vnni.cpp; a panel is two vectors.
 #include <immintrin.h>
 
-#include "frames.h"
+#include "jpeg.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -53,7 +53,7 @@ struct Multiply {
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels AVXVNNI = {
     "avxvnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
-    finish, resize, resample, nullptr,
+    finish, resize, resample, jpeg, nullptr,
 };
 
 }  // namespace
