@@ -93,12 +93,17 @@ def test_a_value_that_is_not_finite_does_not_look_like_a_number(all_kernels) -> 
     q[0, 3, 1, 2] = torch.nan
     broken = v.clone()
     broken[0, 5, 0, 7] = torch.inf
+    hides = torch.ones(1, 20, 20, dtype=torch.bool)
+    hides[:, ::2, 3] = False  # from every other row the key that is broken
     for name, each in all_kernels.items():
         for rounded in (False, True):
             out = each.attend(q, k, v, None, rounded).view(20, 2, 8)
             assert out[3, 1].isnan().all(), name
             assert out[3, 0].isfinite().all(), name
             assert not each.attend(k, q, v, None, rounded).view(20, 2, 8)[:, 1].isfinite().any(), name
+            out = each.attend(k, q, v, hides, rounded).view(20, 2, 8)[:, 1]
+            assert out[::2].isfinite().all(), (name, rounded)
+            assert out[1::2].isnan().all(), (name, rounded)
             out = each.attend(k, k, broken, None, rounded).view(20, 2, 8)
             assert not out[:, 0, 7].isfinite().any(), name
             assert out[:, 0, :7].isfinite().all(), name

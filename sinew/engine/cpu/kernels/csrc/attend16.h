@@ -6,57 +6,47 @@
 //
 //   (x0 + w2) (x2 + w0) = x0 w0 + x2 w2  +  x0 x2 + w0 w2        and the same with 1 and 3.
 //
-// Factors stay within 16 bits and results below 2^31; what lies between is right modulo 2^32.
+// Factors stay within 16 bits and results below 2^31; what lies between is right modulo 2^32. Queries, scores and weights
+// lie tile by tile of ROWS16 rows, so that a product reads and writes them one after another.
 #pragma once
 #include "floats.h"
+#include "pairs.h"
 
 namespace lowbit {
 namespace {
 
 constexpr int ROWS16 = 4, TOGETHER16 = TILES * TILE;  // rows of a tile; rows that share a block of keys in the cache
-constexpr int AHEAD = 8;                    // rows that are fetched before their turn
-constexpr int VALUES16 = 1023;              // weights reach 2^14, and 128 (DEPTH) products of both stay below 2^31
+constexpr int AHEAD = 8;  // rows that are fetched before their turn
+constexpr int16_t LINEAR = 11389, SQUARE = 3730, CUBE = 1262;  // of 2^x, 0 <= x < 1, times 2^14
+constexpr int VALUES16 = 1023;  // weights reach 2^14, and 128 (DEPTH) products of both stay below 2^31
 
 inline __m256i load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline __m256i broadcast16(const int32_t* unit) {  // written as two values
-  int32_t both;
-  std::memcpy(&both, unit, 4);
-  return _mm256_set1_epi32(both);
-}
 inline void store16(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
-// As assembler, because gcc would otherwise reorder the sums into a tree, which no number of registers holds.
-inline void add32(__m256i& sum, __m256i products) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products)); }
 
-// Sums of ROWS16 rows, `stride` units apart, times a panel [units][COLUMNS], less what a row and a column contribute
-// alone: as floats times `steps`, or where there are none, added to what `out` has if `more`. A unit is two values in 32
+// Sums of a tile [units][ROWS16] times a panel [units][COLUMNS], less what rows and columns contribute alone: as floats
+// [ROWS16][COLUMNS] times `steps`, or where there are none, added to what `out` has if `more`. A unit is two values in 32
 // bits; units are a multiple of 2.
 template <bool STEPS>
-__attribute__((noinline)) void tile16(const int32_t* x, int64_t stride, const int32_t* panel, int64_t units, const int32_t* rows,
-                   const int32_t* columns, const float* steps, float* out, int64_t out_stride, bool more) {
+__attribute__((noinline)) void tile16(const int32_t* x, const int32_t* panel, int64_t units, const int32_t* rows,
+                                      const int32_t* columns, const float* steps, float* out, bool more) {
   __m256i sums[ROWS16][2];
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
     const __m256i column = _mm256_sub_epi32(_mm256_setzero_si256(), load16(columns + 8 * h));
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS16; ++r) sums[r][h] = _mm256_sub_epi32(column, broadcast16(rows + r));
+    for (int r = 0; r < ROWS16; ++r) sums[r][h] = _mm256_sub_epi32(column, _mm256_set1_epi32(rows[r]));
   }
-  for (int64_t u = 0; u < units; u += 2, x += 2, panel += 2 * COLUMNS) {
+  for (int64_t u = 0; u < units; u += 2, x += 2 * ROWS16, panel += 2 * COLUMNS) {
     const __m256i even[2] = {load16(panel), load16(panel + 8)}, odd[2] = {load16(panel + 16), load16(panel + 24)};
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS16; ++r) {
-      const __m256i first = broadcast16(x + r * stride), second = broadcast16(x + r * stride + 1);
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h)
-        add32(sums[r][h], _mm256_madd_epi16(_mm256_add_epi16(first, odd[h]), _mm256_add_epi16(second, even[h])));
-    }
+    for (int r = 0; r < ROWS16; ++r) add_products(sums[r][0], sums[r][1], x + r, x + ROWS16 + r, even, odd);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS16; ++r)
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      float* to = out + r * out_stride + h * LANES;
+    for (int h = 0; h < 2; ++h, out += LANES) {
       const Floats sum = (Floats)_mm256_cvtepi32_ps(sums[r][h]);
-      store(to, STEPS ? sum * load(steps + h * LANES) : more ? load(to) + sum : sum);
+      store(out, STEPS ? sum * load(steps + h * LANES) : more ? load(out) + sum : sum);
     }
 }
 
@@ -66,10 +56,9 @@ inline void fetch(const float* row, int64_t size) {
 }
 
 inline int32_t sum_of(__m256i v) {
-  uint32_t parts[8], total = 0;
-  store16(parts, v);
-  for (int i = 0; i < 8; ++i) total += parts[i];
-  return static_cast<int32_t>(total);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
 // Row of floats [size] -> int16 [padded], padded a multiple of 16, `limit` at the largest; returns what one step stands
@@ -83,10 +72,9 @@ inline float round16(const float* x, int64_t size, int64_t padded, int limit, in
   __m256i tops = _mm256_setzero_si256();  // bits of absolute values are ordered as the values are, with NaN last
   for (int64_t i = 0; i < padded; i += COLUMNS)
     for (int h = 0; h < 2; ++h) tops = _mm256_max_epi32(tops, _mm256_and_si256(_mm256_castps_si256(at(i, h)), absolute));
-  alignas(32) int32_t bits[LANES];
-  store16(bits, tops);
-  int32_t top = bits[0];
-  for (int i = 1; i < LANES; ++i) top = bits[i] > top ? bits[i] : top;
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(tops), _mm256_extracti128_si256(tops, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  const int32_t top = _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
   *alone = 0;
   if (top >= 0x7f800000) {
     std::memset(out, 0, padded * sizeof(int16_t));
@@ -108,9 +96,16 @@ inline float round16(const float* x, int64_t size, int64_t padded, int limit, in
   return largest / static_cast<float>(limit);
 }
 
-// Keys of one head -> panels [padded / COLUMNS][units][COLUMNS], with what each contributes alone and its step.
-inline void keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
+// Units of a row -> every `apart`-th place.
+inline void place(const int32_t* row, int64_t units, int32_t* to, int64_t apart) {
+  for (int64_t u = 0; u < units; ++u) std::memcpy(to + u * apart, row + u, 4);
+}
+
+// Keys of one head -> panels [padded / COLUMNS][units][COLUMNS], with what each contributes alone and its step. Returns whether
+// all are finite.
+inline bool keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
                    int32_t* alone, float* steps, int32_t* row) {
+  bool finite = true;
   for (int64_t i = 0; i < padded; ++i) {
     alone[i] = 0;
     steps[i] = 0.0f;
@@ -119,13 +114,14 @@ inline void keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, 
       steps[i] = round16(a.key(b, head, i), a.size, 2 * units, limit, row, alone + i);
     else
       std::memset(row, 0, 4 * units);
-    int32_t* to = panels + i / COLUMNS * units * COLUMNS + i % COLUMNS;
-    for (int64_t u = 0; u < units; ++u) std::memcpy(to + u * COLUMNS, row + u, 4);
+    finite = finite && steps[i] == steps[i];
+    place(row, units, panels + i / COLUMNS * units * COLUMNS + i % COLUMNS, COLUMNS);
   }
+  return finite;
 }
 
-// Values of one head -> panels [width / COLUMNS][padded / 2][COLUMNS] of units that hold keys i and i + 8 of each 16, what
-// each column contributes alone to DEPTH keys, [blocks][width], and the steps of columns.
+// Values of one head -> panels [width / COLUMNS][padded / 2][COLUMNS] of units that hold two keys each, of each 16 in the
+// order 0, 4, 2, 6, 8, 12, 10, 14, what each column contributes alone to DEPTH keys, [blocks][width], and the steps of columns.
 inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t width, int32_t* panels, int32_t* alone,
                      float* steps) {
   for (int64_t d = 0; d < width; d += LANES) {
@@ -152,10 +148,11 @@ inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded
     for (int64_t block = 0; block < padded; block += DEPTH, alone += width) {
       __m256i sum = _mm256_setzero_si256(), before = sum;
       for (int64_t i = block; i < padded && i < block + DEPTH; i += COLUMNS)
-        for (int64_t j = i; j < i + COLUMNS / 2; ++j, to += COLUMNS) {
-          const __m256i unit = _mm256_blend_epi16(rounded(j), _mm256_slli_epi32(rounded(j + COLUMNS / 2), 16), 0xaa);
+        for (int u = 0; u < COLUMNS / 2; ++u, to += COLUMNS) {
+          const int64_t j = i + u % 2 * 4 + u / 2 % 2 * 2 + u / 4 * 8;
+          const __m256i unit = _mm256_blend_epi16(rounded(j), _mm256_slli_epi32(rounded(j + 1), 16), 0xaa);
           store16(to, unit);
-          if (j % 2) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(before, unit));
+          if (u % 2) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(before, unit));
           before = unit;
         }
       store16(alone + d, sum);
@@ -164,53 +161,90 @@ inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded
   }
 }
 
-// Scores of one query, to be multiplied by `factor`, -> weights times 2^14 in 16 bits, in the order of values16(), written over
-// them; what they contribute alone to each DEPTH keys; their sum is returned, NaN where a score is.
-inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t padded, float factor, int32_t* alone) {
+// 16 scores times `factor` plus `start`, which is at most zero, in steps of 2^-11 -> 2 to its power, times 2^14, in 16 bits: keys 0
+// to 3, 8 to 11, 4 to 7, 12 to 15. Right to 2e-4 of each; what is below -16 becomes 0. The largest is a step below 2^14.
+inline __m256i weights16(const float* scores, Floats factor, Floats start) {
+  const auto steps = [&](int h) { return _mm256_cvtps_epi32((__m256)(load(scores + h * LANES) * factor + start)); };
+  const __m256i x = _mm256_min_epi16(_mm256_packs_epi32(steps(0), steps(1)), _mm256_set1_epi16(-1));
+  const __m256i part = _mm256_srli_epi16(_mm256_slli_epi16(x, 5), 1);  // behind the point, times 2^15
+  __m256i p = _mm256_add_epi16(_mm256_mulhrs_epi16(part, _mm256_set1_epi16(CUBE)), _mm256_set1_epi16(SQUARE));
+  p = _mm256_add_epi16(_mm256_mulhrs_epi16(part, p), _mm256_set1_epi16(LINEAR));
+  p = _mm256_add_epi16(_mm256_mulhrs_epi16(part, p), _mm256_set1_epi16(1 << 14));
+  // 2^(15 + whole) has one bit, in the low byte or in the high one.
+  const __m256i low = _mm256_set1_epi16(0x00ff), places = _mm256_set1_epi16(0x070f), whole = _mm256_srai_epi16(x, 11);
+  const __m256i both = _mm256_add_epi8(_mm256_or_si256(_mm256_and_si256(whole, low), _mm256_slli_epi16(whole, 8)), places);
+  const __m256i bits = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 2, 4, 8, 16, 32, 64, -128, 0, 0, 0, 0, 0, 0, 0, 0));
+  return _mm256_mulhrs_epi16(p, _mm256_shuffle_epi8(bits, both));
+}
+
+// Scores of a tile of queries [padded / COLUMNS][ROWS16][COLUMNS], to be multiplied by `factors` -> weights in 16 bits, written
+// over them [padded / 2][ROWS16], in the order of values16(); what they contribute alone to each DEPTH keys [blocks][ROWS16]; and
+// their sums `totals`, NaN where a score is, which is looked for if keys are not `finite`.
+inline void weights16(float* scores, const uint8_t* const* seen, int64_t keys, int64_t padded, bool finite, const float* factors,
+                      int32_t* alone, float* totals) {
+  constexpr int STEP = ROWS16 * COLUMNS;
   const float none = -__builtin_inff();
-  factor = factor < 1e-37f ? 1e-37f : factor;
-  if (seen != nullptr)
-    for (int64_t i = 0; i < keys; ++i) scores[i] = seen[i] ? scores[i] : none;
-  for (int64_t i = keys; i < padded; ++i) scores[i] = none;
-  Floats tops[2] = {load(scores), load(scores + LANES)};
-  for (int64_t i = COLUMNS; i < padded; i += COLUMNS)
-    for (int h = 0; h < 2; ++h) tops[h] = largest(load(scores + i + h * LANES), tops[h]);
-  const Floats top = largest(tops[0], tops[1]);
-  float most = top[0];
-  for (int i = 1; i < LANES; ++i) most = top[i] > most ? top[i] : most;
-  if (most == none) {  // as the reference: a row that sees nothing averages all values
-    std::memset(scores, 0, keys * sizeof(float));
-    most = 0.0f;
-  }
-  factor *= 1.44269504f;
-  const Floats start = all(-most * factor);
-  const auto weight = [&](const float* from) {  // 2^(14 + (score - most) factor), its integer in the low bits
-    constexpr float MAGIC = 12582912.0f, EXPONENT = MAGIC + 127.0f + 14.0f;
-    const Floats x = largest(all(-126.0f), load(from) * factor + start);
-    const Floats shifted = x + EXPONENT, r = x - (shifted - EXPONENT);
-    Floats p = r * 9.5828532e-3f + 5.5906425e-2f;  // 2^r to within 3e-6 of itself, a tenth of what is rounded away below
-    p = p * r + 2.4024099e-1f;
-    p = p * r + 6.9312419e-1f;
-    p = p * r + 1.0f;
-    const __m256i power = _mm256_slli_epi32((__m256i)shifted, 23);
-    return p * (Floats)power + MAGIC;
-  };
-  Floats sum = {};
-  int32_t* to = reinterpret_cast<int32_t*>(scores);
-  for (int64_t block = 0; block < padded; block += DEPTH, ++alone) {
-    __m256i pairs = _mm256_setzero_si256();
-    for (int64_t i = block; i < padded && i < block + DEPTH; i += COLUMNS, to += LANES) {
-      const Floats low = weight(scores + i), high = weight(scores + i + LANES);
-      sum += (low - 12582912.0f) + (high - 12582912.0f);
-      const __m256i units = _mm256_blend_epi16((__m256i)low, _mm256_slli_epi32((__m256i)high, 16), 0xaa);
-      store16(to, units);
-      pairs = _mm256_add_epi32(pairs, _mm256_madd_epi16(units, _mm256_srli_epi64(units, 32)));
+  Floats factor[ROWS16], start[ROWS16];
+  for (int r = 0; r < ROWS16; ++r) {
+    float *row = scores + r * COLUMNS, *at = row;
+    Floats tops[2] = {all(none), all(none)};
+    for (int64_t i = 0; i < padded; i += COLUMNS, at += STEP) {
+      Floats both[2] = {load(at), load(at + LANES)};
+      if (seen[r] != nullptr || i + COLUMNS > keys) {
+        uint8_t last[COLUMNS];
+        const bool whole = i + COLUMNS <= keys;
+        for (int64_t j = 0; j < COLUMNS && !whole; ++j) last[j] = i + j < keys && (seen[r] == nullptr || seen[r][i + j]);
+        const uint8_t* sees = whole ? seen[r] + i : last;
+        for (int h = 0; h < 2; ++h) {
+          const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(sees + h * LANES)));
+          const __m256i hidden = _mm256_cmpeq_epi32(lanes, _mm256_setzero_si256());
+          both[h] = (Floats)_mm256_blendv_ps((__m256)both[h], (__m256)all(none), _mm256_castsi256_ps(hidden));
+          store(at + h * LANES, both[h]);
+        }
+      }
+      for (int h = 0; h < 2; ++h) tops[h] = largest(both[h], tops[h]);
     }
-    *alone = sum_of(pairs);
+    const Floats top = largest(tops[0], tops[1]);
+    float most = top[0];
+    for (int i = 1; i < LANES; ++i) most = top[i] > most ? top[i] : most;
+    totals[r] = factors[r] - factors[r] + (most == none ? 0.0f : most - most);  // NaN where one is, or infinite
+    for (int64_t i = 0; i < keys; ++i) {
+      float& score = row[i / COLUMNS * STEP + i % COLUMNS];
+      if (!finite && score != score) totals[r] = score;
+      if (most == none) score = 0.0f;  // as the reference: a row that sees nothing averages all values
+      if (finite && most != none) break;
+    }
+    most = most == none ? 0.0f : most;
+    const float steps = (factors[r] < 1e-37f ? 1e-37f : factors[r]) * (1.44269504f * 2048.0f);
+    factor[r] = all(steps);
+    start[r] = all(-most * steps);
   }
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += sum[i];
-  return total;
+  __m256i sums[ROWS16] = {};
+  int32_t* to = reinterpret_cast<int32_t*>(scores);
+  for (int64_t block = 0; block < padded; block += DEPTH, alone += ROWS16) {
+    __m128i pairs = _mm_setzero_si128();
+    for (int64_t i = block; i < padded && i < block + DEPTH; i += COLUMNS, scores += STEP, to += STEP / 2) {
+      __m256i units[ROWS16];
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS16; ++r) {
+        units[r] = weights16(scores + r * COLUMNS, factor[r], start[r]);
+        sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(units[r], _mm256_set1_epi16(1)));
+      }
+      const __m256i a = _mm256_unpacklo_epi32(units[0], units[1]), b = _mm256_unpacklo_epi32(units[2], units[3]);
+      const __m256i c = _mm256_unpackhi_epi32(units[0], units[1]), d = _mm256_unpackhi_epi32(units[2], units[3]);
+      const __m256i turned[4] = {_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b), _mm256_unpacklo_epi64(c, d),
+                                 _mm256_unpackhi_epi64(c, d)};
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; ++u) {  // units u and u + 4 of all rows
+        store16(to + 2 * ROWS16 * u, turned[u]);
+        const __m128i both = _mm_madd_epi16(_mm256_castsi256_si128(turned[u]), _mm256_extracti128_si256(turned[u], 1));
+        pairs = _mm_add_epi32(pairs, both);
+      }
+    }
+    std::memcpy(alone, &pairs, sizeof pairs);
+  }
+  for (int r = 0; r < ROWS16; ++r)
+    for (int i = 0; i < LANES; ++i) totals[r] += static_cast<float>(((Bits)sums[r])[i]);
 }
 
 // As attend(); right to 4e-3 of the largest value at worst, a tenth of that where numbers are random.
@@ -234,40 +268,44 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
   int32_t* weight_alone = reinterpret_cast<int32_t*>(take(TOGETHER16 * blocks));
   int32_t* queries = reinterpret_cast<int32_t*>(take(TOGETHER16 * units));
   float* out = reinterpret_cast<float*>(take(TOGETHER16 * width));
-  keys16(a, b, head, padded, units, limit, keys, key_alone, key_steps, queries);
+  int32_t* line = reinterpret_cast<int32_t*>(take(units));
+  const bool finite = keys16(a, b, head, padded, units, limit, keys, key_alone, key_steps, line);
   values16(a, b, head, padded, width, values, value_alone, value_steps);
   for (int64_t row = first; row < last; row += TOGETHER16) {
     const int rows = static_cast<int>(last - row < TOGETHER16 ? last - row : TOGETHER16);
     const int behind = (rows + ROWS16 - 1) / ROWS16 * ROWS16;  // the last tile's, with rows that are not there
     int32_t alone[TOGETHER16];
     float factors[TOGETHER16], totals[TOGETHER16];
-    for (int64_t next = row + TOGETHER16; next < last && next < row + 2 * TOGETHER16; ++next) fetch(a.query(b, head, next), a.size);
     for (int r = 0; r < behind; ++r) {  // the last one stands for those that are not there
       const float* q = a.query(b, head, row + (r < rows ? r : rows - 1));
-      factors[r] = a.scale * round16(q, a.size, 2 * units, limit, queries + r * units, alone + r);
+      factors[r] = a.scale * round16(q, a.size, 2 * units, limit, line, alone + r);
+      place(line, units, queries + r / ROWS16 * ROWS16 * units + r % ROWS16, ROWS16);
     }
     for (int64_t i = 0; i < padded; i += COLUMNS)
       for (int r = 0; r < behind; r += ROWS16)
-        tile16<true>(queries + r * units, units, keys + i * units, units, alone + r, key_alone + i, key_steps + i,
-                     scores + r * stride + i, stride, false);
-    for (int r = 0; r < behind; ++r) {
-      const uint8_t* seen = r >= rows ? nullptr : a.seen(b, row + r);
-      totals[r] = weights16(scores + r * stride, seen, a.keys, padded, factors[r], weight_alone + r * blocks);
+        tile16<true>(queries + r * units, keys + i * units, units, alone + r, key_alone + i, key_steps + i,
+                     scores + r * stride + i * ROWS16, false);
+    for (int r = 0; r < behind; r += ROWS16) {
+      const uint8_t* seen[ROWS16];
+      for (int s = 0; s < ROWS16; ++s) {
+        seen[s] = r + s >= rows ? nullptr : a.seen(b, row + r + s);
+        if (row + TOGETHER16 + r + s < last) fetch(a.query(b, head, row + TOGETHER16 + r + s), a.size);
+      }
+      weights16(scores + r * stride, seen, a.keys, padded, finite, factors + r, weight_alone + r * blocks, totals + r);
     }
     for (int64_t block = 0; block < blocks; ++block)
       for (int64_t d = 0; d < width; d += COLUMNS)
         for (int r = 0; r < behind; r += ROWS16) {
           const int64_t i = block * DEPTH, there = padded - i < DEPTH ? padded - i : DEPTH;
-          int32_t pairs[ROWS16];
-          for (int s = 0; s < ROWS16; ++s) pairs[s] = weight_alone[(r + s) * blocks + block];
-          tile16<false>(reinterpret_cast<const int32_t*>(scores) + r * stride + i / 2, stride,
-                        values + (d * padded + i * COLUMNS) / 2, there / 2, pairs, value_alone + block * width + d, nullptr,
-                        out + r * width + d, width, block > 0);
+          tile16<false>(reinterpret_cast<const int32_t*>(scores + r * stride) + i / 2 * ROWS16,
+                        values + (d * padded + i * COLUMNS) / 2, there / 2, weight_alone + r * blocks + block * ROWS16,
+                        value_alone + block * width + d, nullptr, out + r * width + d * ROWS16, block > 0);
         }
     for (int r = 0; r < rows; ++r) {
-      const float inverse = 1.0f / totals[r];
+      const float inverse = 1.0f / totals[r], *from = out + r / ROWS16 * ROWS16 * width + r % ROWS16 * COLUMNS;
       float* y = a.result(b, head, row + r);
-      for (int64_t d = 0; d < a.size; ++d) y[d] = out[r * width + d] * value_steps[d] * inverse;
+      for (int64_t d = 0; d < a.size; d += COLUMNS, from += ROWS16 * COLUMNS)
+        for (int64_t i = 0; i < COLUMNS && d + i < a.size; ++i) y[d + i] = from[i] * value_steps[d + i] * inverse;
     }
   }
 }

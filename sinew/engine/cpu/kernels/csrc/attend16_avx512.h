@@ -12,7 +12,7 @@ namespace {
 constexpr int WIDE = 2 * CHANNELS;                       // columns of a tile: two vectors
 constexpr int ROWS16 = TILE, TOGETHER16 = TILES * TILE;  // rows of a tile; rows that share keys in the first cache
 constexpr int VALUES16 = 1023;  // weights reach 2^14, and 128 (DEPTH) products of both stay below 2^31
-constexpr float WEIGHTS16 = 16384.0f;
+constexpr int16_t LINEAR = 11389, SQUARE = 3730, CUBE = 1262;  // as in attend16.h
 
 // As assembler: see x86_avx512vnni.cpp.
 inline void dot16(__m512i& sum, __m512i a, __m512i b) {
@@ -84,24 +84,28 @@ inline float round16(const float* x, int64_t size, int64_t padded, int limit, in
   return largest / static_cast<float>(limit);
 }
 
-// Keys of one head -> panels [padded / WIDE][units][WIDE], with the step of each; `rows`: CHANNELS rows of units.
-inline void keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
+// Keys of one head -> panels [padded / WIDE][units][WIDE], with the step of each; `rows`: CHANNELS rows of units. Returns
+// whether all are finite.
+inline bool keys16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t units, int limit, int32_t* panels,
                    float* steps, int32_t* rows) {
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i apart = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(units)));
+  bool finite = true;
   for (int64_t i = 0; i < padded; i += CHANNELS) {
     for (int64_t j = 0; j < CHANNELS; ++j) {
       const bool there = i + j < a.keys;
       steps[i + j] = there ? round16(a.key(b, head, i + j), a.size, 2 * units, limit, rows + j * units) : 0.0f;
+      finite = finite && steps[i + j] == steps[i + j];
       if (!there) std::memset(rows + j * units, 0, 4 * units);
     }
     int32_t* to = panels + i / WIDE * units * WIDE + i % WIDE;
     for (int64_t u = 0; u < units; ++u) _mm512_storeu_si512(to + u * WIDE, _mm512_i32gather_epi32(apart, rows + u, 4));
   }
+  return finite;
 }
 
-// Values of one head -> panels [width / WIDE][padded / 2][WIDE] of units that hold keys i and i + 16 of each 32, and the
-// steps of columns.
+// Values of one head -> panels [width / WIDE][padded / 2][WIDE] of units that hold two keys each, of each 32 in the order
+// 0, 2, 16, 18, 4, 6, 20, 22, 8 and so on, and the steps of columns.
 inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded, int64_t width, int32_t* panels, float* steps) {
   for (int64_t d = 0; d < width; d += CHANNELS) {
     const __mmask16 there = first16(a.size - d);
@@ -119,48 +123,48 @@ inline void values16(const Attention& a, int64_t b, int64_t head, int64_t padded
     // Where a column is not finite, some are 2^31, of which a unit takes nothing.
     const auto rounded = [&](int64_t i) { return _mm512_cvtps_epi32(_mm512_mul_ps(row(i), scale)); };
     for (int64_t i = 0; i < padded; i += WIDE)
-      for (int64_t j = i; j < i + CHANNELS; ++j, to += WIDE)
-        _mm512_storeu_si512(to, unit_of(rounded(j), rounded(j + CHANNELS)));
+      for (int u = 0; u < CHANNELS; ++u, to += WIDE) {
+        const int64_t j = i + u / 4 * 4 + u % 2 * 2 + u / 2 % 2 * CHANNELS;
+        _mm512_storeu_si512(to, unit_of(rounded(j), rounded(j + 1)));
+      }
   }
 }
 
-// Scores of one query, to be multiplied by `factor`, -> weights times 2^14 in 16 bits, in the order of values16(), written over
-// them; their sum is returned, NaN where a score is.
-inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t padded, float factor) {
+// Scores of one query, to be multiplied by `factor`, -> weights as attend16.h has them, in 16 bits, in the order of values16(),
+// written over them; their sum is returned, NaN where a score is, which is looked for if keys are not `finite`.
+inline float weights16(float* scores, const uint8_t* seen, int64_t keys, int64_t padded, bool finite, float factor) {
   const float none = -__builtin_inff();
-  factor = factor < 1e-37f ? 1e-37f : factor;
   if (seen != nullptr)
     for (int64_t i = 0; i < keys; ++i) scores[i] = seen[i] ? scores[i] : none;
   for (int64_t i = keys; i < padded; ++i) scores[i] = none;
-  __m512 tops[2] = {_mm512_loadu_ps(scores), _mm512_loadu_ps(scores + CHANNELS)};
-  for (int64_t i = WIDE; i < padded; i += WIDE)
+  __m512 tops[2] = {_mm512_set1_ps(none), _mm512_set1_ps(none)};
+  for (int64_t i = 0; i < padded; i += WIDE)
     for (int h = 0; h < 2; ++h) tops[h] = _mm512_max_ps(_mm512_loadu_ps(scores + i + h * CHANNELS), tops[h]);
   float most = _mm512_reduce_max_ps(_mm512_max_ps(tops[0], tops[1]));
   if (most == none) {  // as the reference: a row that sees nothing averages all values
-    std::memset(scores, 0, keys * sizeof(float));
+    for (int64_t i = 0; i < keys; ++i) scores[i] = scores[i] == none ? 0.0f : scores[i];
     most = 0.0f;
   }
+  float total = factor - factor + (most - most);  // NaN where one is, or infinite
+  for (int64_t i = 0; i < keys && !finite; ++i) total = scores[i] == scores[i] ? total : scores[i];
+  factor = (factor < 1e-37f ? 1e-37f : factor) * (1.44269504f * 2048.0f);
   const __m512 factors = _mm512_set1_ps(factor), start = _mm512_set1_ps(-most * factor);
-  const auto weight = [&](const float* from) {  // 2^14 e^((score - most) factor), a whole number
-    // The second operand where one is NaN.
-    const __m512 x = _mm512_max_ps(_mm512_set1_ps(-87.0f), _mm512_fmadd_ps(_mm512_loadu_ps(from), factors, start));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);  // to nearest, no exceptions
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(8.3125010e-3f), _mm512_set1_ps(4.1890331e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6667116e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.9999231e-1f));
-    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
-    return _mm512_roundscale_ps(_mm512_scalef_ps(p, _mm512_add_ps(n, _mm512_set1_ps(14.0f))), 8);
-  };
-  __m512 sum = _mm512_setzero_ps();
+  const auto steps = [&](const float* from) { return _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(from), factors, start)); };
+  __m512i sums = _mm512_setzero_si512();
   int32_t* to = reinterpret_cast<int32_t*>(scores);
   for (int64_t i = 0; i < padded; i += WIDE, to += CHANNELS) {
-    const __m512 low = weight(scores + i), high = weight(scores + i + CHANNELS);
-    sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
-    _mm512_storeu_si512(to, unit_of(_mm512_cvtps_epi32(low), _mm512_cvtps_epi32(high)));
+    __m512i x = _mm512_packs_epi32(steps(scores + i), steps(scores + i + CHANNELS));
+    x = _mm512_min_epi16(x, _mm512_set1_epi16(-1));
+    const __m512i part = _mm512_srli_epi16(_mm512_slli_epi16(x, 5), 1), whole = _mm512_srai_epi16(x, 11);
+    __m512i p = _mm512_add_epi16(_mm512_mulhrs_epi16(part, _mm512_set1_epi16(CUBE)), _mm512_set1_epi16(SQUARE));
+    p = _mm512_add_epi16(_mm512_mulhrs_epi16(part, p), _mm512_set1_epi16(LINEAR));
+    p = _mm512_add_epi16(_mm512_mulhrs_epi16(part, p), _mm512_set1_epi16(1 << 14));
+    const __m512i power = _mm512_sllv_epi16(_mm512_set1_epi16(1), _mm512_add_epi16(whole, _mm512_set1_epi16(15)));
+    const __m512i units = _mm512_mulhrs_epi16(p, power);
+    dot16(sums, units, _mm512_set1_epi16(1));
+    _mm512_storeu_si512(to, units);
   }
-  return _mm512_reduce_add_ps(sum);
+  return total + _mm512_reduce_add_ps(_mm512_cvtepi32_ps(sums));
 }
 
 // As attend(); right to 4e-3 of the largest value at worst, a tenth of that where numbers are random.
@@ -181,7 +185,7 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
   float* value_steps = reinterpret_cast<float*>(take(width));
   int32_t* queries = reinterpret_cast<int32_t*>(take(TOGETHER16 * units));
   float* out = reinterpret_cast<float*>(take(TOGETHER16 * width));
-  keys16(a, b, head, padded, units, static_cast<int>(limit), keys, key_steps, queries);
+  const bool finite = keys16(a, b, head, padded, units, static_cast<int>(limit), keys, key_steps, queries);
   values16(a, b, head, padded, width, values, value_steps);
   for (int64_t row = first; row < last; row += TOGETHER16) {
     const int rows = static_cast<int>(last - row < TOGETHER16 ? last - row : TOGETHER16);
@@ -197,7 +201,7 @@ void attend16(const Attention& a, int64_t b, int64_t head, int64_t first, int64_
                      false);
     for (int r = 0; r < behind; ++r) {
       const uint8_t* seen = r >= rows ? nullptr : a.seen(b, row + r);
-      totals[r] = weights16(scores + r * stride, seen, a.keys, padded, factors[r]);
+      totals[r] = weights16(scores + r * stride, seen, a.keys, padded, finite, factors[r]);
     }
     for (int64_t i = 0; i < padded; i += DEPTH)
       for (int64_t d = 0; d < width; d += WIDE)

@@ -16,6 +16,7 @@
 #include <immintrin.h>
 
 #include "jpeg.h"
+#include "pairs.h"
 #include "rows.h"
 
 namespace lowbit {
@@ -126,26 +127,6 @@ struct Wide {  // 8 bits in groups, whose ends cost more than pairs save: a unit
     }
   }
 };
-
-// Adds to a row's two vectors of sums the products of its next two units with those of the channels, two to a multiplication. As
-// assembler, because in the order that gcc 12 chooses it takes three hundredths longer.
-inline void add_products(__m256i& low, __m256i& high, const int32_t* first, const int32_t* second, const __m256i (&even)[2],
-                         const __m256i (&odd)[2]) {
-  __m256i a, b, c, d;
-  asm("vpbroadcastd %[first], %[a]\n\t"
-      "vpbroadcastd %[second], %[b]\n\t"
-      "vpaddw %[a], %[odd0], %[c]\n\t"
-      "vpaddw %[b], %[even0], %[d]\n\t"
-      "vpaddw %[a], %[odd1], %[a]\n\t"
-      "vpaddw %[b], %[even1], %[b]\n\t"
-      "vpmaddwd %[c], %[d], %[c]\n\t"
-      "vpmaddwd %[a], %[b], %[a]\n\t"
-      "vpaddd %[c], %[low], %[low]\n\t"
-      "vpaddd %[a], %[high], %[high]"
-      : [low] "+x"(low), [high] "+x"(high), [a] "=&x"(a), [b] "=&x"(b), [c] "=&x"(c), [d] "=&x"(d)
-      : [first] "m"(*first), [second] "m"(*second), [even0] "x"(even[0]), [even1] "x"(even[1]), [odd0] "x"(odd[0]),
-        [odd1] "x"(odd[1]));
-}
 
 template <int R>
 struct Paired {  // 8 bits, one group: a unit is 2 values of k, two units make a pair
