@@ -34,6 +34,7 @@ import numpy as np
 import zmq
 from rich.console import Console
 from rich.progress import track
+from sinew_client.link import unconnected
 
 from benchmarks.paired import median_interval
 from benchmarks.wire_clients import connect
@@ -223,7 +224,9 @@ class Sockets:
             sock.connect(f"tcp://127.0.0.1:{port}")
             self._send, self._receive = sock.send, sock.recv
         else:
-            made = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            place = "127.0.0.1", port
+            made = stack.enter_context(unconnected(socket.AF_INET, socket.SOCK_STREAM, 0, place))
+            made.connect(place)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._send, self._receive = made.sendall, partial(made.recv, 1024, socket.MSG_WAITALL)
 

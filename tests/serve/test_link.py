@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import socket
@@ -14,7 +15,7 @@ import pytest
 import zmq
 from sinew_client import Client, ClientError, ConnectionLost, protocol, schema, zmtp
 from sinew_client.aio import AsyncClient
-from sinew_client.link import Link, place_of
+from sinew_client.link import Link, place_of, unconnected
 
 from tests.serve.puppet import GREETING, WAIT_S, frame
 
@@ -236,3 +237,47 @@ def test_a_reply_that_came_twice_costs_one_call() -> None:
     with peer(talk) as address, Client(address, timeout=WAIT_S) as robot:
         assert robot.infer(OBSERVATION).actions.shape == (2, 1)
         assert not robot._link.stands  # so that the next call takes another connection
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system names no congestion control")
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_frames_to_this_machine_are_not_paced(kind: type) -> None:
+    """Some ask BBR of their system, under which the end of a frame waited for ten milliseconds and more."""
+
+    def control(made: socket.socket) -> bytes:
+        return made.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    found = []
+    plain = socket.socket.connect
+
+    def connect(
+        made: socket.socket, address: tuple
+    ) -> None:  # from the beginning: what BBR begins stays paced
+        found.append(control(made))
+        plain(made, address)
+
+    def talk(made: socket.socket) -> None:
+        made.sendall(GREETING + READY)
+        asked = b""
+        while b"go" not in asked:  # the prompt
+            asked += more_of(made)
+        made.sendall(
+            zmtp.message([b"", ANSWER] if kind is Client else [ANSWER])
+        )  # as REQ and DEALER expect it
+        made.recv(1 << 16)
+
+    with peer(talk) as address, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(socket.socket, "connect", connect, raising=False)
+        if kind is Client:
+            with Client(address, timeout=WAIT_S) as robot:
+                robot.infer(OBSERVATION)
+        else:
+
+            async def ask() -> None:
+                async with AsyncClient(address, timeout=WAIT_S) as robot:
+                    await robot.infer(OBSERVATION)
+
+            asyncio.run(ask())
+    assert found == [b"reno"]
+    with socket.socket() as usual, unconnected(usual.family, usual.type, 0, ("192.0.2.1", 5555)) as far:
+        assert control(far) == control(usual)  # elsewhere the system knows better

@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 
+import numpy as np
 import pytest
 import zmq
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from sinew_client import Client, protocol, schema, zmtp
 
 from sinew.serve.transport.ledger import Account, Ledger
 from sinew.serve.transport.listen import Listen
+from sinew.serve.transport.zeromq import Peer
 from tests.serve.puppet import (
     GOOD,
     GREETING,
@@ -200,6 +202,30 @@ def test_who_takes_too_long_is_closed():
 
 
 # ----------------------------------------------------------------------------- over sockets
+
+
+def test_nothing_is_received_where_nothing_can_be(monkeypatch):
+    """A call of the kernel after a whole request, which gives the interpreter away before the loop sleeps."""
+    found, plain = [], Peer.receive
+
+    def receive(peer, room):
+        between = peer.framing.between
+        try:
+            return plain(peer, room)
+        except BlockingIOError:
+            found.append(between)
+            raise
+
+    monkeypatch.setattr(Peer, "receive", receive)
+    frames = {name: np.zeros((240, 320, 3), np.uint8) for name in GOOD["images"]}
+    asked = protocol.encode_infer({**GOOD, "images": frames, "prompt": "wait"}, 7)
+    with desk() as at, shake(at.native) as peer, Client(at.native, timeout=WAIT_S) as other:
+        peer.sendall(zmtp.message([b"", asked]))
+        until(lambda: at.service.health()["running"])
+        other.health()  # so the loop is done with the request, and nothing has come since
+        at.puppet.release.set()
+        assert peer.recv(4096)
+    assert True not in found  # in the middle of a frame it is what happens
 
 
 def test_a_message_without_end_holds_nothing():

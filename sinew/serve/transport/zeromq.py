@@ -248,8 +248,8 @@ class ZeroMQWire:
             self._handle(peer)
             if peer.closed or peer.paused or peer.unsent > MAX_UNSENT:
                 return
-            if count < len(room) and framing.between:
-                return  # all there was, as a rule
+            if framing.between:
+                return  # all there was, as a rule; a thread may wait for this one to sleep, so that it can begin
         if framing.left:  # in the middle of a frame: the ledger hears how much is there
             self._handle(peer)
 
@@ -269,7 +269,7 @@ class ZeroMQWire:
                     return
                 if not peer.closed:
                     self._take(peer, message, ledger.whole(peer))
-                    if framing.between:  # a thread may wait for this one to sleep, so that it can begin
+                    if framing.between:
                         return
         except zmtp.ZmtpError as error:
             self.close(peer, str(error))

@@ -11,7 +11,7 @@ from sinew_client import protocol, zmtp
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
-from sinew_client.link import MAX_REPLY, payload_of, set_options, unix_place
+from sinew_client.link import MAX_REPLY, payload_of, set_options, unconnected, unix_place
 from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation
 
@@ -334,7 +334,7 @@ async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
         found = await _within(loop.getaddrinfo(*place, type=socket.SOCK_STREAM), end)
     error = OSError("the host has no address")
     for index, (family, kind, number, _, address) in enumerate(found):
-        made = socket.socket(family, kind, number)
+        made = unconnected(family, kind, number, address)
         try:
             made.setblocking(False)
             now = time.monotonic()

@@ -322,21 +322,8 @@ def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, le
 
 def decode_timing(reply) -> Timing:
     """Return where the milliseconds of a reply went."""
-    found = reply.timing
-    return Timing(
-        preprocess_ms=found.preprocess_ms,
-        vision_ms=found.vision_ms,
-        prefix_ms=found.prefix_ms,
-        step_ms=tuple(found.step_ms),
-        postprocess_ms=found.postprocess_ms,
-        total_ms=found.total_ms,
-        queue_ms=found.queue_ms,
-        server_ms=found.server_ms,
-        batch=found.batch or 1,  # of a server that does not know the field
-        text_ms=found.text_ms,
-        reused_views=found.reused_views,
-        reused_prefix=found.reused_prefix,
-    )
+    found = {each.name: value for each, value in reply.timing.ListFields()}
+    return Timing(**{**found, "step_ms": tuple(found.get("step_ms", ()))})
 
 
 def check_limits(chunk: ActionChunk, limits) -> None:
