@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 import select
 import shutil
@@ -172,6 +173,34 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
 
 
 # As gcc does: the work is in a program that it starts, and what it began goes where it is asked to end. What it prints
+def test_a_set_that_fails_for_want_of_room_is_not_left_out(tmp_path: Path, monkeypatch) -> None:
+    """The compiler takes its flags: the library would lack it for good."""
+    sets = build.SETS.get(platform.machine(), {})
+    if not sets:
+        pytest.skip(f"no instruction sets of {platform.machine()}")
+    name, real, full = next(iter(sets)), os.environ["CXX"], tmp_path / "full"
+    program = tmp_path / "c++"
+    failing = (
+        f"case \"$*\" in *{name}.cpp*) if [ -e {full} ]; then echo 'no space left' >&2; exit 1; fi;; esac"
+    )
+    program.write_text(f'#!/bin/sh\n{failing}\nexec {real} "$@"\n')
+    program.chmod(0o755)
+    full.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build.build(str(program)) == build.Built(None, f"{program} failed: no space left")
+    full.unlink()
+    whole = build.build(str(program))
+    assert whole.path is not None
+    assert "without" not in whole.reason
+    # One that takes no such flags, whatever the file: its library is kept, and says what it lacks.
+    unknown = f"case \"$*\" in *{sets[name][0]}*) echo 'unknown option' >&2; exit 1;; esac"
+    program.write_text(f'#!/bin/sh\n{unknown}\nexec {real} "$@"\n')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    older = build.build(str(program))
+    assert older.path is not None
+    assert f"without {name}" in older.reason
+
+
 # first is more than a pipe holds: then the process that waits for it reads.
 DRIVER = """#!/bin/sh
 case "$*" in *--version*) echo a compiler; exit;; esac

@@ -204,7 +204,7 @@ def _flush(path: Path) -> None:
 def compile_into(
     folder: Path, compiler: str, sets: dict[str, tuple[str, ...]], extra: tuple[str, ...] = ()
 ) -> tuple[list[Path], list[str]]:
-    """Write object files to ``folder``; return them and the instruction sets that the compiler refused."""
+    """Write object files to ``folder``; return them and the instruction sets whose flags the compiler does not know."""
     objects: list[Path] = []
     left_out: list[str] = []
     here: list[str] = []
@@ -214,7 +214,8 @@ def compile_into(
         try:
             _run(compiler, *FLAGS, *flags, *here, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made))
         except subprocess.CalledProcessError:
-            if name in needed:
+            # What it knows failed for want of something else, as memory or a disk: the next start may have it.
+            if name in needed or _knows(compiler, flags, made):
                 raise
             left_out.append(name)
             continue
@@ -222,6 +223,15 @@ def compile_into(
         if name in sets:
             here.append(f"-DLOWBIT_{name}")  # what dispatch.cpp may name
     return objects, left_out
+
+
+def _knows(compiler: str, flags: tuple[str, ...], made: Path) -> bool:
+    """Return whether a compiler takes the flags of an instruction set, by a file with nothing in it."""
+    try:
+        _run(compiler, *flags, "-x", "c++", "-c", os.devnull, "-o", str(made))
+    except subprocess.CalledProcessError:
+        return False
+    return True
 
 
 def cache() -> Path:
@@ -236,7 +246,15 @@ def _run(*command: str) -> str:
         try:
             out, errors = made.communicate(timeout=LONGEST_S)
         except BaseException:
-            made.terminate() if group is None else os.killpg(made.pid, signal.SIGTERM)
+            if group is None:
+                made.terminate()
+                raise
+            os.killpg(made.pid, signal.SIGTERM)
+            # The driver removes its files. Until it is waited for, the group's number is nobody else's; a program that
+            # it had just forked may have missed the signal.
+            if hasattr(os, "waitid"):  # not macOS before Python 3.13
+                os.waitid(os.P_PID, made.pid, os.WEXITED | os.WNOWAIT)
+                os.killpg(made.pid, signal.SIGKILL)
             raise
     if made.returncode:
         raise subprocess.CalledProcessError(made.returncode, command, out, errors)
