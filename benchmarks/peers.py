@@ -301,7 +301,7 @@ def answers_of_lerobot(family: str, out: Path, compiled: bool) -> Any:
 class VlaCpp:
     """vla.cpp's server over its own protocol, whose messages and sockets are those of our native wire."""
 
-    def __init__(self, address: str, bundle: Path, process: subprocess.Popen[bytes]):
+    def __init__(self, address: str, bundle: Path, process: subprocess.Popen[bytes] | None = None):
         from sinew_client.link import Link, place_of
 
         from sinew.bundle import Bundle
@@ -316,7 +316,7 @@ class VlaCpp:
                 self._link = Link(place_of(address), begun + START_S)
                 return
             except OSError:
-                if time.monotonic() > begun + START_S or process.poll() is not None:
+                if time.monotonic() > begun + START_S or (process is not None and process.poll() is not None):
                     raise
                 time.sleep(0.2)
 

@@ -31,7 +31,6 @@ from tests.golden import Golden
 ASSETS = Path(__file__).parents[2] / "sinew" / "assets"
 STEPS = 5
 CASES = ("pi05-2cam", "pi0-2cam", "smolvla-2cam")
-LOWBIT = 0.01  # a sum in another order may move a rounded activation to the next of 127 steps
 SCALES = (0.5, 3.0)
 ENGINES = ("eager", "plan")
 RTC = ("no-jacobian", "guided", "ramp")
@@ -464,9 +463,16 @@ def test_weights_of_few_bits_too(case: tuple[Path, dict[str, Any]], tmp_path: Pa
     formats = plan_formats(bundle, dict.fromkeys(("vision", "language", "head"), "int8"))
     write_bundle(small, lambda: bundle.manifest, lowbit_sources(bundle, formats))
     policy = load(small, device="cpu", engine="cpu", threads=1, allow_missing_cameras=True)
-    wanted = world(policy, written_out(policy, observation, 2.0), observation)
-    found = policy.infer({**observation, "advantage": "good", "guidance_scale": 2.0}).actions
-    assert np.abs(found - wanted).max() <= LOWBIT * max(1.0, np.abs(wanted).max())
+    wanted, exact = (
+        world(each, written_out(each, observation, 2.0), observation) for each in (policy, opened(path))
+    )
+    # Two prompts in one batch round otherwise, but by no more than few bits round float32.
+    least = np.abs(exact - wanted).max()
+    found, other = (
+        policy.infer({**observation, "advantage": "good", "guidance_scale": scale}).actions
+        for scale in (2.0, 1.0)
+    )
+    assert np.abs(found - wanted).max() <= least < np.abs(other - wanted).max()
     # Graphs of such a prefix have one scale for all tokens of a batch: prompts of two lengths would move it.
     policy.facts = replace(policy.facts, exact_lengths=True)
     with pytest.raises(ObservationError, match="guidance_scale: expected a prefix that reads prompts of two"):
