@@ -416,7 +416,7 @@ def test_health_and_metrics(server):
 def test_keys_and_tls(bundle, certificate, tmp_path, capsys):
     import ssl
 
-    from websockets.exceptions import InvalidHandshake
+    from websockets.exceptions import InvalidHandshake, InvalidStatus
 
     cert, key = certificate
     secret = tmp_path / "key.txt"
@@ -426,7 +426,7 @@ def test_keys_and_tls(bundle, certificate, tmp_path, capsys):
     try:
         assert running.address.startswith("wss://")
         trust = ssl.create_default_context(cafile=cert)
-        with pytest.raises(Exception, match="401"):
+        with pytest.raises(InvalidStatus, match="401"):
             websockets.connect(running.address, ssl=trust)
         header = {"Authorization": "Api-Key open sesame"}
         with connected(running.address, ssl=trust, additional_headers=header) as connection:
