@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.bundle.quant import FORMATS, quantize
+from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.linear import Embedding, Linear, hold, not_linear
-from sinew.layers.stores import half, rows
+from sinew.layers.stores import half, lowbit, rows
 from sinew.layers.stores.codes import Bf16Panels, Codes, Ternary, apart, codes, together
 from sinew.layers.stores.half import HALF
 from sinew.layers.stores.low_rank import Factored, LowRank
-from sinew.layers.stores.lowbit import TINY, lay_out, reference
+from sinew.layers.stores.lowbit import BF16_PANELS, TINY, lay_out, reference, reference_all
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.layers.stores.store import Store, Tensors
@@ -123,7 +124,10 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     monkeypatch.setattr(half, "BLOCK", 5 * WIDTH)
     monkeypatch.setattr(half, "ROWS", 2)
     monkeypatch.setattr(rows, "BLOCK", 5)
-    return CASES[request.param]
+    found = CASES[request.param]
+    if isinstance(found.store, Bf16Panels) and BF16_PANELS not in extension().panels:
+        monkeypatch.setattr(lowbit, "_on_cpu", [reference_all])
+    return found
 
 
 def inputs() -> Tensor:
