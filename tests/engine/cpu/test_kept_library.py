@@ -187,18 +187,23 @@ def test_a_set_that_fails_for_want_of_room_is_not_left_out(tmp_path: Path, monke
     program.chmod(0o755)
     full.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert build.build(str(program)) == build.Built(None, f"{program} failed: no space left")
+    monkeypatch.setenv("CXX", str(program))
+    lacking = build.build()
+    assert lacking.path is not None
+    assert f"without {name}, which failed and is tried at the next start" in lacking.reason
+    assert build.kept() is None
     full.unlink()
-    whole = build.build(str(program))
-    assert whole.path is not None
+    whole = build.build()
+    assert whole.path == build.kept() is not None
     assert "without" not in whole.reason
     # One that takes no such flags, whatever the file: its library is kept, and says what it lacks.
     unknown = f"case \"$*\" in *{sets[name][0]}*) echo 'unknown option' >&2; exit 1;; esac"
     program.write_text(f'#!/bin/sh\n{unknown}\nexec {real} "$@"\n')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    older = build.build(str(program))
-    assert older.path is not None
+    older = build.build()
+    assert older.path == build.kept() is not None
     assert f"without {name}" in older.reason
+    assert "does not know" in older.reason
 
 
 # first is more than a pipe holds: then the process that waits for it reads.

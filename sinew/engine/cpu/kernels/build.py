@@ -110,17 +110,22 @@ def _build(compiler: str) -> Built:
         by += f", for this process alone: {problem}"
     with scratch.beside(folder) as made, progress.task("compiling the kernels of engine cpu, once"):
         objects, left_out = compile_into(made, compiler, sets)
+        # What it knows failed for want of something else, as memory or a disk: the next start may have it.
+        failed = [name for name in left_out if _knows(compiler, sets[name])]
+        names = (NAME,) if failed else (NAME, HASH)  # without its hash a library is not kept
         _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made / NAME))
         (made / HASH).write_text(_sha256(made / NAME), encoding="ascii")
-        for name in (NAME, HASH):
+        for name in names:
             (made / name).chmod(0o700)  # whatever the umask
         # Each at once, and on the disk before it has its name: another may do the same.
-        for name in (NAME, HASH):
+        for name in names:
             _flush(made / name)
             os.replace(made / name, folder / name)
         _flush(folder)
-    without = f", without {', '.join(left_out)}, which it does not know" if left_out else ""
-    return Built(folder / NAME, by + without)
+    if left_out:
+        why = "failed and is tried at the next start" if failed else "it does not know"
+        by += f", without {', '.join(failed or left_out)}, which {why}"
+    return Built(folder / NAME, by)
 
 
 def unkept(folder: Path) -> str:
@@ -204,7 +209,7 @@ def _flush(path: Path) -> None:
 def compile_into(
     folder: Path, compiler: str, sets: dict[str, tuple[str, ...]], extra: tuple[str, ...] = ()
 ) -> tuple[list[Path], list[str]]:
-    """Write object files to ``folder``; return them and the instruction sets whose flags the compiler does not know."""
+    """Write object files to ``folder``; return them and the instruction sets that the compiler refused."""
     objects: list[Path] = []
     left_out: list[str] = []
     here: list[str] = []
@@ -214,8 +219,7 @@ def compile_into(
         try:
             _run(compiler, *FLAGS, *flags, *here, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made))
         except subprocess.CalledProcessError:
-            # What it knows failed for want of something else, as memory or a disk: the next start may have it.
-            if name in needed or _knows(compiler, flags, made):
+            if name in needed:
                 raise
             left_out.append(name)
             continue
@@ -225,10 +229,10 @@ def compile_into(
     return objects, left_out
 
 
-def _knows(compiler: str, flags: tuple[str, ...], made: Path) -> bool:
-    """Return whether a compiler takes the flags of an instruction set, by a file with nothing in it."""
+def _knows(compiler: str, flags: tuple[str, ...]) -> bool:
+    """Return whether a compiler takes the flags of an instruction set, by an empty file; nothing is written."""
     try:
-        _run(compiler, *flags, "-x", "c++", "-c", os.devnull, "-o", str(made))
+        _run(compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull)
     except subprocess.CalledProcessError:
         return False
     return True
