@@ -704,7 +704,7 @@ def run(
 
 
 MARKS = "not slow and not gpu and not kernels"  # as `make test`: what it leaves out notices nothing in time
-OPTIONS = ("-xqm", MARKS, "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed", "0", "--no-header")
+OPTIONS = ("-xqm", MARKS, "-p", "no:cacheprovider", "--hypothesis-seed", "0", "--no-header")
 
 
 @dataclass
