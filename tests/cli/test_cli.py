@@ -199,7 +199,11 @@ def test_bad_option_is_a_usage_error(here) -> None:
         ("eval blocks --episodes 10.7", "--episodes: expected a whole number, got '10.7'"),
         ("serve blocks --max-batch 2.5", "--max-batch: expected a whole number, got '2.5'"),
         ("serve blocks --reuse=maybe", "--reuse: expected true or false, got 'maybe'"),
-        ("--verbose serve blocks", "unknown flag --verbose: did you mean '--version'?"),
+        ("--versoin serve blocks", "unknown flag --versoin: did you mean '--version'?"),
+        (
+            "--verbose serve blocks",
+            "unknown flag --verbose: those of a verb stand behind it, `sinew VERB --help`",
+        ),
         ("--zzz", "unknown flag --zzz: those of a verb stand behind it, `sinew VERB --help`"),
         ("recording datast", "unknown verb 'datast': did you mean 'dataset'?"),
         ("recording zzz", "unknown verb 'zzz': expected one of replay, mcap, rrd, dataset"),

@@ -175,6 +175,18 @@ def test_what_is_missing_is_named(openpi_checkpoint):
         convert(path, out, arch=arch, openpi_config="pi7")
     with pytest.raises(ConvertError, match="'pi05_doird' is not one of them; did you mean 'pi05_droid'"):
         convert(path, out, arch=arch, openpi_config="pi05_doird")
+    for name in ("pi0_fast_libero", "pi0_fast_libero_low_mem_finetune", "paligemma_binning_droid"):
+        with pytest.raises(ConvertError, match=f"--openpi-config {name}: .*type pi0_fast") as caught:
+            convert(path, out, arch=arch, openpi_config=name)
+        assert "did you mean" not in str(caught.value)
+    for name in (
+        "pi05_libero_lora",
+        "pi0_drone",
+        "pi05_aloha_sim",
+        "mine",
+    ):  # other robots and models: no hint
+        with pytest.raises(ConvertError, match=f"'{name}' is not one of them\\): pi0_aloha"):
+            convert(path, out, arch=arch, openpi_config=name)
     with pytest.raises(ConvertError, match=r"does not fit its config: .* is missing"):
         convert(path, out, arch=arch, openpi_config="pi0_droid")  # pi0.5's weights
     with pytest.raises(ConvertError, match="does not fit its config"):

@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 import difflib
+import re
 from contextlib import contextmanager
-from typing import Iterable, Iterator
+from typing import Collection, Iterable, Iterator
+
+ONE_WORD = (
+    0.6  # similarity of two words from which one may be the other misspelt; difflib's own default for names
+)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'camera1'?`` where a known name is close, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return ``; did you mean 'camera1'?`` where ``name`` is a known name with a slip of the keyboard, else nothing.
+
+    A name that is only similar is no slip: ``pi0_fast_libero`` is another model than ``pi0_libero``, and ``camera4``
+    another camera than ``camera1``.
+    """
+    names = list(known)
+    words = {word for each in names for word in _words(each)}
+    close = difflib.get_close_matches(name, names, n=3)
+    near = next((each for each in close if _is_slip(name, each, words)), None)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W_]+", name.lower())
+
+
+def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
+    """Return whether every word of ``name`` is the word of ``known`` at its place, or that word misspelt.
+
+    words: of all known names. One of them is not another one misspelt, and neither is one with another number.
+    """
+    left, right = _words(name), _words(known)
+    if "".join(left) == "".join(right):
+        return True  # the separators differ
+    return len(left) == len(right) and all(
+        a == b
+        or (
+            a not in words
+            and re.findall(r"\d", a) == re.findall(r"\d", b)
+            and difflib.SequenceMatcher(None, a, b).ratio() >= ONE_WORD
+        )
+        for a, b in zip(left, right)
+    )
 
 
 class SinewError(Exception):

@@ -8,6 +8,7 @@ training config. The published ones are in ``families/pi/openpi/embodiments.py``
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lm_head import LM_HEAD_SETTING, PROMPT_SETTINGS
 from sinew.convert.names import rename
-from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions
+from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions, Setting
 from sinew.convert.read import safetensors
 from sinew.convert.read.files import directory_config, read_json
 from sinew.convert.read.record import JsonRecord
@@ -33,7 +34,7 @@ from sinew.families.pi.convert import (
     with_text,
 )
 from sinew.families.pi.openpi.embodiments import OPENPI_CONFIGS, OpenPIConfig
-from sinew.families.pi.openpi.jax import read_params
+from sinew.families.pi.openpi.jax import Adapters, read_params
 from sinew.families.pi.openpi.own_config import own_config
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.base import PromptStep
@@ -53,7 +54,26 @@ PERIODS = {"min_period": 4e-3, "max_period": 4.0}
 
 NAMES = ("openpi pi0", "openpi pi05")
 OPTIONS = ("tokenizer", "arch", "stats", "openpi_config")
-SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "lm_head": LM_HEAD_SETTING, **PROMPT_SETTINGS}
+SETTINGS = {
+    "solver_steps": SOLVER_STEPS_SETTING,
+    "lm_head": LM_HEAD_SETTING,
+    **PROMPT_SETTINGS,
+    "lora_alpha": Setting(
+        str,
+        "alpha of the run's LoRAConfig: one number, or two (language model, action expert) with a comma between",
+    ),
+    "rslora": Setting(bool, "whether the run's LoRAConfig sets rslora"),
+    "lora_merged": Setting(
+        bool,
+        "true: what converted this LoRA run to PyTorch merged its adapters (openpi's own script drops them)",
+    ),
+    "ignore": Setting(str, "weights, or keys of config.json, to leave aside, separated by commas"),
+}
+VARIANT_KEYS = ("paligemma_variant", "action_expert_variant")
+LORA = "_lora"  # ends the names of openpi's variants with adapters
+# Keys of config.json, as openpi's converter writes them or a copy of Pi0Config has them: read, and without influence
+READ = ("action_dim", "action_horizon", "paligemma_variant", "action_expert_variant")
+UNREAD = ("precision", "dtype", "pytorch_compile_mode")
 
 
 def recognises(path: Path) -> bool:
@@ -79,17 +99,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         raise ConvertError(f"{path}: expected a checkpoint, the folder of a step, as {steps}")
     published, own = OPENPI_CONFIGS.get(options.openpi_config), Path(options.openpi_config)
     if published is None and own.suffix != ".json":
-        known = ", ".join(OPENPI_CONFIGS)
-        near = did_you_mean(options.openpi_config, OPENPI_CONFIGS)
-        got = (
-            f"{options.openpi_config!r} is not one of them{near}"
-            if options.openpi_config
-            else "none was given"
-        )
-        raise ConvertError(
-            f"{path}: give the training config with --openpi-config NAME ({got}): {known}; or one of your own as a"
-            " file, NAME.json (docs/tutorial-openpi.md)"
-        )
+        raise ConvertError(_unknown_config(path, options.openpi_config))
     stats_file = find_statistics(path, options.stats)
     own_files = [] if published else [own]
     published = published or own_config(own, JsonRecord(stats_file))
@@ -109,6 +119,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         )
     if "action_horizon" not in record:
         raise ConvertError(f"{own}: action_horizon is missing, and {config_file} does not say it")
+    _check_config(config_file, published, options)
+    lora = any(str(record[key]).endswith(LORA) for key in VARIANT_KEYS) or published.lora
+    record |= {key: str(record[key]).removesuffix(LORA) for key in VARIANT_KEYS}
     arch = read_json(options.arch) if options.arch else {}
     config = model_config(
         architecture,
@@ -126,7 +139,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     tokenizer = find_tokenizer(options, path / "tokenizer", path, whose=WHOSE_TOKENIZER)
     robot = published.embodiment
     side = config.vision.image_size
-    weights, files = read_weights(path, architecture)
+    weights, files, notes = read_weights(path, architecture, options, lora)
     weights = tensors(weights, architecture)
     head = paligemma_head(options, weights, tokenizer)
     config = replace(config, lm_head=head.kind)
@@ -175,17 +188,108 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             *([options.arch] if options.arch else []),
             tokenizer.path,
         ],
-        notes=(f"openpi training config {options.openpi_config}", *head.notes),
+        notes=(f"openpi training config {options.openpi_config}", *notes, *head.notes),
         widths_assumed=options.arch is None,
     )
 
 
-def read_weights(path: Path, architecture: str) -> tuple[dict[str, TensorSource], list[Path]]:
-    """Return the tensors under openpi's PyTorch names, and the files that hold them."""
-    params = path / "params"
+def _unknown_config(path: Path, name: str) -> str:
+    """Return the message about a training config that is not in the table."""
+    known = ", ".join(OPENPI_CONFIGS)
+    if {"fast", "binning", "vq"} & {*name.split("_")}:
+        return (
+            f"{path}: --openpi-config {name}: expected a pi0 or pi0.5, got a training config of an autoregressive"
+            " policy. Sinew reads a pi0-FAST in LeRobot's layout only, where config.json has the type pi0_fast; train"
+            " or convert it there"
+        )
+    got = f"{name!r} is not one of them{did_you_mean(name, OPENPI_CONFIGS)}" if name else "none was given"
+    return (
+        f"{path}: give the training config with --openpi-config NAME ({got}): {known}; or one of your own as a"
+        " file, NAME.json (docs/tutorial-openpi.md)"
+    )
+
+
+def read_weights(
+    path: Path, architecture: str, options: ConvertOptions, lora: bool
+) -> tuple[dict[str, TensorSource], list[Path], list[str]]:
+    """Return the tensors under openpi's PyTorch names, the files that hold them, and notes.
+
+    lora: the run trained adapters, by its configuration. Raises :class:`ConvertError` for a checkpoint that has lost
+    them.
+    """
+    params, merged = path / "params", 0
+    ignored = _ignored(options, path)
     if params.is_dir() and not (path / "model.safetensors").exists():
-        return read_params(params, architecture), sorted(file for file in params.rglob("*") if file.is_file())
-    return safetensors.read_weights(path)
+        adapters = Adapters(_alpha(options), options.setting("rslora", False))
+        weights, merged = read_params(params, architecture, adapters, ignored)
+        files = sorted(file for file in params.rglob("*") if file.is_file())
+    else:
+        weights, files = safetensors.read_weights(path)
+        if absent := [name for name in ignored if name not in weights]:
+            raise ConvertError(
+                f"--set ignore={absent[0]}: expected a tensor of {files[0]} or a key of config.json"
+            )
+        weights = {name: source for name, source in weights.items() if name not in ignored}
+    if merged:
+        return weights, files, [f"LoRA: the adapters of {merged} stacked weights were merged into them"]
+    for name in ("lora_alpha", "rslora"):
+        if name in options.settings:
+            raise ConvertError(
+                f"--set {name}: expected a checkpoint with params/ and LoRA adapters, got none"
+            )
+    if lora and not options.setting("lora_merged", False):
+        raise ConvertError(
+            f"{path}: expected the LoRA adapters of this run, got weights without them. openpi's"
+            " convert_jax_model_to_pytorch.py drops adapters, so this may be the base model. Convert the JAX"
+            " checkpoint, the folder of a step with params/; or add --set lora_merged=true where your script merged"
+            " the adapters"
+        )
+    return weights, files, []
+
+
+def _alpha(options: ConvertOptions) -> tuple[float, float] | None:
+    """Return ``--set lora_alpha`` for the language model and the action expert. Raises :class:`ConvertError`."""
+    text = options.setting("lora_alpha", None)
+    if text is None:
+        return None
+    try:
+        numbers = [float(each) for each in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(math.isfinite(each) and each > 0 for each in numbers):
+        raise ConvertError(f"--set lora_alpha: expected one or two numbers above 0, got {text!r}")
+    return numbers[0], numbers[-1]
+
+
+def _ignored(options: ConvertOptions, path: Path) -> list[str]:
+    """Return the arrays that ``--set ignore`` names; its other names are keys of config.json."""
+    keys = directory_config(path)
+    return [name for name in str(options.setting("ignore", "")).split(",") if name and name not in keys]
+
+
+def _check_config(file: Path, published: OpenPIConfig, options: ConvertOptions) -> None:
+    """Raise :class:`ConvertError` for keys of config.json that differ from the training config, or are not known."""
+    record = directory_config(file.parent)
+    tokens = PROMPT_TOKENS[published.pi05]
+    meant = {
+        "pi05": published.pi05,
+        "max_token_len": tokens,
+        "discrete_state_input": published.state_in_prompt,
+    }
+    if not published.pi05:
+        meant["discrete_state_input"] = False
+    ignored = str(options.setting("ignore", "")).split(",")
+    for key, value in meant.items():
+        if key not in ignored and record.get(key, value) not in (value, None):
+            raise ConvertError(
+                f"{file}: {key}: expected {value} as the training config {options.openpi_config}, got {record[key]!r};"
+                " give the configuration that the checkpoint was trained with"
+            )
+    if unknown := [key for key in record if key not in (*READ, *UNREAD, *meant, *ignored)]:
+        raise ConvertError(
+            f"{file}: expected keys of openpi's Pi0Config, got {', '.join(unknown)}; where they do not change what is"
+            f" computed, --set ignore={','.join(unknown)} leaves them aside"
+        )
 
 
 def prompt_recipe(published: OpenPIConfig, vocab_size: int, pad_id: int) -> PromptRecipe:

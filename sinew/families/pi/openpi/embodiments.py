@@ -101,7 +101,8 @@ LIBERO = PiEmbodiment(
 class OpenPIConfig:
     """What openpi's training config says and its checkpoint does not.
 
-    relative_actions: the model's actions are relative to the state. state_in_prompt: pi0.5's default.
+    relative_actions: the model's actions are relative to the state. state_in_prompt: pi0.5's default. lora: the run
+    trained LoRA factors, so a checkpoint without them has lost what it learned.
     """
 
     embodiment: PiEmbodiment
@@ -110,6 +111,7 @@ class OpenPIConfig:
     relative_actions: bool = False
     state_in_prompt: bool = True
     default_prompt: str = ""
+    lora: bool = False
 
 
 OPENPI_CONFIGS = {
@@ -130,5 +132,6 @@ OPENPI_CONFIGS = {
     "pi05_droid_finetune": OpenPIConfig(DROID, True, chunk_size=16),
     "pi05_full_droid_finetune": OpenPIConfig(DROID, True, chunk_size=16, relative_actions=True),
     "pi0_libero": OpenPIConfig(LIBERO, False, relative_actions=True),
+    "pi0_libero_low_mem_finetune": OpenPIConfig(LIBERO, False, relative_actions=True, lora=True),
     "pi05_libero": OpenPIConfig(LIBERO, True, chunk_size=10, state_in_prompt=False),
 }

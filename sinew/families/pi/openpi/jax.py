@@ -3,11 +3,21 @@
 Layers are stacked along the first axis and projections keep their heads apart; each tensor of the PyTorch
 layout is one slice of a stored array, transposed. Slices are read when they are written, one at a time.
 Axes: L layers, C width, N heads, K key/value heads, H head size, F hidden size of the MLP.
+
+A run with LoRA stores two factors in addition to each weight of Gemma. They are merged (openpi ``models/lora.py``):
+
+    attention       W + scale * A @ B,   scale = alpha / rank, or alpha / sqrt(rank) with rslora
+    output of it    W[n] + scale * A[n] @ sum over all heads of B
+    feed-forward    W + A @ B, never scaled
+
+The second line differs because openpi's equation of that layer, "BTNH,NHC->BTC", has no heads in its result: the first
+factor sums over the heads, and then the second does.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +28,13 @@ import numpy as np
 from sinew.bundle.writer import TensorSource
 from sinew.convert.read.elements import BF16, F32
 from sinew.convert.read.files import read_json
-from sinew.convert.tensors import Transform, moved
+from sinew.convert.tensors import Transform, computed, moved, rounded
 from sinew.core import ConvertError
 from sinew.core.extras import install
 
 Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
 
+MOST_NAMED, MOST_TYPED = 8, 400  # arrays, and characters, in an error
 STORED = {"float32": F32, "bfloat16": BF16}
 VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model"
 LANGUAGE = "paligemma_with_expert.paligemma.model.language_model"
@@ -53,6 +64,43 @@ def heads_first(x: np.ndarray) -> np.ndarray:  # [N, C, H] -> [N * H, C]
 
 def flat(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1)
+
+
+# The rank of openpi's own variants, whose alpha equals it: gemma_2b_lora and gemma_300m_lora (``models/gemma.py``)
+PUBLISHED_RANKS = {"": 16, "_1": 32}  # by the suffix of the language model and of the action expert
+ATTENTION = re.compile(r"PaliGemma\.llm\.layers\.attn\.(?P<einsum>\w+?_einsum)(?P<suffix>_1)?\.w")
+FACTORS = ("lora_a", "lora_b")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """How the LoRA factors of a run are scaled, where the user says it.
+
+    Attributes:
+        alpha: of the language model and of the action expert; None takes that of openpi's own variants.
+        rslora: True divides alpha by the square root of the rank.
+    """
+
+    alpha: tuple[float, float] | None = None
+    rslora: bool = False
+
+    def scale(self, name: str, rank: int) -> float:
+        """Return the factor of the product of ``name``'s adapter. Raises :class:`ConvertError` for an unknown alpha."""
+        attention = ATTENTION.fullmatch(name)
+        if attention is None:
+            return 1.0
+        suffix = attention["suffix"] or ""
+        if self.alpha is not None:
+            alpha = self.alpha[suffix == "_1"]
+        elif rank == PUBLISHED_RANKS[suffix]:
+            alpha = float(rank)
+        else:
+            raise ConvertError(
+                f"{name}: expected a LoRA adapter of rank {PUBLISHED_RANKS[suffix]} as in openpi's own variants, got"
+                f" rank {rank}; give the alpha of your LoRAConfig with --set lora_alpha=NUMBER, or"
+                " --set lora_alpha=LANGUAGE,EXPERT where the two differ (--set rslora=true where it sets rslora)"
+            )
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 @dataclass(frozen=True)
@@ -93,6 +141,11 @@ class OrbaxStore:
         self.names = {name.removeprefix("params.").removesuffix(".value"): name for name in names}
         self.arrays: dict[str, Any] = {}
 
+    @property
+    def left(self) -> list[str]:
+        """Names of the arrays that nobody has asked for."""
+        return [name for name in self.names if name not in self.arrays]
+
     def array(self, name: str) -> Any:
         if name not in self.names:
             raise ConvertError(f"{self.path}: the checkpoint has no {name!r}")
@@ -112,19 +165,92 @@ class OrbaxStore:
             self.arrays[name] = opened
         return self.arrays[name]
 
-    def source(self, entry: Entry) -> TensorSource:
-        name, stored, index, transform = entry
+    def slice(self, name: str, stored: str, index: tuple[int, ...]) -> TensorSource:
+        """Return one entry of a stored array under ``name``."""
         array = self.array(stored)
         shape = tuple(array.shape[len(index) :])
         nbytes = math.prod(shape) * (4 if array.dtype.name == "float32" else 2)
-        kind = STORED[array.dtype.name]
-        return moved(transform, TensorSource(name, shape, kind, nbytes, StoredSlice(array, index)))
+        return TensorSource(name, shape, STORED[array.dtype.name], nbytes, StoredSlice(array, index))
 
 
-def read_params(path: Path, architecture: str) -> dict[str, TensorSource]:
-    """All tensors of a pi0 or pi0.5 ``params`` directory under openpi's PyTorch names."""
-    store = OrbaxStore(path)
-    return {entry[0]: store.source(entry) for entry in _entries(store, architecture == "pi05")}
+class Params:
+    """The weights of a ``params`` directory, each with its LoRA factors merged into it.
+
+    Attributes:
+        merged: names of the weights that have factors.
+    """
+
+    def __init__(self, store: OrbaxStore, adapters: Adapters):
+        self.store, self.adapters = store, adapters
+        self.merged: set[str] = set()
+
+    def source(self, entry: Entry) -> TensorSource:
+        name, stored, index, transform = entry
+        weight = self.store.slice(name, stored, index)
+        before = stored.removesuffix(".w") + ("." if stored.endswith(".w") else "_")
+        factors = [f"{before}{factor}" for factor in FACTORS]
+        there = [factor for factor in factors if factor in self.store.names]
+        if len(there) == 1:
+            raise ConvertError(
+                f"{self.store.path}: expected {factors[0]} and {factors[1]}, got {there[0]} alone"
+            )
+        if there:
+            self.merged.add(stored)
+            weight = self._with(
+                stored, weight, *(self.store.slice(factor, factor, index) for factor in factors)
+            )
+        return moved(transform, weight)
+
+    def _with(self, stored: str, weight: TensorSource, down: TensorSource, up: TensorSource) -> TensorSource:
+        rank = down.shape[-1] if down.shape else 0
+        wanted = ((*weight.shape[:-1], rank), (*weight.shape[:-2], rank, weight.shape[-1]))
+        if not rank or (down.shape, up.shape) != wanted:
+            raise ConvertError(
+                f"{self.store.path}: LoRA adapter of {stored}: expected shapes {[*wanted[0]]} and {[*wanted[1]]}, got"
+                f" {[*down.shape]} and {[*up.shape]}; Sinew merges adapters of a weight's last two axes"
+            )
+        scale = np.float32(self.adapters.scale(stored, rank))
+        attention = ATTENTION.fullmatch(stored)
+        over_heads = attention is not None and attention["einsum"] == "attn_vec_einsum"
+
+        def add(w: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return w + scale * (a @ (b.sum(axis=0) if over_heads else b))
+
+        found = computed(add, weight, down, up, shape=weight.shape)
+        return rounded(found) if weight.type is BF16 else found
+
+
+def read_params(
+    path: Path, architecture: str, adapters: Adapters | None = None, ignored: Iterable[str] = ()
+) -> tuple[dict[str, TensorSource], int]:
+    """Read all tensors of a pi0 or pi0.5 ``params`` directory.
+
+    Args:
+        path: The directory.
+        architecture: "pi0" or "pi05".
+        adapters: How LoRA factors are scaled.
+        ignored: Names of arrays that may be left over.
+
+    Returns:
+        The tensors under openpi's PyTorch names, and how many weights had LoRA factors, which are merged.
+
+    Raises:
+        ConvertError: The directory has other arrays than the model: the policy was trained with them.
+    """
+    params = Params(OrbaxStore(path), adapters or Adapters())
+    entries = list(_entries(params.store, architecture == "pi05"))
+    found = {entry[0]: params.source(entry) for entry in entries}
+    for name in ignored:
+        if name not in params.store.left:
+            raise ConvertError(f"--set ignore={name}: expected an array of {path} that is not read")
+    if left := sorted(set(params.store.left) - {*ignored}):
+        more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
+        kind = "LoRA factors of no weight of the model" if all("lora" in name for name in left) else "arrays"
+        raise ConvertError(
+            f"{path}: expected the arrays of {architecture} alone, got {kind}: {', '.join(left[:MOST_NAMED])}{more};"
+            f" where the actions do not depend on them, --set ignore={','.join(left)[:MOST_TYPED]} leaves them out"
+        )
+    return found, len(params.merged)
 
 
 def _entries(store: OrbaxStore, adaptive: bool) -> Iterator[Entry]:
