@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.core import machine
 

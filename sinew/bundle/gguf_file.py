@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.core import BundleError
 

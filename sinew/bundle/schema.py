@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from sinew_client.given import named, shown
+from sinew_client.untrusted import named, shown
 
 from sinew.bundle.adapter import AdapterBase
 from sinew.core import MAX_HISTORY_STEPS, BundleError, MotionSpec, PolicySpec

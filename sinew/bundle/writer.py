@@ -19,7 +19,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.bundle.reader import BLANK, Bundle, header_hash
 from sinew.bundle.schema import ALIGNMENT, KEY_HEADER, KEY_TENSORS, Manifest

@@ -18,7 +18,7 @@ from typing import Any
 from cyclopts import App
 from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Dict, Env
-from sinew_client.given import read_text, shown
+from sinew_client.untrusted import read_text, shown
 
 from sinew.cli.verbs import groups_of
 from sinew.core import SinewError, did_you_mean, progress

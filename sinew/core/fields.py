@@ -18,9 +18,9 @@ from importlib.metadata import EntryPoint
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from sinew_client.given import named, shown
 from sinew_client.solver import Solver
 from sinew_client.types import MAX_HISTORY, MAX_HISTORY_STEPS, CameraSpec, KeyMap, PolicySpec, VectorSpec
+from sinew_client.untrusted import named, shown
 
 from sinew.core import MAX_SIZE, BundleError
 from sinew.core.registry import loaded, place_of

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sinew_client.given import read_text
+from sinew_client.untrusted import read_text
 
 from sinew.core import SinewError, did_you_mean
 from sinew.perf.operators import BITS

@@ -7,7 +7,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinew_client.given import read_text
+from sinew_client.untrusted import read_text
 
 from sinew.core import SinewError
 from sinew.core.fields import from_builtins

@@ -11,6 +11,7 @@ command, and ``names`` of the numbers of both), and ``server``, what decided the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,10 +24,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from sinew_client.untrusted import Npz, UntrustedError, open_npz, parse_json
+from sinew_client.untrusted.archives import MAX_ARRAYS, MAX_UNPACKED
 
 from sinew.core import MAX_HISTORY, MAX_SIZE, WORDS, Moment, Observation, SinewError, scratch
 from sinew.records import arithmetic
-from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.records.background_writer import BackgroundWriter, Entry
 
 MAX_NAME = 256  # characters of a camera's name in a file
@@ -155,9 +157,9 @@ class Recorder(BackgroundWriter):
         if strange := [name for name, each in arrays.items() if np.asarray(each).dtype.hasobject]:
             raise ValueError(f"{strange[0]}: expected numbers or text")
         total = sum(np.asarray(array).nbytes for array in arrays.values())
-        if len(arrays) > MAX_ARRAYS or total > MAX_BYTES or arrays["meta"].nbytes > 4 * MAX_META:
+        if len(arrays) > MAX_ARRAYS or total > MAX_UNPACKED or arrays["meta"].nbytes > 4 * MAX_META:
             raise SinewError(
-                f"record: expected at most {MAX_ARRAYS} arrays of {MAX_BYTES} bytes, got {total}"
+                f"record: expected at most {MAX_ARRAYS} arrays of {MAX_UNPACKED} bytes, got {total}"
             )
         part, path, held = self._claim()
         try:
@@ -208,11 +210,28 @@ def record_files(directory: Path) -> list[Path]:
     )
 
 
+@contextlib.contextmanager
+def open_record(path: Path) -> Iterator[Npz]:
+    """Open the arrays of a record, each read on request.
+
+    Raises:
+        SinewError: the file is not a record. Errors of the readers inside the block become this one too.
+    """
+    try:
+        with (
+            SinewError.at(path, OSError),
+            open_npz(path, max_arrays=MAX_ARRAYS, max_unpacked=MAX_UNPACKED) as npz,
+        ):
+            yield npz
+    except ValueError as error:
+        raise SinewError(f"{path}: not a record ({error!s:.300})") from None
+
+
 def read_record(path: Path) -> Record:
     """Return what a file of ``--record`` holds. Raises :class:`SinewError` for a file that is none."""
-    with Archive(path) as archive:
-        meta = read_meta(archive)
-        arrays = {name: archive.read(name) for name in archive.names if name != "meta"}
+    with open_record(path) as npz:
+        meta = read_meta(npz)
+        arrays = {name: npz.read(name) for name in npz.names if name != "meta"}
     try:
         for name, array in arrays.items():
             check_array(name, array)
@@ -262,23 +281,20 @@ def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
     return moments
 
 
-def read_meta(archive: Archive) -> dict[str, Any]:
-    """Return the text part of a record, its fields of the kinds that ``_Meta`` says. Raises :class:`SinewError`."""
-    array = archive.read("meta")
+def read_meta(npz: Npz) -> dict[str, Any]:
+    """Return the text part of a record, its fields of the kinds that ``_Meta`` says. Raises ValueError."""
+    array = npz.read("meta")
     if array.dtype.kind != "U" or array.shape or array.nbytes > 4 * MAX_META:
-        raise SinewError(
-            f"{archive.path}: not a record (meta: expected one text of at most {MAX_META} characters, got {array.dtype}"
-            f" {list(array.shape)})"
-        )
+        text = f"one text of at most {MAX_META} characters"
+        raise UntrustedError(text, f"{array.dtype} {list(array.shape)}", "meta")
     try:
-        meta: dict[str, Any] = json.loads(str(array))
+        meta: dict[str, Any] = parse_json(str(array), finite=False)
         checked = msgspec.convert(meta, _Meta)
-        json.dumps(meta, ensure_ascii=False).encode()  # lone surrogates are no text, and end who prints them
-        for field, value in (("recorded", checked.recorded), ("total_ms", checked.total_ms)):
+        for name, value in (("recorded", checked.recorded), ("total_ms", checked.total_ms)):
             if value is not None and not math.isfinite(value):
-                raise ValueError(f"{field}: expected a finite number, got {value}")
-    except (ValueError, RecursionError, OverflowError) as error:  # msgspec's are ValueErrors
-        raise SinewError(f"{archive.path}: not a record (meta: {error!s:.300})") from None
+                raise ValueError(f"{name}: expected a finite number, got {value}")
+    except (ValueError, OverflowError) as error:  # msgspec's are ValueErrors
+        raise ValueError(f"meta: {error!s:.300}") from None
     return meta
 
 

@@ -32,8 +32,7 @@ from sinew.core import (
     did_you_mean,
 )
 from sinew.processing import Processor
-from sinew.records.archive import Archive
-from sinew.records.recorder import check_array, moments_in, read_meta, read_record, record_files
+from sinew.records.recorder import check_array, moments_in, open_record, read_meta, read_record, record_files
 from sinew.serve.policies import DEFAULT
 from sinew.serve.served import ServedPolicy
 
@@ -274,12 +273,12 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
 def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
     """The session, the answer and the number of moments of a record, without reading its frames; None for one without
     actions."""
-    with Archive(path) as archive:
-        meta = read_meta(archive)
-        if "actions" not in archive or meta.get("policy", "") not in ("", DEFAULT):
+    with open_record(path) as npz:
+        meta = read_meta(npz)
+        if "actions" not in npz or meta.get("policy", "") not in ("", DEFAULT):
             return None
-        actions = archive.read("actions")
-        moments = moments_in(archive.names)
+        actions = npz.read("actions")
+        moments = moments_in(npz.names)
     with SinewError.at(path, SinewError):
         check_array("actions", actions)
     actions = np.asarray(actions, np.float32)

@@ -24,11 +24,11 @@ from PIL import Image
 from prometheus_client import generate_latest
 from sinew_client import protocol, shared, zmtp
 from sinew_client.robot_report import RobotReport
+from sinew_client.untrusted import UntrustedError, parse_npy
 
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.policy import load
-from sinew.records.npy import dump_npy, load_npy
-from sinew.serve.decode.array import pack
+from sinew.serve.decode.array import dump_npy, pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.robots import Robots
 from sinew.serve.safety import Safety
@@ -82,7 +82,7 @@ REPORT = RobotReport(
     clipped_commands=2, clipped={"a.velocity": 2}, limits=("range", "velocity"), failed_requests=1, takeovers=1,
     steps_by_hand=5, episodes=3, successes=2, arm=(0.0, 0.0, 0.0, 0.0, 0.0, 0.25, 0.5, 0.0, 0.25),
 )  # fmt: skip
-EXPECTED = (SinewError, zmtp.ZmtpError)
+EXPECTED = (SinewError, zmtp.ZmtpError, UntrustedError)
 
 
 def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
@@ -187,7 +187,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
             ),
             read_observation,
         ),
-        "npy": (dump_npy(np.array(["go", "on"])), lambda data: load_npy("x", memoryview(data))),
+        "npy": (dump_npy(np.array(["go", "on"])), lambda data: parse_npy(memoryview(data))),
         "pickle": (
             pickle.dumps({"a.pos": 1.5, "task": "go", "n": [1, 2, (3,)]}, 4),
             lambda data: load_pickle(data, {}),

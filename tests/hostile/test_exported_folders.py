@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.bundle import Bundle, digests
 from sinew.core import BundleError

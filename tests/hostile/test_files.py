@@ -22,7 +22,7 @@ import pytest
 from rich.panel import Panel
 from rich.progress import TextColumn
 from rich.text import Text
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main, terminal

@@ -95,8 +95,8 @@ def bombs() -> dict[str, tuple[bytes, str]]:
             archive(record(**{"images/front": zeros(header("|u1", shape), frame)})),
             "at most 268435456",
         ),
-        "many arrays": (archive(record(**images)), "at most 268435456 bytes of arrays"),
-        "too many": (archive(record(**{f"x{n}": plain(b"") for n in range(130)})), "at most 128 arrays"),
+        "many arrays": (archive(record(**images)), "at most 268435456 unpacked bytes"),
+        "too many": (archive(record(**{f"x{n}": plain(b"") for n in range(130)})), "at most 128 entries"),
         "a long directory": (
             archive({f"{n:06}.npy": plain(b"") for n in range(60_000)}),
             "a directory of at most",
@@ -111,7 +111,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
         ),
         "a promise": (
             archive(record(state=(plain(bytes(99))[0], 200 << 20, 0))),
-            "bytes cannot become 209715200",
+            "of 6 packed ones, got 209715200",
         ),
         "LZMA": (archive(record(), zipfile.ZIP_LZMA), "got method 14"),
         "many rows": (
@@ -185,8 +185,8 @@ def test_what_a_file_says_takes_no_memory(tmp_path: Path) -> None:
         (META | {"seed": {"a": 1}}, r"at `\$.seed`"),
         (META | {"server": [1]}, r"at `\$.server`"),
         (META | {"server": {"precision": ["fp32"]}}, "server.precision"),
-        ("[" * 100_000, "meta: maximum recursion depth"),
-        ('{"seed": ' + "9" * 5000 + "}", "meta: Exceeds the limit"),
+        ("[" * 100_000, "meta: expected at most 64 levels of containers"),
+        ('{"seed": ' + "9" * 5000 + "}", "meta: .*Exceeds the limit"),
         ("[1]", "meta: Expected `object`, got `array`"),
     ],
 )

@@ -13,8 +13,10 @@ from sinew_client.control import journal
 from sinew_client.control.journal import JournalError, is_journal, repeat, watched
 from sinew_client.control.safety import Limits, LimitsError
 from sinew_client.control.settings import Settings, SettingsError
-from sinew_client.given import MAX_NODES, SHOWN, named, parse_yaml, shown
 from sinew_client.protocol import decode_metadata, schema
+from sinew_client.untrusted import named, parse_yaml, shown
+from sinew_client.untrusted.texts import MAX_NODES
+from sinew_client.untrusted.words import SHOWN
 from sinew_ros.contract import ContractError
 from sinew_ros.contract import read as read_contract
 
@@ -79,7 +81,7 @@ def test_aliases_are_counted_with_what_they_stand_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[" * 30_000, "recursion"),
+        ("[" * 30_000, "at most 64 levels of containers"),
         ("a: " + "x" * 300_000, "at most 262144 bytes"),
         ("a: " + "x" * 20_000, "at most 16384 characters, got 20000"),
         ("[" + "a," * 20_000 + "]", f"at most {MAX_NODES} values, got more"),

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sinew_client.untrusted import UntrustedError, parse_npy, raw_array, unpack_msgpack
+from sinew_client.untrusted.messages import MAX_TEXT, MAX_VALUES
 
 from sinew.core import ObservationError, RequestError, SinewError
-from sinew.records.npy import dump_npy, load_npy, raw_array
-from sinew.serve.decode.msgpack import MAX_TEXT, MAX_VALUES, unpack
+from sinew.serve.decode.array import dump_npy
 from tests.serve.test_groot_wire import CODEC, decoded, encoded, flat, nested, request
 from tests.work import lines_of
 
@@ -43,7 +44,7 @@ def npy(array: np.ndarray) -> bytes:
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype.str}{array.shape}")
 def test_arrays_as_numpy_reads_and_writes_them(array):
-    got = load_npy("x", memoryview(npy(array)))
+    got = parse_npy(memoryview(npy(array)))
     np.testing.assert_array_equal(got, array)
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
     back = np.load(io.BytesIO(dump_npy(array)), allow_pickle=False)
@@ -93,10 +94,10 @@ def described(descr: str, shape: str, body: bytes = b"", order: str = "False") -
 )
 def test_hostile_arrays(data, text):
     if text == ".":
-        assert load_npy("x", memoryview(data)).size == 0
+        assert parse_npy(memoryview(data)).size == 0
     else:
-        with pytest.raises(ObservationError, match=text):
-            lines_of(lambda: load_npy("x", memoryview(data)), 10_000)
+        with pytest.raises(UntrustedError, match=text):
+            lines_of(lambda: parse_npy(memoryview(data)), 10_000)
 
 
 def test_hostile_messages_are_refused_early():
@@ -152,7 +153,7 @@ def test_reads_what_the_library_writes(value):
                 return {key: plain(each) for key, each in node.items()}
         return node
 
-    assert plain(unpack(memoryview(msgpack.packb(value)))) == value
+    assert plain(unpack_msgpack(memoryview(msgpack.packb(value)))) == value
 
 
 def take(payload: bytes) -> None:
@@ -263,14 +264,14 @@ def test_requests_with_any_values(data, token):
 @given(any_npy | st.binary(max_size=200))
 def test_any_array_bytes(data):
     try:
-        got = load_npy("x", memoryview(data))
-    except ObservationError:
+        got = parse_npy(memoryview(data))
+    except UntrustedError:
         return
     np.testing.assert_array_equal(got, np.load(io.BytesIO(data), allow_pickle=False))
 
 
 def test_raw_arrays_are_checked_like_files():
-    with pytest.raises(ObservationError, match="as dtype"):
-        raw_array("x", memoryview(bytes(8)), "O", [1])
-    with pytest.raises(ObservationError, match="expected 8 bytes"):
-        raw_array("x", memoryview(bytes(4)), "<f4", [2])
+    with pytest.raises(UntrustedError, match="as dtype"):
+        raw_array(memoryview(bytes(8)), "O", [1])
+    with pytest.raises(UntrustedError, match="expected 8 bytes"):
+        raw_array(memoryview(bytes(4)), "<f4", [2])

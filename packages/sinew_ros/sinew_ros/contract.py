@@ -14,7 +14,7 @@ from sinew_client.control import Settings
 from sinew_client.control.defaults import stated
 from sinew_client.control.end_effector import KinematicsOptions
 from sinew_client.control.kinematics import Chain, read_chain
-from sinew_client.given import named, read_yaml, shown
+from sinew_client.untrusted import named, read_yaml, shown
 
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
 JOINT_STATE, ARRAY = "sensor_msgs/msg/JointState", "std_msgs/msg/Float64MultiArray"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.core import ConvertError
 

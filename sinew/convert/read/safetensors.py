@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.bundle.writer import FileSlice, TensorSource
 from sinew.convert.read.elements import BF16, ELEMENTS, F16, F32

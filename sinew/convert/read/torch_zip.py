@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from sinew_client.given import open_regular
+from sinew_client.untrusted import open_regular
 
 from sinew.bundle.writer import TensorSource
 from sinew.core import ConvertError

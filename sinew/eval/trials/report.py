@@ -21,8 +21,7 @@ from sinew.eval.runner import Episode
 from sinew.eval.trials.sitting import Sitting
 from sinew.eval.watched import WatchedMoment
 from sinew.records import parts
-from sinew.records.archive import Archive
-from sinew.records.recorder import read_meta, read_record, record_files
+from sinew.records.recorder import open_record, read_meta, read_record, record_files
 
 PICTURES = 60  # of a film, at most
 
@@ -89,8 +88,8 @@ def films(sitting: Sitting, frames: Path, control_hz: float) -> list[Film]:
     """Return a film of each trial whose steps were kept, scene by scene."""
     places: dict[str, list[Path]] = defaultdict(list)
     for path in record_files(frames):
-        with Archive(path) as archive:
-            places[str(read_meta(archive)["session"])].append(path)
+        with open_record(path) as npz:
+            places[str(read_meta(npz)["session"])].append(path)
     trials = [
         (each.seed, index, each) for index, episodes in enumerate(sitting.results()) for each in episodes
     ]

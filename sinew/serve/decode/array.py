@@ -16,9 +16,9 @@ from typing import Any
 
 import msgpack
 import numpy as np
+from sinew_client.untrusted import UntrustedError, unpack_msgpack
 
-from sinew.core import ObservationError
-from sinew.serve.decode import msgpack as msgpack_view
+from sinew.core import ObservationError, RequestError
 
 MAX_NDIM = 6
 _DTYPES = {
@@ -69,7 +69,9 @@ def _kind(text: str) -> np.dtype[Any] | None:
 
 def unpack(payload: bytes | bytearray | memoryview) -> Any:
     """A msgpack message with its arrays decoded: views of the message. Raises RequestError or ObservationError."""
-    return _decoded(msgpack_view.unpack(memoryview(payload).toreadonly()))
+    with RequestError.at("MessagePack", UntrustedError):
+        tree = unpack_msgpack(payload)
+    return _decoded(tree)
 
 
 def pack(tree: Any) -> bytes:
@@ -108,6 +110,17 @@ def _to_map(value: Any) -> Any:
     if isinstance(value, np.generic):
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
     raise TypeError(f"{type(value).__name__} does not travel")
+
+
+def dump_npy(array: np.ndarray) -> bytes:
+    """Return what ``numpy.save`` writes of an array of numbers in C order, in a tenth of its time."""
+    array = np.ascontiguousarray(array)
+    shape = f"({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
+    header = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
+    padded = header.ljust(-(-(len(header) + 11) // 64) * 64 - 11) + "\n"  # data begins at a multiple of 64
+    return b"".join(
+        (b"\x93NUMPY\x01\x00", len(padded).to_bytes(2, "little"), padded.encode(), array.tobytes())
+    )
 
 
 # ----------------------------------------------------------------------------- JSON

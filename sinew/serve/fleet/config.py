@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from sinew_client.given import read_yaml, shown
+from sinew_client.untrusted import read_yaml, shown
 
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError

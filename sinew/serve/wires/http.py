@@ -28,11 +28,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from sinew_client.untrusted.messages import MAX_VALUES
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.array import from_base64, from_json_numpy, pack, to_json_numpy, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
-from sinew.serve.decode.msgpack import MAX_VALUES
 from sinew.serve.request import Outcome, WireMessage
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.routes import JSON, error_entry

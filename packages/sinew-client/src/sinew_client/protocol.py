@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
-from sinew_client.given import shown
 from sinew_client.robot_report import RobotReport
 from sinew_client.types import MOST_TOGETHER, WORDS, ActionChunk, Moment, Observation, Timing
+from sinew_client.untrusted import shown
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 CONDITION_KEYS = ("advantage", "guidance_scale")

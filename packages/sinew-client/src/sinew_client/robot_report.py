@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from sinew_client import schema
 from sinew_client.errors import RequestError
-from sinew_client.given import shown
+from sinew_client.untrusted import shown
 
 STATES = ("starting", "moves", "holds", "paused", "aligning", "human", "ended")
 LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")

@@ -11,8 +11,8 @@ from typing import Any, Literal, Mapping, Sequence
 import numpy as np
 
 from sinew_client.errors import ClientError, ObservationError
-from sinew_client.given import shown
 from sinew_client.solver import FLOW, NoiseLevels, Solver
+from sinew_client.untrusted import shown
 
 MOST_TOGETHER = 64  # observations of one message
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+from sinew_client.untrusted import UntrustedError, parse_npy, raw_array, unpack_msgpack
 
 from sinew.core import (
     ActionChunk,
@@ -37,9 +38,8 @@ from sinew.core import (
 from sinew.core.rate_limited_log import Once
 from sinew.core.registry import hints
 from sinew.processing.arrays import numbers
-from sinew.records.npy import dump_npy, load_npy, raw_array
+from sinew.serve.decode.array import dump_npy
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.decode.msgpack import unpack
 from sinew.serve.request import Outcome
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
@@ -108,7 +108,8 @@ class GrootCodec:
         """Reads the whole message: without its arrays, which stay where they are, it is small or refused."""
         header = GrootHeader()
         try:
-            request = unpack(payload, MAX_VALUES)
+            with RequestError.at("MessagePack", UntrustedError):
+                request = unpack_msgpack(payload, max_values=MAX_VALUES)
             if not isinstance(request, dict):
                 raise RequestError(f"request: expected a map, got {type(request).__name__}")
             endpoint, token = request.get("endpoint", "get_action"), request.get("api_token")
@@ -369,14 +370,22 @@ def _array(key: str, value: Any) -> np.ndarray:
     """An array in either of its forms on the wire."""
     if isinstance(value, dict):
         if isinstance(data := value.get("as_npy"), memoryview):
-            return load_npy(key, data)
+            return _checked(key, partial(parse_npy, data))
         if "nd" in value:
             dtype, shape, data = _text(value.get("type")), value.get("shape", []), value.get("data")
             sizes = isinstance(shape, list) and all(type(each) is int and each >= 0 for each in shape)
             if dtype and sizes and isinstance(data, memoryview) and not _text(value.get("kind")):
-                return raw_array(key, data, dtype, shape)
+                return _checked(key, partial(raw_array, data, dtype, shape))
             raise ObservationError(key, "an array of numbers", "another kind of msgpack-numpy value")
     raise ObservationError(key, "an array", type(value).__name__)
+
+
+def _checked(key: str, read: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return an array, or raise the reader's error as one of the observation's field."""
+    try:
+        return read()
+    except UntrustedError as error:
+        raise ObservationError(key, error.expected, error.got) from None
 
 
 def _numbers(key: str, value: Any) -> np.ndarray:

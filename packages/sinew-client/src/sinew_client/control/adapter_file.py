@@ -22,7 +22,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from sinew_client.errors import ClientError
-from sinew_client.given import shown
+from sinew_client.untrusted import shown
 
 SCHEMA = "sinew.adapter/1"
 KEY = "sinew.adapter"

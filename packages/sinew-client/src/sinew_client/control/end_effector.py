@@ -16,7 +16,6 @@ import numpy as np
 from sinew_client.control.interfaces import NoCommand, NoObservation
 from sinew_client.control.kinematics import Chain, KinematicsError
 from sinew_client.control.robots import RobotError, match_joints
-from sinew_client.given import shown
 from sinew_client.rotations import (
     from_6d,
     from_quaternion,
@@ -28,6 +27,7 @@ from sinew_client.rotations import (
     to_vector,
     undetermined,
 )
+from sinew_client.untrusted import shown
 
 USUAL_VELOCITY = math.pi  # of a joint, per second, where neither the description nor the options say one
 SOFT = 0.01  # weight of a rotation that is only approached

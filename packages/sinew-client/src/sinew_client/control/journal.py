@@ -19,7 +19,7 @@ from sinew_client.control.motion_fit import MotionFit, MotionWatch
 from sinew_client.control.safety import MAX_DIM
 from sinew_client.control.settings import Settings
 from sinew_client.errors import ClientError
-from sinew_client.given import opened, shown
+from sinew_client.untrusted import open_regular, shown
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Repeated:
 def is_journal(path: Path) -> bool:
     """Return True if a file begins as a journal does."""
     try:
-        with opened(path) as file:
+        with open_regular(path) as file:
             head = file.read(64)
     except OSError:
         return False
@@ -180,7 +180,7 @@ def _read(path: Path) -> Iterator[Any]:
     beginning of a last line."""
     number, line = 0, b""
     try:
-        with opened(path) as file:
+        with open_regular(path) as file:
             while line := file.readline(MAX_LINE + 1):
                 number += 1
                 if len(line) > MAX_LINE:

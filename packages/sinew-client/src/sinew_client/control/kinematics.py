@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 import numpy as np
 
 from sinew_client.errors import ClientError
-from sinew_client.given import read_text
 from sinew_client.rotations import from_quaternion, from_rpy, from_vector, to_vector
+from sinew_client.untrusted import read_text
 
 MAX_FILE = 1 << 24  # bytes of a robot's description
 MAX_TURN = 0.4  # by which one joint goes in an iteration, radians or metres

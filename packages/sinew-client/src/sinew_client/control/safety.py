@@ -12,8 +12,8 @@ import numpy as np
 
 from sinew_client.control.jerk import JerkLimit, StepBounds
 from sinew_client.errors import ClientError, did_you_mean
-from sinew_client.given import named, read_text, shown
 from sinew_client.protocol import MAX_ROWS
+from sinew_client.untrusted import named, read_text, shown
 
 MAX_DIM = 8192  # numbers in a command
 RATES = ("velocity", "acceleration", "jerk", "jump")

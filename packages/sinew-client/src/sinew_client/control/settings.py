@@ -19,8 +19,8 @@ from sinew_client.control.safety import RATES, Guard, Limits
 from sinew_client.control.smoothing import Smoothing, parse_filter
 from sinew_client.control.windows import StreamController
 from sinew_client.errors import ClientError
-from sinew_client.given import named, shown
 from sinew_client.protocol import MAX_ROWS
+from sinew_client.untrusted import named, shown
 
 LARGEST_CHUNK = 8192  # rows, as bundles have them
 _KINDS: Mapping[str, tuple] = {

@@ -1,8 +1,7 @@
-"""MessagePack from untrusted bytes, without a copy: binary parts come back as views of the message.
+"""MessagePack from untrusted bytes, without a copy: binary parts are returned as views of the message.
 
-Written out here because limits on single containers, which is what the common libraries offer, do not bound a
-message: sixty million empty lists inside lists of a thousand are gigabytes of objects. This reader counts every
-value, so its time and memory are bounded by ``max_values`` and not by the message's length.
+The common libraries limit single containers, which does not bound a message: sixty million empty lists inside lists of
+a thousand are gigabytes of objects. This reader counts every value, so ``max_values`` bounds its time and memory.
 Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from sinew.core import RequestError
+from sinew_client.untrusted.words import UntrustedError
 
 MAX_DEPTH = 12  # containers inside containers
 MAX_VALUES = 1 << 14  # of one message: containers, keys and leaves
@@ -37,33 +36,49 @@ _ARRAY = {0xDC: 2, 0xDD: 4}
 _MAP = {0xDE: 2, 0xDF: 4}
 
 
-def unpack(buffer: memoryview, max_values: int = MAX_VALUES) -> Any:
-    """The one value in ``buffer``. Keys of maps are text (binary ones are decoded), binary values are memoryviews.
+def unpack_msgpack(
+    data: bytes | bytearray | memoryview,
+    *,
+    max_values: int = MAX_VALUES,
+    max_depth: int = MAX_DEPTH,
+    max_text: int = MAX_TEXT,
+    max_texts: int = MAX_TEXTS,
+) -> Any:
+    """Return the one value in a message. Binary values are read-only views of it; keys of maps are text.
 
-    Raises RequestError for anything else: extension types, other keys, bytes left over.
+    Args:
+        data: the message. The caller bounds its length.
+        max_values: containers, keys and leaves.
+        max_depth: containers inside containers.
+        max_text: bytes of one text.
+        max_texts: bytes of all texts.
+
+    Raises:
+        UntrustedError: it is something else (extension types, other keys, bytes left over), or is beyond a bound.
     """
-    reader = _Reader(buffer, max_values)
+    reader = _Reader(memoryview(data).toreadonly(), max_values, max_depth, max_text, max_texts)
     value = reader.value(0)
-    if reader.at != len(buffer):
-        raise RequestError(f"MessagePack: {len(buffer) - reader.at} bytes after the end of the message")
+    if reader.at != len(reader.buffer):
+        raise UntrustedError("one message", f"{len(reader.buffer) - reader.at} bytes after its end")
     return value
 
 
 class _Reader:
-    def __init__(self, buffer: memoryview, max_values: int):
+    def __init__(self, buffer: memoryview, max_values: int, max_depth: int, max_text: int, max_texts: int):
         self.buffer = buffer
         self.at, self.end = 0, len(buffer)
-        self.left = max_values
+        self.max_values = self.values = max_values  # values: those that may still come
+        self.max_depth, self.max_text, self.max_texts = max_depth, max_text, max_texts
         self.texts = 0  # bytes
 
     def value(self, depth: int) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise RequestError("MessagePack: the message has too many values")
-        if depth > MAX_DEPTH:
-            raise RequestError(f"MessagePack: expected at most {MAX_DEPTH} levels of containers, got more")
+        self.values -= 1
+        if self.values < 0:
+            raise UntrustedError(f"at most {self.max_values} values", "more")
+        if depth > self.max_depth:
+            raise UntrustedError(f"at most {self.max_depth} levels of containers", "more")
         if self.at >= self.end:
-            raise RequestError(f"MessagePack: the message ends inside the value at byte {self.at}")
+            raise UntrustedError("a whole message", f"one that ends inside the value at byte {self.at}")
         first = self.buffer[self.at]
         self.at += 1
         if first < 0x80:
@@ -89,23 +104,23 @@ class _Reader:
             return self.map(self.length(_MAP[first]), depth)
         if first in _CONSTANTS:
             return _CONSTANTS[first]
-        raise RequestError(f"MessagePack: type 0x{first:02x} is not taken")  # extensions, and the unused one
+        raise UntrustedError("plain types", f"type 0x{first:02x}")  # extensions, and the unused one
 
     def array(self, count: int, depth: int) -> list[Any]:
         return [self.value(depth + 1) for _ in range(count)]
 
     def map(self, count: int, depth: int) -> dict[str, Any]:
-        found = {}
+        values: dict[str, Any] = {}
         for _ in range(count):
             key = self.value(depth + 1)
             if not isinstance(key, str):
                 if not isinstance(key, memoryview):
-                    raise RequestError(f"MessagePack: expected text as key, got {type(key).__name__}")
+                    raise UntrustedError("text as key", type(key).__name__)
                 key = self.decoded(key)
-            if key in found:
-                raise RequestError(f"MessagePack: expected each key once, got {key[:40]!r} twice")
-            found[key] = self.value(depth + 1)
-        return found
+            if key in values:
+                raise UntrustedError("each key once", f"{key[:40]!r} twice")
+            values[key] = self.value(depth + 1)
+        return values
 
     def text(self, length: int) -> str:
         return self.decoded(self.take(length))
@@ -116,16 +131,16 @@ class _Reader:
     def take(self, size: int) -> memoryview:
         start, self.at = self.at, self.at + size
         if self.at > self.end:
-            raise RequestError(f"MessagePack: the message ends inside the value at byte {start}")
+            raise UntrustedError("a whole message", f"one that ends inside the value at byte {start}")
         return self.buffer[start : self.at]
 
     def decoded(self, data: memoryview) -> str:
         self.texts += len(data)
-        if len(data) > MAX_TEXT:
-            raise RequestError(f"MessagePack: expected at most {MAX_TEXT} bytes of text, got {len(data)}")
-        if self.texts > MAX_TEXTS:
-            raise RequestError(f"MessagePack: expected at most {MAX_TEXTS} bytes of text in all, got more")
+        if len(data) > self.max_text:
+            raise UntrustedError(f"at most {self.max_text} bytes of text", str(len(data)))
+        if self.texts > self.max_texts:
+            raise UntrustedError(f"at most {self.max_texts} bytes of text in all", "more")
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
-            raise RequestError(f"MessagePack: text that is not UTF-8: {error.reason}") from error
+            raise UntrustedError("UTF-8 text", error.reason) from None

@@ -1,0 +1,254 @@
+"""Zip archives and ``.npz`` files, each entry read on request.
+
+The directory of an archive states sizes. They are compared with bounds before memory is taken: a file of 2 MB can state
+that it unpacks to gigabytes. Nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from sinew_client.untrusted.arrays import parse_npy
+from sinew_client.untrusted.files import open_regular
+from sinew_client.untrusted.words import UntrustedError, named, reason
+
+MAX_ARRAYS = 128  # of one file: sixteen observation steps of six cameras, and a few more
+MAX_ENTRIES = 1 << 12
+MAX_UNPACKED = 256 << 20  # bytes of all entries of one file
+MAX_DIRECTORY = 1 << 18  # bytes; the directory of 64 arrays is far smaller
+STEP = 1 << 18  # bytes that are unpacked at once
+DENSEST = 1032  # bytes that deflate makes of one, at most
+STORED, DEFLATED = 0, 8  # LZMA and bzip2 take as much memory as the file states
+_ENCRYPTED = 1  # bit of the flags
+
+# RuntimeError: encrypted; NotImplementedError, a RuntimeError: versions of zip that Python does not read.
+_NOT_READ = (
+    *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, MemoryError),
+    *(zlib.error, struct.error),
+)
+
+
+class Archive:
+    """A zip archive that was checked as a whole. Use it as a context manager.
+
+    Args:
+        path: a regular file.
+        max_entries: entries of the archive.
+        max_unpacked: bytes of all entries.
+        max_directory: bytes of the archive's directory.
+        methods: compression methods that are allowed.
+        paths: names must be relative paths inside the archive.
+
+    Raises:
+        OSError: the file cannot be read.
+        UntrustedError: it is not a zip archive, or is beyond a bound.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        max_entries: int = MAX_ENTRIES,
+        max_unpacked: int = MAX_UNPACKED,
+        max_directory: int = MAX_DIRECTORY,
+        methods: tuple[int, ...] = (STORED, DEFLATED),
+        paths: bool = True,
+    ):
+        import zipfile  # here: a control loop reads no archives
+
+        self._failures = (*_NOT_READ, zipfile.BadZipFile)
+        self._file = open_regular(path)
+        try:
+            stepwise: Any = _Stepwise(self._file, max(max_directory, STEP))
+            self._zip = zipfile.ZipFile(stepwise)
+            self._infos = self._checked(max_entries, max_unpacked, methods, paths)
+        except UntrustedError:
+            self._file.close()
+            raise
+        except self._failures as error:
+            self._file.close()
+            raise _none(error) from error
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._zip.close()
+        self._file.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._infos
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the entries, in the order of the file. Folders are left out."""
+        return list(self._infos)
+
+    def size(self, name: str) -> int:
+        """Return the unpacked bytes of an entry."""
+        return int(self._infos[name].file_size)
+
+    def read(self, name: str) -> memoryview:
+        """Return the bytes of an entry.
+
+        Raises:
+            UntrustedError: the archive has no such entry, or the entry is damaged.
+        """
+        if name not in self._infos:
+            raise UntrustedError("an entry of this name", "nothing", named(name))
+        info = self._infos[name]
+        try:
+            data = memoryview(bytearray(info.file_size))
+            member: Any
+            with self._zip.open(info) as member:
+                at = 0
+                while at < len(data):
+                    count = member.readinto(data[at : at + STEP])
+                    if not count:
+                        raise UntrustedError(f"{len(data)} bytes", str(at), named(name))
+                    at += count
+            return data
+        except UntrustedError:
+            raise
+        except self._failures as error:
+            raise _none(error) from error
+
+    def _checked(
+        self, max_entries: int, max_unpacked: int, methods: tuple[int, ...], paths: bool
+    ) -> dict[str, Any]:
+        """Return the entries by name, all of which may be read."""
+        infos = [info for info in self._zip.infolist() if not info.filename.endswith("/")]
+        if len(infos) > max_entries:
+            raise UntrustedError(f"at most {max_entries} entries", str(len(infos)))
+        entries: dict[str, Any] = {}
+        for info in infos:
+            name = info.filename
+            where = named(name)
+            if name in entries:
+                raise UntrustedError("each entry once", "this one twice", where)
+            if paths and not _is_inside(name):
+                raise UntrustedError("a relative path inside the archive", "another", where)
+            if info.flag_bits & _ENCRYPTED:
+                raise UntrustedError("an entry without a password", "an encrypted one", where)
+            if info.compress_type not in methods:
+                words = " or ".join(
+                    {STORED: "stored", DEFLATED: "deflated"}.get(each, str(each)) for each in methods
+                )
+                raise UntrustedError(words, f"method {info.compress_type}", where)
+            most = DENSEST * info.compress_size + STEP
+            if info.file_size > most:
+                packed = f"at most {most} bytes of {info.compress_size} packed ones"
+                raise UntrustedError(packed, str(info.file_size), where)
+            entries[name] = info
+        size = os.fstat(self._file.fileno()).st_size
+        if sum(info.compress_size for info in infos) > size:
+            raise UntrustedError(f"packed entries of at most {size} bytes", "more")
+        total = sum(info.file_size for info in infos)
+        if total > max_unpacked:
+            raise UntrustedError(f"at most {max_unpacked} unpacked bytes", str(total))
+        return entries
+
+
+def open_archive(path: Path | str, **bounds: Any) -> Archive:
+    """Open a zip archive. For bounds and errors see :class:`Archive`."""
+    return Archive(path, **bounds)
+
+
+class Npz:
+    """The arrays of an ``.npz`` file, each read on request. Use it as a context manager.
+
+    Args:
+        path: a regular file. Entries other than ``.npy`` are left out.
+        max_arrays: entries of the file.
+        max_unpacked: bytes of all entries.
+
+    Raises:
+        OSError: the file cannot be read.
+        UntrustedError: it is not a zip archive, or is beyond a bound.
+    """
+
+    def __init__(self, path: Path | str, *, max_arrays: int = MAX_ARRAYS, max_unpacked: int = MAX_UNPACKED):
+        # The names of arrays are keys, and become no files.
+        self._archive = Archive(path, max_entries=max_arrays, max_unpacked=max_unpacked, paths=False)
+
+    def __enter__(self) -> Npz:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._archive.__exit__(kind, error, trace)
+
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.npy" in self._archive
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays, in the order of the file."""
+        return [name[: -len(".npy")] for name in self._archive.names if name.endswith(".npy")]
+
+    def read(self, name: str) -> np.ndarray:
+        """Return one array of numbers, truth values or text, read-only.
+
+        Raises:
+            UntrustedError: the file has no such array, or the array is damaged.
+        """
+        if name not in self:
+            raise UntrustedError("an array", "nothing", named(name))
+        try:
+            return parse_npy(self._archive.read(f"{name}.npy").toreadonly())
+        except UntrustedError as error:
+            raise UntrustedError(error.expected, error.got, named(name)) from None
+
+
+def open_npz(path: Path | str, **bounds: int) -> Npz:
+    """Open an ``.npz`` file. For bounds and errors see :class:`Npz`."""
+    return Npz(path, **bounds)
+
+
+def read_npz(path: Path | str, **bounds: int) -> dict[str, np.ndarray]:
+    """Return all arrays of an ``.npz`` file. For bounds and errors see :class:`Npz`."""
+    with Npz(path, **bounds) as arrays:
+        return {name: arrays.read(name) for name in arrays.names}
+
+
+def _is_inside(name: str) -> bool:
+    outside = name.startswith("/") or "\\" in name or "\0" in name or re.match(r"[A-Za-z]:", name)
+    return not outside and ".." not in name.split("/")
+
+
+def _none(error: BaseException) -> UntrustedError:
+    return UntrustedError("a zip archive", f"a file that is none ({type(error).__name__}: {reason(error)})")
+
+
+class _Stepwise:
+    """A file of which little is read at once, so that the stated size of the directory does not matter."""
+
+    def __init__(self, file: BinaryIO, most: int):
+        self._file, self._most = file, most
+        self.seek, self.tell = file.seek, file.tell
+        self._size = file.seek(0, 2)
+        file.seek(0)
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._file.tell(), 0)
+        size = left if size is None or size < 0 else min(size, left)
+        if size > self._most:
+            raise UntrustedError(f"a directory of at most {self._most} bytes", str(size))
+        return self._file.read(size)

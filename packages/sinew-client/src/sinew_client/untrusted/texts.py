@@ -1,0 +1,298 @@
+"""JSON, JSON lines, TOML and YAML: plain values of a bounded size, depth and count."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any, Iterator
+
+from sinew_client.untrusted.files import MAX_BYTES, decode, open_regular, read_bytes, read_text
+from sinew_client.untrusted.words import UntrustedError, reason
+
+MAX_DEPTH = 64  # containers inside containers
+MAX_VALUES = 1 << 20  # of a JSON text: containers, keys and leaves
+MAX_NODES = 10_000  # of a YAML file, each alias counted with all that it stands for
+MAX_SCALAR = 1 << 14  # characters of one value; YAML reads 1:00:00 and so on as one number
+MAX_LINE = 1 << 24  # bytes of a line of JSON
+MAX_LINES = 1 << 22  # of one file
+DIGITS = 4300  # of a whole number, as Python 3.11 has it: older ones take minutes for a megabyte of digits
+
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_WHOLE = re.compile(r"\d" * 8 + f"{{{DIGITS - 6},}}")
+# What is no key in TOML: texts and comments.
+_TOML_TEXT = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*(?:"""|\Z)'
+    r"|'''(?:[^']|'(?!''))*(?:'''|\Z)"
+    r'|"[^"\\\n]*(?:\\.[^"\\\n]*)*"?'
+    r"|'[^'\n]*'?"
+    r"|#[^\n]*",
+    re.DOTALL,
+)
+
+
+class TornLineError(UntrustedError):
+    """The last line of a file breaks off: its writer was killed, or the disk was full."""
+
+
+# ----------------------------------------------------------------------------- JSON
+
+
+def parse_json(
+    data: str | bytes | bytearray | memoryview,
+    *,
+    max_depth: int = MAX_DEPTH,
+    max_values: int = MAX_VALUES,
+    finite: bool = True,
+) -> Any:
+    """Return the values of a JSON text. The caller bounds its length.
+
+    Args:
+        data: text, or its bytes in UTF-8.
+        max_depth: containers inside containers.
+        max_values: containers, keys and leaves.
+        finite: reject NaN, Infinity and numbers beyond float64.
+
+    Raises:
+        UntrustedError: the text is not JSON, or is beyond a bound.
+    """
+    text = data if isinstance(data, str) else decode(data)
+    marks = text.count(",") + text.count(":") + text.count("[") + text.count("{")
+    if marks >= max_values:  # some of them may be in texts
+        plain = _STRING.sub("", text)
+        if sum(map(plain.count, ",:[{")) >= max_values:
+            raise UntrustedError(f"at most {max_values} values", "more")
+    if sys.version_info < (3, 11) and _WHOLE.search(text):
+        raise UntrustedError(f"numbers of at most {DIGITS} digits", "more")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise UntrustedError(f"at most {max_depth} levels of containers", "more") from None
+    except ValueError as error:
+        raise UntrustedError("JSON", f"text that is none ({reason(error)})") from None
+    # Escapes can spell half a character, which nothing can print.
+    halves = not text.isascii() or "\\ud" in text or "\\uD" in text
+    check_values(value, max_depth=max_depth, finite=finite, texts=halves)
+    return value
+
+
+def check_values(value: Any, *, max_depth: int = MAX_DEPTH, finite: bool = True, texts: bool = True) -> None:
+    """Check plain values level by level: nothing here calls itself, so that depth costs no stack.
+
+    Raises:
+        UntrustedError: they are nested too deeply, a number is not finite, or a text has half a character.
+    """
+    level = [value]
+    for depth in range(max_depth + 1):
+        inner: list[Any] = []
+        for each in level:
+            kind = type(each)
+            if depth == max_depth and (kind is dict or kind is list or kind is tuple):
+                raise UntrustedError(f"at most {max_depth} levels of containers", "more")
+            if kind is dict:
+                inner.extend(each.values())
+                if texts:
+                    inner.extend(each)
+            elif kind is list or kind is tuple:
+                inner.extend(each)
+            elif kind is float:
+                if finite and not math.isfinite(each):
+                    raise UntrustedError("finite numbers", str(each))
+            elif kind is str and texts:
+                try:
+                    each.encode("utf-8")
+                except UnicodeEncodeError:
+                    raise UntrustedError(
+                        "Unicode text", "half a character (surrogates not allowed)"
+                    ) from None
+        if not inner:
+            return
+        level = inner
+
+
+def read_json(
+    path: Path | str,
+    max_bytes: int = MAX_BYTES,
+    *,
+    max_depth: int = MAX_DEPTH,
+    max_values: int = MAX_VALUES,
+    finite: bool = True,
+) -> Any:
+    """Return the values of a JSON file. For the arguments see :func:`parse_json`.
+
+    Raises:
+        OSError: the file cannot be read.
+        UntrustedError: it is not JSON, or is beyond a bound.
+    """
+    data = read_bytes(path, max_bytes)
+    return parse_json(data, max_depth=max_depth, max_values=max_values, finite=finite)
+
+
+def read_jsonl(
+    path: Path | str,
+    max_line: int = MAX_LINE,
+    *,
+    max_lines: int = MAX_LINES,
+    max_depth: int = MAX_DEPTH,
+    max_values: int = MAX_VALUES,
+    finite: bool = True,
+) -> Iterator[tuple[int, Any]]:
+    """Yield the lines of a file of JSON lines, each with its number from 1. Empty lines are left out.
+
+    Args:
+        path: the file.
+        max_line: bytes of one line.
+        max_lines: lines of the file.
+        max_depth, max_values, finite: of each line, as :func:`parse_json` has them.
+
+    Raises:
+        OSError: the file cannot be read.
+        TornLineError: the last line has no end, and is not JSON.
+        UntrustedError: another line is not JSON, or is beyond a bound.
+    """
+    with open_regular(path) as file:
+        for number in range(1, max_lines + 2):
+            line = file.readline(max_line + 1)
+            if not line:
+                return
+            where = f"line {number}"
+            if number > max_lines:
+                raise UntrustedError(f"at most {max_lines} lines", "more")
+            if len(line) > max_line:
+                raise UntrustedError(f"at most {max_line} bytes", "more", where)
+            if line.isspace():
+                continue
+            try:
+                value = parse_json(line, max_depth=max_depth, max_values=max_values, finite=finite)
+            except UntrustedError as error:
+                kind = UntrustedError if line.endswith(b"\n") else TornLineError
+                raise kind(error.expected, error.got, where) from None
+            yield number, value
+
+
+# ----------------------------------------------------------------------------- TOML
+
+
+def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> dict[str, Any]:
+    """Return the tables of a TOML text. The caller bounds its length.
+
+    Raises:
+        UntrustedError: the text is not TOML, or is beyond a bound.
+        ValueError: this Python has no reader of TOML.
+    """
+    try:
+        import tomllib
+    except ImportError:
+        try:
+            import tomli as tomllib  # Python before 3.11
+        except ImportError:
+            raise ValueError("TOML needs Python 3.11 or the package tomli; JSON works everywhere") from None
+    # The library takes time with the square of the parts of a dotted key: a.a.a of 256 kB takes hours.
+    if any(line.count(".") > 4 * max_depth for line in _TOML_TEXT.sub("", text).splitlines()):
+        raise UntrustedError(f"keys of at most {4 * max_depth} parts in a line", "more")
+    if sys.version_info < (3, 11) and _WHOLE.search(text):
+        raise UntrustedError(f"numbers of at most {DIGITS} digits", "more")
+    try:
+        value = tomllib.loads(text)
+    except RecursionError:
+        raise UntrustedError(f"at most {max_depth} levels of containers", "more") from None
+    except (ValueError, OverflowError, TypeError) as error:
+        raise UntrustedError("TOML", f"text that is none ({reason(error)})") from None
+    check_values(value, max_depth=max_depth, finite=finite)
+    return value
+
+
+def read_toml(
+    path: Path | str, max_bytes: int = MAX_BYTES, *, max_depth: int = MAX_DEPTH, finite: bool = True
+) -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        UntrustedError: it is not TOML, or is beyond a bound.
+        ValueError: this Python has no reader of TOML.
+    """
+    return parse_toml(read_text(path, max_bytes), max_depth=max_depth, finite=finite)
+
+
+# ----------------------------------------------------------------------------- YAML
+
+
+def read_yaml(path: Path | str, max_bytes: int = MAX_BYTES, *, finite: bool = True) -> Any:
+    """Return the plain values of a YAML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        UntrustedError: it is not YAML of plain values, or is beyond a bound.
+    """
+    return parse_yaml(read_text(path, max_bytes), finite=finite)
+
+
+def parse_yaml(text: str, *, finite: bool = True) -> Any:
+    """Return the plain values of a YAML text, its aliases bounded. The caller bounds its length.
+
+    An alias is one word that may stand for any number of values: 544 bytes of them took minutes to print.
+
+    Raises:
+        UntrustedError: the text is not YAML of plain values, or is beyond a bound.
+    """
+    import yaml
+
+    try:
+        value = _load(yaml, text)
+    except (MemoryError, UntrustedError):
+        raise
+    except RecursionError:
+        raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more") from None
+    except (
+        Exception
+    ) as error:  # its constructors raise KeyError, AttributeError and more for tags of their own
+        raise UntrustedError("YAML of plain values", f"text that is none ({reason(error)})") from error
+    check_values(value, finite=finite)
+    return value
+
+
+def _load(yaml: Any, text: str) -> Any:
+    class Loader(yaml.SafeLoader):
+        """Stops where there are too many values, before they are all read."""
+
+        count = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.count += 1
+            if self.count > MAX_NODES:
+                raise UntrustedError(f"at most {MAX_NODES} values", "more")
+            return super().compose_node(parent, index)
+
+    loader = Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if _size(yaml, root, {}) > MAX_NODES:
+            raise UntrustedError(f"at most {MAX_NODES} values with all aliases", "more")
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _size(yaml: Any, node: Any, known: dict[int, int]) -> int:
+    """Return how many values a node stands for. known: of nodes that were seen; 0 while one is being looked at."""
+    size = known.get(id(node))
+    if size == 0:
+        raise UntrustedError("no alias inside of what it stands for", "one")
+    if size is None:
+        known[id(node)] = 0
+        parts: list[Any] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        else:
+            if len(node.value) > MAX_SCALAR:
+                raise UntrustedError(f"values of at most {MAX_SCALAR} characters", str(len(node.value)))
+            node.value.encode()  # half a character, which nothing can print
+        size = known[id(node)] = 1 + sum(_size(yaml, part, known) for part in parts)
+    return size

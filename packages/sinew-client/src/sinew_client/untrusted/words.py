@@ -1,0 +1,73 @@
+"""Untrusted values in messages: a few characters of each, whatever their size; and the error of every reader."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+SHOWN = 80  # characters of a value in a message
+GOT = 300  # characters of a parser's own message
+
+
+class UntrustedError(ValueError):
+    """A file or message is not what its reader expects: "WHERE: expected X, got Y".
+
+    Attributes:
+        expected: what is allowed.
+        got: what was received, already shortened.
+    """
+
+    def __init__(self, expected: str, got: str, where: str = ""):
+        place = f"{where}: " if where else ""
+        super().__init__(f"{place}expected {expected}, got {got}")
+        self.expected, self.got = expected, got
+
+
+def reason(error: BaseException) -> str:
+    """Return a parser's message in one line of at most ``GOT`` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) < GOT else text[: GOT - 3] + "..."
+
+
+def shown(value: Any, most: int = SHOWN) -> str:
+    """Return what ``repr`` says of a value, cut to ``most`` characters; what is cut off is never written out."""
+    found, length = [], 0
+    for piece in _pieces(value, most):
+        found.append(piece)
+        length += len(piece)
+        if length > most:
+            return "".join(found)[: most - 3] + "..."
+    return "".join(found)
+
+
+def named(value: Any, most: int = SHOWN) -> str:
+    """Return a text as it stands, cut to ``most`` characters and what cannot be printed escaped; else its ``repr``."""
+    return shown(value, most + 2)[1:-1] if isinstance(value, str) else shown(value, most)
+
+
+def _pieces(value: Any, most: int) -> Iterator[str]:
+    if isinstance(value, (str, bytes)):
+        yield repr(value[: most + 1])
+    elif isinstance(value, bool) or value is None or isinstance(value, float):
+        yield repr(value)
+    elif isinstance(value, int):  # Python refuses to write long ones
+        yield repr(value) if value.bit_length() < 4 * most else f"a number of {value.bit_length()} bits"
+    elif isinstance(value, (list, tuple)):
+        first, last = "[]" if isinstance(value, list) else "()"
+        yield from _joined(first, value, last, most)
+    elif isinstance(value, dict):
+        yield from _joined("{", value, "}", most)
+    else:
+        yield type(value).__name__
+
+
+def _joined(first: str, values: list | tuple | dict, last: str, most: int) -> Iterator[str]:
+    yield first
+    for number, value in enumerate(values):
+        if number:
+            yield ", "
+        yield from _pieces(value, most)
+        if isinstance(values, dict):
+            yield ": "
+            yield from _pieces(values[value], most)
+    yield last
