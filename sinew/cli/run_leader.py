@@ -100,14 +100,14 @@ class LeaderFlags:
             machine = leader = Onlooker(robot.machine, motion, robot.dim)
         else:
             machine = robot.machine
-            leader = self._leader(robot, policy)
+            leader = self._leader(robot, policy, settings.hz)
         found = Takeover(leader, motion, robot.dim, limits, self.align, self.shadow)
         stack.callback(found.close if machine is not leader else (lambda: None))
         if self.takeover is not None and limits is not None and not self.shadow:
             terminal.say(_bounds(limits))
         return machine, found
 
-    def _leader(self, robot: Driven, policy: Mapping[str, Any]) -> Any:
+    def _leader(self, robot: Driven, policy: Mapping[str, Any], hz: float) -> Any:
         assert self.takeover is not None
         options = json_object("--takeover-options", self.takeover_options) or {}
         kind, _, rest = self.takeover.partition(":")
@@ -125,7 +125,7 @@ class LeaderFlags:
                 raise SinewError(
                     "--takeover lerobot: expected a policy or a robot that names its joints, got neither"
                 )
-            return open_lerobot_leader(rest, options, names)
+            return open_lerobot_leader(rest, options, names, hz)
         if rest:
             return open_leader(self.takeover, options)
         raise SinewError(f"--takeover: expected lerobot:TYPE, expert or module:Class, got {self.takeover!r}")

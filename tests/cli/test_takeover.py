@@ -314,6 +314,21 @@ def test_a_teleoperator_is_brought_to_the_robot_and_set_free() -> None:
     assert not hasattr(LeRobotLeader(Teleoperator(feedback=False), ["a.pos", "b.pos"]), "align")
 
 
+@pytest.mark.parametrize("hz", [10.0, 30.0, 500.0])
+def test_a_teleoperator_is_brought_to_the_robot_no_faster_than_a_hand_allows(hz: float) -> None:
+    device = Teleoperator()
+    leader = LeRobotLeader(device, ["a.pos", "b.pos"], hz)
+    device.at = {"a.pos": 0.0, "b.pos": 0.0}
+    for _ in range(int(10 * hz)):
+        before = np.array(leader.read())
+        leader.align(np.array([90.0, -150.0]))
+        assert np.abs(np.array(leader.read()) - before).max() <= 60.0 / hz + 1e-9
+    np.testing.assert_allclose(leader.read(), [90.0, -150.0], atol=0.5)
+    device.at = {"a.pos": np.nan, "b.pos": 0.0}
+    leader.align(np.array([90.0, -150.0]))  # from nowhere it is sent nowhere
+    assert np.isnan(leader.read()[0])
+
+
 @pytest.mark.parametrize("names", [["a.pos", "c.pos"], ["a.pos", "b.pos", "c.pos"], ["a.pos"]])
 def test_a_teleoperator_of_another_robot_is_refused(names: list[str]) -> None:
     """Of other joints, of fewer and of more."""

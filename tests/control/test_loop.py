@@ -261,13 +261,9 @@ def test_listeners_hear_in_which_step_the_instruction_and_the_world_change() -> 
         ("fault", 0, None, True),
         ("prompt", 0, "pour", None),
         ("prompt", 3, "stack", None),
-        ("pause", None, None, None),
-        ("resume", None, None, False),
+        ("fault", 3, None, False),
         ("fault", 3, None, True),
     ]
-    assert said[4][1]["position"].tolist() == pytest.approx(
-        [np.nan], nan_ok=True
-    )  # which the state does not say
     assert loop.prompt == "stack"
 
 
@@ -1400,3 +1396,31 @@ def test_commands_say_where_they_come_from() -> None:
         (1, 2, 2, True),
         (1, 3, 3, False),
     ]
+
+
+@pytest.mark.parametrize("motion", ["absolute", "offsets"])
+def test_another_instruction_leaves_limits_where_the_robot_is_not_held(motion: str) -> None:
+    """Its answer may be there in the same control step: then the robot goes on, and so do the limits."""
+    given: dict[str, Any] = {"kind": motion}
+    if motion == "offsets":
+        given.update(action=[0], state=[0], scale=0.01)
+    limits = {"velocity": 2.0, "acceleration": 4.0}
+
+    def answer(number: int) -> np.ndarray:
+        far = 10.0 if number % 2 == 0 else -10.0
+        return np.full((40, 1), far, np.float32)
+
+    loop, arm = loop_of(0.0, answer, motion=given, limits=limits, replan="full")
+    if motion == "offsets":
+        arm.act = lambda row: arm.sent.append((arm.clock.time, float(row[0])))  # type: ignore[method-assign]
+    for step in range(60):
+        if step % 9 == 8:
+            loop.say(f"instruction {step}")
+        loop.tick(loop.pace.next())
+    assert len(loop.source.requests) > 6  # type: ignore[attr-defined]
+    assert not loop.controller.held
+    rows = [row for _, row in arm.sent if row is not None]
+    if motion == "offsets":  # their velocity counts between two commands
+        assert np.abs(np.diff(rows)).max() <= 2.0 / 20 + 1e-6
+    else:
+        assert np.abs(np.diff(rows, 2)).max() <= 4.0 / 400 + 1e-6

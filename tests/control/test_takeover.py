@@ -26,6 +26,7 @@ from sinew_client.control import (
     Takeover,
     repeat,
 )
+from sinew_client.control.controller import UNKNOWN
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.takeover import ALIGNS, SILENT, HandedOver, agreement_rows
 
@@ -614,6 +615,154 @@ def test_hand_overs_are_counted_and_told() -> None:
     )
     assert HandedOver(to_policy=1).text().endswith("0 (-)")
     assert HandedOver(to_policy=1).to_dict()["to_policy"] == 1
+
+
+class Cart(Robot):
+    """Moves by offsets. ``eye`` makes the observation of the state and the time: what it shows may be wrong."""
+
+    def __init__(self, eye: Any = None):
+        super().__init__([0.0] * DIM)
+        self.eye = eye
+        self.now = lambda: 0.0
+
+    def observe(self) -> dict[str, Any]:
+        seen = {**super().observe(), "time": self.now()}
+        return seen if self.eye is None else self.eye(seen)
+
+    def act(self, row: np.ndarray) -> None:
+        self.position = self.position + row
+        self.sent.append(row)
+
+
+OFFSETS = {"kind": "offsets", "action": [0, 1, 2], "state": [0, 1, 2]}
+WELL = 0.2  # of the workspace, each way
+
+
+def blind(seen: dict[str, Any]) -> Any:
+    raise NoObservation("front: no frame")
+
+
+def wrong_eyes(first: dict[str, Any]) -> dict[str, Any]:
+    """Return sensors that fail after an observation."""
+    return {
+        "missing": blind,
+        "one old observation": lambda seen: dict(first),
+        "not finite": lambda seen: {**seen, "state": seen["state"] * np.nan},
+        "old": lambda seen: {**seen, "time": seen["time"] - 1.0},
+        "of another clock": lambda seen: {**seen, "time": seen["time"] + 1.7e9},
+        "frozen": lambda seen: {**seen, "state": first["state"]},
+        "frozen without a time": lambda seen: {
+            "images": first["images"], "state": first["state"]
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*sorted(wrong_eyes({})), "fine"])
+@pytest.mark.parametrize("by", ["human", "policy"])
+def test_nobody_leaves_a_workspace_whose_sensor_fails(kind: str, by: str) -> None:
+    """Offsets of a person are held as the policy's are: where the state is not known, and by what was sent since it
+    last changed."""
+    robot = Cart()
+    limits = {"workspace_low": -WELL, "workspace_high": WELL}
+    source = Policy(np.random.default_rng(0))
+    source.poll = lambda now: None if source._due is None else answered(source)  # type: ignore[method-assign]
+    hand = Hand([0.05] * DIM)
+    loop = loop_of(robot, source, hand, motion=OFFSETS, limits=limits)
+    robot.now = loop.pace.now
+    if by == "human":
+        loop.take_over()
+    until(loop, 3)
+    assert loop.driver == by
+    if kind != "fine":
+        robot.eye = wrong_eyes(robot.observe())[kind]
+    heard: list[Command] = []
+    loop.watch(heard.append)
+    until(loop, 63)
+    assert np.abs(robot.position).max() <= WELL + 1e-6
+    if kind == "fine" or kind.startswith("frozen"):
+        assert any(command.row is not None for command in heard)
+    elif by == "human":  # an observation may be acted on until it is stale
+        assert {command.reason for command in heard[12:]} == {UNKNOWN}
+    robot.eye = None
+    moved = loop.controller.handed.steps
+    hand.at = np.float32([-0.05] * DIM)
+    until(loop, 83)
+    assert by == "policy" or loop.controller.handed.steps > moved
+
+
+def answered(source: Policy) -> Outcome:
+    source._due = None
+    return Outcome(np.full((6, DIM), 0.05, np.float32))
+
+
+@pytest.mark.parametrize("after", [5, 30])
+@pytest.mark.parametrize("way", ["silent", "fails", "of another width", "not finite", "jumps", "the state"])
+@pytest.mark.parametrize("limits", [{"velocity": None}, {"velocity": 1.0}])
+def test_a_leader_that_comes_back_elsewhere_is_aligned_again(
+    way: str, after: int, limits: dict[str, Any]
+) -> None:
+    """Whatever it did meanwhile, and whatever kept the robot from following it."""
+    robot, hand = Robot([0.0] * DIM), Hand([0.0] * DIM, follows=False)
+    loop = loop_of(robot, Policy(np.random.default_rng(0)), hand, limits={**LIMITS, **limits})
+    loop.pause()  # no policy moves it before
+    until(loop, 2)
+    loop.resume()
+    loop.take_over()
+    until(loop, 6)
+    assert loop.driver == "human"
+
+    def failing() -> Any:
+        if way == "fails":
+            raise OSError("unplugged")
+        return {"silent": None, "of another width": [0.0], "not finite": [np.nan] * DIM}[way]
+
+    here = robot.position.copy()
+    if way == "the state":
+        loop.controller.needs_state = True  # as of offsets
+        robot.observe = lambda: blind({})  # type: ignore[method-assign]
+    elif way != "jumps":
+        hand.read = failing  # type: ignore[method-assign]
+    if way != "jumps":
+        ticks(loop, after)
+        vars(hand).pop("read", None)
+    vars(robot).pop("observe", None)
+    hand.at = here + np.float32(1.5)
+    ticks(loop, 10)
+    np.testing.assert_array_equal(robot.position, here)
+    assert loop.driver == "aligning"
+    assert loop.takeover is not None
+    assert loop.takeover.apart == ", ".join(f"{name} by 1.5, at most 0.05" for name in NAMES)
+    hand.at = here + np.float32(0.04)
+    ticks(loop, 3)
+    assert loop.driver == "human"
+
+
+def test_a_leader_that_misses_a_step_goes_on() -> None:
+    robot, hand = Robot([0.0] * DIM), Hand([0.0] * DIM, follows=False)
+    loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
+    loop.take_over()
+    until(loop, 4)
+    hand.at = robot.position
+    until(loop, 6)
+    for _ in range(10):
+        hand.at = None
+        ticks(loop, 3)
+        hand.at = robot.position + np.float32(0.03)
+        ticks(loop, 3)
+        assert loop.driver == "human"
+    assert loop.report().handed["to_human"] == 1
+
+
+def test_another_instruction_leaves_a_person_driving() -> None:
+    """A planner beside the loop says one whenever it likes."""
+    robot, hand = Robot([0.0] * DIM), Hand([0.0] * DIM)
+    loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
+    loop.take_over()
+    until(loop, 20)
+    assert loop.driver == "human"
+    loop.say("pour")
+    ticks(loop, 3)
+    assert loop.driver == "human"
 
 
 def test_a_leader_of_its_own_is_ended_with_the_loop() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
 from sinew_client.control.player import ChunkRequest, Player
-from sinew_client.control.safety import Guard, RowsError, checked_rows
+from sinew_client.control.safety import Guard, Limits, RowsError, checked_rows
 from sinew_client.control.smoothing import Smoothing
 from sinew_client.control.takeover import ALIGNING, ALIGNS, HUMAN, POLICY, SILENT, HandedOver
 from sinew_client.control.trajectory import Trajectory
@@ -28,6 +28,7 @@ REASONS, OTHER = (
     "other reasons",
 )  # reasons quote what servers say, so there may not be any number of them
 AHEAD_S = 0.1  # by which a frame's time may be later than the clock says
+UNKNOWN = "the state is not known"
 UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
 
 
@@ -96,6 +97,11 @@ class BaseController:
         self.shadow = False  # the policy says what it would do while somebody else drives
         self.handed = HandedOver()
         self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest row of a leader
+        self.followed: tuple[int, np.ndarray] | None = None  # the last of those that was sent, and its step
+        self._before = self.followed
+        self._ahead: tuple[np.ndarray, np.ndarray] | None = (
+            None  # a pose, and what was sent since it is the same
+        )
 
     # ------------------------------------------------------------------------- what a subclass says
 
@@ -160,6 +166,7 @@ class BaseController:
         self.stands(None)
         if command.by == HUMAN:
             self.handed.steps -= 1
+            self.followed = self._before
         else:
             self.ages[command.age] -= 1
         self._count(reason)
@@ -194,26 +201,33 @@ class BaseController:
     def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
         """Go on with a fresh answer.
 
-        position: where the robot is, in the numbers of a command, if known. moved: somebody may have moved it since the
-        last command; without a position nothing is sent until :meth:`stands` says one, where limits begin with it.
+        position: where the robot is, in the numbers of a command, if known; without one nothing is sent until
+        :meth:`stands` says one, where limits begin with it. moved: False (in older journals) where nobody can have
+        moved it since the last command.
         """
         self._tell("resume", {"position": position, "moved": moved})
         self.paused, self._fault = False, self.starting
-        if self.guard is not None:
-            if moved or position is not None:
-                self.guard.start(position)
-            else:
-                self.guard.held()
+        if moved or position is not None:
+            self._begins(position)
+        elif self.guard is not None:
+            self.guard.held()
+
+    def due(self, step: int) -> bool:
+        """Return True if there is a row for this step."""
+        return not self.paused and (self.driver == HUMAN or self.trajectory.at(step) is not None)
 
     def wants_position(self, step: int) -> bool:
         """Return True if a row is due in this step and the limits need to know where the robot is (:meth:`stands`)."""
-        if self.paused or self.guard is None or self.guard.known:
-            return False
-        return self.driver == HUMAN or self.trajectory.at(step) is not None
+        return self.guard is not None and not self.guard.known and self.due(step)
 
     def stands(self, position: np.ndarray | None) -> None:
         """Take note of where the robot is, standing still: in the numbers of a command, NaN where it is not known."""
         self._tell("stands", {"position": position})
+        self._begins(position)
+
+    def _begins(self, position: np.ndarray | None) -> None:
+        """Let limits count from ``position``, in the numbers of a command; None: not known."""
+        self._ahead = None
         if self.guard is not None:
             self.guard.start(position)
 
@@ -234,24 +248,32 @@ class BaseController:
         """Hold from this step on, until a leader is where the robot is (:meth:`aligned`). shadow: for good, while the
         policy says what it would do."""
         self._tell("take_over", {"step": step, "shadow": shadow})
-        self.driver, self.shadow, self._fault = ALIGNING, shadow, ""
+        self.driver, self.shadow, self._fault, self.followed = ALIGNING, shadow, "", None
         self._drop()
 
     def aligned(self, step: int) -> None:
         """Follow a leader from this step on."""
         self._tell("aligned", {"step": step})
-        self.driver = HUMAN
-        self.handed.changed(HUMAN)
+        if self.followed is None:  # else it led before, and somebody drives already
+            self.handed.changed(HUMAN)
+        self.driver, self.followed = HUMAN, None
+
+    def realign(self, step: int) -> None:
+        """Hold from this step on until the leader, which is elsewhere than it was, is where the robot is again."""
+        self._tell("realign", {"step": step})
+        self.driver = ALIGNING
 
     def led(self, step: int, row: np.ndarray | None, reason: str = "") -> None:
         """Take a leader's row of this step, float32 [D]; None: hold, for ``reason``."""
         self._tell("led", {"step": step, "row": row, "reason": reason})
         self._led = (step, row, reason)
+        if self.followed is None and row is not None:
+            self.followed = step, row  # where it was aligned
 
     def hand_back(self, step: int) -> None:
         """Hold from this step on, until the policy has a fresh answer."""
         self._tell("hand_back", {"step": step})
-        if self.driver == HUMAN:
+        if self.driver == HUMAN or (self.driver == ALIGNING and self.followed is not None):
             self.handed.changed(POLICY)
         self.driver, self._fault = POLICY, self.starting
         self._drop()
@@ -265,8 +287,11 @@ class BaseController:
         if self.driver == ALIGNING or at != step or row is None:
             why = ALIGNS if self.driver == ALIGNING else reason if at == step and reason else SILENT
             return Command(step, None, why, by=self.driver, wanted=wanted)
+        if self.needs_state and state is None:
+            return Command(step, None, UNKNOWN, by=HUMAN, wanted=wanted)
         try:
-            found = self._bounded(step, self.motion.reached(row, state), state, 0, -1, -1, row)
+            target = self.motion.reached(row, state) if self.needs_state else row
+            found = self._bounded(step, target, state, 0, -1, -1, row)
         except ValueError as error:  # a state that the motion cannot read
             found = Command(step, None, str(error))
         return replace(found, by=HUMAN, wanted=wanted, seam=False)
@@ -274,7 +299,10 @@ class BaseController:
     # ------------------------------------------------------------------------- commands
 
     def command(self, step: int, state: np.ndarray | None = None) -> Command:
-        """Return the command of this step. state: the robot's, where the motion needs it.
+        """Return the command of this step.
+
+        state: the robot's. A controller that ``needs_state`` holds where it is None: no state was observed in this step
+        that may be acted on.
 
         Raises ValueError for a step that has had its command.
         """
@@ -287,7 +315,9 @@ class BaseController:
         else:
             self._commanded(found, state)
             if found.by == HUMAN:
+                assert self._led[1] is not None
                 self.handed.steps += 1
+                self._before, self.followed = self.followed, (step, self._led[1])
             else:
                 self.ages[found.age] += 1
             if self.guard is not None and self.guard.limits is not None:
@@ -313,7 +343,7 @@ class BaseController:
         if limits is None or not limits.boxed.any():
             sent = self.motion.command(target, state) if row is None else row
             return self._guarded(step, sent, age, chunk, index)
-        low, high = limits.workspace_low, limits.workspace_high
+        low, high = self._box(limits, state)
         inside = np.clip(target, low.astype(np.float32), high.astype(np.float32))
         met = tuple(f"{limits.name(int(at))}.workspace" for at in np.flatnonzero(inside != target))
         if met and limits.when == "hold":
@@ -323,13 +353,40 @@ class BaseController:
 
         def stays(row: np.ndarray) -> bool:
             """The limits of a command may carry it on where it should turn: a stop comes first."""
-            reached, here = self.motion.reached(row, state), self.motion.pose(state, limits.dim)
+            reached, here = self.motion.reached(row, state), self._pose(limits, state)
             ends = np.fmin(low, here), np.fmax(high, here)  # one that stands outside is led back
             slack = 4.0 * np.spacing(np.maximum(np.abs(reached), np.abs(inside)))
             return not np.any((reached < ends[0] - slack) | (reached > ends[1] + slack))
 
         found = self._guarded(step, sent, age, chunk, index, said, stays)
+        if found.row is not None:
+            self._goes(self.motion.reached(found.row, state), self._pose(limits, state))
         return replace(found, clipped=(*found.clipped, *met)) if met else found
+
+    def _pose(self, limits: Limits, state: np.ndarray | None) -> np.ndarray:
+        """Return where the robot is in the numbers of a target, float [D], NaN where it is not known: where it was sent
+        last, if a command is a place, else where this step's state says."""
+        here = None if self.guard is None else self.guard.here
+        assert here is not None
+        pose = self.motion.pose(state, limits.dim)
+        return np.where(self.motion.placed(limits.dim), here, pose).astype(np.float32)
+
+    def _box(self, limits: Limits, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the workspace, less what was sent since the state last changed: a sensor that shows the same state
+        again and again may be frozen, and the robot where it was sent."""
+        low, high = limits.workspace_low, limits.workspace_high
+        if not self.needs_state or self._ahead is None:
+            return low, high
+        pose, sent = self._ahead
+        ahead = np.where(self._pose(limits, state) == pose, sent, 0.0)
+        return low - np.minimum(ahead, 0.0), high - np.maximum(ahead, 0.0)
+
+    def _goes(self, target: np.ndarray, pose: np.ndarray) -> None:
+        """Note that a robot whose state says ``pose`` was sent to ``target``."""
+        if not self.needs_state:
+            return
+        before, sent = self._ahead or (pose, np.zeros(len(pose)))
+        self._ahead = pose, np.where(pose == before, sent, 0.0) + (target - pose)
 
     def _guarded(
         self,
@@ -463,8 +520,7 @@ class Controller(BaseController):
         if moved:
             self._leaves_alone()
             self._places(None)
-            if self.guard is not None:
-                self.guard.start(None)
+            self._begins(None)
 
     def _fail(self, step: int, reason: str, drop: bool) -> None:
         self.player.failed()

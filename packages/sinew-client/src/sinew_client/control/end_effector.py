@@ -359,7 +359,7 @@ class EndEffector(KnownArm):
                 f"rotation: expected at least 6 joints for exact, {chain.base} to {chain.tip} has {size}; near brings"
                 " the tip to its place with the rotation as near as it can be"
             )
-        self._now: np.ndarray | None = None  # joints as they were seen since the last command
+        self._now: np.ndarray | None = None  # joints as they were seen since the last command or hold
         self._sent: np.ndarray | None = None  # joints of the last command, None after a hold
         self._kept: np.ndarray | None = None  # the rotation that is kept
 
@@ -409,8 +409,14 @@ class EndEffector(KnownArm):
         self._sent, self._now = joints, None
         self._robot.act(command.astype(np.float32))
 
+    @property
+    def needs_state(self) -> bool:
+        """True if the next command counts from where the robot is seen in its control step: of offsets, and after a
+        hold, since which somebody may have moved it."""
+        return self._sent is None or any(part.offset for part in self.action)
+
     def hold(self) -> None:
-        self._sent = None
+        self._sent = self._now = None
         self._robot.hold()
 
     def __getattr__(self, name: str) -> Any:
@@ -460,7 +466,7 @@ class EndEffector(KnownArm):
 
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the joints that a command begins from, and all numbers of the robot."""
-        if self._seen is None or (self._now is None and any(part.offset for part in self.action)):
+        if self._now is None and self.needs_state:  # nobody has looked: no loop drives it
             sense = getattr(self._robot, "sense", None)
             try:
                 self._encoded(sense() if sense is not None else self._robot.observe()["state"])

@@ -17,6 +17,9 @@ class Robot(Protocol):
     A robot that cannot be held from another thread while ``observe`` or ``act`` blocks, such as one with a bus that is
     read in ``observe`` and not locked, says so with an attribute ``concurrent_hold`` = False: it then has no command
     and no hold for as long as they block.
+
+    A robot whose next command counts from where it is seen, such as one of poses, has an attribute ``needs_state`` =
+    True. It is then observed in each control step with a command, and holds where no observation may be acted on.
     """
 
     def observe(self) -> Mapping[str, Any]:

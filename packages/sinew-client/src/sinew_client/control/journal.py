@@ -305,6 +305,7 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
     "resume": {"position": _vector, "moved": _flag},
     "take_over": {"step": _step, "shadow": _flag},
     "aligned": {"step": _step},
+    "realign": {"step": _step},
     "led": {"step": _step, "row": _vector, "reason": _plain_text},
     "hand_back": {"step": _step},
 }
@@ -350,6 +351,8 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
         controller.take_over(event["step"], event["shadow"])
     elif kind == "aligned":
         controller.aligned(event["step"])
+    elif kind == "realign":
+        controller.realign(event["step"])
     elif kind == "led":
         controller.led(event["step"], _array(event["row"]), event["reason"])
     elif kind == "hand_back":

@@ -13,6 +13,9 @@ from sinew_client.control.takeover import LeaderError
 from sinew_client.modules import load_named
 
 SHARE = 0.1  # of the way to the robot, which a leader with motors goes in each control step
+ALIGN_SPEED = (
+    60.0  # units per second at which it goes at most: degrees, or hundredths of half a joint's range
+)
 
 
 class LeRobotLeader:
@@ -20,12 +23,13 @@ class LeRobotLeader:
 
     teleoperator: has ``action_features``, ``feedback_features``, ``get_action`` and ``send_feedback`` (LeRobot 0.4 to
     0.6). names: of the robot's commands; those that its actions have otherwise are refused by name. One whose feedback
-    has all of them is brought to the robot by its own motors, a tenth of the way in each control step, and set free
-    when it is there; another one is brought by the person who takes over.
+    has all of them is brought to the robot by its own motors, a tenth of the way in each control step, at 60 units
+    (degrees, or hundredths of half a joint's range) per second at most, as a hand may be on it. It is set free when it
+    is there; another one is brought by the person who takes over. hz: control steps per second.
     """
 
-    def __init__(self, teleoperator: Any, names: Sequence[str]):
-        self.teleoperator, self._names = teleoperator, list(names)
+    def __init__(self, teleoperator: Any, names: Sequence[str], hz: float = 30.0):
+        self.teleoperator, self._names, self._most = teleoperator, list(names), ALIGN_SPEED / hz
         had = list(teleoperator.action_features)
         missing, strange = [n for n in names if n not in had], [n for n in had if n not in names]
         if missing or strange:
@@ -54,8 +58,11 @@ class LeRobotLeader:
         if not self._stiff:
             self._torque("enable_torque")
             self._stiff = True
-        now = np.array(self.read(), np.float64)
-        goal = now + SHARE * (np.where(np.isnan(position), now, position) - now)
+        at = np.array(self.read(), np.float64)
+        if not np.all(np.isfinite(at)):
+            return  # its motors are sent nowhere from a place that is not known
+        away = np.where(np.isnan(position), at, position) - at
+        goal = at + np.clip(SHARE * away, -self._most, self._most)
         self.teleoperator.send_feedback(dict(zip(self._names, map(float, goal))))
 
     def _torque(self, method: str) -> None:
@@ -63,9 +70,11 @@ class LeRobotLeader:
             change()
 
 
-def open_lerobot_leader(kind: str, options: Mapping[str, Any], names: Sequence[str]) -> LeRobotLeader:
+def open_lerobot_leader(
+    kind: str, options: Mapping[str, Any], names: Sequence[str], hz: float = 30.0
+) -> LeRobotLeader:
     """Return one of LeRobot's teleoperators, connected. kind: its type, such as ``so101_leader``; options: its
-    fields; names: of the robot's commands."""
+    fields; names: of the robot's commands; hz: control steps per second."""
     try:
         teleoperators = importlib.import_module("lerobot.teleoperators")
     except ImportError as error:
@@ -75,7 +84,7 @@ def open_lerobot_leader(kind: str, options: Mapping[str, Any], names: Sequence[s
     try:
         made = lerobot_choice(teleoperators, teleoperators.TeleoperatorConfig, kind)
         config = lerobot_config(made, options)
-        leader = LeRobotLeader(teleoperators.make_teleoperator_from_config(config), names)
+        leader = LeRobotLeader(teleoperators.make_teleoperator_from_config(config), names, hz)
         leader.teleoperator.connect()
     except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
         raise LeaderError(f"--takeover lerobot:{kind}: {type(error).__name__}: {error}") from error

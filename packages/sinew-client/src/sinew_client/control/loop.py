@@ -13,7 +13,7 @@ import numpy as np
 
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
-from sinew_client.control.controller import AHEAD_S, LATE, BaseController, Command, Controller
+from sinew_client.control.controller import AHEAD_S, LATE, UNKNOWN, BaseController, Command, Controller
 from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace, SimulatedPace
@@ -116,6 +116,7 @@ class Loop:
             {},
         )  # the step of the newest observation, and what it was
         self._ages = SourceAges()
+        self._unseen = ""  # why the last observation that failed could not be acted on
         self._age = 0.0  # of the newest frame when the present tick began, seconds
 
     def watch(self, watcher: Callable[[Command], None]) -> None:
@@ -241,6 +242,8 @@ class Loop:
     def _act(self, command: Command, row: np.ndarray) -> None:
         """Send a command, or part of it; the robot holds where it does not take it, and for the rest of the step."""
         try:
+            if self._robot_needs_state and self._seen[0] != command.step:
+                raise NoCommand(UNKNOWN, self._unseen)
             self.robot.act(row)
         except NoCommand as refused:
             self.robot.hold()
@@ -249,6 +252,10 @@ class Loop:
             self._command = replace(command, row=None, reason=refused.reason)
             self._last = None
             self.controller.unsent(command, refused.reason)
+
+    @property
+    def _robot_needs_state(self) -> bool:
+        return getattr(self.robot, "needs_state", False)
 
     def _prepare(self, step: int) -> None:
         """Do all that may take its time before a control step's command: look, ask, take what has come."""
@@ -269,11 +276,16 @@ class Loop:
         if self._edge is not None and seen is not None:
             self._adapted(step, self._edge.refine, step, seen)
         self._follow(step, now, seen)
-        if self.controller.wants_position(step) and (seen or self._observe(step, now)) is not None:
+        lost = self.controller.wants_position(step)
+        if seen is None and (lost or (self._robot_needs_state and self.controller.due(step))):
+            seen = self._observe(step, now)
+        if lost and seen is not None:
             self.controller.stands(self._measured(self._state))
 
     def _step(self, step: int) -> Command:
-        command = self.controller.command(step, self._state)
+        # A state that commands count from is of this step: an older one, or one that may not be acted on, is none.
+        of_step = not self.controller.needs_state or self._seen[0] == step
+        command = self.controller.command(step, self._state if of_step else None)
         if self._last is None and command.row is not None:
             self._last = self._from()
         self.steps += 1
@@ -299,7 +311,8 @@ class Loop:
             usual = command.reason == LATE and self.controller.held[LATE] > 1  # freeze does so at every chunk
             level = logging.INFO if usual else logging.WARNING
             aligns = command.by == ALIGNING and self.takeover is not None and self.takeover.apart
-            said = f"{command.reason} ({aligns})" if aligns else command.reason
+            why = self._unseen if command.reason == UNKNOWN else aligns
+            said = f"{command.reason} ({why})" if why else command.reason
             logger.log(level, "step %d: holds: %s", command.step, said)
         elif before and not command.reason:
             logger.info("step %d: goes on after: %s", command.step, before)
@@ -330,7 +343,7 @@ class Loop:
         except NoObservation as blind:
             self._fault(step, str(blind))
             return None
-        self._state = np.asarray(seen["state"], np.float32)
+        state = np.asarray(seen["state"], np.float32)
         times = seen.pop("times", None) or {}
         seen = {**exposed(times, seen), **seen}
         given, age = seen.get("time"), float_of(seen.pop("age", 0.0))
@@ -346,11 +359,12 @@ class Loop:
         self._ages.add({name: looked - float_of(at) for name, at in times.items()}, seen.get("images", {}))
         if not reason:
             reason = sources_fault(times, seen.get("images", {}), looked, self.settings)
-        if not reason and not np.all(np.isfinite(self._state)):
+        if not reason and not np.all(np.isfinite(state)):
             reason = "the state is not finite"
         if reason:
             self._fault(step, reason)
             return None
+        self._state = state
         self._images = seen.get("images", self._images)
         self._seen = (step, seen)
         self._history.see(step, self._images, self._state)
@@ -358,6 +372,7 @@ class Loop:
 
     def _fault(self, step: int, reason: str) -> None:
         """Hold for what cannot be seen. The answer to a request is not worth waiting for then; a stream goes on."""
+        self._unseen = reason
         if not self.controller.continuous:
             self.source.cancel()
         self.controller.fault(step, reason)
@@ -401,11 +416,11 @@ class Loop:
             self.controller.pause()
             self._last = None  # somebody may move the robot
 
-    def _resume(self, moved: bool = True) -> None:
+    def _resume(self) -> None:
         if self.controller.paused:
-            if moved:
-                self._history.clear()
-            self.controller.resume(self._position(), moved)
+            self._history.clear()
+            seen = self._observe(self._next, self.pace.now())
+            self.controller.resume(None if seen is None else self._measured(self._state))
 
     def _take_over(self) -> None:
         if self.takeover is None or self.controller.paused or self.controller.driver != POLICY:
@@ -432,7 +447,9 @@ class Loop:
             here = self._measured(self._state)
         if isinstance(self.robot, Onlooker):  # what was done is in what it shows
             self._observe(step, now)
-        self.takeover.follow(self.controller, step, here)
+        last = self.controller.followed
+        followed = None if last is None else (max(0, step - last[0] - 1) / self.settings.hz, last[1])
+        self.takeover.follow(self.controller, step, here, followed)
 
     def _restart(self, reason: str, prompt: str) -> None:
         self.source.cancel()
@@ -452,28 +469,20 @@ class Loop:
     def _say(self, prompt: str) -> None:
         if prompt != self.prompt:
             self._instruct(prompt)
-            if self.controller.continuous:
-                return  # windows follow it from the next prefix on
-            paused = self.controller.paused
-            self._pause()
-            if not paused:
-                self._resume(moved=False)
+            # Windows of a stream follow it from the next prefix on. What was planned for the old one is dropped, while
+            # limits go on counting from the last command: the robot may not have been held when the answer comes.
+            if not (self.controller.continuous or self.controller.paused):
+                self.source.cancel()
+                self.controller.fault(self._next, self.controller.starting)
 
     @property
     def _next(self) -> int:
         """Return the first control step without a command."""
         return 0 if self._command is None else self._command.step + 1
 
-    def _position(self) -> np.ndarray | None:
-        """Return where the robot is in the numbers of a command, if those are the state's."""
-        try:
-            state = np.asarray(self.robot.observe()["state"], np.float32)
-        except NoObservation:
-            return None
-        return self._measured(state)
-
-    def _measured(self, state: np.ndarray) -> np.ndarray:
+    def _measured(self, state: np.ndarray | None) -> np.ndarray:
         """Return where a robot of this state is in the numbers of a command, NaN where it does not say so."""
+        assert state is not None
         return self.controller.motion.position(state, self._dim)
 
     def _from(self) -> np.ndarray | None:

@@ -123,6 +123,10 @@ class Watching:
         self.act, self.hold = robot.act, robot.hold
         self.concurrent_hold = getattr(robot, "concurrent_hold", True)
 
+    @property
+    def needs_state(self) -> bool:
+        return getattr(self.robot, "needs_state", False)
+
     def observe(self) -> Mapping[str, Any]:
         """Return the robot's observation, the state alone between frames; ``blind`` says why a frame that is due cannot
         be had."""

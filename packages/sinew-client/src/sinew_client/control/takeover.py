@@ -1,8 +1,9 @@
 """Somebody takes over: a person at a leader arm, or an expert, drives the robot, and gives it back to the policy.
 
 On take-over the robot holds until the leader is where the robot is; then the leader's rows are its commands, behind
-the same limits as the policy's. On the way back it holds until the policy has a fresh chunk. So neither hand-over is a
-jump: both begin from what the robot was sent last, and a limit of velocity or acceleration bounds the step.
+the same limits as the policy's. A leader that was silent for a while, or jumped, is aligned again. On the way back the
+robot holds until the policy has a fresh chunk. So neither hand-over is a jump: both begin from what the robot was sent
+last, and a limit of velocity or acceleration bounds the step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ POLICY, ALIGNING, HUMAN = "policy", "aligning", "human"
 ALIGNS = "taking over: the leader is brought to where the robot is"
 SILENT = "the leader says nothing"
 ALIGN_SHARE = 0.05  # of a number's range, by which a leader may be elsewhere where nothing else is said
+SILENCE_S = 0.2  # seconds in which the robot was sent no row of its leader, after which that is aligned again
 KEPT = 100_000  # control steps of an agreement
 
 
@@ -39,8 +41,9 @@ class Leader(Protocol):
     """Drive a robot in place of the policy. Each call should return well within a period.
 
     Optional: ``wanted``, a bool that a button of its own changes: True takes over, False hands back.
-    ``align(position)`` moves the leader, float [D], towards where the robot is, NaN where that is not known, and
-    ``free()`` lets go of it when it is there; one without them is moved by the person who takes over. ``close()`` at
+    ``align(position)`` moves the leader, float [D], towards where the robot is, NaN where that is not known. It is
+    called in each control step, and bounds the speed itself: a hand may be on the leader. ``free()`` lets go of it when
+    it is there. One without them is moved by the person who takes over. ``close()`` at
     the end.
     """
 
@@ -103,9 +106,10 @@ class HandedOver:
 class Takeover:
     """Reads a leader once per control step and says who drives. It belongs to one loop.
 
-    align: by how much each number of the leader may differ from where the robot is when it takes over; None: 0.05 of
-    the range that ``limits`` give it. shadow: the leader drives from the beginning and the policy only says what it
-    would do.
+    align: by how much each number of the leader may differ from where the robot is when it takes over, and from its row
+    that was sent before while it leads; None: 0.05 of the range that ``limits`` give it. A leader that differs by more,
+    or that the robot did not follow for 0.2 s, is aligned again before it leads on. shadow: the leader drives from the
+    beginning and the policy only says what it would do.
 
     Raises :class:`LeaderError` where it is not known whether the leader's numbers are places, or how near is near.
     """
@@ -151,10 +155,19 @@ class Takeover:
         self._wanted = bool(wanted)
         return self._wanted
 
-    def follow(self, controller: BaseController, step: int, here: np.ndarray | None) -> None:
+    def follow(
+        self,
+        controller: BaseController,
+        step: int,
+        here: np.ndarray | None,
+        followed: tuple[float, np.ndarray] | None = None,
+    ) -> None:
         """Do what is due in a control step while somebody drives or wants to. here: where the robot is, float [D], NaN
-        where that is not known."""
+        where that is not known. followed: the newest row of the leader that the robot was sent, and the seconds
+        since."""
         row, reason = self._read()
+        if controller.driver == HUMAN and self._left(row, followed):
+            controller.realign(step)
         if controller.driver == ALIGNING:
             self.apart = reason or self._apart(row, here)
             if self.apart:
@@ -166,6 +179,13 @@ class Takeover:
             controller.aligned(step)
         if controller.driver == HUMAN:
             controller.led(step, row, reason)
+
+    def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:
+        """Return True if the leader may be elsewhere than where the robot has followed it."""
+        if followed is None or isinstance(self.leader, Onlooker):  # which is where the robot is
+            return False
+        seconds, last = followed
+        return seconds > SILENCE_S or (row is not None and bool(np.any(np.abs(row - last) > self._near)))
 
     def close(self) -> None:
         """End the leader, where it can be."""
