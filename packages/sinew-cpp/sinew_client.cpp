@@ -35,7 +35,7 @@ namespace window {
 enum Number { step = 1, sample_time = 2, frame_time = 3, prefix_age_ms = 4, sensor_age_ms = 5, head_ms = 6, run = 7, label = 8, text = 9, said = 10 };
 }
 namespace predictresponse {
-enum Number { request_id = 1, action_chunk = 2, chunk_size = 3, action_dim = 4, latency_ms_total = 5, latency_ms_inference = 6, error = 7, latency_ms_prefill = 8, latency_ms_denoise = 9, latency_ms_vision = 10, actions = 100, horizon = 101, dim = 102, timing = 103, seed = 104, session = 105, time = 106, error_code = 107, metadata = 108, warnings = 109, window = 110, text = 60, context = 111, adapter = 112, answers = 113 };
+enum Number { request_id = 1, action_chunk = 2, chunk_size = 3, action_dim = 4, latency_ms_total = 5, latency_ms_inference = 6, error = 7, latency_ms_prefill = 8, latency_ms_denoise = 9, latency_ms_vision = 10, actions = 100, horizon = 101, dim = 102, timing = 103, seed = 104, session = 105, time = 106, error_code = 107, metadata = 108, warnings = 109, window = 110, text = 60, context = 111, adapter = 112, answers = 113, deployment = 114 };
 }
 // }
 

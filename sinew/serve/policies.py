@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Deployment:
     state: the counters of a policy that has some of its own.
     adapters: name -> limits of what is computed with it, whose statistics are its own.
     pixels: how many one request may decode to.
+    number: goes out with each answer, so that robots notice an exchange; drawn at random, as a client may meet several
+    servers.
     """
 
     scheduler: Scheduler
@@ -52,6 +55,7 @@ class Deployment:
     state: Callable[[], dict[str, int]] | None = None
     adapters: Mapping[str, Safety | None] = field(default_factory=dict)
     pixels: int = field(init=False)
+    number: int = field(default_factory=lambda: secrets.randbits(63) or 1, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pixels", self.max_pixels or pixel_limit(self.spec))

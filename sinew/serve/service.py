@@ -334,6 +334,8 @@ class Service:
 def _safe(request: Request, outcome: Outcome) -> Outcome:
     """Return the outcome as it may be sent to a robot."""
     seen = request.observation
+    if request.deployment is not None and isinstance(outcome, ActionChunk):
+        outcome = replace(outcome, deployment=request.deployment.number)
     if seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
     if request.borrowed is not None:

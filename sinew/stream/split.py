@@ -75,6 +75,13 @@ class SplitPolicy(OpenPolicy):
     def __init__(self, policy: Policy, client: Client, template: Any = None, *, whole: bool = False):
         self.policy, self._client, self._whole = policy, client, whole
         self.spec = policy.spec
+        self._compare()
+        self._template = template_of(policy) if template is None else template
+        self.last: Trip | None = None
+
+    def _compare(self) -> None:
+        """Raise SinewError for a server of another policy, or one that sends no contexts."""
+        policy, client = self.policy, self._client
         served = client.metadata()
         self.form = served["server"].get("context", "")
         if not self.form:
@@ -86,8 +93,10 @@ class SplitPolicy(OpenPolicy):
             raise SinewError(
                 f"split: expected the server's bundle, digest {there}, got {here} ({policy.bundle.path})"
             )
-        self._template = template_of(policy) if template is None else template
-        self.last: Trip | None = None
+        if client.exchanged:
+            raise SinewError(
+                "split: the server has replaced the policy that read this observation; ask again"
+            )
 
     def reset(self, session: str = "") -> None:
         """Tell the server that a new episode begins in ``session``."""
@@ -126,6 +135,8 @@ class SplitPolicy(OpenPolicy):
         )
         data, timing = self._client.context(seen, timeout=timeout)
         arrived = time.perf_counter()
+        if self._client.exchanged:
+            self._compare()
         template, longer = self._template
         context = unpack(data, template, policy.engine.device, longer)
         try:

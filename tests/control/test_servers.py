@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from sinew_client.faults import kind_of
 from sinew_client.streams import StreamLink
 from sinew_client.types import CameraSpec, MotionSpec, VectorSpec
 
+from sinew.serve.policies import DEFAULT, Deployment
+from sinew.serve.scheduler import Scheduler
 from sinew.serve.transport.listen import Listen
 from tests.processes import free_port
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
@@ -150,7 +153,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(
+OTHERS = pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"action": VectorSpec(2, ("b", "a"), ("rad", "rad"))}, "action.names: expected a, b, got b, a"),
@@ -162,6 +165,9 @@ NAMED = {
         ({"chunk_size": 2, "name": "a newer one", "action": VectorSpec(2)}, ""),
     ],
 )  # fmt: skip
+
+
+@OTHERS
 @pytest.mark.parametrize("way", ["began anew", "the next address"])
 def test_rows_of_another_policy_than_the_robot_was_fitted_to_are_not_executed(
     changes: dict[str, Any], said: str, way: str
@@ -203,6 +209,70 @@ def test_rows_of_another_policy_than_the_robot_was_fitted_to_are_not_executed(
     with desk(policy=other(**NAMED), listen=Listen(port=ports[1])):  # the right one is back
         assert asked().shape == (3, 2)
         opened.close()
+
+
+def replaced(at: Any, **changes: Any) -> Deployment:
+    """Put another policy in the place of a desk's first, as a hot-swap does; return it."""
+    puppet = other(**{**NAMED, **changes})
+    scheduler = Scheduler(puppet, supervisor=at.service.supervisor)
+    scheduler.start()
+    found = Deployment(scheduler, puppet.spec, {"policy": puppet.spec.to_dict(), "server": {}})
+    at.service.policies.put(DEFAULT, found)
+    return found
+
+
+@OTHERS
+@pytest.mark.parametrize("way", ["tcp", "ipc", "shared memory"])
+def test_rows_of_a_policy_that_was_replaced_under_a_connection_are_not_executed(
+    changes: dict[str, Any], said: str, way: str, tmp_path: Path
+) -> None:
+    """A signature of the defect: degrees read as radians until the connection broke."""
+    frame = np.zeros((400, 600, 3) if way == "shared memory" else (48, 64, 3), np.uint8)
+    seen = {**GOOD, "images": {"front": frame}, "state": np.float32([0.5, 0.5])}
+    listen = None if way == "tcp" else Listen(path=str(tmp_path / "socket"))
+    with desk(policy=other(**NAMED), listen=listen or Listen()) as at:
+        call = Servers(at.native)()
+        assert call(seen, WAIT_S).shape == (3, 2)
+        assert call.policy.frames.startswith("shared" if way == "shared memory" else "in the message")
+        for _ in range(2):
+            second = replaced(at, **changes)
+            if said:
+                with pytest.raises(UnsafeChunk, match=re.escape(said)):
+                    call(seen, WAIT_S)
+            else:
+                assert call(seen, WAIT_S).shape == (3, 2)
+            third = replaced(at)
+            assert call(seen, WAIT_S).shape == (3, 2)
+            for each in (second, third):
+                each.scheduler.stop()
+        call.close()
+
+
+def test_a_policy_that_was_replaced_before_it_is_described_is_not_taken_for_the_next() -> None:
+    """Two exchanges in a row: rows of the one between them are of nobody who was asked."""
+    with desk(policy=other(**NAMED)) as at:
+        call = Servers(at.native)()
+        call({**GOOD, "state": np.float32([0.5, 0.5])}, WAIT_S)
+        opened = [replaced(at, control_hz=10.0)]
+        call.policy.infer({**GOOD, "state": np.float32([0.5, 0.5])})
+        opened.append(replaced(at))
+        with pytest.raises(UnsafeChunk, match="has replaced the policy that computed this answer; ask again"):
+            call._servers.fitted.check(call.policy)
+        call({**GOOD, "state": np.float32([0.5, 0.5])}, WAIT_S)
+        call.close()
+        for each in opened:
+            each.scheduler.stop()
+
+
+def test_a_server_without_numbers_of_its_policies_is_served() -> None:
+    """An older one: what it has is asked for once a connection."""
+    with desk(policy=other(**NAMED)) as at:
+        object.__setattr__(at.service.policies.get(), "number", 0)
+        call = Servers(at.native)()
+        for _ in range(3):
+            assert call({**GOOD, "state": np.float32([0.5, 0.5])}, WAIT_S).shape == (3, 2)
+        assert (call.policy.deployment, call.policy.exchanged) == (0, False)
+        call.close()
 
 
 def test_a_stream_sends_nothing_to_another_policy_than_the_robot_was_fitted_to() -> None:

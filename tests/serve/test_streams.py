@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sinew_client import Client, ServerError, schema
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamReport
 from sinew_client.control.pace import Pace
+from sinew_client.form import Fitted
 from sinew_client.link import KEEPALIVE
 from sinew_client.streams import StreamLink, StreamWindow, decode_window
 
@@ -428,6 +429,34 @@ def test_a_stream_goes_on_with_the_policy_that_takes_its_place(rolling_bundle: P
             assert "the policy was exchanged" in link.error
         assert link.faults.total == 0
         server.service.policies.get().scheduler.stop()
+
+
+def test_a_stream_of_a_policy_of_other_units_that_takes_its_place_is_not_followed(
+    rolling_bundle: Path,
+) -> None:
+    """It was compared when the link connected; another one is compared before its first window is taken."""
+    policy = load(rolling_bundle, engine="eager", threads=1)
+    about = deploy(policy, ServingLimits()).metadata["policy"]
+    with serving(policy) as server, contextlib.ExitStack() as closing:
+        link = StreamLink(server.native, RATE, policy=about)
+        closing.callback(link.close)
+        loop = robot_loop(link)
+        drive(loop, 5)
+        for unit in ("deg", ""):
+            found = deploy(load(rolling_bundle, engine="eager", threads=1), ServingLimits())
+            action = {**about["action"], "units": [unit] if unit else []}
+            if unit:
+                about["action"] = {**about["action"], "units": ["rad"]}
+                link._fitted = Fitted(about)
+            found = replace(found, metadata={**found.metadata, "policy": {**about, "action": action}})
+            server.service.policies.put(DEFAULT, found)
+            if unit:
+                until(lambda: loop.tick(loop.pace.next()) or "fitted to: action.units" in link.error, "why")
+                assert loop.controller.newest.deployment not in (0, found.number)
+                assert link.faults.counts["UnsafeChunk"]
+            else:
+                drive(loop, loop.controller.chunks + 5)
+            closing.callback(found.scheduler.stop)
 
 
 def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: Policy) -> None:

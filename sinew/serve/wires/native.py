@@ -202,7 +202,10 @@ class NativeCodec:
             return None
         if header.kind == Kind.METADATA:
             frames = {} if peer is None or peer.shared is None else {"frames": peer.shared.state}
-            return self.encode_metadata(header, self.service.about(header.policy) | frames)
+            number = self.service.policies.get(
+                header.policy
+            ).number  # before the rest: it may be exchanged meanwhile
+            return self.encode_metadata(header, self.service.about(header.policy) | frames, number)
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
         if header.kind == Kind.REPORT:
@@ -324,6 +327,7 @@ class NativeCodec:
             warnings=chunk.warnings,
             text=chunk.text,
             adapter=chunk.adapter,
+            deployment=chunk.deployment,
             timing=vars(timing) | {"server_ms": server_ms},  # one call, which ten of setattr are not
         )
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
@@ -346,9 +350,10 @@ class NativeCodec:
         request_id = 0 if header is None else header.request_id
         return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
 
-    def encode_metadata(self, header: NativeHeader, content: dict[str, Any]) -> bytes:
-        """The answer to METADATA and HEALTH; for RESET and REPORT ``content`` is empty."""
-        reply = PredictResponse(request_id=header.request_id, session=header.session)
+    def encode_metadata(self, header: NativeHeader, content: dict[str, Any], deployment: int = 0) -> bytes:
+        """The answer to METADATA and HEALTH; for RESET and REPORT ``content`` is empty. deployment: number of the
+        policy that METADATA is about."""
+        reply = PredictResponse(request_id=header.request_id, session=header.session, deployment=deployment)
         if content:
             reply.metadata = json.dumps(content)
         return reply.SerializeToString()

@@ -106,7 +106,9 @@ class StreamingRobot:
 
     def _encode(self, window: Window, chunk: ActionChunk) -> bytes:
         warnings = (*chunk.warnings, *self.deployment.changed)
-        reply = PredictResponse(request_id=window.tag, session=self.name, warnings=warnings)
+        reply = PredictResponse(
+            request_id=window.tag, session=self.name, warnings=warnings, deployment=self.deployment.number
+        )
         reply.horizon, reply.dim = chunk.actions.shape
         about = reply.window
         about.step, about.run = window.step, window.run

@@ -63,6 +63,8 @@ class BaseClient:
         self._warned: set = set()
         self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
         self._spec: PolicySpec | None = None  # of the server at the other end of the link
+        self._answered = 0  # number of the policy that computed the newest answer; 0: not stated
+        self.deployment = 0  # the same of the policy that the server described last
         self._link: Any = None
         self._closed = False
         self._unreached = ""  # why the last try to connect failed
@@ -113,6 +115,7 @@ class BaseClient:
     def _accepted(self, reply: Any, observation: Mapping[str, Any], asked: float) -> ActionChunk:
         """Return the chunk of a reply, and say once what the policy had to do without."""
         chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
+        self._heard(chunk.deployment)
         self._warn(chunk.warnings)
         return chunk
 
@@ -136,10 +139,27 @@ class BaseClient:
 
     def _said(self, reply: Any) -> dict:
         """Return what a server says of itself; nothing where it says nothing."""
-        return protocol.decode_metadata(reply) if reply.metadata else {}
+        found = protocol.decode_metadata(reply) if reply.metadata else {}
+        if reply.deployment:  # of METADATA alone
+            self.deployment = reply.deployment
+            self._heard(self._answered)
+        return found
+
+    def _heard(self, deployment: int) -> None:
+        """Note which policy has answered. What is known of another one is asked for again (``Client.spec``)."""
+        self._answered = deployment
+        if self.exchanged:
+            self._spec = None
+
+    @property
+    def exchanged(self) -> bool:
+        """True if the newest answer is of another policy than the one that the server described last: the server has
+        replaced it in between. Servers without numbers of their policies never say so."""
+        return 0 not in (self._answered, self.deployment) and self._answered != self.deployment
 
     def _context(self, reply: Any) -> tuple:
         """Return (bytes, timing) of a reply with a context, and say once what was left out."""
+        self._heard(reply.deployment)
         self._warn(reply.warnings)
         if not reply.context:
             raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")

@@ -147,7 +147,8 @@ class Client(BaseClient):
 
     @property
     def spec(self) -> PolicySpec:
-        """What the server's policy reads and writes: asked for once a connection. Raises what :meth:`metadata` does."""
+        """What the server's policy reads and writes: asked for once a connection, and again once another policy has
+        answered. Raises what :meth:`metadata` does."""
         if self._spec is None:
             self._spec = PolicySpec.from_dict(self.metadata().get("policy"))
         return self._spec
@@ -271,6 +272,7 @@ class Client(BaseClient):
         if self._link is not None:
             self._link.close()
             self._link = self._spec = None
+            self.deployment = 0
 
     def _after_fork(self) -> None:
         """Begin anew in a child process, on a connection of its own."""

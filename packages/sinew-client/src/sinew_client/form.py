@@ -62,17 +62,19 @@ class Fitted:
 
     def check(self, server: Policy) -> None:
         """Raise :class:`UnsafeChunk` where another policy answers, with other cameras, joints, units, rate or motion.
-        Asks the server, once a connection."""
+        Asks the server, once a connection and after each exchange of its policy."""
         try:
             found = form(server.spec, TAKEN)
         except ClientError as error:
             if self._form is None and type(error) is ClientError:
                 return  # a server that says nothing of itself, as vla.cpp's
             raise
+        where = getattr(server, "address", "what answers")
+        if getattr(server, "exchanged", False):
+            raise UnsafeChunk(f"{where} has replaced the policy that computed this answer; ask again")
         if self._form is None:
             self._form = found
         if others := differing(self._form, found):
-            where = getattr(server, "address", "what answers")
             raise UnsafeChunk(
                 f"{where} has another policy than the robot was fitted to: {'; '.join(others.values())}"
             )

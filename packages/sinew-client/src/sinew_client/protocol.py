@@ -317,6 +317,7 @@ def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, le
         warnings=tuple(reply.warnings),
         text=reply.text,
         adapter=reply.adapter,
+        deployment=reply.deployment,
     )
 
 

@@ -38,6 +38,7 @@ class StreamWindow:
     the newest sample and frame in it. Ages are of the server's clock: since the prefix was ready, since the sample
     arrived. request_id: of the message with that sample. label: how the server makes windows; "" but in the first one.
     text: what the policy's language head is saying, from its first token on. said: its last text that is complete.
+    deployment: number of the policy that computed it, as of :class:`~sinew_client.ActionChunk`.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StreamWindow:
     label: str = ""
     text: str = ""
     said: str = ""
+    deployment: int = 0
 
 
 class StreamLink:
@@ -87,6 +89,7 @@ class StreamLink:
         policy: Mapping[str, Any] | None = None,
     ):
         self.max_rows, self._fitted = max_rows, None if policy is None else Fitted(policy)
+        self._deployment = 0  # number of the policy that was compared with it
         self._addresses = Addresses(address)
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
@@ -185,6 +188,12 @@ class StreamLink:
             except ClientError as error:
                 self._note(error)
                 continue
+            if 0 not in (self._deployment, window.deployment) and window.deployment != self._deployment:
+                self._note(ConnectionLost(f"{self.present} has replaced its policy; connecting again"))
+                with self._changed:
+                    if self._link is not None:
+                        self._lose(self._link, self.error)  # the next connection begins with a comparison
+                break
             self.label = window.label or self.label
             found.append(window)
         return found
@@ -285,6 +294,7 @@ class StreamLink:
                 with Client(self.present, api_key=self._api_key, timeout=patience) as client:
                     if self._fitted is not None:
                         self._fitted.check(client)
+                        self._deployment = client.deployment
             except ClientError as error:
                 with self._changed:
                     self._note(error)
@@ -342,4 +352,5 @@ def decode_window(payload: bytes, max_rows: int = protocol.MAX_ROWS) -> StreamWi
         label=about.label,
         text=about.text,
         said=about.said,
+        deployment=reply.deployment,
     )

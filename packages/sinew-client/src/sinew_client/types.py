@@ -325,6 +325,7 @@ class ActionChunk:
     round_trip_ms: of a server's answer, from the call to the decoded reply on the client's clock; else 0.
     text: what the language head said where words were asked for; then there may be no actions, [0, D].
     adapter: the one that computed it, "" for the base.
+    deployment: number of the policy that computed it on its server, another one after a hot-swap; 0: not stated.
     """
 
     actions: np.ndarray
@@ -337,6 +338,7 @@ class ActionChunk:
     round_trip_ms: float = 0.0
     text: str = ""
     adapter: str = ""
+    deployment: int = 0
 
     def __repr__(self) -> str:
         beside = [f"{name} {value!r}" for name in ("text", "warnings") if (value := getattr(self, name))]
