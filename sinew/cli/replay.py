@@ -32,7 +32,8 @@ def replay(
     """Send what `sinew serve --record` wrote to a server once more, or repeat the decisions of a robot's journal.
 
     Actions are compared with the recorded ones: every bit where the server computes as it did then, else within a
-    tolerance that is said (docs/wires.md). The exit status is 1 if any is beyond it, or a decision is another one.
+    tolerance that is printed (docs/wires.md). So are the commands of a journal from another machine. The exit status is
+    1 if any is beyond the tolerance, or a decision is another one.
 
     Args:
         recording: folder of records, or a journal of `sinew run --record`, which needs no server.
@@ -69,11 +70,17 @@ def replay_journal(path: Path) -> dict[str, Any]:
         console.print(line)
     differ = len(found.differences)
     torn = "; the last line breaks off (killed, or a full disk)" if found.torn else ""
-    console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ{torn}")
+    rounded = (
+        f", {found.rounded} differ in their last digits alone, as another machine wrote the journal"
+        if found.rounded
+        else ""
+    )
+    console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ{rounded}{torn}")
     for move in found.abrupt:
         text = "step {step} ({seconds:.2f} s): {joint} changes by {change:+.3g}, {times:.1f} times its usual: {why}"
         console.print(text.format(**move), markup=False)
     result = {"schema": "sinew.replay/1", "commands": found.commands, "held": found.held, "differ": differ}
+    result["rounded"] = found.rounded
     result |= {"torn": found.torn, "abrupt": list(found.abrupt)}
     if (fit := watched(path)) is not None:
         console.print(fit.advice(), markup=False)

@@ -1143,6 +1143,18 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
         was = now.replace(now.partition("[")[2], "9.]") if changed["row"] else "hold (dark)"
         assert repeat(path).differences == [f"step {then['step']}: then {was}, now {now}"]
     head = json.loads(lines[0])
+    event = json.loads(lines[first])
+    row = np.nextafter(np.float32(event["command"]["row"]), np.float32(9))
+    event["command"]["row"] = row.tolist()
+    changed = [*lines[1:first], json.dumps(event), *lines[first + 1 :]]
+    for computed, differ, rounded in (
+        (head["computed"], 1, 0),
+        ({"hardware": "another"}, 0, 1),
+        (None, 0, 1),
+    ):
+        path.write_text("\n".join([json.dumps({**head, "computed": computed}), *changed]))
+        found = repeat(path)
+        assert (len(found.differences), found.rounded) == (differ, rounded)
     head["settings"]["handover"] = "naive"
     path.write_text("\n".join([json.dumps(head), *lines[1:]]))
     assert repeat(path).differences

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import platform
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ SCHEMA = "sinew.control/1"
 TORN = "torn"  # what is told of a file whose last line breaks off
 MAX_LINE = 1 << 24  # bytes of an event; a chunk of 8,192 rows of 80 numbers
 MAX_STEP = 1 << 53
+# Of the largest number of a command: how far a command may differ where it is repeated on another machine. Its sums are
+# of up to 2^16 terms in float32, and errors of either sign add like a random walk: 2^8 roundings of 2^-24.
+TOLERANCE = 2.0**-16
 
 
 class JournalError(ClientError, ValueError):
@@ -50,7 +54,8 @@ class Journal:
         self._events: SimpleQueue = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sinew-journal", daemon=True)
         self._thread.start()
-        self.put("begin", {"schema": SCHEMA, "settings": settings.to_dict(), "dim": dim, **about})
+        head = {"schema": SCHEMA, "settings": settings.to_dict(), "dim": dim, "computed": _arithmetic()}
+        self.put("begin", {**head, **about})
 
     def put(self, event: str, values: dict[str, Any]) -> None:
         """Keep an event; a listener of :class:`Controller`. Never blocks."""
@@ -95,7 +100,8 @@ class Repeated:
 
     commands: how many were repeated. differences: one line for each that came out differently. torn: the file breaks
     off in a line, as where its process was killed or the disk was full. abrupt: as
-    :class:`~sinew_client.control.abrupt.AbruptMoves` says.
+    :class:`~sinew_client.control.abrupt.AbruptMoves` says. rounded: commands of a journal of another machine that
+    differ by less than :data:`TOLERANCE`, with every decision equal.
     """
 
     commands: int
@@ -103,6 +109,7 @@ class Repeated:
     differences: list[str]
     torn: bool = False
     abrupt: tuple[dict[str, Any], ...] = ()
+    rounded: int = 0
 
 
 def is_journal(path: Path) -> bool:
@@ -116,20 +123,25 @@ def is_journal(path: Path) -> bool:
 
 
 def repeat(path: Path) -> Repeated:
-    """Tell a new controller everything that the recorded one was told, and compare every command to the bit. A last
-    line that breaks off is left out.
+    """Tell a new controller everything that the recorded one was told, and compare every command. A last line that
+    breaks off is left out.
+
+    Commands are compared to the bit where the journal was written on a machine like this one. Other processors and
+    versions of numpy round differently: there every decision has to be equal, and numbers within :data:`TOLERANCE`.
 
     Raises :class:`JournalError` for a file that is no journal.
     """
     controller: BaseController | None = None
     moves: AbruptMoves | None = None
-    commands, held, torn = 0, 0, False
+    commands, held, rounded, torn = 0, 0, 0, False
+    tolerance = 0.0
     differences: list[str] = []
     for number, event in _read(path):
         try:
             if controller is None:
                 if event["event"] != "begin" or event["schema"] != SCHEMA:
                     raise JournalError(f"{path}: line {number}: expected the beginning of a journal")
+                tolerance = 0.0 if event.get("computed") == _arithmetic() else TOLERANCE
                 settings = Settings(**event["settings"])
                 controller = settings.controller(event["dim"])
                 names, targets = (
@@ -146,15 +158,17 @@ def repeat(path: Path) -> Repeated:
                 moves.add(then)
                 commands, held = commands + 1, held + (then.row is None)
                 now = controller.command(then.step, _array(event["state"]))
-                if not _same(then, now):
+                if not _same(then, now, tolerance):
                     differences.append(f"step {then.step}: then {_text(then)}, now {_text(now)}")
+                elif not _same(then, now):
+                    rounded += 1
         except JournalError:
             raise
         except Exception as error:  # events in an order, or of widths, that no controller has seen
             raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error!s:.300}") from error
     if moves is None:
         raise JournalError(f"{path}: empty")
-    return Repeated(commands, held, differences, torn, tuple(moves.worst()))
+    return Repeated(commands, held, differences, torn, tuple(moves.worst()), rounded)
 
 
 def watched(path: Path) -> MotionFit | None:
@@ -364,10 +378,30 @@ def _array(values: Any) -> np.ndarray | None:
     return None if values is None else np.array(values, np.float32)
 
 
-def _same(then: Command, now: Command) -> bool:
+def _same(then: Command, now: Command, tolerance: float = 0.0) -> bool:
     facts = (then.reason, then.clipped, then.age, then.chunk, then.index, then.seam, then.by)
     same = facts == (now.reason, now.clipped, now.age, now.chunk, now.index, now.seam, now.by)
-    return same and np.array_equal(then.row, now.row) and np.array_equal(then.wanted, now.wanted)
+    return same and _near(then.row, now.row, tolerance) and _near(then.wanted, now.wanted, tolerance)
+
+
+def _near(then: Any, now: Any, tolerance: float) -> bool:
+    if np.array_equal(then, now):
+        return True
+    if not tolerance or then is None or now is None or np.shape(then) != np.shape(now):
+        return False
+    then, now = np.asarray(then, np.float64), np.asarray(now, np.float64)
+    return bool(np.abs(then - now).max() <= tolerance * np.abs(then).max())  # False for NaN
+
+
+def _arithmetic() -> dict[str, str]:
+    """Return what decides the last bits of a command, beside the settings."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {"hardware": model, "numpy": np.__version__}
 
 
 def _text(command: Command) -> str:
