@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from tests import processes
 from tests.adapters import Adapters, make_adapters
 from tests.cases import cases, golden_cases
 from tests.proofs import Recorder
+from tests.shape_rounding import VARIABLE, RoundedByShape, begin_if_asked
 from tests.workers import Workers
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
@@ -157,6 +158,14 @@ def export_to(home: Path) -> None:
             convert(case / "checkpoint", made / "policy.gguf", vlm=case / "vlm", name=case.name)
             load(made / "policy.gguf", engine="onnx")
             made.rename(home)
+
+
+@pytest.fixture(scope="module")
+def rounded_by_shape() -> Iterator[None]:
+    """Products round by the shape of their batch, here and in the processes that the module's tests fork."""
+    with pytest.MonkeyPatch.context() as patch, RoundedByShape():
+        patch.setenv(VARIABLE, "1")
+        yield
 
 
 @pytest.fixture
@@ -294,6 +303,11 @@ def begin_export(config: pytest.Config, number: int) -> None:
         config.stash[EXPORT] = processes.Process(
             command, cwd=processes.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    begin_if_asked()  # in the worker: before it is forked, no thread may run
 
 
 @pytest.hookimpl(trylast=True)

@@ -35,6 +35,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from tests.shape_rounding import begin_if_asked
+
 ROOT = Path(__file__).resolve().parent.parent
 PRELOAD = (
     "sinew",
@@ -343,6 +345,7 @@ def _keep(request: dict[str, Any], descriptors: array.array) -> list[str] | None
     if request["session"]:
         os.setsid()
     _answer_signals(request["ignored"])
+    begin_if_asked()
     if request["forking"]:
         for name in STARTING:
             importlib.import_module(name).subprocess = FORKED  # type: ignore[attr-defined]

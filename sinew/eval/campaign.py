@@ -85,18 +85,22 @@ def run(
                 if (name, seed) not in done:
                     done[name, seed] = episode
                     _append(file, name, [episode])
-        todo = []
+        todo, missing = [], 0
         for index, variant in enumerate(variants):
-            for seed in seeds:
-                if (found := done.get((keys[index], seed))) is None:
-                    todo.append((index, seed))
-                elif on_episode is not None:
-                    on_episode(variant, found)
+            for together in groups(variant, seeds):
+                before = [done.get((keys[index], seed)) for seed in together]
+                missing += before.count(None)
+                if None in before:  # all of them: in a smaller batch the missing ones would round differently
+                    todo += [(index, seed) for seed in together]
+                for found in before:
+                    if found is not None and on_episode is not None:
+                        on_episode(variant, found)
         if on_todo is not None:
-            on_todo(len(todo))
-        for index, group in _play(
+            on_todo(missing)
+        for index, played in _play(
             task, variants, todo, workers, queue, elsewhere, player or EpisodePlayer, listen, hosts
         ):
+            group = [episode for episode in played if (keys[index], episode.seed) not in done]
             if file is not None:
                 _append(file, keys[index], group)
             for episode in group:

@@ -37,7 +37,7 @@ from sinew.serve.batching import Batcher
 from tests import processes
 from tests.eval.test_eval import PEN, children, content, needs_pen
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")
 
 PATIENCE = 300.0  # seconds until a test that waits gives up
 TASK, SEEDS = Task("sinew/Pen-v0"), range(5000, 5030)
@@ -119,6 +119,26 @@ def test_batches_are_the_same_in_any_number_of_shards(alone: list[dict[str, Any]
     one, two = (content(campaign.run(TASK, [pen(batch=4)], SEEDS, workers=n)[0]) for n in (1, 2))
     assert one == two
     assert [e["success"] for e in one] == [e["success"] for e in alone]
+
+
+@needs_pen
+def test_a_group_of_which_an_episode_is_missing_is_played_whole(tmp_path: Path) -> None:
+    """In a smaller batch that episode would round differently from the run that was not interrupted."""
+    seeds, todo = range(5000, 5004), list[int]()
+    (whole,) = campaign.run(TASK, [pen(batch=4)], seeds, out=tmp_path)
+    log = tmp_path / campaign.LOG
+    before = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(before[:2]) + before[3][:40])  # one line is lost, and one breaks off
+    played: list[int] = []
+    (found,) = campaign.run(
+        TASK, [pen(batch=4)], seeds, out=tmp_path, on_todo=todo.append,
+        on_episode=lambda _variant, episode: played.append(episode.seed),
+    )  # fmt: skip
+    assert content(found) == content(whole)
+    assert todo == [2]
+    assert sorted(played) == list(seeds)
+    complete = [line for line in log.read_text().splitlines() if line.endswith("}")]
+    assert sorted(json.loads(line)["seed"] for line in complete) == list(seeds)
 
 
 @needs_pen
