@@ -1,8 +1,9 @@
 """``make test-isa``: what depends on arithmetic, under the instruction sets that are here, and always the lowest.
 
 ``python -m tests.isa [NAME ...]`` runs TESTS once per combination and prints a table; NAME is one of those that
-``--list`` shows, all of them where none is given. It ends with 1 where a test failed. Emulated instruction sets and
-other processors are ``make test-kernels``.
+``--list`` shows, all of them where none is given. ``by-shape`` is no instruction set: it runs TESTS and BATCHES with
+products that round by the shape of their batch, as Intel's MKL computes them (``shape_rounding.py``). The program ends
+with 1 where a test failed. Emulated instruction sets and other processors are ``make test-kernels``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import shape_rounding
 
 ROOT = Path(__file__).resolve().parents[1]
 # All tests whose result depends on arithmetic.
@@ -32,6 +35,16 @@ TESTS = (
     ),
     *("tests/contract/test_family_engines.py", "tests/engine/test_guidance.py", "tests/engine/test_plan.py"),
     *("tests/engine/test_quantize.py", "tests/engine/test_upcast.py"),
+)
+# What else computes in batches, in other processes too, or compares answers that were computed in different ones.
+BATCHES = (
+    *(f"tests/engine/test_{name}.py" for name in ("adapters", "batches", "classifier_free", "onnx_batches")),
+    *(f"tests/engine/test_{name}.py" for name in ("committed", "reuse", "speakers", "threads")),
+    *(f"tests/eval/test_{name}.py" for name in ("evaluate", "evidence", "exploration", "farm", "rollouts")),
+    *(
+        f"tests/serve/test_{name}.py"
+        for name in ("fleet", "groot_server", "records", "replay", "server", "words")
+    ),
 )
 MARKS = "not slow and not gpu and not kernels"
 # ONNX Runtime looks for its instructions itself, whatever the variables say (tests/conftest.py: whatever asks for
@@ -53,6 +66,7 @@ class Combination:
     kernels: str = ""
     numpy: tuple[str, ...] = ()
     threads: int = 1
+    by_shape: bool = False  # products round by the shape of their batch
 
     def environment(self) -> dict[str, str]:
         named = {
@@ -62,6 +76,7 @@ class Combination:
             "SINEW_CPU_KERNELS": self.kernels,
             "NPY_DISABLE_CPU_FEATURES": " ".join(self.numpy),
             "OMP_NUM_THREADS": str(self.threads),
+            shape_rounding.VARIABLE: "1" if self.by_shape else "",
         }
         kept = {name: value for name, value in os.environ.items() if name not in named}
         return {**kept, **{name: value for name, value in named.items() if value}}
@@ -81,6 +96,7 @@ def combinations() -> list[Combination]:
         Combination("lowest-2", "", "default", "SSE4_2", "SSE41", "portable", numpy_features(""), 2),
         Combination("native"),
         Combination("native-2", threads=2),
+        Combination("by-shape", by_shape=True),
     ]
     from sinew.core import machine
 
@@ -97,7 +113,17 @@ def numpy_features(pattern: str) -> tuple[str, ...]:
 
 def run(each: Combination, workers: int, more: list[str]) -> tuple[bool, str, list[str]]:
     """Run the tests; return whether all passed, pytest's last line, and the failures behind the lines that say why."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS, "-k", CHOSEN, *(more or TESTS)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        MARKS,
+        "-k",
+        CHOSEN,
+        *(more or TESTS + each.by_shape * BATCHES),
+    ]
     if workers > 1:
         command += ["--workers", str(workers)]
     done = subprocess.run(command, cwd=ROOT, env=each.environment(), capture_output=True, text=True)

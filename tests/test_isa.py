@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from sinew.engine.cpu.kernels import build
 from tests import processes
-from tests.isa import CHOSEN, MARKS, ROOT, TESTS, combinations
+from tests.isa import BATCHES, CHOSEN, MARKS, ROOT, TESTS, combinations
 from tests.models.stages import CASES
+from tests.shape_rounding import VARIABLE, RoundedByShape
 
 SHOW = """
 import json, torch
@@ -39,7 +42,40 @@ def test_the_lowest_is_the_lowest_and_native_is_what_is_here():
 
 
 def test_what_runs_is_there():
-    assert [name for name in TESTS if not (ROOT / name).exists()] == []
+    assert [name for name in TESTS + BATCHES if not (ROOT / name).exists()] == []
+
+
+def test_products_round_by_shape_in_every_process() -> None:
+    """By one unit in the last place: in a batch, in another place of it, in gradients and half precision; the same
+    batch has the same bits. In processes that tests fork, too, and nowhere once it is over."""
+    torch.manual_seed(0)
+    weight, bias, rows = torch.randn(32, 64), torch.randn(32), torch.randn(8, 64)
+    linear, convolution = torch.nn.functional.linear, torch.nn.Conv2d(3, 4, 3).requires_grad_(False)
+    pictures = torch.randn(4, 3, 8, 8)
+    products = {
+        "linear": (lambda x: linear(x, weight, bias), rows),
+        "matmul": (lambda x: x @ weight.T, rows),
+        "bmm": (lambda x: torch.bmm(x, weight[:, :, None].expand(32, 64, 1)[: len(x)]), rows[:, None]),
+        "conv": (convolution, pictures),
+        "bf16": (lambda x: linear(x.bfloat16(), weight.bfloat16()), rows),
+    }
+    before = {name: product(x) for name, (product, x) in products.items()}
+    with RoundedByShape():
+        for name, (product, x) in products.items():
+            whole = product(x)
+            assert torch.equal(whole, product(x)), name
+            assert not torch.equal(whole[:2], product(x[:2])), name
+            assert not torch.equal(product(x.flip(0)).flip(0), whole), name
+            unit = torch.finfo(whole.dtype).eps * before[name].abs()
+            assert ((whole - before[name]).abs() <= unit).all(), name
+        learned = rows.clone().requires_grad_()
+        assert linear(learned, weight).sum().requires_grad
+    assert all(torch.equal(product(x), before[name]) for name, (product, x) in products.items())
+    program = "import torch; x = torch.arange(12.0).reshape(3, 4) / 7; print(torch.equal((x @ x.T)[:1], x[:1] @ x.T))"
+    for value, equal in (("1", "False"), ("", "True")):
+        environment = {**os.environ, VARIABLE: value}
+        done = processes.run([sys.executable, "-c", program], env=environment, check=True)
+        assert done.stdout.strip() == equal or not value  # a processor may do so by itself
 
 
 def test_every_family_runs_and_no_graph_is_exported():

@@ -3,7 +3,8 @@
 Each episode runs as it does alone, in a thread of its own that goes on until it needs something that all share: the
 policy, the next episode, and in a vectorised environment its step and its reset. When every episode waits, the thread
 that plays them answers one kind of request, of all that wait for it at once. So what is in a batch depends on the
-episodes and on nobody's clock.
+episodes and on nobody's clock. An answer in a batch rounds differently from the same answer alone, so commands repeat
+to the bit only in the same batches, and an episode that hangs by a rounding may end differently.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def key(task: Task, variant: Variant) -> str:
 def groups(variant: Variant, seeds: Sequence[int]) -> list[tuple[int, ...]]:
     """Return seeds as they are played together, in their order: each alone, or those of a block of numbers in lockstep.
 
-    An answer may depend in its last bits on what else is in its batch. So what is in a batch follows from the variant
-    and the seeds alone, not from which process is free.
+    An answer depends in its last bits on the shape of its batch and on its place there. So both follow from the variant
+    and the seeds alone, not from which process is free. Numbers in a batch never mix: what the others are is no matter.
     """
     if variant.batch == 1:
         return [(seed,) for seed in seeds]
@@ -144,7 +144,7 @@ class EpisodePlayer:
 
 
 class one_thread:  # noqa: N801 - used as a context
-    """One compute thread inside: as in workers, so that the same episode gives the same bits."""
+    """One compute thread inside, as in workers: the number of threads decides how sums are split, so the last bits."""
 
     def __init__(self, variants: Sequence[Variant]):
         # A run that computes elsewhere, or without torch, should not import it for this.

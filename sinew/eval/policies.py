@@ -186,7 +186,7 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
 
 def _computing(variant: Variant) -> dict[str, Any]:
     """Return what computes a variant's bundle, for :func:`sinew.load` and for the choice of an engine. One thread, as
-    in workers, so that the same episode gives the same bits."""
+    in workers: sums are divided among threads, so their number decides the last bits."""
     names = ("engine", "device", "dtype", "ignore_recipe")
     threads = None if variant.device.startswith("cuda") else 1
     return {name: getattr(variant, name) for name in names} | {"threads": threads}

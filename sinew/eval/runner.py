@@ -1,8 +1,9 @@
 """One episode: an environment, a policy, a replan interval, a delay, a way to take over late chunks.
 
-The outcome is a function of the arguments alone (with simulated latency): the environment is determined by
-its seed, the delay and the noise of the k-th chunk by (noise, seed, k), whatever the variant. So variants are
-paired: at the same seed they meet the same world and the same luck.
+With simulated latency an episode follows from the arguments: the environment is determined by its seed, the delay and
+the noise of the k-th chunk by (noise, seed, k), whatever the variant. So variants are paired: at the same seed they
+meet the same world and the same luck. Commands repeat to the bit where the answers do: on the same machine, with the
+same engine, threads and batch. Elsewhere products round differently, and episodes are compared by their outcomes.
 """
 
 from __future__ import annotations

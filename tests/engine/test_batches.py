@@ -22,6 +22,7 @@ from sinew.stream.split import template_of
 from tests.closeness import FACTOR, TAIL, UNIT, Rounding, assert_close, rounding
 from tests.covering import some
 
+pytestmark = pytest.mark.usefixtures("rounded_by_shape")
 BUNDLES = {
     "smolvla-2cam": "smolvla_bundle",
     "smolvla-3cam-padded": "smolvla_bundle",

@@ -30,6 +30,7 @@ from tests.engine.test_batches import (
 )
 from tests.engines import eager_rounding, run_one
 
+pytestmark = pytest.mark.usefixtures("rounded_by_shape")
 EXPORTED = [case for case in BUNDLES if case != "bitvla"]  # whose ternary weights have no ONNX operator
 LOWBIT = 0.05  # of the largest action: a rounding upstream may move a value to the next of 127 steps
 

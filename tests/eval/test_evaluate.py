@@ -29,7 +29,7 @@ from sinew.sim.experts import expert_spec  # noqa: E402
 from sinew.sim.pen import PenEnv  # noqa: E402
 from tests.eval.test_eval import PEN, content, needs_pen  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")
 
 SEEDS = range(5000, 5012)
 SHORT: dict[str, Any] = {"replan": 8, "solver_steps": 2, "episodes": len(SEEDS)}
@@ -72,12 +72,30 @@ def test_a_vectorised_environment_plays_each_seed_as_alone(
     env = SyncVectorEnv(
         [pen] * 5, autoreset_mode=mode
     )  # twelve episodes: the last ones have idle parts beside them
+    with sinew.load(PEN, threads=1) as policy:
+        found = sinew.evaluate(OneByOne(policy), env, **SHORT)
+        assert (found.batch, "got OneByOne" in found.one_by_one) == (5, True)
+        assert content(list(found.episodes)) == alone
+        few = sinew.evaluate(OneByOne(policy), env, **{**SHORT, "episodes": SEEDS[3:5]})
+        assert content(list(few.episodes)) == alone[3:5]
     found = sinew.evaluate(PEN, env, **SHORT)
     assert (found.batch, found.one_by_one) == (5, "")
+    same_outcomes(found, alone)
+
+
+class OneByOne:
+    """A policy that computes each answer alone, in one shape: it has the same bits in whatever company it is asked."""
+
+    def __init__(self, policy: Any):
+        self.spec, self.infer, self.reset, self.close = policy.spec, policy.infer, policy.reset, policy.close
+
+
+def same_outcomes(found: Any, alone: list[dict[str, Any]]) -> None:
+    """Answers of a batch round differently from those alone, so an episode that hangs by a rounding may end otherwise:
+    as good as none of a dozen do."""
     assert [e.seed for e in found.episodes] == list(SEEDS)
-    assert content(list(found.episodes)) == alone
-    few = sinew.evaluate(PEN, env, **{**SHORT, "episodes": SEEDS[3:5]})
-    assert content(list(few.episodes)) == alone[3:5]
+    assert [e.task for e in found.episodes] == [e["task"] for e in alone]
+    assert sum(e.success != then["success"] for e, then in zip(found.episodes, alone, strict=True)) <= 1
 
 
 @needs_pen
@@ -87,12 +105,15 @@ def test_a_vectorised_environment_of_processes(alone: list[dict[str, Any]]) -> N
         "images": {"now": "images/now", "previous": "images/previous"},
         "state": ["state"], "prompt": "catch the pen", "max_steps": 120, "control_hz": 60,
     }  # fmt: skip
+    single = sinew.evaluate(PEN, pen, adapter=mapping, **SHORT)
     try:
         found = sinew.evaluate(PEN, env, adapter=mapping, **SHORT)
+        with sinew.load(PEN, threads=1) as policy:
+            same = sinew.evaluate(OneByOne(policy), env, adapter=mapping, **SHORT)
     finally:
         env.close()
-    single = sinew.evaluate(PEN, pen, adapter=mapping, **SHORT)
-    assert content(list(found.episodes)) == content(list(single.episodes))
+    assert content(list(same.episodes)) == content(list(single.episodes))
+    same_outcomes(found, content(list(single.episodes)))
     assert found.successes >= 10
 
 
@@ -106,7 +127,7 @@ def test_a_batch_of_environments_that_are_made(alone: list[dict[str, Any]]) -> N
 
     found = sinew.evaluate(PEN, make, **SHORT, batch=4)
     assert len(made) == 4
-    assert [e.success for e in found.episodes] == [e["success"] for e in alone]
+    same_outcomes(found, alone)
 
 
 # ----------------------------------------------------------------------------- a policy and an environment of one's own

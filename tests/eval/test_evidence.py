@@ -36,7 +36,7 @@ from sinew.eval.runner import Episode, digest_of
 from sinew.eval.settings import Task, Variant
 from sinew.eval.watched import read_moments, watch, write_moments
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 needs_pen = pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")

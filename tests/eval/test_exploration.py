@@ -28,6 +28,8 @@ from sinew.steps.action_tokens.bins import BinTokens
 from tests.engine.stand_ins import make
 from tests.engine.test_contract import CPU, observation, processing
 
+pytestmark = pytest.mark.usefixtures("rounded_by_shape")
+
 MEAN, DEVIATION = 1.5, 0.4
 
 
@@ -137,7 +139,7 @@ def test_of_a_flow_what_is_drawn_is_recomputed_and_differentiated(solver: Solver
 
     weights = list(model.requires_grad_().parameters())
     again = recomputed()
-    assert np.array_equal(again.detach().numpy(), drawn)
+    assert np.allclose(again.detach().numpy(), drawn, rtol=1e-4, atol=1e-4)  # gradients take other products
     gradients = torch.autograd.grad(again.sum(), weights, allow_unused=True)
     assert sum(g is not None for g in gradients) > 20
     measured, said = slope(recomputed, weights, gradients)
@@ -160,7 +162,7 @@ def test_of_tokens_what_is_drawn_is_recomputed_and_differentiated() -> None:
     sentences = list(tokens)
     weights = list(model.requires_grad_().parameters())
     again = token_log_probs(model, inputs, sentences, temperature)
-    assert np.array_equal(again.detach().numpy(), drawn)
+    assert np.allclose(again.detach().numpy(), drawn, rtol=1e-4, atol=1e-4)  # gradients take other products
     gradients = torch.autograd.grad(again.sum(), weights, allow_unused=True)
     measured, said = slope(lambda: token_log_probs(model, inputs, sentences, temperature), weights, gradients)
     assert measured == pytest.approx(said, rel=0.02)

@@ -55,10 +55,16 @@ def _films(record: Mapping[str, Any], films: Sequence[Film]) -> Iterator[str]:
         yield f'<p class="note">None were made: {can}.</p>'
         return
     other = sum(not film.same for film in films)
+    batches = [each["variant"].get("batch", 1) for each in record["variants"]]
+    why = (
+        " The run computed several episodes in one batch, which rounds differently."
+        if max(batches) > 1
+        else ""
+    )
     yield (
         '<p class="note">Each episode was played once more for its film; '
         + (
-            f"{other} of {len(films)} did not repeat the run to the bit."
+            f"{other} of {len(films)} did not repeat the run to the bit.{why}"
             if other
             else "every command was the run's."
         )

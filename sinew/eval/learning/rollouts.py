@@ -62,9 +62,9 @@ class RolloutPolicy(Policy):
 
     path: what :func:`sinew.load` takes. exploration: None for a policy that draws noise at its steps anyway.
     solver_steps: K; None: the bundle's.
-    batch: observations of one inference, always as many: fewer are filled up. A row's actions then do not depend on
-        what else is asked, nor on its place (to the bit where a matrix product computes each row alike, which
-        ``tests/eval/test_rollouts.py`` looks at); another ``batch`` may change them by 1e-5.
+    batch: observations of one inference, always as many: fewer are filled up. In the same place of a batch an
+        observation's actions have the same bits, whatever the others are. In another place, or with another ``batch``,
+        they differ by rounding: by up to 1e-5 of the largest action in float32. With 1 they always repeat to the bit.
     options: those of :func:`sinew.load`; the engine is eager, the one whose weights can be exchanged.
     """
 
@@ -111,7 +111,8 @@ class RolloutPolicy(Policy):
 
     def log_probs(self, samples: Sequence[RolloutSample], model: nn.Module | None = None) -> Tensor:
         """Return the log-probabilities of samples under other weights, float32 [B, K, H, A], or [B, n] of tokens, 0
-        behind a sentence's end. Autograd goes through them to the weights of ``model``.
+        behind a sentence's end. Autograd goes through them to the weights of ``model``. With the weights that drew the
+        samples they equal ``RolloutSample.log_probs`` up to rounding, also in a batch of another size.
 
         samples: of one form: cameras, prompt length, K. model: one of :meth:`learner`; None: what computes here.
         """
@@ -180,7 +181,7 @@ class RolloutPolicy(Policy):
 
     def _sampled(self, members: Sequence[Prepared], cancel: Any = None) -> list[RolloutSample | SinewError]:
         alike: dict[Any, list[int]] = {}
-        for index, member in enumerate(members):  # no prompt is padded: that may change the last bits
+        for index, member in enumerate(members):  # no prompt is padded: another shape rounds differently
             alike.setdefault((self.batch_key(member), len(member.inputs.tokens)), []).append(index)
         found: dict[int, RolloutSample | SinewError] = {}
         for indices in alike.values():
