@@ -458,6 +458,8 @@ def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
         )
     if not 0 <= spec.n_action_steps <= spec.chunk_size:
         yield f"spec.n_action_steps: expected at most chunk_size {spec.chunk_size}, got {spec.n_action_steps}"
+    if spec.temporal_ensemble is not None and not math.isfinite(spec.temporal_ensemble):
+        yield f"spec.temporal_ensemble: expected a finite number or none, got {spec.temporal_ensemble}"
     for name, vector in (("state", spec.state), ("action", spec.action)):
         for given in (vector.names, vector.units):
             if len(given) not in (0, vector.dim):

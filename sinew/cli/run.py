@@ -92,6 +92,8 @@ def run(
             loop.listeners.append(watch.put)
         if by.handover == AUTO:
             terminal.say(str(rig.chosen))
+            if rig.chosen.replan_reason:
+                terminal.say(f"requests {rig.chosen.replan}: {rig.chosen.replan_reason}")
         cadence = _drive(loop, robot, policy, on.ticks(robot.rate), by.go, lead.takeover_key)
     result = {
         "schema": SCHEMA,

@@ -113,14 +113,14 @@ def open_rig(
     robot = robot_of(policy)
     own = getattr(robot.machine, "motion", None)
     try:
-        chosen = choose(by.handover, motion_of(on.motion), policy, edge is not None, own)
+        chosen = choose(by.handover, motion_of(on.motion), policy, edge is not None, own, by.replan)
     except ValueError as error:
         raise SinewError(f"--{error}") from error
     check_guidance(chosen.handover, policy, about)
     if edge is not None:
         edge.check(policy, robot.rate)
     settings = Settings(
-        hz=robot.rate, handover=chosen.handover, replan=by.replan, motion=chosen.motion,
+        hz=robot.rate, handover=chosen.handover, replan=chosen.replan, motion=chosen.motion,
         limits=lead.limits(robot, chosen.motion, policy), max_age=by.max_age, deadline=by.timeout,
         stale=on.stale, finish=by.finish, future=by.future, substeps=by.substeps,
         committed_rows=int(policy.get("committed_rows") or 0),

@@ -204,18 +204,26 @@ def chosen(variant: Variant) -> EngineChoice:
     return choose(opened, **_computing(variant), stream=guidance)
 
 
-def stated_motion(target: str, env_id: str) -> Mapping[str, Any] | None:
-    """Return what a policy says that its actions are measured from, without loading it; None where it says nothing."""
-    if target == EXPERT:
-        return next(
-            (spec.to_dict()["motion"] for start, (spec, _) in EXPERTS.items() if env_id.startswith(start)),
-            None,
-        )
-    if "://" in target:
-        return identity(target)["motion"]
-    from sinew.policy import open_bundle
+STATED = (
+    "motion",
+    "temporal_ensemble",
+    "n_action_steps",
+    "chunk_size",
+)  # what decides how chunks are executed
 
-    return open_bundle(target).manifest.spec.to_dict()["motion"]
+
+def stated_facts(target: str, env_id: str) -> dict[str, Any]:
+    """Return what a policy states of how its chunks are executed, without loading it."""
+    if target == EXPERT:
+        found = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
+        whole: Mapping[str, Any] = next(found, {})
+    elif "://" in target:
+        whole = identity(target)
+    else:
+        from sinew.policy import open_bundle
+
+        whole = open_bundle(target).manifest.spec.to_dict()
+    return {key: whole.get(key) for key in STATED}
 
 
 @lru_cache(maxsize=64)
@@ -245,7 +253,7 @@ def identity(target: str) -> dict[str, Any]:
             "id": text,
             "dtype": server["dtype"],
             "hardware": server["hardware"],
-            "motion": policy.get("motion"),
+            **{key: policy.get(key) for key in STATED},
             "name": policy["name"],
             "architecture": policy["architecture"],
         }

@@ -201,11 +201,17 @@ def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tupl
     edge = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
     if edge is not None and policy.served:  # a foreign server says nothing of its policy
         edge.check(policy.served, adapter.control_hz)
-    chosen = choose(conduct.handover, conduct.motion, {"motion": policy.motion}, refined=edge is not None)
+    chosen = choose(
+        conduct.handover,
+        conduct.motion,
+        {**policy.served, "motion": policy.motion},
+        refined=edge is not None,
+        replan=replan,
+    )
     settings = Settings(
         adapter.control_hz,
         chosen.handover,
-        replan,
+        chosen.replan,
         motion=chosen.motion,
         future=conduct.future,
         committed_rows=policy.committed_rows,

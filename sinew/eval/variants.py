@@ -15,8 +15,8 @@ from sinew_client.policy import is_address
 from sinew.convert.sources import resolve
 from sinew.core import SinewError, machine, progress
 from sinew.core.extras import MissingPackageError
-from sinew.eval.policies import EXPERT, InProcess, ServerPolicy, chosen, open_policy, stated_motion
-from sinew.eval.settings import Task, Variant
+from sinew.eval.policies import EXPERT, InProcess, ServerPolicy, chosen, open_policy, stated_facts
+from sinew.eval.settings import Task, Variant, parse_replan
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.processing import Allowed
 
@@ -97,13 +97,19 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
     """Return the variant with the hand-over that ``auto`` stands for, and print why."""
     if variant.handover != AUTO:
         return variant
-    policy = {"motion": stated_motion(variant.target, "" if task is None else task.env)}
-    choice = choose(AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter))
+    policy = stated_facts(variant.target, "" if task is None else task.env)
+    replan = str(variant.replan or "full")
+    choice = choose(
+        AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter), replan=replan
+    )
     text = f"{variant.show('target')}: {choice}"
     if not variant.stream and text not in said:
         progress.say(text)
+        if choice.replan_reason:
+            progress.say(f"{variant.show('target')}: requests {choice.replan}: {choice.replan_reason}")
         said.add(text)
-    return replaced(variant, handover=choice.handover)
+    rule = variant.replan if choice.replan == replan else parse_replan(choice.replan)
+    return replaced(variant, handover=choice.handover, replan=rule)
 
 
 def in_lockstep(

@@ -90,6 +90,12 @@ def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
     """Return what a server says of a policy's actions: their limits and scale, by its statistics."""
     for note in odd_statistics(processor.recipe):
         logger.warning("%s%s", f"adapter {processor.adapter}: " if processor.adapter else "", note)
+    if (blend := processor.spec.temporal_ensemble) is not None:
+        logger.warning(
+            "the checkpoint was made for temporal ensembling (coefficient %g): `sinew run`, `sinew eval` and the"
+            " protocol vla-eval average the chunks of all steps; clients that execute chunks by themselves do not",
+            blend,
+        )
     scale = unit_sizes(processor.action_normalizer, processor.recipe.action_steps, processor.spec)
     return {"limits": safety.limits(), "scale": scale}
 

@@ -85,11 +85,6 @@ def test_what_no_engine_would_open_is_not_written(checkpoint: Path, monkeypatch:
     assert not out.exists()
 
 
-def test_ensembling_is_the_robots(checkpoint: Path) -> None:
-    notes = run(checkpoint, temporal_ensemble_coeff=0.01, n_action_steps=1).manifest.provenance.notes
-    assert any("--handover ensemble:0.01" in note for note in notes)
-
-
 def test_cameras_of_two_sizes_are_refused(checkpoint: Path) -> None:
     features = json.loads((checkpoint / "config.json").read_text())["input_features"]
     features["observation.images.wrist"]["shape"] = [3, 96, 96]

@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from sinew_client import Client
 from sinew_client.auth import key_from_environment
-from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Reporter, Servers
+from sinew_client.control import (
+    Cadence,
+    Command,
+    Controller,
+    Limits,
+    Loop,
+    Reporter,
+    Servers,
+    Settings,
+    choose,
+)
 from sinew_client.control.end_effector import EndEffector
 from sinew_client.history import History
 from sinew_client.protocol import MAX_ROWS
@@ -52,6 +62,19 @@ class Transport(Protocol):
         """Return seconds of ROS time."""
 
 
+def _as_checkpoint(settings: Settings, policy: Mapping[str, Any]) -> Settings:
+    """Return the settings with the temporal ensembling that a checkpoint was made for, where the contract has no
+    hand-over of its own; print how the bridge differs from the checkpoint."""
+    stated = {key: policy.get(key) for key in ("temporal_ensemble", "n_action_steps", "chunk_size")}
+    chosen = choose(settings.handover, settings.motion, stated, bool(settings.refine), replan=settings.replan)
+    if stated["temporal_ensemble"] is not None:
+        logger.info("%s", chosen)
+        settings = replace(settings, handover=chosen.handover, replan=chosen.replan)
+    if chosen.replan_reason:
+        logger.info("requests %s: %s", chosen.replan, chosen.replan_reason)
+    return settings
+
+
 class Bridge:
     """Runs a policy on a robot of topics.
 
@@ -80,6 +103,7 @@ class Bridge:
             if stated is not None:
                 settings = type(settings)(**{**settings.to_dict(), "limits": stated.to_dict()})
         settings = replace(settings, chunk_size=int(policy.get("chunk_size") or 0))
+        settings = _as_checkpoint(settings, policy)
         self.prompt = contract.prompt or str(policy.get("default_prompt") or "")
         if not self.prompt and goals is None:
             raise ContractError("prompt: expected an instruction; the policy has none of its own")

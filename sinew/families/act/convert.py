@@ -7,6 +7,7 @@ frozen batch norms become part of their convolutions.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from sinew.bundle.schema import ImageRecipe
@@ -18,6 +19,7 @@ from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import backbone
 from sinew.convert.tensors import Rule, apply, constant, renames, reshape
+from sinew.core import ConvertError
 from sinew.families.act.model import ActConfig, view_places
 from sinew.layers.resnet import LAYERS, ResNetConfig
 from sinew.models.solvers import SINGLE
@@ -79,9 +81,14 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     state = checkpoint.whole_state()
     config = model_config(checkpoint, state.dim)
-    if (decay := checkpoint["temporal_ensemble_coeff"]) is not None:
+    decay = checkpoint["temporal_ensemble_coeff"]
+    if decay is not None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not math.isfinite(decay):
+            raise ConvertError(
+                f"{checkpoint.file}: temporal_ensemble_coeff: expected a number or null, got {decay!r}"
+            )
         checkpoint.notes.append(
-            f"temporal_ensemble_coeff={decay}: the robot's loop does that: sinew run --handover ensemble:{decay}"
+            f"temporal_ensemble_coeff={decay}: sinew run and sinew eval merge chunks so (ensemble:{decay})"
         )
     return Conversion(
         format="lerobot-act",
@@ -94,6 +101,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             solver_steps=1,
             resizes_frames=False,
             solver=SINGLE,
+            temporal_ensemble=None if decay is None else float(decay),
             **silent.SPEC,
         ),
         processing=checkpoint.processing(

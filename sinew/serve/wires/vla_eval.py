@@ -24,6 +24,7 @@ import numpy as np
 from aiohttp import web
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN
+from sinew_client.episode import Ensembled
 
 from sinew import __version__
 from sinew.core import (
@@ -94,7 +95,11 @@ class Conversation:
     def __init__(self, spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str] | None = None):
         asked = dict(query or {})
         usual = spec.n_action_steps or parse_rule(REPLAN).horizon(spec.chunk_size)
+        self._blend = spec.temporal_ensemble if "rows" not in asked else None
+        if self._blend is not None:
+            usual = 1  # a chunk of every step, all of which are averaged
         self.rows = _count("rows", asked.pop("rows", str(usual)), 1, spec.chunk_size)
+        self._ensembled = None if self._blend is None else Ensembled(self._blend)
         self._noise = _count("noise", asked.pop("noise", "0"), 0, MAX_NOISE)
         if asked:
             raise RequestError(f"address: expected ?rows= and &noise=, got {next(iter(asked))[:40]!r}")
@@ -147,7 +152,10 @@ class Conversation:
     ) -> bytes:
         """Return the first row, and keep those that are executed after it."""
         (chunk,) = (each for each in outcomes if isinstance(each, ActionChunk))
-        first, *rest = chunk.actions[: self.rows]
+        rows = chunk.actions[: self.rows]
+        if self._ensembled is not None:
+            rows = self._ensembled.row(chunk.actions)[None]
+        first, *rest = rows
         self._left = deque(rest)
         self._chunks += 1
         for warning in chunk.warnings:
@@ -186,6 +194,7 @@ class Conversation:
         """Take over the name of an episode, which its recording has, and what its noise is drawn from."""
         self._left.clear()
         self._seen.clear()
+        self._ensembled = None if self._blend is None else Ensembled(self._blend)
         self._chunks, self._task = 0, None
         recording = content.get("recording") or {}
         self._session = ""
@@ -225,6 +234,7 @@ class Conversation:
                 "language": {"name": "language", "dims": 0, "format": "language"},
             },
             "rows": self.rows,
+            **({} if self._blend is None else {"temporal_ensemble": self._blend}),
             **{name: self._about[name] for name in ("policy", "server") if name in self._about},
         }
 

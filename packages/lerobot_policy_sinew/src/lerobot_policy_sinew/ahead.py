@@ -81,21 +81,21 @@ class Ahead:
                 " robot is held that waits for a chunk"
             )
         self._still = parse_motion(given or says).still(spec.action.dim)
-        chosen = choose(handover, given, policy)
+        try:
+            parse_rule(replan or REPLAN)
+        except ValueError as error:
+            raise ValueError(f"policy.replan: {error}") from None
+        chosen = choose(handover, given, policy, replan=replan or REPLAN)
         played = parse_handover(chosen.handover)
         if played.method == "rtc":
             kind = played.guidance or ("trained" if spec.committed_rows else "guided")
             refuse_unguided(
                 spec, said(backend), kind, f"policy.handover: expected one without rtc, got {handover}"
             )
-        try:
-            parse_rule(replan or REPLAN)
-        except ValueError as error:
-            raise ValueError(f"policy.replan: {error}") from None
         self._settings = Settings(
             hz=float(spec.control_hz or HZ),
             handover=chosen.handover,
-            replan=replan or REPLAN,
+            replan=chosen.replan,
             motion=chosen.motion,
             deadline=min(timeout, LONGEST_ANSWER),
             committed_rows=spec.committed_rows,

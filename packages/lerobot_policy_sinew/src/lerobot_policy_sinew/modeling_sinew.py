@@ -17,7 +17,7 @@ from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 from sinew_client import Policy, PolicySpec, connect
 from sinew_client.auth import key_from_environment
 from sinew_client.control import parse_rule
-from sinew_client.control.defaults import REPLAN, stated
+from sinew_client.control.defaults import REPLAN, ensemble_of, stated
 from sinew_client.control.motion import Relative, parse_motion
 from sinew_client.form import Fitted
 from sinew_client.history import History
@@ -321,6 +321,13 @@ def rows_executed(config: SinewConfig, spec: PolicySpec) -> int:
     else:
         rows, why = parse_rule(REPLAN).horizon(chunk), f"{REPLAN}: its checkpoint does not say"
     logger.info("sinew: %d of the %d rows of a chunk are executed, %s", rows, chunk, why)
+    if (blend := ensemble_of(spec.to_dict())) is not None:
+        logger.warning(
+            "sinew: the checkpoint was made for temporal ensembling (coefficient %g), which does not happen without"
+            " policy.handover: give --policy.handover=ensemble:%g --policy.replan=1",
+            blend,
+            blend,
+        )
     return rows
 
 

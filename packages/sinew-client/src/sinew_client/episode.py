@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
@@ -17,12 +17,34 @@ from sinew_client.policy import Policy
 from sinew_client.types import ActionChunk, Observation
 
 
+class Ensembled:
+    """Averages the rows that successive chunks have for a control step, as ACT's temporal ensembling does.
+
+    coefficient: m of the weights exp(-m i), where i = 0 is the oldest chunk.
+    """
+
+    def __init__(self, coefficient: float):
+        self.coefficient = coefficient
+        self._chunks: deque[np.ndarray] = deque()  # the rows of each from this step on, the oldest first
+
+    def row(self, chunk: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the row of this control step, float32 [D], given the chunk of this step's observation."""
+        # Imported here: it brings the whole loop with it, which other policies do not need
+        from sinew_client.control.blend import ensemble
+
+        row = ensemble([rows[0] for rows in self._chunks], self.coefficient)
+        self._chunks = deque(rows[1:] for rows in self._chunks if len(rows) > 1)
+        return row
+
+
 class ActionQueue:
     """Hands out the rows of a policy's chunks one by one, and asks for the next chunk when they are used up.
 
     policy: any (:func:`sinew_client.connect`); it stays open. rows: of a chunk that are handed out before it is asked
-    again; None: what the policy was evaluated with (``PolicySpec.n_action_steps``), else all of them. session: under
-    which it asks, for several episodes side by side. ``chunk``: the one whose rows are handed out now.
+    again; None: what the policy was evaluated with (``PolicySpec.n_action_steps``), else all of them. A policy that was
+    made for temporal ensembling (``PolicySpec.temporal_ensemble``) is then asked at every step, and the rows of its
+    chunks are averaged. session: under which it asks, for several episodes side by side. ``chunk``: the one whose rows
+    are handed out now.
 
     Raises :class:`ClientError` for rows that no chunk has.
     """
@@ -33,7 +55,8 @@ class ActionQueue:
         if rows is not None and not (whole and 1 <= rows <= spec.chunk_size):
             raise ClientError(f"rows: expected 1 to {spec.chunk_size}, got {rows!r}")
         self.policy, self.session = policy, session
-        self.rows = rows or spec.n_action_steps or spec.chunk_size
+        self._blend = spec.temporal_ensemble if rows is None else None
+        self.rows = 1 if self._blend is not None else rows or spec.n_action_steps or spec.chunk_size
         self.chunk: ActionChunk | None = None
         self._spec = spec
         self._begin()
@@ -66,11 +89,21 @@ class ActionQueue:
         if not self._queue or prompt != self._prompt:
             self._queue.clear()
             self.chunk = self.policy.infer(self._asked(observation, step), timeout=timeout)
-            self._queue.extend(self.chunk.actions[: self.rows])
+            if prompt != self._prompt:
+                self._forget()
+            if self._ensembled is not None:
+                self._queue.append(self._ensembled.row(self.chunk.actions))
+            else:
+                self._queue.extend(self.chunk.actions[: self.rows])
             self._prompt = prompt
         return self._queue.popleft()
 
+    def _forget(self) -> None:
+        """Drop the chunks that answer another instruction, or another episode."""
+        self._ensembled = None if self._blend is None else Ensembled(self._blend)
+
     def _begin(self) -> None:
+        self._forget()
         self._queue: deque[np.ndarray] = deque()
         self._history = History.of(self._spec.to_dict())
         self._step, self._prompt = 0, None

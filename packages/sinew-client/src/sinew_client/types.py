@@ -24,11 +24,16 @@ class CameraSpec:
     """One camera slot. ``height`` and ``width`` are those of the training data, in pixels.
 
     Frames of other sizes are accepted where the policy resizes (``PolicySpec.resizes_frames``).
+
+    Attributes:
+        name: What the robot calls it.
+        slot: What the checkpoint calls it, where that is another name; clients of its own project may use either.
     """
 
     name: str
     height: int
     width: int
+    slot: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class PolicySpec:
     keys: tuple[KeyMap, ...] = ()
     default_prompt: str = ""  # used when an observation has none
     n_action_steps: int = 0  # rows that upstream executes before it infers again; 0 where it does not say
+    # Coefficient of ACT's temporal ensembling, with which the checkpoint is meant to be executed; None: without
+    temporal_ensemble: float | None = None
     noise_rows: int = 0  # where the solver integrates more rows than the chunk has; 0: as many
     solver: Solver = FLOW
     committed_rows: int = (

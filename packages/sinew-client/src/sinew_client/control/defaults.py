@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping
 
 from sinew_client.control.handover import parse_handover
+from sinew_client.control.replan import parse_rule
 
 AUTO = "auto"
 HANDOVER = AUTO
@@ -23,11 +24,21 @@ WAITS, GOES_ON = "freeze", "aligned"
 
 @dataclass(frozen=True)
 class Choice:
-    """A hand-over, what actions are measured from (None: rows go out as they come), and why this hand-over."""
+    """How chunks are merged and requested.
+
+    Attributes:
+        handover: How a late chunk takes over.
+        motion: What actions are measured from; None sends rows out as they come.
+        reason: Why this hand-over.
+        replan: When the next chunk is requested.
+        replan_reason: Why, where the checkpoint has a setting for it; else "".
+    """
 
     handover: str
     motion: Mapping[str, Any] | None
     reason: str
+    replan: str = REPLAN
+    replan_reason: str = ""
 
     def __str__(self) -> str:
         return f"hand-over {self.handover}: {self.reason}"
@@ -39,6 +50,7 @@ def choose(
     policy: Mapping[str, Any] | None = None,
     refined: bool = False,
     robot: Mapping[str, Any] | None = None,
+    replan: str = REPLAN,
 ) -> Choice:
     """Return the hand-over and the motion to play with. Raises ValueError for a hand-over that is none.
 
@@ -48,16 +60,23 @@ def choose(
 
     ``auto`` lets the robot go on while a chunk is under way where rows are targets (absolute, or relative to the state
     of the chunk's frame), because those stay right when they are entered late; it lets the robot wait where they are
-    offsets from the present pose, or where nobody says what they are.
+    offsets from the present pose, or where nobody says what they are. A checkpoint that was made for temporal
+    ensembling gets it, with a chunk of every step; replan is the rule for all others.
     """
     said = stated(policy)
     given = motion if motion is not None else said or robot
     kind = str((given or AS_IS).get("kind", "as is"))
     who = "--motion says" if motion is not None else "the policy says" if said else "the robot's driver says"
+    blend = ensemble_of(policy)
     if handover != AUTO:
         name, reason = handover, "asked for"
+        if blend is not None and parse_handover(name).method != "ensemble":
+            reason += f"; the checkpoint was made for ensemble:{blend:g} (temporal_ensemble_coeff)"
     elif refined:
         name, reason = GOES_ON, "the edge adapter has a row for every step, however late the chunk is"
+    elif blend is not None:
+        name = f"ensemble:{blend:g}"
+        reason = f"the checkpoint was made for temporal ensembling (temporal_ensemble_coeff {blend:g})"
     elif kind in ("absolute", "relative"):
         name, reason = (
             GOES_ON,
@@ -74,7 +93,29 @@ def choose(
     timed = parse_handover(name).timed
     if motion is None and kind == "offsets" and (refined or not timed):
         given = None  # a chunk that is executed from its first row adds up as it comes, and an adapter knows its own
-    return Choice(name, given, reason)
+    if blend is not None and handover == AUTO and not refined and replan == REPLAN:
+        return Choice(
+            name, given, reason, "1", "every step, as temporal ensembling averages the chunks of all steps"
+        )
+    return Choice(name, given, reason, replan, _unlike_checkpoint(replan, policy))
+
+
+def ensemble_of(policy: Mapping[str, Any] | None) -> float | None:
+    """Return the coefficient of temporal ensembling that a policy states; None where it states none."""
+    found = (policy or {}).get("temporal_ensemble")
+    return None if found is None else float(found)
+
+
+def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
+    """Return how a rule differs from the checkpoint's own setting; "" where it does not, or there is none."""
+    rows, size = int((policy or {}).get("n_action_steps") or 0), int((policy or {}).get("chunk_size") or 0)
+    try:
+        same = not 0 < rows <= size or parse_rule(replan).horizon(size) == rows
+    except ValueError:  # the settings of the loop name what is wrong
+        same = True
+    if same:
+        return ""
+    return f"the checkpoint was evaluated with n_action_steps {rows}, and --replan {rows} follows that"
 
 
 def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,0 +1,151 @@
+"""How a checkpoint is meant to be executed is a field of its bundle, and everything that executes actions follows it.
+
+ACT's temporal ensembling averages the rows that the chunks of successive steps have for one step. LeRobot measured no
+success for one step of each chunk without it (LeRobot pull request 319).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from sinew_client import ActionQueue
+from sinew_client.control import choose
+from sinew_client.control.defaults import REPLAN
+from sinew_client.types import ActionChunk, CameraSpec, PolicySpec, Timing, VectorSpec
+
+from sinew.bundle import Bundle
+from sinew.cli import main
+from sinew.convert import convert
+from sinew.core import ConvertError
+from sinew.eval.settings import Variant
+from sinew.eval.variants import _handed_over
+
+ROWS = 4
+
+
+@pytest.fixture
+def act(golden, tmp_path):
+    """``act(coefficient, n_action_steps) -> bundle`` of an ACT with these settings."""
+
+    def make(coefficient, steps=1):
+        path = tmp_path / f"checkpoint-{coefficient}"
+        shutil.copytree(golden / "act-2cam" / "checkpoint", path)
+        file = path / "config.json"
+        record = json.loads(file.read_text())
+        record |= {"temporal_ensemble_coeff": coefficient, "n_action_steps": steps}
+        file.write_text(json.dumps(record))
+        return convert(path, tmp_path / f"act-{coefficient}.gguf")
+
+    return make
+
+
+@pytest.mark.parametrize("coefficient", [0.01, 0, -0.05])
+def test_the_bundle_states_the_coefficient(act, coefficient):
+    spec = Bundle(act(coefficient)).manifest.spec
+    assert (spec.temporal_ensemble, spec.n_action_steps) == (coefficient, 1)
+    chosen = choose(policy=spec.to_dict())
+    assert (chosen.handover, chosen.replan) == (f"ensemble:{coefficient:g}", "1")
+
+
+def test_without_a_coefficient_nothing_changes(act):
+    spec = Bundle(act(None, 3)).manifest.spec
+    assert spec.temporal_ensemble is None
+    chosen = choose(policy=spec.to_dict())
+    assert (chosen.handover, chosen.replan) == ("freeze", REPLAN)
+    assert "n_action_steps 3, and --replan 3 follows" in chosen.replan_reason
+    assert choose(policy=spec.to_dict(), replan="3").replan_reason == ""
+
+
+@pytest.mark.parametrize("coefficient", ["0.01", True, [1]])
+def test_a_coefficient_that_is_no_number_is_named(act, coefficient):
+    with pytest.raises(ConvertError, match="temporal_ensemble_coeff: expected a number or null"):
+        act(coefficient)
+
+
+def test_what_the_user_asks_for_comes_first_and_is_said(act):
+    policy = Bundle(act(0.01)).manifest.spec.to_dict()
+    chosen = choose("freeze", policy=policy)
+    assert chosen.handover == "freeze"
+    assert "asked for; the checkpoint was made for ensemble:0.01" in chosen.reason
+    chosen = choose("ensemble:0.5", policy=policy)
+    assert chosen.reason == "asked for"
+    assert choose(policy=policy, replan="2").replan == "2"
+
+
+@pytest.mark.usefixtures("dry_ends")
+def test_run_prints_and_follows_it(act, capsys):
+    words = ["run", str(act(0.01)), "--robot", "dry", "--hz", "10", "--seconds", "2", "--json"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert "hand-over ensemble:0.01: the checkpoint was made for temporal" in " ".join(printed.err.split())
+    settings = json.loads(printed.out.splitlines()[-1])["settings"]
+    assert (settings["handover"], settings["replan"]) == ("ensemble:0.01", "1")
+
+
+def test_eval_follows_it(act):
+    variant = _handed_over(Variant(str(act(0.01))), None, set())
+    assert (variant.handover, variant.replan) == ("ensemble:0.01", 1)
+    variant = _handed_over(Variant(str(act(None))), None, set())
+    assert (variant.handover, variant.replan) == ("freeze", REPLAN)
+
+
+def spec_of(coefficient):
+    return PolicySpec(
+        "act", "act", (CameraSpec("top", 8, 8),), VectorSpec(1), VectorSpec(1), ROWS, 0, 1, 1,
+        n_action_steps=1, temporal_ensemble=coefficient,
+    )  # fmt: skip
+
+
+class Counting:
+    """A policy whose k-th chunk has the rows 100 k, 100 k + 1, ..."""
+
+    def __init__(self, coefficient):
+        self.spec, self.asked = spec_of(coefficient), 0
+
+    def infer(self, observation, timeout=None):
+        rows = 100.0 * self.asked + np.arange(ROWS, dtype=np.float32)[:, None]
+        self.asked += 1
+        return ActionChunk(rows, Timing())
+
+    def reset(self, session=""):
+        pass
+
+
+def expected(step, first, coefficient):
+    """The mean of the rows for ``step`` of all chunks since ``first``, the oldest first (ACT, algorithm 2)."""
+    rows = [100.0 * k + step - k for k in range(max(first, step - ROWS + 1), step + 1)]
+    weights = np.exp(-coefficient * np.arange(len(rows)))
+    return float(np.dot(weights, rows) / weights.sum())
+
+
+@pytest.mark.parametrize("coefficient", [0.01, 0.0, -0.7])
+def test_an_action_queue_averages_the_chunks_of_all_steps(coefficient):
+    policy = Counting(coefficient)
+    queue = ActionQueue(policy)
+    seen = {"images": {}, "state": np.zeros(1), "prompt": "go"}
+    for step in range(7):
+        action = queue.select_action(seen)
+        np.testing.assert_allclose(action, [expected(step, 0, coefficient)], rtol=1e-5)
+    for step in range(7, 9):  # chunks of another instruction say nothing of this one
+        action = queue.select_action(seen | {"prompt": "stop"})
+        np.testing.assert_allclose(action, [expected(step, 7, coefficient)], rtol=1e-5)
+    queue.reset()
+    np.testing.assert_allclose(queue.select_action(seen), [900.0])
+    assert ActionQueue(policy, rows=2).rows == 2  # as asked for
+
+
+def test_the_protocol_that_executes_rows_averages_them():
+    from sinew.serve.wires.vla_eval import Conversation, unpack
+
+    talk = Conversation(spec_of(0.01), {})
+    policy, answers = Counting(0.01), []
+    for _ in range(5):
+        talk._seq = 0
+        answer = talk.answer(None, [policy.infer(None)], 0.0, None)
+        answers.append(unpack(answer)["payload"]["actions"])
+    np.testing.assert_allclose(np.ravel(answers), [expected(k, 0, 0.01) for k in range(5)], rtol=1e-5)
+    assert talk._hello({})["temporal_ensemble"] == 0.01
+    assert Conversation(spec_of(0.01), {}, {"rows": "2"}).rows == 2
