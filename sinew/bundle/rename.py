@@ -33,7 +33,10 @@ def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
         raise SinewError(
             f"{option('rename', names)}: expected different names of all cameras, got {', '.join(after)}"
         )
-    cameras = tuple(replace(c, name=name) for c, name in zip(spec.cameras, after, strict=True))
+    cameras = tuple(
+        replace(c, name=name, slot=c.slot or (c.name if c.name != name else ""))
+        for c, name in zip(spec.cameras, after, strict=True)
+    )
     keys = tuple(
         replace(keys, images={key: new_of.get(camera, camera) for key, camera in keys.images.items()})
         for keys in spec.keys

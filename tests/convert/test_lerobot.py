@@ -171,7 +171,6 @@ def test_rename_map_becomes_the_cameras_names(checkpoint, golden, prefix):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"observation.images.front": "observation.images.camera9"}, "got 'camera9'"),
         ({"observation.images.camera2": "observation.images.camera1"}, "two cameras one name"),
         ({"a": "camera1", "b": "camera1"}, "one name for each slot"),
         ({"a": 1}, "expected a table of names"),
@@ -182,6 +181,18 @@ def test_rename_maps_that_do_not_fit(checkpoint, table, message):
     edit_step(checkpoint, "policy_preprocessor", "rename_observations_processor", rename_map=table)
     with pytest.raises(ConvertError, match=message):
         run(checkpoint)
+
+
+@pytest.mark.parametrize("left", ["camera3", "camera9", "wrist_left"])
+def test_a_rename_of_a_view_that_the_policy_does_not_read_is_noted(checkpoint, left):
+    table = {"observation.images.front": "observation.images.camera1", "side": f"observation.images.{left}"}
+    edit_step(checkpoint, "policy_preprocessor", "rename_observations_processor", rename_map=table)
+    manifest = Bundle(run(checkpoint)).manifest
+    assert [(each.name, each.slot) for each in manifest.spec.cameras] == [
+        ("front", "camera1"),
+        ("camera2", ""),
+    ]
+    assert any(f"rename_map: side for {left} is left out" in note for note in manifest.provenance.notes)
 
 
 # ----------------------------------------------------------------------------- relative actions

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -821,8 +822,7 @@ def test_the_bundles_key_map_and_rename_map():
     assert agreement.images == (("front", "base"), ("wrist", "hand"))
     rename = {"observation.images.a": "observation.images.hand"}
     assert agree(config("a", rename_map=rename), spec("hand")).images == (("a", "hand"),)
-    with pytest.raises(ObservationError, match="take others out of --robot.cameras.* got cameras a, b"):
-        agree(config("a", "b", rename_map=rename), spec("hand"))
+    assert agree(config("a", "b", rename_map=rename), spec("hand")).images == (("a", "hand"),)
     chosen = KeyMap("lerobot", {"top": "top"}, tuple(reversed(JOINTS)), "language")
     agreement = agree(config("top", joints=(*JOINTS, "torque")), spec("top", keys=(chosen,)))
     assert agreement.state == JOINTS[::-1]
@@ -833,6 +833,56 @@ def test_the_bundles_key_map_and_rename_map():
     twice = config("a", "b", rename_map=dict.fromkeys(["observation.images.a"], "observation.images.b"))
     with pytest.raises(ObservationError, match="rename_map: expected one feature for each name"):
         agree(twice, spec("b"))
+
+
+SLOTS = tuple(CameraSpec(name, 48, 64, slot) for name, slot in (("front", "camera1"), ("wrist", "camera2")))
+
+
+@pytest.mark.parametrize(
+    ("cameras", "rename", "images"),
+    [
+        (("front", "wrist"), {}, {"front": "front", "wrist": "wrist"}),
+        # The run's own rename_map, which LeRobot's server needs from its client
+        (("front", "wrist"), {"front": "camera1", "wrist": "camera2"}, {"front": "front", "wrist": "wrist"}),
+        (("camera1", "camera2"), {}, {"camera1": "front", "camera2": "wrist"}),  # called as the slots
+        (("top", "hand"), {"top": "camera1", "hand": "camera2"}, {"top": "front", "hand": "wrist"}),
+        (("front", "camera2"), {}, {"front": "front", "camera2": "wrist"}),
+        (("front", "wrist", "default"), {}, {"front": "front", "wrist": "wrist"}),  # a further camera
+        (("camera1", "front", "wrist"), {}, {"front": "front", "wrist": "wrist"}),
+        (("extra", "camera1", "side", "camera2"), {}, {"camera1": "front", "camera2": "wrist"}),
+    ],
+)
+def test_what_clients_of_its_own_project_call_the_cameras(cameras, rename, images):
+    table = {f"observation.images.{old}": f"observation.images.{new}" for old, new in rename.items()}
+    found = agree(config(*cameras, rename_map=table), replace(spec("a"), cameras=SLOTS))
+    assert dict(found.images) == images
+
+
+def test_a_slot_that_is_another_cameras_name():
+    """The client's rename_map speaks of slots; a robot's own name is what the bundle calls it."""
+    crossed = tuple(CameraSpec(name, 48, 64, slot) for name, slot in (("b", "a"), ("a", "b")))
+    both = replace(spec("x"), cameras=crossed)
+    assert dict(agree(config("a", "b"), both).images) == {"a": "a", "b": "b"}
+    table = {
+        f"observation.images.{old}": f"observation.images.{new}" for old, new in (("x", "a"), ("y", "b"))
+    }
+    assert dict(agree(config("x", "y", rename_map=table), both).images) == {"x": "b", "y": "a"}
+
+
+@pytest.mark.parametrize(
+    ("cameras", "told"),
+    [
+        (
+            ("front", "default"),
+            r"'observation.images.default': 'observation.images.wrist'.*got cameras front, def",
+        ),
+        (("default",), r"'observation.images.default': 'observation.images.front'.*got cameras default"),
+        (("camera1", "camera1_copy"), r"'observation.images.camera1_copy': 'observation.images.wrist'"),
+    ],
+)
+def test_a_hint_makes_no_two_cameras_of_one_name(cameras, told):
+    with pytest.raises(ObservationError, match=told):
+        agree(config(*cameras), replace(spec("a"), cameras=SLOTS))
 
 
 def test_a_missing_grpcio_is_told(monkeypatch):

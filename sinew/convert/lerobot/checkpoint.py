@@ -250,15 +250,17 @@ class LeRobotCheckpoint:
                 continue
             if len(shape) != 3 or shape[0] != 3:
                 raise ConvertError(f"camera {key!r} has shape {list(shape)}, expected [3, height, width]")
-            cameras.append(CameraSpec(theirs.pop(_short(key), _short(key)), shape[1], shape[2]))
+            slot = _short(key)
+            name = theirs.pop(slot, slot)
+            cameras.append(CameraSpec(name, shape[1], shape[2], slot=slot if name != slot else ""))
         if not cameras:
             raise ConvertError(f"{self.file}: input_features names no camera")
         theirs.pop(STATE, None)
         known = [_short(key) for key in self._features("input_features", "VISUAL")]
         if theirs:
-            raise ConvertError(
-                f"{self.path / PRE}.json: rename_map: expected one of the features {', '.join(known)}, got"
-                f" {next(iter(theirs))!r}"
+            left = ", ".join(f"{robot} for {slot}" for slot, robot in theirs.items())
+            self.notes.append(
+                f"rename_map: {left} is left out, as LeRobot leaves it: the policy reads {', '.join(known)} alone"
             )
         if len({camera.name for camera in cameras}) != len(cameras):
             names = ", ".join(camera.name for camera in cameras)

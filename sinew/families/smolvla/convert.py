@@ -21,7 +21,7 @@ from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
 from sinew.convert.widths import decoder, tower
-from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.core import ConvertError, PolicySpec
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.prompt.base import TextRecipe
@@ -212,7 +212,7 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: C
     cameras, resizes = checkpoint.cameras, checkpoint["resize_imgs_with_padding"] is not None
     if not resizes:  # then frames must already have the size that the tower takes
         side = config.vision.image_size
-        cameras = tuple(CameraSpec(camera.name, side, side) for camera in cameras)
+        cameras = tuple(replace(camera, height=side, width=side) for camera in cameras)
     return checkpoint.policy_spec(
         "smolvla",
         config.chunk_size,

@@ -90,9 +90,10 @@ def prompt_key(spec: PolicySpec, wire: str) -> str:
 def keys_read(spec: PolicySpec, wire: str) -> frozenset[str]:
     """The keys under which this wire's clients may send what the policy reads."""
     maps = key_maps(spec, wire)
-    if maps:
-        return frozenset().union(*({*keys.images, *keys.state, keys.prompt, *keys.unread} for keys in maps))
     cameras = [key for camera in spec.cameras for key in _spellings(camera.name)]
+    if maps:
+        said = ({*keys.images, *keys.state, keys.prompt, *keys.unread} for keys in maps)
+        return frozenset(cameras).union(*said)
     return frozenset((*cameras, *_STATE_KEYS, *PROMPT_KEYS))
 
 
@@ -155,8 +156,8 @@ def read_observation(
 def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None = None) -> np.ndarray:
     """One picture as uint8 (or float in [0, 1]) [height, width, 3].
 
-    channels_first: whether it comes as [3, height, width]; None: where only that fits. Leading axes of
-    length 1 are dropped.
+    channels_first: whether a shape that fits both is [3, height, width]; None: it is not. Every other shape says it
+    itself, and both layouts are accepted, as openpi's own servers do. Leading axes of length 1 are dropped.
     """
     array = numbers(key, value)
     if array.dtype.kind not in "uf" or (array.dtype.kind == "u" and array.dtype != np.uint8):
@@ -165,9 +166,7 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
         array = array[0]
     if array.ndim != 3:
         raise ObservationError(key, "[height, width, 3]", f"shape {list(array.shape)}")
-    if channels_first is None:
-        channels_first = array.shape[2] != 3
-    if channels_first and array.shape[0] == 3:
+    if array.shape[0] == 3 and (channels_first or array.shape[2] != 3):
         array = array.transpose(1, 2, 0)
     if array.shape[2] != 3:
         raise ObservationError(key, "three colour channels", f"shape {list(array.shape)}")
@@ -320,8 +319,14 @@ def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[st
 
 
 def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
+    """Return the keys under which each camera may come: the key map's, then the camera's own name, which `--rename` may
+    have given it."""
     if keys is not None:
-        return {camera: (key,) for key, camera in keys.images.items()}
+        taken = {*keys.images, *keys.unread}
+        return {
+            camera: (key, *(each for each in _spellings(camera) if each not in taken))
+            for key, camera in keys.images.items()
+        }
     return {camera.name: _spellings(camera.name) for camera in spec.cameras}
 
 

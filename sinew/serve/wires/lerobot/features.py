@@ -143,34 +143,48 @@ def _cameras(
 ) -> dict[str, str]:
     """Raw key -> camera. By the bundle's key map where it names the key, else by name.
 
-    A name that fits nothing is refused: guessing by order would swap views unnoticed, and a camera that is left out
-    unnoticed may be the one that matters.
+    A camera has two names: the robot's, and the slot's, which the checkpoint's ``rename_map`` gave it. A name that the
+    client's ``rename_map`` made is first looked up among the slots, and any other name first among the robot's names.
+    Further cameras are ignored where every camera of the policy is there. Where one is missing, they are refused: one
+    of them may be the missing camera under another name, and guessing by order would swap views unnoticed.
     """
     known = [camera.name for camera in spec.cameras]
+    slots = {camera.slot: camera.name for camera in spec.cameras if camera.slot}
+    named = dict(zip(known, known, strict=True))
     found: dict[str, str] = {}
-    strange = []
+    others: list[tuple[str, str, str | None]] = []  # short name, raw key, camera by its second name
     for name, (key, _feature) in features.items():
         if not name.startswith(_IMAGES):
             continue
         short, raw = name.removeprefix(_IMAGES), key.removeprefix(_IMAGES)
-        camera = by_bundle.get(name, by_bundle.get(short, short))
+        first, second = (named, slots) if name == key or short not in slots else (slots, named)
+        camera = by_bundle.get(name, by_bundle.get(short, first.get(short)))
         if camera not in known:
-            strange.append(short)
+            others.append((short, raw, second.get(short)))
         elif camera in found.values():
             raise ObservationError("lerobot_features", f"one camera as {camera}", f"two, {raw} the second")
         else:
             found[raw] = camera
+    strange = []
+    for short, raw, camera in others:
+        if camera is None or camera in found.values():
+            strange.append(short)
+        else:
+            found[raw] = camera
     if len(found) > MAX_IMAGES:
         raise ObservationError("lerobot_features", f"at most {MAX_IMAGES} cameras", str(len(found)))
-    if strange or not found:
+    missing = [name for name in known if name not in found.values()]
+    if not found or (strange and missing):
         wanted = {camera: key.removeprefix(_IMAGES) for key, camera in by_bundle.items()}
-        example = f"{{'{_IMAGES}{(strange or ['top'])[0][:40]}': '{_IMAGES}{known[0]}'}}"
+        example = f"{{'{_IMAGES}{(strange or ['top'])[0][:40]}': '{_IMAGES}{missing[0]}'}}"
         raise ObservationError(
             "lerobot_features",
-            f"cameras {_names([wanted.get(name, name) for name in known])} (name the robot's cameras so, take others"
-            f" out of --robot.cameras, or send a rename_map such as {example})",
+            f"cameras {_names([wanted.get(name, name) for name in known])} (name the robot's cameras so, or send a"
+            f" rename_map such as {example})",
             f"cameras {_names([*found, *strange])}",
         )
+    if strange:
+        _once.warning(f"lerobot: the policy does not read the cameras {_names(strange)}")
     return found
 
 
