@@ -294,7 +294,8 @@ def _spec(folder: Path, first: Path, moments: int) -> PolicySpec:
     actions = record.actions
     assert actions is not None
     cameras = tuple(
-        CameraSpec(name, *map(int, np.shape(frame)[:2])) for name, frame in record.observation.images.items()
+        CameraSpec(name, int(np.shape(frame)[0]), int(np.shape(frame)[1]))
+        for name, frame in record.observation.images.items()
     )
     return PolicySpec(
         architecture="replay",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Ensembled:
         self.coefficient = coefficient
         self._chunks: deque[np.ndarray] = deque()  # the rows of each from this step on, the oldest first
 
-    def row(self, chunk: Sequence[np.ndarray]) -> np.ndarray:
+    def row(self, chunk: np.ndarray) -> np.ndarray:
         """Return the row of this control step, float32 [D], given the chunk of this step's observation."""
         # Imported here: it brings the whole loop with it, which other policies do not need
         from sinew_client.control.blend import ensemble
