@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, validators
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.policy import is_address
 
 from sinew.cli import status, terminal
 from sinew.cli.options import (
@@ -33,10 +35,13 @@ from sinew.cli.options import (
     json_object,
     motion_of,
 )
+from sinew.convert.sources import resolve
 from sinew.core import SinewError
 from sinew.eval import campaign, suites
 from sinew.eval.evidence import plots, run_page
 from sinew.eval.evidence import repeat as repetition
+from sinew.eval.outside import TypedNames, say_names
+from sinew.eval.policies import EXPERT
 from sinew.eval.report import stats
 from sinew.eval.report.gate import Gate, read_gate, record
 from sinew.eval.report.report import conditions, document, markdown, tables
@@ -80,6 +85,7 @@ class EpisodeFlags:
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter,
             batch; repeatable.
         gate: a file, or blocks, pen or act of this package; its protocol is run, success is held against its record.
+            If the file names something of its own (env, adapter, options), type the same names.
         record_gate: write the first variant as a gate file.
         rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
@@ -152,13 +158,16 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         out: folder for the log of episodes, report, page and figures; a run into the same folder continues.
         films: of so many failures and successes, on the page; needs --out.
-        repeat: report.json or report.html of another run: play its episodes again, with its bundles, and say what is
-            equal and what differs; a target and --compare say where its bundles are. Exit status 1 where an outcome is
-            another one.
+        repeat: report.json or report.html of another run: play its episodes again, and print what is equal and what
+            differs. Policies of this package need no target. Give other bundles, and the addresses of servers, as the
+            target and with --compare. If the file names an environment, an adapter, options or an edge adapter of its
+            own, type the same names. Exit status 1 if an outcome differs.
         workers: processes that play, of a queue of episodes: one that is killed loses nothing, and the same command
             goes on where it was; the number of cores if absent, 1 in real time.
-        join: instead of a target: the --out folder of a run of several shards that plays now, there or on another
-            machine, or the http:// address of one with --listen; helps it with --shards processes.
+        join: the --out folder of a run of several shards that plays now, there or on another machine, or the http://
+            address of one with --listen; helps it with --shards processes. An address sends its bundles; for a folder,
+            give the run's bundles as the target and with --compare. If the run uses an address, an environment, an
+            adapter, options or an edge adapter of its own, type the same names.
         listen: HOST:PORT where other hosts may --join without seeing the folder; beyond 127.0.0.1 with the key of
             SINEW_API_KEY, which they have too.
         hosts: a Ray cluster on whose hosts the --shards play instead of here: ray (the cluster of this machine, or of
@@ -167,17 +176,17 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     if setup is not None:
         return _set_up(setup)
     if join is not None:
-        return _join(join, target, workers, hosts)
+        return _join(join, _typed(on, target, compare, "--join"), workers, hosts)
     if films and out is None:
         raise SinewError("--films: expected --out, the folder of the page that shows them")
     if repeat is not None:
-        for flags in (on, Cameras(cameras.rename), Runs(runs.engine, dtype=runs.dtype)):
+        for flags in (Cameras(cameras.rename), Runs(runs.engine, dtype=runs.dtype)):
             if given := changed(flags):
                 raise SinewError(f"{given}: expected nothing that changes what --repeat plays")
+        typed = _typed(on, target, compare, "--repeat")
         if hosts is not None or listen is not None:
             raise SinewError("--repeat: expected this machine, without --hosts and --listen")
-        policies = [*([] if target is None else [target]), *compare]
-        return _repeat(repeat, policies, interpreter, workers, out, films)
+        return _repeat(repeat, typed, interpreter, workers, out, films)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
     _refuse_together(on, runs, workers)
@@ -210,6 +219,24 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
 
 
 # ----------------------------------------------------------------------------- what is asked for
+
+
+def _typed(on: EpisodeFlags, target: str | None, compare: Sequence[str], flag: str) -> TypedNames:
+    """Return the names that were typed in addition to --repeat or --join. Raises :class:`SinewError` for flags that
+    would change what is played."""
+    others = replaced(on, env=None, adapter=None, env_options=None, reset_options=None, edge_adapter=None)
+    if given := changed(others):
+        raise SinewError(f"{given}: expected nothing that changes what {flag} plays")
+    edges = () if on.edge_adapter is None else (on.edge_adapter,)
+    policies = tuple(each for each in (target, *compare) if each is not None)
+    return TypedNames(
+        on.env or "",
+        on.adapter or "",
+        json_object("--env-options", on.env_options),
+        json_object("--reset-options", on.reset_options),
+        edges,
+        policies,
+    )
 
 
 def _refuse_together(on: EpisodeFlags, runs: Runs, workers: int | None) -> None:
@@ -257,6 +284,7 @@ def _asked(
     if held is not None:
         flags = {name: getattr(on, name) for name in ("env_options", "reset_options", "adapter", "noise")}
         task, given = held.held(task, given, {"env": env, **flags})
+        say_names(on.gate, task, [], held.episodes if on.episodes is None else on.episodes)
         first, count = held.first_seed, held.episodes
     first = first if on.seed is None else on.seed
     seeds = range(first, first + (count if on.episodes is None else on.episodes))
@@ -457,11 +485,11 @@ def _told(report: dict[str, Any]) -> dict[str, Any]:
 def print_report(report: dict[str, Any]) -> None:
     """Print under which conditions episodes or trials were played, their tables, and what a gate says of them."""
     console = terminal.console()
-    console.print(conditions(report))
+    console.print(conditions(report), markup=False)
     for title, columns, rows in tables(report):
-        console.print(terminal.table(title, *columns, rows=rows))
+        console.print(terminal.table(title, *columns, rows=[list(map(escape, row)) for row in rows]))
     for verdict in report.get("gate", {}).get("verdicts", []):
-        console.print(f"gate, {verdict['label']}: {verdict['text']}")
+        console.print(f"gate, {verdict['label']}: {verdict['text']}", markup=False)
 
 
 # ----------------------------------------------------------------------------- in place of a run
@@ -476,14 +504,15 @@ def _set_up(simulator: str) -> int:
     return 0
 
 
-def _join(run: str, target: str | None, workers: int | None, hosts: str | None) -> int:
+def _join(run: str, typed: TypedNames, workers: int | None, hosts: str | None) -> int:
     from sinew.eval.farm.shards import join
 
     if hosts is not None:
         raise SinewError("--hosts: expected the run itself; --join helps one from this machine")
-    if target is not None:
-        raise SinewError(f"--join: expected no target, as the run has one, got {target}")
-    played = join(run, workers or usual_workers())
+    policies = tuple(
+        each if each == EXPERT or is_address(each) else str(resolve(each)) for each in typed.policies
+    )
+    played = join(run, workers or usual_workers(), replaced(typed, policies=policies))
     terminal.console().print(f"played here  {played} episodes", markup=False)
     terminal.emit({"joined": run, "episodes": played})
     return 0
@@ -491,7 +520,7 @@ def _join(run: str, target: str | None, workers: int | None, hosts: str | None) 
 
 def _repeat(
     path: Path,
-    policies: Sequence[str],
+    typed: TypedNames,
     interpreter: Path | None,
     workers: int | None,
     out: Path | None,
@@ -499,12 +528,15 @@ def _repeat(
 ) -> int:
     """Play a recorded run again, and print what is equal and what differs."""
     recorded = repetition.read(path)
-    run = _Run.of(recorded.task, recorded.found(policies), recorded.seeds, interpreter, workers, out)
+    task, variants = recorded.local(typed)
+    say_names(path, task, variants, len(recorded.seeds))
+    run = _Run.of(task, variants, recorded.seeds, interpreter, workers, out)
     report = run.play()
     report["repeat"] = found = repetition.compare(recorded, report, report["episodes"])
     run.write(report, films)
     console = terminal.console()
-    console.print(terminal.table(None, *repetition.COLUMNS, rows=repetition.rows(found)))
+    rows = [list(map(escape, row)) for row in repetition.rows(found)]
+    console.print(terminal.table(None, *repetition.COLUMNS, rows=rows))
     for text in repetition.sentences(found):
         console.print(text, markup=False)
     terminal.emit(_told(report))

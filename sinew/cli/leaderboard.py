@@ -5,8 +5,12 @@ The last line of standard output is one JSON object.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
 
 from sinew import __version__
 from sinew.cli import terminal
@@ -39,19 +43,24 @@ def leaderboard(*reports: Path, out: Path | None = None) -> None:
     }
     console = terminal.console()
     for board in boards:
-        console.print(terminal.table(found.title(board), *found.COLUMNS, rows=found.rows(board)))
+        console.print(_table(found.title(board), found.COLUMNS, found.rows(board)))
         if by_task := found.task_rows(board):
-            rows = [[cell.replace("[", r"\[") for cell in row] for row in by_task]
             title = "Success by task, with 95 % intervals"
-            console.print(terminal.table(title, *found.task_columns(board), rows=rows))
+            console.print(_table(title, found.task_columns(board), by_task))
         if pairs := found.pair_rows(board, board["entries"][0]["label"]):
             title = "Over common seeds, with 95 % intervals"
-            console.print(terminal.table(title, *found.PAIR_COLUMNS, rows=pairs))
+            console.print(_table(title, found.PAIR_COLUMNS, pairs))
         for said in found.plans(board):
             console.print(said, markup=False)
         if len({entry["hardware"] for entry in board["entries"]}) > 1:
             terminal.say("entries are of several machines: their milliseconds do not compare")
     if out is not None:
-        out.write_text(found.markup(record), encoding="utf-8")
+        out.write_text(found.markup(record, found.named_reports(reports)), encoding="utf-8")
         terminal.say(f"wrote {out}")
     terminal.emit(record)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table whose texts come from reports, so that brackets in them are no markup."""
+    cells = [[escape(cell) for cell in row] for row in rows]
+    return terminal.table(escape(title), *map(escape, columns), rows=cells)

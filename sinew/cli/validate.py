@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinew.cli import terminal
 from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Count, Flag, Runs, Whole
+from sinew.cli.options import RUNS, Count, Flag, Runs, Whole, json_object
 from sinew.core import SinewError, progress
 from sinew.engine import proofs
 
@@ -26,6 +26,10 @@ def validate(
     observations: Count = USUAL,
     records: Path | None = None,
     gate: Path | None = None,
+    env: str | None = None,
+    adapter: str | None = None,
+    env_options: str | None = None,
+    reset_options: str | None = None,
     episodes: Whole = 20,
     out: Path | None = None,
     audit: Flag = False,
@@ -42,6 +46,10 @@ def validate(
         records: folder that `sinew serve --record` wrote, to take them from; else episodes of an embedded task that the
             policy fits, else random frames.
         gate: a gate file; the embedded one whose task the policy fits if absent.
+        env: the environment that the gate file names, if it is not a task of Sinew: type it if you trust it.
+        adapter: the adapter that the gate file names, likewise.
+        env_options: JSON object; the options of the environment in the gate file, likewise.
+        reset_options: JSON object; the options of every reset in the gate file, likewise.
         episodes: of the gate; 0 plays none.
         out: folder for report.md and report.json.
         audit: only say what in the program a CUDA graph could not record, stage by stage (--engine cuda); it computes
@@ -49,6 +57,7 @@ def validate(
     """
     from sinew.checks.validate.report import write
     from sinew.convert.sources import resolve
+    from sinew.eval.outside import TypedNames
     from sinew.eval.report.gate import read_gate
     from sinew.eval.report.gating import gate_of, play_gate
     from sinew.eval.validation import compared, kept_record
@@ -69,6 +78,14 @@ def validate(
         given = {"device": "cpu"} if runs.device == "auto" else {}
         return show_audit(Policy(opened, **runs.keywords() | given))
     held = read_gate(gate) if gate is not None else None
+    typed = TypedNames(
+        env or "",
+        adapter or "",
+        json_object("--env-options", env_options),
+        json_object("--reset-options", reset_options),
+    )
+    if held is not None:
+        held.task(typed)
     with progress.task(f"loading {bundle}"):
         policy = Policy(opened, **runs.keywords())
     with progress.task(f"loading {bundle} as the reference"):
@@ -81,7 +98,7 @@ def validate(
     else:
         why = "none was asked for"
     if held is not None and episodes:
-        found["gate"] = play_gate(held, bundle, policy.choice, episodes, runs.ignore_recipe)
+        found["gate"] = play_gate(held, bundle, policy.choice, episodes, runs.ignore_recipe, typed)
     else:
         found["gate"] = {"passed": True, "skipped": f"not played: {why}"}
     found["passed"] = parity["passed"] and found["gate"]["passed"]

@@ -114,7 +114,7 @@ def run(
 
 def read_log(log: Path) -> dict[tuple[str, int], Episode]:
     """(key, seed) -> episode. A line that a kill cut short is left out, and its episode played again."""
-    return dict(episode_log.episodes_of(log.read_text())) if log.is_file() else {}
+    return dict(episode_log.episodes_of(episode_log.read_log_file(log))) if log.exists() else {}
 
 
 def batch_played(task: Task, variant: Variant, out: Path) -> int | None:

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from sinew_client.untrusted import parse_json, read_bytes
+
 from sinew.core import SinewError
 from sinew.eval.runner import Episode
 
 logger = logging.getLogger(__name__)
+MAX_LOG = 1 << 31  # bytes of a log
 
 
 def line(key: str, episode: Episode) -> bytes:
@@ -23,15 +26,28 @@ def line(key: str, episode: Episode) -> bytes:
     return json.dumps({"key": key, **episode.to_dict()}).encode() + b"\n"
 
 
-def episodes_of(text: str) -> Iterator[tuple[tuple[str, int], Episode]]:
-    """Yield (key, seed) and the episode of each line. A line that a kill cut short is left out."""
-    for line in text.splitlines():
+def episodes_of(data: bytes) -> Iterator[tuple[tuple[str, int], Episode]]:
+    """Yield (key, seed) and the episode of each line. A line that a kill cut short, or that is no episode, is left
+    out."""
+    for text in data.splitlines():
         try:
-            values = json.loads(line)
+            values = parse_json(text, finite=False)
             key = values.pop("key")
-            yield (key, values["seed"]), Episode(**values)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            episode = Episode.from_dict(values)
+        except (ValueError, TypeError, KeyError, AttributeError, SinewError):
             continue
+        if isinstance(key, str):
+            yield (key, episode.seed), episode
+
+
+def read_log_file(path: Path) -> bytes:
+    """Return the bytes of a log, a regular file. Raises :class:`SinewError`."""
+    try:
+        return read_bytes(path, MAX_LOG)
+    except OSError as error:
+        raise SinewError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SinewError(f"{path}: {error}") from None
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from sinew_client import Client
 from sinew_client.auth import key_from_environment
 from sinew_client.types import MOST_TOGETHER
+from sinew_client.untrusted import named, open_regular
 
 from sinew.core import SinewError
 from sinew.engine.backend import choose
@@ -257,12 +258,27 @@ def identity(target: str) -> dict[str, Any]:
             "name": policy["name"],
             "architecture": policy["architecture"],
         }
+    return {"kind": "bundle", "id": file_hash(target)}
+
+
+@lru_cache(maxsize=256)
+def file_hash(target: str) -> str:
+    """Return the SHA-256 of a file, or of the files in a folder of `sinew export`. It opens regular files only.
+
+    Raises:
+        SinewError: there is no such file or folder, or it has something else in it.
+    """
     path = Path(target)
-    if not path.exists():
-        raise SinewError(f"{target}: no such bundle; expected a file, tcp://host:port or {EXPERT!r}")
     digest = hashlib.sha256()
-    for part in sorted(path.iterdir()) if path.is_dir() else [path]:  # a folder is one of `sinew export`
-        with part.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return {"kind": "bundle", "id": digest.hexdigest()}
+    try:
+        if not path.exists():
+            raise SinewError(f"{target}: no such bundle; expected a file, tcp://host:port or {EXPERT!r}")
+        for part in sorted(path.iterdir()) if path.is_dir() else [path]:
+            with open_regular(part) as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+    except OSError as error:
+        raise SinewError(f"{target}: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise SinewError(f"{named(target)}: {error}") from None
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +32,9 @@ from sinew_client.control.report import percentiles
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.windows import OUT_OF_NODES
 from sinew_client.history import History
+from sinew_client.untrusted import named, shown
 
-from sinew.core import machine
+from sinew.core import SinewError, machine
 from sinew.eval.policies import EvalPolicy, InProcess, ServerPolicy
 from sinew.eval.robot import SimulatedRobot, StreamedRobot
 from sinew.eval.settings import Latency, rows_between
@@ -97,6 +98,47 @@ class Episode:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Episode:
+        """Return the episode of a record.
+
+        Raises:
+            SinewError: a field is unknown, missing, or has another type.
+        """
+        types = {field.name: str(field.type) for field in fields(cls)}
+        for name, value in values.items():
+            if name not in types:
+                raise SinewError(f"episode: expected fields that this version knows, got {named(name)}")
+            if not _FITS[types[name]](value):
+                raise SinewError(f"episode.{name}: expected {types[name]}, got {shown(value)}")
+        try:
+            return cls(**values)
+        except TypeError as error:  # a field is missing
+            raise SinewError(f"episode: {error}") from None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_whole(value)
+
+
+# Types of an episode's fields, as they are written there, and a test of each
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "int": _is_whole,
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "float": _is_number,
+    "list[int]": lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+    "list[float]": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_is_whole, value.values())),
+    "dict[str, list[float]]": lambda value: (
+        isinstance(value, dict) and all(map(_FITS["list[float]"], value.values()))
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)

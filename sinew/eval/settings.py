@@ -10,14 +10,20 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from sinew_client import ClientError
-from sinew_client.control import Adapter, Settings, choose, parse_rule
+from sinew_client.control import Settings, choose, parse_rule
 from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.policy import is_address
+from sinew_client.typed_names import file_name, portable
+from sinew_client.untrusted import named, shown
 
 from sinew.core import SinewError, dtype_word
 from sinew.engine.backend import AUTO, BACKENDS
 
-_NUMBER = r"\d+(?:\.\d+)?"
+MOST_DELAY = 1_000_000  # control steps or milliseconds of a latency
+MOST_WHOLE = 1 << 53  # of a whole number in a record
+MOST_TEXT = 4096  # characters of a text in a record
+MOST_SOLVER_STEPS, MOST_BATCH = 10_000, 65_536  # in a record
+_NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
 _LATENCY = re.compile(
     rf"(?:(?P<kind>uniform|normal):)?(?P<first>{_NUMBER})(?:[-,](?P<second>{_NUMBER}))?(?P<unit>ms)?"
 )
@@ -35,15 +41,17 @@ class Latency:
     text: str = "0"
 
     def __post_init__(self) -> None:
-        found = _LATENCY.fullmatch(self.text)
+        found = _LATENCY.fullmatch(self.text) if isinstance(self.text, str) else None
         if found is None or (found["kind"] is None) != (found["second"] is None):
             raise SinewError(
-                f"latency: expected N, Nms, uniform:LOW-HIGH[ms] or normal:MEAN,DEVIATION[ms], got {self.text!r}"
+                f"latency: expected N, Nms, uniform:LOW-HIGH[ms] or normal:MEAN,DEVIATION[ms], got {shown(self.text)}"
             )
         if found["kind"] is None and not found["unit"] and not float(found["first"]).is_integer():
             raise SinewError(f"latency: expected a whole number of control steps, or ms, got {self.text!r}")
         if found["kind"] == "uniform" and float(found["first"]) > float(found["second"]):
             raise SinewError(f"latency: the lower end is above the upper end in {self.text!r}")
+        if max(float(found["first"]), float(found["second"] or 0)) > MOST_DELAY:
+            raise SinewError(f"latency: expected at most {MOST_DELAY}, got {self.text!r}")
 
     def steps(self, rng: np.random.Generator, control_hz: float) -> int:
         """One draw, in control steps."""
@@ -106,11 +114,8 @@ class Variant:
             raise SinewError(f"solver_steps: expected 1 or more, got {self.solver_steps}")
         if self.dtype is not None:
             dtype_word(self.dtype)
-        if self.edge_adapter:
-            with SinewError.at("edge_adapter", ClientError):
-                Adapter.read(self.edge_adapter)
-            if self.stream:
-                raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
+        if self.edge_adapter and self.stream:
+            raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
         if self.batch < 1:
             raise SinewError(f"batch: expected 1 or more, got {self.batch}")
         foreign = "://" in self.target and not self.target.startswith(("tcp://", "ipc://"))
@@ -130,10 +135,10 @@ class Variant:
             raise SinewError(f"{key}: expected a number, got {value!r}") from None
 
     def label(self, others: Sequence[Variant]) -> str:
-        """The fields in which ``others`` differ; the target's name where none does, its path where two share a name."""
+        """The fields in which ``others`` differ; the target's name where none does, with as many of its folders as tell
+        two of one name apart."""
         differing = [f.name for f in fields(self) if len({getattr(v, f.name) for v in others}) > 1]
-        alike = len({v.target for v in others}) > len({v.show("target") for v in others})
-        name = self.target if alike else self.show("target")
+        name = distinct_names([v.target for v in others if v is not self] + [self.target])[-1]
         return ", ".join(name if f == "target" else f"{f} {self.show(f)}" for f in differing) or name
 
     def show(self, name: str) -> str:
@@ -141,11 +146,11 @@ class Variant:
         if name == "replan" and value == 0:
             return "full"
         if name == "target":
-            return value if "://" in value else value.replace("\\", "/").rsplit("/", 1)[-1]
+            return value if "://" in value else file_name(value)
         if value is None:
             return "default"
-        if not value and name in ("stream", "edge_adapter"):
-            return NONE
+        if name in ("stream", "edge_adapter"):
+            return file_name(value) if value else NONE
         return value.text if isinstance(value, Latency) else str(value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,12 +163,46 @@ class Variant:
         record["batch"] = self.batch if self.batch > 1 else 0
         return {name: value for name, value in record.items() if value or name not in later}
 
+    def record(self) -> dict[str, Any]:
+        """Return what a report keeps: ``to_dict`` without the folders of this machine."""
+        values = self.to_dict()
+        if self.edge_adapter:
+            values["edge_adapter"] = file_name(self.edge_adapter)
+        return {**values, "target": portable(self.target) if is_address(self.target) else self.show("target")}
+
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Variant:
-        """Return the variant that ``to_dict`` has written."""
-        return cls(
-            **{**values, "latency": Latency(values["latency"]), "rename": tuple(values.get("rename", ()))}
-        )
+    def from_dict(cls, values: Any) -> Variant:
+        """Return the variant of a record. It opens nothing that the record names.
+
+        Raises:
+            SinewError: a field is unknown, or has another type.
+        """
+        checked = _checked("variant", values, _VARIANT_FIELDS)
+        if "target" not in checked:
+            raise SinewError("variant.target: expected a text, got nothing")
+        with SinewError.at("variant", ValueError):
+            if isinstance(checked.get("replan"), str):
+                checked["replan"] = parse_replan(checked["replan"])
+            rename = tuple(checked.get("rename", ()))
+            return cls(**{**checked, "latency": Latency(checked.get("latency", "0")), "rename": rename})
+
+
+def distinct_names(targets: Sequence[str]) -> list[str]:
+    """Return a name for each target: an address as it is, of a path the last part, and as many folders before it as
+    tell it from the other targets."""
+    paths = {each: [part for part in re.split(r"[\\/]", each) if part] or [each] for each in targets}
+
+    def name(target: str) -> str:
+        if is_address(target):
+            return target
+        parts = paths[target]
+        for count in range(1, len(parts) + 1):
+            others = [each for each in paths if each != target and paths[each][-count:] == parts[-count:]]
+            if not others:
+                break
+        return "/".join(parts[-count:])
+
+    return [name(each) for each in targets]
 
 
 def parse_replan(text: str) -> int | str:
@@ -233,6 +272,90 @@ def sweep(base: Variant, sweeps: Sequence[str]) -> list[Variant]:
     return variants
 
 
+# ----------------------------------------------------------------------------- records
+
+
+def _whole(least: int, most: int = MOST_WHOLE) -> tuple[str, Any]:
+    def fits(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+    return f"a whole number from {least} to {most}", fits
+
+
+def _optional(field: tuple[str, Any]) -> tuple[str, Any]:
+    words, fits = field
+    return f"{words}, or null", lambda value: value is None or fits(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MOST_TEXT
+
+
+_TEXT = (f"a text of at most {MOST_TEXT} characters", _is_text)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+_OBJECT = ("an object", lambda value: isinstance(value, dict))
+_TEXTS = ("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value)))
+_REPLAN = ("a whole number or a rule", lambda value: _is_text(value) or _whole(0)[1](value))
+# field -> what is expected, and a test of it
+_TASK_FIELDS = {
+    "env": _TEXT,
+    "env_options": _optional(_OBJECT),
+    "reset_options": _optional(_OBJECT),
+    "adapter": _TEXT,
+    "noise": _whole(0),
+    "realtime": _FLAG,
+    "motion": _optional(_OBJECT),
+    "future": _FLAG,
+}
+_VARIANT_FIELDS = {
+    "target": _TEXT,
+    "replan": _REPLAN,
+    "latency": _TEXT,
+    "handover": _TEXT,
+    "solver_steps": _optional(_whole(1, MOST_SOLVER_STEPS)),
+    "dtype": _optional(_TEXT),
+    "device": _TEXT,
+    "engine": _optional(_TEXT),
+    "ignore_recipe": _FLAG,
+    "rename": _TEXTS,
+    "allow_missing_cameras": _FLAG,
+    "allow_empty_prompt": _FLAG,
+    "stream": _TEXT,
+    "edge_adapter": _TEXT,
+    "batch": _whole(1, MOST_BATCH),
+}
+# What a gate fixes of a variant
+PROTOCOL_FIELDS = {
+    **{name: _TASK_FIELDS[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
+    **{name: _VARIANT_FIELDS[name] for name in ("replan", "latency", "handover", "solver_steps")},
+}
+
+
+def _checked(where: str, values: Any, known: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a record, each of the type that it has to have. Raises :class:`SinewError`."""
+    if not isinstance(values, dict):
+        raise SinewError(f"{where}: expected an object, got {shown(values)}")
+    for name, value in values.items():
+        if name not in known:
+            raise SinewError(f"{where}: expected fields that this version knows, got {named(name)}")
+        words, fits = known[name]
+        if not fits(value):
+            raise SinewError(f"{where}.{name}: expected {words}, got {shown(value)}")
+    return dict(values)
+
+
+def checked_protocol(values: Any) -> dict[str, Any]:
+    """Return the protocol of a gate, all fields of which are there. Raises :class:`SinewError`."""
+    checked = _checked("protocol", values, PROTOCOL_FIELDS)
+    if missing := [name for name in PROTOCOL_FIELDS if name not in checked]:
+        raise SinewError(f"protocol.{missing[0]}: expected a value, got nothing")
+    with SinewError.at("protocol", ValueError):
+        choose(checked["handover"])
+        parse_replan(str(checked["replan"]))
+        Latency(checked["latency"])
+    return checked
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What every variant of a run shares.
@@ -259,6 +382,23 @@ class Task:
     def __post_init__(self) -> None:
         # Which says what is wrong with them
         Settings(1.0, motion=self.motion, future=self.future).controller(0)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Task:
+        """Return the task of a record. It opens and imports nothing that the record names.
+
+        Raises:
+            SinewError: a field is unknown, or has another type.
+        """
+        return cls(**_checked("task", values, _TASK_FIELDS))
+
+    def record(self) -> dict[str, Any]:
+        """Return what a report keeps: ``to_dict`` without the folders of this machine."""
+        values: dict[str, Any] = portable(self.to_dict())
+        return {
+            **values,
+            "adapter": file_name(self.adapter) if self.adapter.endswith(".json") else self.adapter,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         # Logs of episodes that were played before there was a choice stay valid.

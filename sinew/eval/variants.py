@@ -8,7 +8,8 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from sinew_client.control import choose
+from sinew_client import ClientError
+from sinew_client.control import Adapter, choose
 from sinew_client.control.defaults import AUTO
 from sinew_client.policy import is_address
 
@@ -55,7 +56,8 @@ def usual_workers(alone: bool = False) -> int:
 
 
 def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] = ()) -> list[Variant]:
-    """Return what is to be played. Raises :class:`SinewError` for a variant that is there twice."""
+    """Return what is to be played. Raises :class:`SinewError` for a variant that is there twice, and for an edge
+    adapter that is none."""
     found = parse_sweep(base, sweeps)
     for text in compares:
         if "=" in text and not Path(text).exists():
@@ -68,6 +70,9 @@ def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] 
         if other in found:
             raise SinewError(f"--compare {text}: that variant is already there")
         found.append(other)
+    for path in dict.fromkeys(each.edge_adapter for each in found if each.edge_adapter):
+        with SinewError.at("edge_adapter", ClientError):
+            Adapter.read(path)
     return [
         variant
         if variant.target == EXPERT or is_address(variant.target)

@@ -16,6 +16,7 @@ from sinew.eval.adapters import make_env
 from sinew.eval.campaign import key
 from sinew.eval.runner import Conduct, run_episode
 from sinew.eval.settings import Latency, Task, Variant, sweep
+from sinew.eval.variants import variants
 from sinew.policy import open_bundle
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
@@ -129,6 +130,6 @@ def test_variants_are_told_apart_by_its_bytes(tmp_path: Path) -> None:
         pair = [Variant(target) for target in targets]
         assert [each.label(pair) for each in pair] == labels
     with pytest.raises(SinewError, match="edge_adapter: .*nowhere"):
-        Variant("expert", edge_adapter="nowhere")
+        variants(Variant("expert", edge_adapter="nowhere"))
     with pytest.raises(SinewError, match="edge_adapter: expected chunks"):
         Variant("expert", edge_adapter=EDGE, stream="100:10")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from sinew.eval import campaign  # noqa: E402
 from sinew.eval.adapters import Mapped, make_env, read_mapping  # noqa: E402
 from sinew.eval.policies import ServerPolicy  # noqa: E402
 from sinew.eval.report import stats  # noqa: E402
-from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
+from sinew.eval.report.gate import Gate, GateRule, read_gate  # noqa: E402
 from sinew.eval.report.report import comparison_cells  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.server import serving  # noqa: E402
@@ -683,7 +684,7 @@ def test_unreachable_server() -> None:
 
 
 def gate_of(failed: tuple[int, ...], episodes: int = 200) -> Gate:
-    return Gate({}, 0, episodes, failed, {})
+    return Gate(read_gate(Path("pen")).protocol, 0, episodes, failed, {})
 
 
 def episodes_with(failures: int, count: int) -> list[Any]:
@@ -716,6 +717,8 @@ def test_gate_rules(tmp_path: Path) -> None:
     assert Gate({}, 0, 5, tuple(range(5)), {}).fails_from(range(5)) == 0  # nothing that could be lost
     gate.write(tmp_path / "gate.json")
     assert read_gate(tmp_path / "gate.json") == gate
+    never = replace(gate, rule=GateRule(0.0, 1.0, 0.0, False))
+    assert never.fails_from(range(200)) == 0
     (tmp_path / "gate.json").write_text("{}")
     with pytest.raises(SinewError, match="not a gate file"):
         read_gate(tmp_path / "gate.json")

@@ -252,13 +252,14 @@ def test_another_laboratory_plays_the_same_episodes(
     """The record alone and a bundle that lies elsewhere under another name."""
     shutil.copy(run / name, tmp_path)
     shutil.copy(PEN, tmp_path / "theirs.gguf")
+    assert str(tmp_path.parent) not in (run / name).read_text()  # no folder of this machine
     target = [tmp_path / "theirs.gguf"] if name == "report.json" else []
     code, result, said = again(
         capsys, *target, "--repeat", tmp_path / name, "--workers", 1, "--out", tmp_path / "out"
     )
     assert code == 0, said
     shown = " ".join(Elements((tmp_path / "out" / "report.html").read_text()).texts)
-    assert f"Played again: {tmp_path / name}" in shown
+    assert f"Played again: {name}" in shown
     assert "equal: every command of every episode" in shown
     assert repeat.read(tmp_path / "out" / "report.html").seeds == (5000, 5001, 5002)  # a link of a chain
     assert "equal: every command of every episode" in said
@@ -268,7 +269,7 @@ def test_another_laboratory_plays_the_same_episodes(
         assert each["there"] == each["here"]
     assert result["repeat"]["conditions"] == {}
     if name == "report.json":
-        assert {each["variant"]["target"] for each in result["variants"]} == {str(tmp_path / "theirs.gguf")}
+        assert {each["variant"]["target"] for each in result["variants"]} == {"theirs.gguf"}
     first, second = record_of(run)["variants"], result["variants"]
     assert [each["wins"] for each in first] == [each["wins"] for each in second]
 
@@ -314,13 +315,13 @@ def test_another_bundle_is_not_played_in_its_place(
     (tmp_path / "report.json").write_text(json.dumps(record))
     code, _, said = again(capsys, "--repeat", tmp_path / "report.json")
     assert code == 1
-    assert "expected the bundle pen.gguf (SHA-256 0000000000000000)" in " ".join(said.split())
+    assert "variants[0].target (SHA-256 0000000000000000) pen.gguf" in " ".join(said.split())
 
 
 @needs_pen
 @pytest.mark.parametrize(
     "flags",
-    [("--episodes", 2), ("--noise", 0), ("--seed", 0), ("--env", "sinew/Pen-v0"), ("--realtime",), ("--dtype", "bf16"),
+    [("--episodes", 2), ("--noise", 0), ("--seed", 0), ("--realtime",), ("--dtype", "bf16"),
      ("--engine", "eager"), ("--sweep", "replan=1,2"), ("--batch", 4), ("--batch", "auto")],
 )  # fmt: skip
 def test_nothing_else_may_change_what_is_played(
@@ -370,8 +371,8 @@ def test_records_that_are_none_are_refused_by_name(run: Path, tmp_path: Path) ->
         "[]": "expected schema sinew.eval/1, got 'list'",
         "{": "expected a report",
         "<html></html>": "got one without a record",
-        "[" * 100_000: "expected a report",
-        '{"schema": NaN}': "NaN, which is no number",
+        "[" * 100_000: "at most 64 levels of containers",
+        '{"schema": NaN}': "expected finite numbers, got nan",
         _with(record, "schema", value="sinew.eval/9"): "expected schema sinew.eval/1, got 'sinew.eval/9'",
         json.dumps(without): "expected the outcome of each episode, got none",
         _with(
@@ -383,9 +384,9 @@ def test_records_that_are_none_are_refused_by_name(run: Path, tmp_path: Path) ->
         _with(record, "variants", 0, "variant", "latency", value="soon"): "latency: expected",
         _with(record, "outcomes", 0, value=[]): "expected the same seeds",
         _with(record, "outcomes", 0, 0, "seed", value=5001): "expected the same seeds",
-        _with(record, "outcomes", 0, 0, "seed", value="a"): "ValueError",
-        _with(record, "outcomes", value=5): "TypeError",
-        _with(record, "variants", value=5): "TypeError",
+        _with(record, "outcomes", 0, 0, "seed", value="a"): "outcomes: expected episodes with a seed from 0",
+        _with(record, "outcomes", value=5): "outcomes: expected a list for each of 2 variants, got 5",
+        _with(record, "variants", value=5): "variants: expected a list of 1 to 1000, got 5",
     }
     for number, (text, told) in enumerate(cases.items()):
         path = tmp_path / f"{number}.json"
@@ -396,7 +397,7 @@ def test_records_that_are_none_are_refused_by_name(run: Path, tmp_path: Path) ->
     with pytest.raises(SinewError, match="No such file"):
         repeat.read(tmp_path / "none.json")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(SinewError, match="bytes that are no text"):
+    with pytest.raises(SinewError, match="UTF-8"):
         repeat.read(tmp_path / "bytes")
 
 
@@ -534,7 +535,7 @@ def test_a_report_that_lacks_something_is_named(tmp_path: Path, path: tuple[Any,
         node = node[step]
     del node[path[-1]]
     (tmp_path / "report.json").write_text(json.dumps(report))
-    with pytest.raises(SinewError, match=f"report.json: expected a report of .*KeyError: '{path[-1]}'"):
+    with pytest.raises(SinewError, match=f"report.json: expected a report of .*{path[-1]}: expected a"):
         leaderboard.boards([tmp_path])
 
 

@@ -536,7 +536,7 @@ def test_another_bundle_under_the_same_name_is_refused(
     files.FarmPlan.of(TASK, [Variant(str(bundle), 8)], [(0, 1)]).write(queue)
     with bundle.open("ab") as file:
         file.write(b"\0")
-    assert main(["eval", "--join", str(tmp_path), "--shards", "1"]) == 1
+    assert main(["eval", str(bundle), "--join", str(tmp_path), "--shards", "1"]) == 1
     assert "expected the bundle that the run was begun with" in capfd.readouterr().err
 
 
@@ -552,7 +552,7 @@ def test_one_head_for_a_folder(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--join", "nowhere"), "nothing is played here; expected the folder of a running"),
-        (("expert", "--join", "nowhere"), "--join: expected no target"),
+        (("expert", "--join", "nowhere", "--episodes", "2"), "nothing that changes what --join plays"),
         (
             ("expert", "--batch", "4"),
             "batch: expected a bundle or a server that is asked for chunks, got expert",

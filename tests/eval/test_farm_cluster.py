@@ -37,6 +37,7 @@ from sinew.core.extras import MissingPackageError
 from sinew.eval import campaign
 from sinew.eval.farm import files, shards
 from sinew.eval.foreign import cluster
+from sinew.eval.outside import TypedNames
 from sinew.eval.settings import Task, Variant
 from tests import processes
 from tests.eval.test_eval import PEN, children, content, needs_pen
@@ -120,6 +121,12 @@ def begun(
     return queue, plan
 
 
+def names_in(folder: Path) -> TypedNames:
+    """Return the names of a run whose plan is this machine's own."""
+    plan = files.FarmPlan.read(folder)
+    return TypedNames.of(plan.task, plan.variants)
+
+
 def played(queue: files.EpisodeQueue, plan: files.FarmPlan) -> list[dict[str, Any]]:
     assert not list((queue.folder / files.LEASES).iterdir())
     return content([episode for job in plan.jobs for episode in queue.read(job, plan.keys[0]) or []])
@@ -129,7 +136,7 @@ def played(queue: files.EpisodeQueue, plan: files.FarmPlan) -> list[dict[str, An
 def test_the_same_episodes_though_actors_die(tmp_path: Path) -> None:
     queue, plan = begun(tmp_path)
     ray = Threads(lost=2)
-    hosts = cluster.Hosts(ray, tmp_path, queue, 2)
+    hosts = cluster.Hosts(ray, tmp_path, queue, 2, names_in(tmp_path))
     hosts.play()
     assert played(queue, plan) == content(campaign.run(TASK, [EXPERT], SEEDS)[0])
     assert hosts.episodes == len(SEEDS)
@@ -141,7 +148,7 @@ def test_a_group_in_which_actors_always_die_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shards, "DEATHS", 2)
     queue, _ = begun(tmp_path)
     with pytest.raises(SinewError, match=r"a shard died 2 times at seed 5000, on one \(killed\)"):
-        cluster.Hosts(Threads(["one"], lost=9), tmp_path, queue, 1).play()
+        cluster.Hosts(Threads(["one"], lost=9), tmp_path, queue, 1, names_in(tmp_path)).play()
 
 
 @needs_pen
@@ -166,7 +173,7 @@ def test_a_bundle_is_sent_once_to_a_host_that_has_none(
 
     monkeypatch.setattr(files.FarmPlan, "check", not_there)
     ray = Threads(["one"])
-    cluster.Hosts(ray, tmp_path / "queue", queue, 2).play()
+    cluster.Hosts(ray, tmp_path / "queue", queue, 2, names_in(tmp_path / "queue")).play()
     (kept,) = machine.cache_folder("bundles").iterdir()
     assert kept.read_bytes() == PEN.read_bytes()
     assert ray.asked.count("one receive") == 4
@@ -217,7 +224,7 @@ def test_hosts_that_lack_something_are_named(tmp_path: Path, caplog: pytest.LogC
                 return dict(super().open(plan, "another release"))
             return dict(super().open(plan, release))
 
-    hosts = cluster.Hosts(ray, tmp_path / "a", queue, 2)
+    hosts = cluster.Hosts(ray, tmp_path / "a", queue, 2, names_in(tmp_path / "a"))
     hosts._class = Lacks
     hosts._seats = [hosts._seat() for _ in range(2)]
     hosts.play()
@@ -226,7 +233,7 @@ def test_hosts_that_lack_something_are_named(tmp_path: Path, caplog: pytest.LogC
 
     queue, _ = begun(tmp_path / "b", Task("nowhere_there:Task-v0"))
     with pytest.raises(SinewError, match=r"no host can play: (one|two): .*nowhere_there.*; (one|two): "):
-        cluster.Hosts(Threads(), tmp_path / "b", queue, 2).play()
+        cluster.Hosts(Threads(), tmp_path / "b", queue, 2, names_in(tmp_path / "b")).play()
 
 
 def test_no_cluster_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -256,7 +263,7 @@ def test_no_cluster_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 def test_what_a_shard_says_reaches_people(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "shard"
-    crew = shards.Crew(tmp_path, 0, "", tmp_path)
+    crew = shards.Crew(tmp_path, 0, "", tmp_path, (shards.SHARD,))
     log.write_bytes(b"noise\nsaid: one\nsaid: tw")
     crew._hear("shard")
     with log.open("ab") as file:

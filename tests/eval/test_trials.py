@@ -526,7 +526,7 @@ def test_a_sitting_that_goes_on_knows_what_does_not_count(
     ("name", "text", "said"),
     [
         ("episodes.jsonl", "", "expected a new folder, got one of `sinew eval`$"),
-        ("sitting.json", "{", r"sitting\.json: expected the plan of a sitting, got Expecting"),
+        ("sitting.json", "{", r"sitting\.json: expected the plan of a sitting, got expected JSON"),
         ("sitting.json", '{"format": 1, "scenes": [2]}', r"with scenes \[2\], got 12$"),
         (
             "sitting.json",

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from sinew_client.typed_names import file_name, portable
+from sinew_client.untrusted import named, read_text, shown
+
 from sinew.core import SinewError
 from sinew.eval.evidence import page
-from sinew.eval.evidence.repeat import MAX_BYTES, REPORT, load
+from sinew.eval.evidence.repeat import (
+    MAX_BYTES,
+    MAX_EPISODES,
+    MAX_SEED,
+    REPORT,
+    checked_outcomes,
+    load,
+    policy_of,
+    variant_entries,
+)
 from sinew.eval.report.stats import mcnemar, paired_difference, pairs_needed, success
+from sinew.eval.settings import distinct_names
 
 SCHEMA = "sinew.leaderboard/1"
 MAX_REPORTS = 1000
+MAX_STANDINGS = 200  # rows of a board: each two are compared
+MAX_TASKS = 10_000  # of a variant
+MAX_NUMBER = 1e18  # of what a report has measured
 FEW = 10  # pairs that a page shows unfolded
 # What a row's name says where rows of one policy differ in it.
 TOLD = (
@@ -71,6 +88,12 @@ def reports(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def named_reports(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return the reports that paths name, by the names that boards give them: without the folders that they share."""
+    found = reports(paths)
+    return dict(zip(distinct_names([str(path) for path in found]), found, strict=True))
+
+
 def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return a board for each task of the reports in ``paths``, in the order in which they come.
 
@@ -82,56 +105,159 @@ def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """
     tasks: dict[str, list[Standing]] = {}
     titles: dict[str, dict[str, Any]] = {}
-    for path in reports(paths):
+    for name, path in named_reports(paths).items():
         record = load(path)
-        try:
-            task = {name: record["task"][name] for name in ("env", "env_options", "reset_options", "adapter")}
-            task |= {"realtime": record["task"]["realtime"], "control_hz": record["control_hz"]}
-            key = json.dumps(task, sort_keys=True)
-            titles.setdefault(key, task)
-            tasks.setdefault(key, []).extend(_standings(path, record))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
-            raise SinewError(
-                f"{path}: expected a report of `sinew eval --out`, got {type(error).__name__}: {str(error)[:200]}"
-            ) from None
-    return [_board(titles[key], found) for key, found in tasks.items()]
+        with SinewError.at(f"{path}: expected a report of `sinew eval --out`", SinewError):
+            task = _task(record)
+            standings = list(_standings(name, record))
+        key = json.dumps(task, sort_keys=True)
+        titles.setdefault(key, task)
+        board = tasks.setdefault(key, [])
+        board.extend(standings)
+        if len(board) > MAX_STANDINGS:
+            raise SinewError(f"{path}: expected at most {MAX_STANDINGS} variants of one task, got more")
+    return [_board(titles[key], board) for key, board in tasks.items()]
 
 
-def _standings(path: Path, record: Mapping[str, Any]) -> Iterator[Standing]:
-    """Of each variant. Reports of before there were outcomes say which seeds failed."""
-    first, count = int(record["seeds"]["first"]), int(record["seeds"]["count"])
-    for index, entry in enumerate(record["variants"]):
-        if "outcomes" in record:
-            wins = {int(each["seed"]): bool(each["success"]) for each in record["outcomes"][index]}
-        else:
-            failed = set(entry["failed_seeds"])
-            wins = {seed: seed not in failed for seed in range(first, first + count)}
-        if not wins:
-            raise ValueError("a variant without episodes")
-        bundle, steps = entry.get("bundle", {}), entry["mean_steps_to_success"]
-        target = str(entry["variant"]["target"]).replace("\\", "/").rsplit("/", 1)[-1]
-        latency, per_chunk = entry["latency_ms"], entry["actions_per_chunk"]
-        step = latency["p50"] / per_chunk if latency and per_chunk else None
-        seconds = None if steps is None else round(float(steps) / float(record["control_hz"]), 3)
-        told = {
-            "report": str(path),
-            "policy": str(entry["policy"]["id"]),
-            "backbone": str(bundle.get("backbone", "")),
-            "dtype": str(entry["dtype"]),
-            "hardware": str(record["hardware"]),
-            "chunk": int(entry["chunk_size"]),
-            **success(list(wins.values())),
-            "by_task": {str(name): dict(each) for name, each in entry["by_task"].items() if name},
-            "step_ms": None if step is None else round(float(step), 4),
-            "inference_ms": float(latency["p50"]) if latency else None,
-            "seconds_to_success": seconds,
-            "peak_bytes": entry.get("peak_bytes"),
-            "size_bytes": bundle.get("bytes"),
-            "plan": record.get("plan"),
-            # A scene that a person set up is the same in one sitting alone; what was simulated has a digest.
-            "sitting": str(path) if "plan" in record and not record["outcomes"][index][0]["digest"] else "",
-        }
-        yield Standing(str(bundle.get("name") or target), target, entry["variant"], wins, told)
+def _task(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a board is about. Raises :class:`SinewError`."""
+    task = _object("task", record.get("task"))
+    return {
+        "env": _text("task.env", task.get("env")),
+        **{
+            name: None if task.get(name) is None else portable(_object(f"task.{name}", task[name]))
+            for name in ("env_options", "reset_options")
+        },
+        "adapter": portable(_text("task.adapter", task.get("adapter"))),
+        "realtime": _flag("task.realtime", task.get("realtime")),
+        "control_hz": _number_of("control_hz", record.get("control_hz"), above=True),
+    }
+
+
+def _standings(name: str, record: Mapping[str, Any]) -> Iterator[Standing]:
+    """Yield what a report says of each variant. Reports of before there were outcomes say which seeds failed.
+
+    Args:
+        name: of the report, on the board.
+        record: its content; each field that is used is checked. Raises :class:`SinewError`.
+    """
+    entries = variant_entries(record)
+    outcomes = checked_outcomes(record, len(entries)) if "outcomes" in record else None
+    plan = None if "plan" not in record else _plan(record["plan"])
+    for index, entry in enumerate(entries):
+        with SinewError.at(f"variants[{index}]", SinewError):
+            played = None if outcomes is None else outcomes[index]
+            yield _standing(name, record, entry, played, plan)
+
+
+def _standing(
+    name: str,
+    record: Mapping[str, Any],
+    entry: Mapping[str, Any],
+    outcomes: Sequence[Mapping[str, Any]] | None,
+    plan: dict[str, Any] | None,
+) -> Standing:
+    if outcomes is None:
+        wins = _wins_of_failures(record, entry)
+    else:
+        wins = {each["seed"]: each["success"] for each in outcomes}
+    if not wins:
+        raise SinewError("outcomes: expected an episode, got none")
+    variant = _object("variant", entry.get("variant"))
+    bundle = _object("bundle", entry.get("bundle", {}))
+    target = file_name(_text("variant.target", variant.get("target")))
+    latency = _object("latency_ms", entry.get("latency_ms"))
+    p50 = _number_of("latency_ms.p50", latency.get("p50")) if latency else None
+    per_chunk = _number_of("actions_per_chunk", entry.get("actions_per_chunk"))
+    step = p50 / per_chunk if p50 is not None and per_chunk else None
+    steps = _number_or_none("mean_steps_to_success", entry.get("mean_steps_to_success"))
+    hz = _number_of("control_hz", record.get("control_hz"), above=True)
+    by_task = _object("by_task", entry.get("by_task"))
+    if len(by_task) > MAX_TASKS:
+        raise SinewError(f"by_task: expected at most {MAX_TASKS} tasks, got {len(by_task)}")
+    told = {
+        "report": name,
+        "policy": policy_of(entry)["id"],
+        "backbone": _text("bundle.backbone", bundle.get("backbone", "")),
+        "dtype": _text("dtype", entry.get("dtype")),
+        "hardware": _text("hardware", record.get("hardware")),
+        "chunk": int(_number_of("chunk_size", entry.get("chunk_size"))),
+        **success(list(wins.values())),
+        "by_task": {task: _task_success(task, each) for task, each in by_task.items() if task},
+        "step_ms": None if step is None else round(step, 4),
+        "inference_ms": p50,
+        "seconds_to_success": None if steps is None else round(steps / hz, 3),
+        "peak_bytes": _number_or_none("peak_bytes", entry.get("peak_bytes")),
+        "size_bytes": _number_or_none("bundle.bytes", bundle.get("bytes")),
+        "plan": plan,
+        # A scene that a person set up is the same in one sitting alone; what was simulated has a digest.
+        "sitting": name if plan and outcomes is not None and not outcomes[0]["digest"] else "",
+    }
+    label = _text("bundle.name", bundle.get("name", "")) or target
+    return Standing(label, target, variant, wins, told)
+
+
+def _wins_of_failures(record: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[int, bool]:
+    seeds, failed = _object("seeds", record.get("seeds")), entry.get("failed_seeds")
+    first = _whole_of("seeds.first", seeds.get("first"), MAX_SEED)
+    count = _whole_of("seeds.count", seeds.get("count"), MAX_EPISODES)
+    if not isinstance(failed, list) or not all(isinstance(seed, int) for seed in failed):
+        raise SinewError(f"failed_seeds: expected whole numbers, got {shown(failed)}")
+    lost = set(failed)
+    return {seed: seed not in lost for seed in range(first, first + count)}
+
+
+def _plan(values: Any) -> dict[str, Any]:
+    """Return what a sitting of trials had planned."""
+    plan = _object("plan", values)
+    always = _number_or_none("plan.p_anytime", plan.get("p_anytime"))
+    return {**plan, "said": _text("plan.said", plan.get("said")), "p_anytime": always}
+
+
+def _task_success(task: str, values: Any) -> dict[str, Any]:
+    place = f"by_task.{named(task, 40)}"
+    each = _object(place, values)
+    interval = each.get("interval")
+    if not isinstance(interval, list) or len(interval) != 2:
+        raise SinewError(f"{place}.interval: expected two numbers, got {shown(interval)}")
+    counts = {name: int(_number_of(f"{place}.{name}", each.get(name))) for name in ("wins", "episodes")}
+    return {**counts, "interval": [_number_of(f"{place}.interval", end) for end in interval]}
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise SinewError(f"{name}: expected an object, got {shown(value)}")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise SinewError(f"{name}: expected a text, got {shown(value)}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SinewError(f"{name}: expected true or false, got {shown(value)}")
+    return value
+
+
+def _whole_of(name: str, value: Any, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise SinewError(f"{name}: expected a whole number from 0 to {most}, got {shown(value)}")
+    return value
+
+
+def _number_of(name: str, value: Any, above: bool = False) -> float:
+    """Return a number from 0; above: 0 is none."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not 0 <= value <= MAX_NUMBER or (above and not value):
+        raise SinewError(f"{name}: expected a number {'above' if above else 'from'} 0, got {shown(value)}")
+    return float(value)
+
+
+def _number_or_none(name: str, value: Any) -> float | None:
+    return None if value is None else _number_of(name, value)
 
 
 def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]:
@@ -322,13 +448,16 @@ def _scenes(board: Mapping[str, Any]) -> str:
     return page.table([">scene", *trials], [cells for _, cells in rows])
 
 
-def _films(board: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the films that stand on the pages of sittings, those of a scene side by side."""
+def _films(board: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the films on the pages beside the reports of sittings, those of a scene side by side."""
     for report in dict.fromkeys(entry["report"] for entry in board["entries"] if entry["plan"]):
-        path = Path(report).with_suffix(".html")
-        if path.is_file() and path.stat().st_size <= MAX_BYTES:
-            found = page.FILMS.findall(path.read_text(encoding="utf-8", errors="replace"))
-            yield page.folded(f"films of {report}", "".join(found)) if found else ""
+        path = paths[report].with_suffix(".html")
+        try:
+            text = read_text(path, MAX_BYTES)
+        except (OSError, ValueError):
+            continue  # a sitting without a page
+        found = page.FILMS.findall(text)
+        yield page.folded(f"films of {report}", "".join(found)) if found else ""
 
 
 def title(board: Mapping[str, Any]) -> str:
@@ -340,12 +469,12 @@ def title(board: Mapping[str, Any]) -> str:
     )
 
 
-def markup(record: Mapping[str, Any]) -> str:
-    """Return the page of a record: ``boards`` and ``date``."""
-    return page.page("Leaderboard", _parts(record), record)
+def markup(record: Mapping[str, Any], paths: Mapping[str, Path]) -> str:
+    """Return the page of a record: ``boards`` and ``date``. paths: of :func:`named_reports`."""
+    return page.page("Leaderboard", _parts(record, paths), record)
 
 
-def _parts(record: Mapping[str, Any]) -> Iterator[str]:
+def _parts(record: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]:
     yield (
         '<p class="note">Success with its 95 % Wilson interval. Differences are paired, over seeds that both played,'
         " with their 95 % interval (Newcombe 1998, method 10), McNemar's exact p, and how many more pairs would show a"
@@ -364,7 +493,7 @@ def _parts(record: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"<p>{page.text(said)}</p>" for said in plans(board))
         if board["trials"]:
             yield page.folded("trials, scene by scene", _scenes(board))
-        yield from _films(board)
+        yield from _films(board, paths)
         machines = {entry["hardware"] for entry in board["entries"]}
         rest = [
             [entry["label"], entry["dtype"] or "-", entry["hardware"], entry["policy"], entry["report"]]

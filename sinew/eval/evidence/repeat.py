@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sinew.convert.sources import ASSETS, resolve
+from sinew_client.policy import is_address
+from sinew_client.typed_names import portable
+from sinew_client.untrusted import named, parse_json, read_text, shown
+
+from sinew.convert.sources import resolve
 from sinew.core import SinewError
 from sinew.eval.evidence.page import record_in
-from sinew.eval.policies import EXPERT, identity
+from sinew.eval.outside import PolicyFacts, TypedNames, allowed
+from sinew.eval.policies import EXPERT, file_hash, identity
 from sinew.eval.report.report import SCHEMA
 from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Episode
@@ -19,88 +23,73 @@ from sinew.eval.settings import Task, Variant
 
 REPORT = "report.json"  # of `sinew eval --out`
 MAX_BYTES = 1 << 28  # of a record, a page's films included
+MAX_VALUES = 1 << 23  # of a record
+MAX_EPISODES = 1_000_000  # of a variant
+MAX_VARIANTS = 1000
+MAX_SEED = 1 << 63
+KINDS = ("bundle", "server", "expert")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run that was recorded. record: its report with the outcomes. variants: as recorded, their targets included."""
+    """A recorded run.
+
+    Attributes:
+        path: its file.
+        record: its report with the outcomes, whose seeds, successes, steps and digests were checked.
+        task, variants: as recorded. They may name code, files and addresses: see :meth:`local`.
+        facts: of each variant's policy.
+        seeds: of the episodes.
+    """
 
     path: Path
     record: Mapping[str, Any]
     task: Task
     variants: tuple[Variant, ...]
+    facts: tuple[PolicyFacts, ...]
     seeds: tuple[int, ...]
 
-    def found(self, given: Sequence[str]) -> list[Variant]:
-        """Return the variants with the policies that are here: of a bundle the file whose SHA-256 is the recorded one,
-        among ``given``, where it was, beside the record, and the embedded ones.
+    def local(self, typed: TypedNames) -> tuple[Task, list[Variant]]:
+        """Return the task and the variants with what is here: the policies of this package and the typed ones whose
+        SHA-256 is the recorded one, the typed address, and the names that were typed.
 
-        given: bundles or addresses, in any order. Raises :class:`SinewError` for a bundle that is nowhere, or a target
-        that nothing is played with.
+        Raises:
+            UntypedNameError: the record uses a name that is not built in and was not typed.
+            SinewError: a policy was typed that the record does not have.
         """
-        places = {name: _place(name) for name in given}
-        used: set[str] = set()
-        variants = []
-        for variant, entry in zip(self.variants, self.record["variants"], strict=True):
-            policy = entry["policy"]
-            if policy["kind"] == "bundle":
-                target = self._file(variant.target, policy["id"], places, used)
-            elif policy["kind"] == "server":
-                addresses = [name for name in given if "://" in name]
-                target = addresses[0] if addresses else variant.target
-                used.update(addresses[:1])
-            else:
-                target = EXPERT
-            variants.append(replace(variant, target=target))
-        if left := [name for name in given if name not in used]:
-            ids = ", ".join(sorted({entry["policy"]["id"][:16] for entry in self.record["variants"]}))
-            got = _id(places[left[0]])
-            raise SinewError(f"{left[0]}: expected a policy of {self.path} (SHA-256 {ids}), got {got[:16]}")
-        return variants
-
-    def _file(self, recorded: str, wanted: str, places: Mapping[str, str], used: set[str]) -> str:
-        name = recorded.replace("\\", "/").rsplit("/", 1)[-1]
-        fitting = {
-            given: place for given, place in places.items() if "://" not in place and _id(place) == wanted
-        }
-        used.update(fitting)
-        if fitting:  # of several with the same bytes that of the same name
-            return next(
-                (each for each in fitting.values() if Path(each).name == name), next(iter(fitting.values()))
-            )
-        for path in (Path(recorded), self.path.parent / name, ASSETS / name):
-            if path.exists() and _id(str(path)) == wanted:
-                return str(path)
-        raise SinewError(
-            f"{self.path}: expected the bundle {name} (SHA-256 {wanted[:16]}) as it was recorded, got none with these"
-            f" bytes: sinew eval BUNDLE --repeat {self.path.name}"
-        )
+        files = {each: _place(each) for each in typed.policies}
+        hashes = {about.sha256 for about in self.facts if about.kind == "bundle"}
+        for each, place in files.items():
+            if place != EXPERT and not is_address(place) and (found := file_hash(place)) not in hashes:
+                ids = ", ".join(sorted(each[:16] for each in hashes)) or "none"
+                raise SinewError(
+                    f"{each}: expected a policy of {self.path} (SHA-256 {ids}), got {found[:16]}"
+                )
+        here = replace(typed, policies=tuple(files.values()))
+        return allowed(self.path, self.task, self.variants, self.facts, here)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the record in ``report.json`` or ``report.html`` of ``sinew eval --out``. Raises :class:`SinewError`."""
+    """Return the record in ``report.json`` or ``report.html`` of ``sinew eval --out``.
+
+    Raises:
+        SinewError: it is another file, or is beyond a bound.
+    """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise SinewError(f"{path}: expected at most {MAX_BYTES} bytes, got {path.stat().st_size}")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_BYTES)
+        if text.lstrip()[:1] == "<":
+            inside = record_in(text)
+            if inside is None:
+                raise SinewError(f"{path}: expected a page of `sinew eval --out`, got one without a record")
+            text = inside
+        record = parse_json(text, max_values=MAX_VALUES)
     except OSError as error:
         raise SinewError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SinewError(
-            f"{path}: expected a report of `sinew eval --out`, got bytes that are no text"
-        ) from None
-    if text.lstrip()[:1] == "<":
-        found = record_in(text)
-        if found is None:
-            raise SinewError(f"{path}: expected a page of `sinew eval --out`, got one without a record")
-        text = found
-    try:
-        record = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise SinewError(f"{path}: expected a report of `sinew eval --out`, got {str(error)[:200]}") from None
+    except ValueError as error:
+        raise SinewError(f"{path}: expected a report of `sinew eval --out`, got {error}") from None
     schema = record.get("schema") if isinstance(record, dict) else type(record).__name__
     if schema != SCHEMA:
-        raise SinewError(f"{path}: expected schema {SCHEMA}, got {str(schema)[:60]!r}")
+        raise SinewError(f"{path}: expected schema {SCHEMA}, got {shown(schema, 60)}")
     return dict(record)
 
 
@@ -110,84 +99,119 @@ def check_place(out: Path, task: Task, variants: Sequence[Variant]) -> None:
     if not (out / REPORT).exists():
         return
     before = load(out / REPORT)
-    had = [{**each["variant"], "target": each["policy"]["id"]} for each in before.get("variants", [])]
-    asked = [{**each.to_dict(), "target": identity(each.target)["id"]} for each in variants]
-    now = json.loads(json.dumps({"task": task.to_dict(), "variants": asked}))
-    if before.get("task") != now["task"] or any(each not in now["variants"] for each in had):
-        labels = ", ".join(each["label"] for each in before["variants"])
+    try:
+        labels = ", ".join(named(each["label"]) for each in before["variants"])
+        had = [{**portable(each["variant"]), "target": each["policy"]["id"]} for each in before["variants"]]
+        env = named(before["task"]["env"])
+    except (KeyError, TypeError) as error:
+        raise SinewError(
+            f"{out / REPORT}: expected a report of `sinew eval --out`, got none ({error})"
+        ) from None
+    asked = [{**each.record(), "target": identity(each.target)["id"]} for each in variants]
+    now = {"task": portable(task.record()), "variants": portable(asked)}
+    if portable(before.get("task")) != now["task"] or any(each not in now["variants"] for each in had):
         raise SinewError(
             f"--out {out}: expected a new folder, or that of the same evaluation, got one with the report of {labels}"
-            f" on {before['task']['env']}, which would be replaced"
+            f" on {env}, which would be replaced"
         )
 
 
 def read(path: Path) -> Recorded:
-    """Return the run of a report. Raises :class:`SinewError` for what is none, or holds no outcomes."""
+    """Return the run of a report. It opens nothing else.
+
+    Raises:
+        SinewError: it is no report, or holds no outcomes.
+    """
     record = load(path)
-    try:
+    with SinewError.at(path, SinewError):
         return _recorded(path, record)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise SinewError(
-            f"{path}: expected a report of `sinew eval --out`, got {type(error).__name__}: {str(error)[:200]}"
-        ) from None
 
 
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant}, which is no number")
-
-
-def _recorded(path: Path, record: Any) -> Recorded:
+def _recorded(path: Path, record: dict[str, Any]) -> Recorded:
     if "plan" in record:
-        raise SinewError(
-            f"{path}: expected episodes that follow from their seeds, got trials on a robot in real time"
-        )
+        raise SinewError("expected episodes that follow from their seeds, got trials on a robot in real time")
     if "outcomes" not in record:
+        raise SinewError("expected the outcome of each episode, got none; play the run anew with --out")
+    task = Task.from_dict(record.get("task"))
+    variants, facts = [], []
+    for index, entry in enumerate(variant_entries(record)):
+        with SinewError.at(f"variants[{index}]", SinewError):
+            variants.append(Variant.from_dict(entry.get("variant")))
+            facts.append(_facts(entry))
+    outcomes = checked_outcomes(record, len(variants))
+    seeds = [tuple(each["seed"] for each in trials) for trials in outcomes]
+    if len(set(seeds)) != 1 or len(set(seeds[0])) != len(seeds[0]) or not seeds[0]:
         raise SinewError(
-            f"{path}: expected the outcome of each episode, got none; play the run anew with --out"
+            f"outcomes: expected the same seeds of each of {len(variants)} variants, each once, got others"
         )
-    task = Task(**_known(path, "task", record["task"], Task))
-    variants = []
-    for entry in record["variants"]:
-        values = _known(path, "variant", entry["variant"], Variant)
-        variants.append(Variant.from_dict({"latency": "0", **values}))
-        entry["policy"]["kind"], entry["policy"]["id"] = (
-            str(entry["policy"]["kind"]),
-            str(entry["policy"]["id"]),
-        )
+    return Recorded(path, record, task, tuple(variants), tuple(facts), seeds[0])
+
+
+def variant_entries(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the variants of a report, each with its label. Raises :class:`SinewError`."""
+    entries = record.get("variants")
+    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_VARIANTS:
+        raise SinewError(f"variants: expected a list of 1 to {MAX_VARIANTS}, got {shown(entries)}")
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get("label"), str):
+            raise SinewError(f"variants[{index}]: expected an object with a label, got {shown(entry)}")
+    return entries
+
+
+def checked_outcomes(record: Mapping[str, Any], count: int) -> list[list[dict[str, Any]]]:
+    """Return the outcomes of a report: a list of episodes for each of ``count`` variants.
+
+    Raises:
+        SinewError: they are something else, or an episode has no seed, success, steps or digest.
+    """
     outcomes = record["outcomes"]
-    seeds = [tuple(int(each["seed"]) for each in trials) for trials in outcomes]
-    if (
-        len(outcomes) != len(variants)
-        or not seeds
-        or len(set(seeds)) != 1
-        or len(set(seeds[0])) != len(seeds[0])
-    ):
-        raise SinewError(
-            f"{path}: expected the same seeds of each of {len(variants)} variants, each once, got others"
-        )
-    if not seeds[0] or min(seeds[0]) < 0:
-        raise SinewError(f"{path}: expected seeds from 0, got {seeds[0][:1]}")
+    if not isinstance(outcomes, list) or len(outcomes) != count:
+        raise SinewError(f"outcomes: expected a list for each of {count} variants, got {shown(outcomes)}")
     for trials in outcomes:
+        if not isinstance(trials, list) or len(trials) > MAX_EPISODES:
+            raise SinewError(f"outcomes: expected a list of at most {MAX_EPISODES}, got {shown(trials)}")
         for each in trials:
-            bool(each["success"]), int(each["steps"]), str(each["digest"])
-    return Recorded(path, record, task, tuple(variants), seeds[0])
+            fits = (
+                isinstance(each, dict)
+                and _is_whole(each.get("seed"), MAX_SEED)
+                and isinstance(each.get("success"), bool)
+                and _is_whole(each.get("steps"), MAX_SEED)
+                and isinstance(each.get("digest"), str)
+                and isinstance(each.get("task", ""), str)
+            )
+            if not fits:
+                raise SinewError(
+                    "outcomes: expected episodes with a seed from 0, success, steps and digest, got"
+                    f" {shown(each)}"
+                )
+    return outcomes
 
 
-def _known(path: Path, name: str, values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    known = {f.name for f in fields(kind)}
-    if unknown := sorted(values.keys() - known):
+def _is_whole(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
+
+
+def _facts(entry: Mapping[str, Any]) -> PolicyFacts:
+    about = policy_of(entry)
+    edge = entry.get("edge_adapter")
+    edge_id = edge.get("id", "") if isinstance(edge, dict) else ""
+    if not isinstance(edge_id, str):
+        raise SinewError(f"edge_adapter.id: expected a text, got {shown(edge_id)}")
+    return PolicyFacts(about["kind"], about["id"] if about["kind"] == "bundle" else "", edge_id)
+
+
+def policy_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a report says of a variant's policy: its kind and its id. Raises :class:`SinewError`."""
+    about = entry.get("policy")
+    if not isinstance(about, dict) or about.get("kind") not in KINDS or not isinstance(about.get("id"), str):
         raise SinewError(
-            f"{path}: {name}: expected fields that this version knows, got {', '.join(unknown)[:100]}"
+            f"policy: expected an object with a kind of {', '.join(KINDS)} and an id, got {shown(about)}"
         )
-    return dict(values)
+    return about
 
 
 def _place(name: str) -> str:
-    return name if "://" in name or name == EXPERT else str(resolve(name))
-
-
-def _id(target: str) -> str:
-    return str(identity(target)["id"])
+    return name if is_address(name) or name == EXPERT else str(resolve(name))
 
 
 # ----------------------------------------------------------------------------- comparison
@@ -238,7 +262,7 @@ def compare(
             }
         )
     return {
-        "record": str(recorded.path),
+        "record": recorded.path.name,
         "conditions": {name: [a, b] for name, a, b in _conditions(recorded.record, report) if a != b},
         "variants": variants,
         "passed": not any(each["changed"] for each in variants),
@@ -246,17 +270,22 @@ def compare(
 
 
 def _conditions(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What an outcome may depend on, recorded and present."""
+    """What an outcome may depend on, recorded and present; what a record has is cut, as it may be anything."""
+
+    def bounded(value: Any) -> Any:
+        return value if value is None or isinstance(value, (bool, int, float)) else named(value, 200)
+
     for name in ("sinew", "hardware", "control_hz"):
-        yield name, there.get(name), here[name]
-    old, new = there.get("versions", {}), here["versions"]
-    for name in sorted({*old, *new}):
-        yield name, old.get(name), new.get(name)
+        yield name, bounded(there.get(name)), here[name]
+    recorded, new = there.get("versions"), here["versions"]
+    old = recorded if isinstance(recorded, dict) else {}
+    for name in sorted({*new, *list(old)[:100]}):
+        yield named(name), bounded(old.get(name)), new.get(name)
     for before, now in zip(there["variants"], here["variants"], strict=True):
-        yield f"policy of {now['label']}", before["policy"]["id"], now["policy"]["id"]
-        yield f"precision of {now['label']}", before.get("dtype"), now["dtype"]
+        yield f"policy of {now['label']}", bounded(before["policy"]["id"]), now["policy"]["id"]
+        yield f"precision of {now['label']}", bounded(before.get("dtype")), now["dtype"]
         for name in ("engine", "device", "handover"):
-            yield f"{name} of {now['label']}", before["variant"].get(name), now["variant"].get(name)
+            yield f"{name} of {now['label']}", bounded(before["variant"].get(name)), now["variant"].get(name)
 
 
 COLUMNS = (

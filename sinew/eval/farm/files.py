@@ -15,15 +15,22 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from sinew_client.policy import is_address
+from sinew_client.untrusted import named, open_regular, parse_json, read_bytes, read_text, shown
 
 from sinew.core import SinewError
 from sinew.eval.episode_log import episodes_of, line, write_whole
+from sinew.eval.outside import PolicyFacts, TypedNames, allowed
 from sinew.eval.player import groups, key
+from sinew.eval.policies import EXPERT
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 
@@ -32,6 +39,11 @@ PLAN, LEASES, PLAYED, LOGS = "plan.json", "leases", "played", "logs"
 FORMAT = 1
 LEASE_S = 15.0  # of a plan
 MAX_BYTES = 64 << 20  # of a file that is read here
+MAX_VALUES = 1 << 23  # of a plan
+MAX_SEED = 1 << 63
+MAX_LEASE_S = 3600.0
+MAX_WORKER = 1024  # bytes of a worker's name
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +97,98 @@ class FarmPlan:
 
     @classmethod
     def read(cls, folder: Path) -> FarmPlan:
-        """Raises :class:`SinewError` for what is no plan, and FileNotFoundError where there is none."""
-        path = folder / PLAN
-        try:
-            said = json.loads(bounded(path))
-            if said["format"] != FORMAT:
-                raise SinewError(
-                    f"{path}: expected format {FORMAT}, got {said['format']!r}; use one release of Sinew"
-                )
-            variants = tuple(map(Variant.from_dict, said["variants"]))
-            keys = tuple(map(str, said["keys"]))
-            jobs = tuple(Job.of(keys[index], index, tuple(seeds)) for index, *seeds in said["jobs"])
-            return cls(Task(**said["task"]), variants, keys, jobs, float(said["lease_s"]))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise SinewError(f"{path}: not a plan of episodes: {error}") from error
+        """Return the plan in a folder. It opens nothing else.
 
-    def check(self, index: int) -> None:
-        """Raise :class:`SinewError` where a variant's policy is another one in this place."""
-        variant = self.variants[index]
-        if key(self.task, variant) != self.keys[index]:
+        Raises:
+            SinewError: the file is no plan.
+            FileNotFoundError: there is none.
+        """
+        return cls.parse(read_file(folder / PLAN), folder / PLAN)
+
+    @classmethod
+    def parse(cls, data: bytes, source: object) -> FarmPlan:
+        """Return the plan in the bytes of its file. source: for messages. Raises :class:`SinewError`."""
+        try:
+            values = parse_json(data, max_values=MAX_VALUES)
+        except ValueError as error:
+            raise SinewError(f"{source}: not a plan of episodes: {error}") from error
+        with SinewError.at(f"{source}: not a plan of episodes", SinewError):
+            return cls._of(values)
+
+    @classmethod
+    def _of(cls, values: Any) -> FarmPlan:
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            got = values.get("format") if isinstance(values, dict) else values
+            raise SinewError(f"expected format {FORMAT}, got {shown(got)}; use one release of Sinew")
+        records, keys, jobs, lease_s = (values.get(name) for name in ("variants", "keys", "jobs", "lease_s"))
+        if not (isinstance(records, list) and isinstance(keys, list) and len(records) == len(keys)):
+            raise SinewError(f"variants, keys: expected two lists of one length, got {shown(keys)}")
+        if not all(isinstance(each, str) for each in keys):
+            raise SinewError(f"keys: expected texts, got {shown(keys)}")
+        if (
+            isinstance(lease_s, bool)
+            or not isinstance(lease_s, (int, float))
+            or not 0 < lease_s <= MAX_LEASE_S
+        ):
             raise SinewError(
-                f"{variant.target}: expected the bundle that the run was begun with, got another one here"
+                f"lease_s: expected more than 0 and at most {MAX_LEASE_S:g}, got {shown(lease_s)}"
             )
+        if not isinstance(jobs, list):
+            raise SinewError(f"jobs: expected a list, got {shown(jobs)}")
+        groups_ = []
+        for job in jobs:
+            if not (isinstance(job, list) and len(job) > 1 and all(type(each) is int for each in job)):
+                raise SinewError(f"jobs: expected a variant and seeds, got {shown(job)}")
+            index, *seeds = job
+            if not 0 <= index < len(keys) or not all(0 <= seed < MAX_SEED for seed in seeds):
+                raise SinewError(f"jobs: expected a variant and seeds from 0, got {shown(job)}")
+            groups_.append(Job.of(keys[index], index, tuple(seeds)))
+        variants = tuple(map(Variant.from_dict, records))
+        return cls(Task.from_dict(values.get("task")), variants, tuple(keys), tuple(groups_), float(lease_s))
+
+    def local(self, source: object, typed: TypedNames) -> tuple[Task, tuple[Variant, ...]]:
+        """Return the task and the variants with the names that were typed here; see :func:`sinew.eval.outside.allowed`.
+
+        Raises:
+            UntypedNameError: the plan uses a name that is not built in and was not typed.
+            SinewError: a key is not one that a run writes.
+        """
+        task, variants = allowed(source, self.task, self.variants, self.facts(), typed)
+        return task, tuple(variants)
+
+    def facts(self) -> list[PolicyFacts]:
+        """Return what the keys say of each variant's policy. Raises :class:`SinewError`."""
+        return [_facts(variant, text) for variant, text in zip(self.variants, self.keys, strict=True)]
+
+    def check(self, index: int, variant: Variant | None = None) -> None:
+        """Raise :class:`SinewError` where the policy here is another one than the run's.
+
+        Args:
+            index: of a variant.
+            variant: as it is played here; the plan's own if absent.
+        """
+        recorded = self.variants[index]
+        here = variant or recorded
+        if key(self.task, here) != self.keys[index]:
+            raise SinewError(
+                f"{named(here.target)}: expected the bundle that the run was begun with, got another one here"
+            )
+
+
+def _facts(variant: Variant, text: str) -> PolicyFacts:
+    try:
+        about = parse_json(text)
+    except ValueError as error:
+        raise SinewError(f"keys: {error}") from None
+    edge = about.get("edge_adapter", "") if isinstance(about, dict) else None
+    target = about.get("target") if isinstance(about, dict) else None
+    if edge is None or (edge and not (isinstance(edge, str) and SHA256.fullmatch(edge))):
+        raise SinewError(f"keys: expected an object with the SHA-256 of its files, got {shown(text)}")
+    if variant.target == EXPERT or is_address(variant.target):
+        return PolicyFacts("expert" if variant.target == EXPERT else "server", "", edge)
+    if not isinstance(target, str) or not SHA256.fullmatch(target):
+        raise SinewError(f"keys: expected the SHA-256 of {named(variant.target)}, got {shown(target)}")
+    return PolicyFacts("bundle", target, edge)
 
 
 class EpisodeQueue:
@@ -157,8 +239,8 @@ class EpisodeQueue:
     def adopt(self) -> None:
         """Hold the leases that have this worker's name."""
         for path in (self.folder / LEASES).iterdir():
-            with contextlib.suppress(OSError):
-                if path.read_text() == self.worker:
+            with contextlib.suppress(OSError, ValueError):
+                if read_text(path, MAX_WORKER) == self.worker:
                     self._held.add(path.name)
 
     def take(self, left: list[Job]) -> Job | None:
@@ -202,11 +284,11 @@ class EpisodeQueue:
         removed, and the group is open again."""
         path = self.folder / PLAYED / job.name
         try:
-            found = dict(episodes_of(bounded(path)))
+            found = dict(episodes_of(read_file(path)))
             return [found[key, seed] for seed in job.seeds]
         except FileNotFoundError:
             return None
-        except (KeyError, SinewError):
+        except (KeyError, OSError, SinewError):
             path.unlink(missing_ok=True)
             return None
 
@@ -227,8 +309,8 @@ class EpisodeQueue:
         if not (self.folder / LEASES).is_dir():
             return found
         for path in (self.folder / LEASES).iterdir():
-            with contextlib.suppress(OSError):
-                if path.read_text().startswith(worker):
+            with contextlib.suppress(OSError, ValueError):
+                if read_text(path, MAX_WORKER).startswith(worker):
                     path.unlink()
                     found.append(path.name)
         return found
@@ -237,16 +319,14 @@ class EpisodeQueue:
 def _state(path: Path) -> tuple[int, int] | None:
     """Return what changes with every sign of life. A file that is opened is looked up anew on a network file system."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = os.fstat(file.fileno())
-    except FileNotFoundError:
+    except OSError:  # also of what is no file
         return None
     return found.st_ino, found.st_mtime_ns
 
 
-def bounded(path: Path) -> str:
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise SinewError(f"{path}: expected at most {MAX_BYTES} bytes, got more")
-    return data.decode("utf-8", "replace")
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a file of a run. Raises :class:`SinewError` for a file that is too large, and OSError."""
+    with SinewError.at(path, ValueError):
+        return read_bytes(path, MAX_BYTES)

@@ -32,10 +32,13 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from sinew_client.auth import KEY_VARIABLE, key_from_environment
+from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 from sinew.eval.episode_log import line
 from sinew.eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job
+from sinew.eval.outside import TypedNames, allowed, own_hashes
+from sinew.eval.policies import file_hash
 from sinew.eval.runner import Episode
 
 logger = logging.getLogger(__name__)
@@ -139,9 +142,9 @@ class QueueServer:
         if verb == "GET" and place == ["plan"]:
             return (self._folder / PLAN).read_bytes()
         if verb == "POST" and place == ["claim"]:
-            return json.dumps(self._claimed(_worker(json.loads(body)["worker"]))).encode()
+            return json.dumps(self._claimed(_worker(parse_json(body)["worker"]))).encode()
         if verb == "POST" and place == ["beat"]:
-            self._queue(_worker(json.loads(body)["worker"])).beat()
+            self._queue(_worker(parse_json(body)["worker"])).beat()
             return b"{}"
         if verb == "POST" and place[0] == "store":
             if job := self._jobs.get(place[1]):  # else an earlier head has it in its log
@@ -209,10 +212,13 @@ class RemoteQueue:
         return not self.over
 
     def take(self, left: list[Job]) -> Job | None:
-        found = json.loads(self.ask("POST", "/claim", {"worker": self.worker}))
-        self.over = bool(found["over"])
-        job = next((job for job in left if job.name == found["job"]), None)
-        if job is None and found["job"] is not None:
+        try:
+            found = parse_json(self.ask("POST", "/claim", {"worker": self.worker}))
+            name, self.over = found["job"], bool(found["over"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise SinewError(f"{self.address}: expected a group to play, got none ({error})") from None
+        job = next((job for job in left if job.name == name), None)
+        if job is None and name is not None:
             raise SinewError(f"{self.address}: expected a group of the plan that was read, got another run's")
         return job
 
@@ -238,7 +244,9 @@ class RemoteQueue:
                 connection.request(verb, path, body, {KEY_HEADER: key_from_environment()})
                 answer, found = connection.getresponse(), b""
                 if into is None or answer.status != 200:
-                    found = answer.read()
+                    found = answer.read(MAX_BYTES + 1)
+                    if len(found) > MAX_BYTES:
+                        raise SinewError(f"{self.address}: expected at most {MAX_BYTES} bytes, got more")
                 else:
                     with into.open("wb") as file:
                         shutil.copyfileobj(answer, file, BLOCK)
@@ -256,24 +264,34 @@ class RemoteQueue:
             return found
 
 
-def fetch(address: str, folder: Path) -> FarmPlan:
-    """Write the plan of a run elsewhere into ``folder``, and the bundles that are not here; return it."""
+def fetch(address: str, folder: Path, typed: TypedNames) -> TypedNames:
+    """Write the plan of a run elsewhere into ``folder``, and the bundles that are not here.
+
+    A bundle that comes is data: it is written under a name of this process, and has to have the SHA-256 of the plan.
+
+    Returns:
+        What was typed, and the bundles that came.
+
+    Raises:
+        UntypedNameError: the plan names something that is not built in and was not typed.
+    """
     queue = RemoteQueue(address, "", 0.0)
-    (folder / PLAN).write_bytes(queue.ask("GET", "/plan"))
-    plan = FarmPlan.read(folder)
-    variants = []
-    for index, variant in enumerate(plan.variants):
-        try:
-            plan.check(index)
-        except (SinewError, OSError):
-            if "://" in variant.target:
-                raise
-            path = folder / f"{index}-{Path(variant.target).name}"
-            queue.ask("GET", f"/bundle/{index}", into=path)
-            variant = replace(variant, target=str(path))
-        variants.append(variant)
-    plan = replace(plan, variants=tuple(variants))
-    for index in range(len(variants)):
-        plan.check(index)
-    plan.write(folder)
-    return plan
+    data = queue.ask("GET", "/plan")
+    plan = FarmPlan.parse(data, address)
+    facts = plan.facts()
+    here = own_hashes(typed)
+    # All other names first: nothing is fetched for a plan that may not be played.
+    allowed(address, plan.task, plan.variants, facts, typed, bundles=False)
+    pending: dict[str, int] = {}
+    for index, about in enumerate(facts):
+        if about.kind == "bundle" and about.sha256 not in here:
+            pending.setdefault(about.sha256, index)
+    files = []
+    for sha256, index in pending.items():
+        path = folder / f"{index}.gguf"
+        queue.ask("GET", f"/bundle/{index}", into=path)
+        if (got := file_hash(str(path))) != sha256:
+            raise SinewError(f"{address}: expected a bundle with SHA-256 {sha256[:16]}, got {got[:16]}")
+        files.append(str(path))
+    (folder / PLAN).write_bytes(data)
+    return replace(typed, policies=(*typed.policies, *files))

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from sinew.core import SinewError
 from sinew.eval.episode_log import episodes_of
-from sinew.eval.farm.files import FOLDER, LOGS, PLAN, PLAYED, EpisodeQueue, FarmPlan, Job, bounded
+from sinew.eval.farm.files import FOLDER, LOGS, PLAN, PLAYED, EpisodeQueue, FarmPlan, Job, read_file
 from sinew.eval.farm.hosts import SCHEME, QueueServer, RemoteQueue, fetch
+from sinew.eval.outside import TypedNames, say_names
 from sinew.eval.player import EpisodePlayer, one_thread
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
@@ -53,8 +54,8 @@ def left_over(folder: Path) -> dict[tuple[str, int], Episode]:
     found: dict[tuple[str, int], Episode] = {}
     if (folder / PLAYED).is_dir():
         for path in sorted((folder / PLAYED).iterdir()):
-            if not path.name.startswith("."):
-                found |= dict(episodes_of(bounded(path)))
+            if not path.name.startswith(".") and path.is_file():
+                found |= dict(episodes_of(read_file(path)))
     return found
 
 
@@ -92,10 +93,11 @@ def play(
     if server is not None:
         logger.warning("others help with `sinew eval --join %s`", server.address)
     shards = min(shards, len(left))
+    names = TypedNames.of(task, variants).to_json()
     if hosts is None:
-        crew = Crew(folder, shards, HEAD, folder / LOGS)
+        crew = Crew(folder, shards, HEAD, folder / LOGS, (SHARD, names, ""))
     else:
-        crew = Crew(folder, 1, HEAD, folder / LOGS, (CLUSTER, hosts, str(shards)))
+        crew = Crew(folder, 1, HEAD, folder / LOGS, (CLUSTER, names, hosts, str(shards)))
     try:
         while left:
             alive, begun = crew.tend(), time.monotonic()
@@ -113,13 +115,20 @@ def play(
             server.close()
 
 
-def join(run: str, shards: int) -> int:
+def join(run: str, shards: int, typed: TypedNames | None = None) -> int:
     """Help a run until everything is played; return the episodes that were played here.
 
-    run: its folder, on a disk that both see, or the address that it listens on (http://HOST:PORT), from which the
-    bundles come that are not here. Raises :class:`SinewError` where nothing is played, where the plan's
-    bundles are others here, and what :func:`play` raises of shards.
+    Args:
+        run: its folder, on a disk that both machines have, or the address that it listens on (http://HOST:PORT), which
+            also sends bundles.
+        shards: processes.
+        typed: the names that were typed here; the plan is data from another machine.
+
+    Raises:
+        UntypedNameError: the plan names something that is not built in and was not typed.
+        SinewError: nothing is played there, the bundles here are others, or what :func:`play` raises of shards.
     """
+    typed = typed or TypedNames()
     address = run if run.startswith(SCHEME) else ""
     folder = Path(run)
     if (folder / FOLDER).is_dir():
@@ -132,9 +141,12 @@ def join(run: str, shards: int) -> int:
         if address:
             folder = Path(logs) / FOLDER
             EpisodeQueue(folder, "").make()
-            fetch(address, folder)
+            typed = fetch(address, folder, typed)
+        plan = FarmPlan.read(folder)
+        task, variants = plan.local(run, typed)
+        say_names(run, task, variants, sum(len(job.seeds) for job in plan.jobs))
         name = f"{re.sub(r'[^a-zA-Z0-9.-]', '-', socket.gethostname())[:60]}-{secrets.token_hex(4)}"
-        crew = Crew(folder, shards, name, Path(logs), (SHARD, address))
+        crew = Crew(folder, shards, name, Path(logs), (SHARD, typed.to_json(), address))
         try:
             while crew.tend():
                 time.sleep(LOOK_S)
@@ -148,13 +160,13 @@ def join(run: str, shards: int) -> int:
 
 class Crew:
     """Processes of this machine that play, each started anew when it dies. how: the module that they run, and its
-    arguments behind the folder and a name; SHARD takes the address of the run, where its folder is elsewhere.
+    arguments behind the folder and a name: the typed names, and for SHARD the address of a run elsewhere.
 
     Raises :class:`SinewError` from ``tend`` for what one of them has found to be wrong, and for DEATHS in one group, or
     before the first.
     """
 
-    def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str] = (SHARD, "")):
+    def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str]):
         self.folder, self.name, self._logs, self._how = folder, name, logs, how
         self.episodes = 0  # by processes that have come to their end
         self._queue = EpisodeQueue(folder, name)
@@ -268,16 +280,25 @@ def _lines(log: Path) -> list[str]:
 # ----------------------------------------------------------------------------- a shard
 
 
-def work(folder: Path, worker: str, address: str = "") -> int:
+def work(folder: Path, worker: str, typed: TypedNames, address: str = "") -> int:
     """Play what is open in a queue until nothing is; return how many episodes were played here.
 
-    Whoever has nothing to take waits for those who have: they may die. address: of the run, where ``folder`` has but
-    its plan. Raises :class:`SinewError` where there is no plan, and what an episode raises.
+    Whoever has nothing to take waits for those who have: they may die.
+
+    Args:
+        folder: of the queue.
+        worker: the name of this process in it.
+        typed: the names that were typed on this machine's command line; the plan may use no others.
+        address: of the run, where ``folder`` has only its plan.
+
+    Raises:
+        SinewError: there is no plan, it names what was not typed, or an episode cannot be played.
     """
     try:
         plan = FarmPlan.read(folder)
     except FileNotFoundError:
         raise SinewError(f"{folder}: {NOTHING}") from None
+    task, variants = plan.local(folder / PLAN, typed)
     queue = (
         RemoteQueue(address, worker, plan.lease_s) if address else EpisodeQueue(folder, worker, plan.lease_s)
     )
@@ -293,11 +314,11 @@ def work(folder: Path, worker: str, address: str = "") -> int:
             if job is None:
                 time.sleep(LOOK_S if left and queue.goes_on else 0.0)
                 continue
-            variant = plan.variants[job.variant]
+            variant = variants[job.variant]
             if job.variant not in checked and not worker.startswith(HEAD):
-                plan.check(job.variant)
+                plan.check(job.variant, variant)
                 checked.add(job.variant)
-            player = player or EpisodePlayer(plan.task)
+            player = player or EpisodePlayer(task)
             with one_thread([variant]):
                 episodes = player.play_group(variant, job.seeds)
             queue.store(job, plan.keys[job.variant], episodes)
@@ -340,5 +361,5 @@ def main(play: Callable[[], int]) -> int:
 
 
 if __name__ == "__main__":
-    place, *named = sys.argv[1:4]
-    sys.exit(main(lambda: work(Path(place), *named)))
+    place, name, names, where = sys.argv[1:5]
+    sys.exit(main(lambda: work(Path(place), name, TypedNames.from_json(names), where)))

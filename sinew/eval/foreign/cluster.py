@@ -31,6 +31,7 @@ from sinew.core.extras import MissingPackageError
 from sinew.eval import episode_log
 from sinew.eval.farm import files, shards
 from sinew.eval.farm.files import EpisodeQueue, FarmPlan, Job
+from sinew.eval.outside import TypedNames
 from sinew.eval.player import EpisodePlayer, one_thread
 
 logger = logging.getLogger("sinew.eval.cluster")
@@ -103,6 +104,7 @@ class Guest:
         with tempfile.TemporaryDirectory(prefix="sinew-eval-") as place:
             (Path(place) / files.PLAN).write_bytes(plan)
             self.plan = FarmPlan.read(Path(place))
+        self.plan.facts()  # the names of files in the store follow from them
         self.variants = list(self.plan.variants)
         self.player = EpisodePlayer(self.plan.task)
 
@@ -230,11 +232,12 @@ class Hosts:
     group, and where no host has what the task needs.
     """
 
-    def __init__(self, ray: Any, folder: Path, queue: EpisodeQueue, count: int):
+    def __init__(self, ray: Any, folder: Path, queue: EpisodeQueue, count: int, typed: TypedNames):
         import sinew
 
         self._ray, self._queue, self._release = ray, queue, sinew.__version__
-        self._text, self._plan = (folder / files.PLAN).read_bytes(), FarmPlan.read(folder)
+        self._text, self._plan = files.read_file(folder / files.PLAN), FarmPlan.read(folder)
+        self._plan.local(folder / files.PLAN, typed)
         self._left = list(self._plan.jobs)
         self._deaths = shards.Deaths(folder)
         self._refused: dict[str, str] = {}  # by the id of a node
@@ -357,15 +360,16 @@ class Hosts:
             self._told = True
 
 
-def work(folder: Path, worker: str, hosts: str, count: int) -> int:
-    """Play what is open in a queue on a cluster until nothing is; return how many episodes were played."""
+def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -> int:
+    """Play what is open in a queue on a cluster until nothing is; return how many episodes were played. typed: the
+    names on the command line of the run; the plan may use no others."""
     played = any((folder / files.PLAYED).iterdir())
     ray = connected(hosts, AWAY_S if played else 0.0)
     queue = EpisodeQueue(folder, worker)
     ended = threading.Event()
     threading.Thread(target=shards.beat, args=(queue, ended), daemon=True).start()
     try:
-        there = Hosts(ray, folder, queue, count)
+        there = Hosts(ray, folder, queue, count, typed)
         there.play()
     except (ConnectionError, ray.exceptions.RayError) as error:
         logger.warning("%s: the cluster has gone (%s)", hosts, " ".join(str(error).split())[:200])
@@ -381,5 +385,6 @@ if __name__ == "__main__":
     told = logging.StreamHandler(sys.stdout)
     told.setFormatter(logging.Formatter(f"{shards.SAID}%(message)s"))
     logging.getLogger("sinew").addHandler(told)
-    place, name, where, number = sys.argv[1:5]
-    sys.exit(shards.main(lambda: work(Path(place), name, where, int(number))))
+    place, name, names, where, number = sys.argv[1:6]
+    typed = TypedNames.from_json(names)
+    sys.exit(shards.main(lambda: work(Path(place), name, typed, where, int(number))))

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sinew_client.control import AS_IS
+from sinew_client.typed_names import comparable
+from sinew_client.untrusted import read_json, shown
 
 from sinew.core import SinewError
+from sinew.eval.outside import TypedNames, allowed_task
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
-from sinew.eval.settings import Task
+from sinew.eval.settings import Task, checked_protocol
 
 SCHEMA = "sinew.gate/1"
 TASK = ("env", "env_options", "reset_options", "adapter", "noise")  # of a protocol
+MAX_BYTES = 1 << 24  # of a gate file
+MAX_EPISODES = 1_000_000
+MAX_SEED = 1 << 63
 GATES = Path(__file__).parents[1] / "gates"  # of the embedded tasks
 
 
@@ -41,7 +47,8 @@ class GateRule:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """``protocol``: fields of Task and Variant by name. ``reference``: where the recorded run comes from."""
+    """``protocol``: fields of Task and Variant by name. ``reference``: where the recorded run comes from. ``path``: the
+    file, for messages."""
 
     protocol: dict[str, Any]
     first_seed: int
@@ -50,10 +57,20 @@ class Gate:
     reference: dict[str, Any]
     rule: GateRule = GateRule()
 
-    @property
-    def task(self) -> Task:
-        """Return what is played, with rows as they come."""
-        return Task(**{name: self.protocol[name] for name in TASK}, motion=dict(AS_IS))
+    path: Path | None = field(default=None, compare=False)
+
+    def task(self, typed: TypedNames | None = None) -> Task:
+        """Return the task to play, with actions as they come.
+
+        Args:
+            typed: what the person typed; nothing if absent.
+
+        Raises:
+            UntypedNameError: the gate names an environment, an adapter or options that are not built in, and that
+                were not typed.
+        """
+        task = Task(**{name: self.protocol[name] for name in TASK}, motion=dict(AS_IS))
+        return allowed_task(self.path or "gate", task, typed or TypedNames())
 
     @property
     def outcomes(self) -> dict[int, bool]:
@@ -85,14 +102,21 @@ class Gate:
     def fails_from(self, seeds: Iterable[int]) -> int:
         """How many of the episodes of ``seeds`` that the reference won a run must lose to fail, winning all others;
         0 if so few episodes cannot fail it."""
-        outcomes = {seed: self.outcomes[seed] for seed in seeds}
-        won = [seed for seed, success in outcomes.items() if success]
-        for lost in range(1, len(won) + 1):
-            run = {seed: seed not in won[:lost] for seed in outcomes}
-            p_value = stats.mcnemar(outcomes, run).p_value
-            if self._faults(sum(run.values()), len(run), len(won), p_value):
-                return lost
-        return 0
+        recorded = self.outcomes
+        outcomes = [recorded[seed] for seed in seeds]
+        count, won = len(outcomes), sum(outcomes)
+
+        def fails(lost: int) -> bool:
+            # The run wins what the reference lost, so these pairs stand against the lost ones.
+            p_value = stats.binomial_p(lost, count - won)
+            return bool(self._faults(count - lost, count, won, p_value))
+
+        # A run that loses one more passes no part of the rule that it failed before.
+        low, high = 1, won + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fails(middle) else (middle + 1, high)
+        return low if low <= won else 0
 
     def _faults(self, wins: int, count: int, reference_wins: int, p_value: float) -> list[str]:
         """What of the rule so many wins of ``count`` break."""
@@ -113,20 +137,32 @@ class Gate:
     def held(
         self, task: Task, given: Mapping[str, Any], flags: Mapping[str, Any]
     ) -> tuple[Task, dict[str, Any]]:
-        """Return the task of this gate, and the fields of a variant that is held against it. The task is its own; how
-        the policy is run may be what is tested. given, flags: of the variant and of the task, as they were asked for,
-        None where they were not. Raises :class:`SinewError` for another task."""
+        """Return the task of this gate, and the fields of a variant that is compared with it.
+
+        The task is the gate's. How the policy is run may be what is tested.
+
+        Args:
+            task: the task as it was typed.
+            given: fields of the variant, None where they were not typed.
+            flags: fields of the task, None where they were not typed.
+
+        Raises:
+            SinewError: another task was typed.
+            UntypedNameError: see :meth:`task`.
+        """
         for name, flag in flags.items():
-            if flag is not None and getattr(task, name) != self.protocol[name]:
+            typed = getattr(task, name)
+            if flag is not None and comparable(typed) != comparable(self.protocol[name]):
                 raise SinewError(
-                    f"--{name.replace('_', '-')}: the gate's is {self.protocol[name]!r}, got {flag!r}"
+                    f"--{name.replace('_', '-')}: the gate's is {shown(self.protocol[name])}, got {flag!r}"
                 )
         if task.realtime:
             raise SinewError("a gate is judged with simulated latency, not in real time")
         if task.motion is not None:
             raise SinewError("--motion: a gate is judged with rows as they come")
         own = {name: self.protocol[name] if value is None else value for name, value in given.items()}
-        return replace(task, motion=dict(AS_IS), **{name: self.protocol[name] for name in flags}), own
+        names = {name: getattr(task, name) for name, flag in flags.items() if flag and name != "noise"}
+        return self.task(TypedNames(**names)), own
 
     def judge_report(self, report: dict[str, Any]) -> bool:
         """Judge every variant of a report that has its episodes beside it, and note the verdicts under ``gate``. Return
@@ -165,19 +201,48 @@ def read_gate(path: Path) -> Gate:
             raise SinewError(f"{path}: expected a gate's file, or one of {', '.join(names)}")
         path = GATES / f"{path.name}.json"
     try:
-        values = json.loads(path.read_text())
-        if values["schema"] != SCHEMA:
-            raise SinewError(f"{path}: expected schema {SCHEMA}, got {values['schema']!r}")
-        return Gate(
-            protocol=dict(values["protocol"]),
-            first_seed=int(values["first_seed"]),
-            episodes=int(values["episodes"]),
-            failed_seeds=tuple(int(seed) for seed in values["failed_seeds"]),
-            reference=dict(values["reference"]),
-            rule=GateRule(**values["rule"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise SinewError(f"{path}: not a gate file ({type(error).__name__}: {error})") from error
+        values = read_json(path, MAX_BYTES)
+    except OSError as error:
+        raise SinewError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SinewError(f"{path}: not a gate file ({error})") from None
+    with SinewError.at(f"{path}: not a gate file", SinewError):
+        return _gate(path, values)
+
+
+def _gate(path: Path, values: Any) -> Gate:
+    schema = values.get("schema") if isinstance(values, dict) else values
+    if schema != SCHEMA:
+        raise SinewError(f"expected schema {SCHEMA}, got {shown(schema)}")
+    first = _whole("first_seed", values.get("first_seed"), 0, MAX_SEED)
+    count = _whole("episodes", values.get("episodes"), 1, MAX_EPISODES)
+    failed = values.get("failed_seeds")
+    if not isinstance(failed, list):
+        raise SinewError(f"failed_seeds: expected a list, got {shown(failed)}")
+    for seed in failed:
+        _whole("failed_seeds", seed, first, first + count - 1)
+    reference = values.get("reference")
+    if not isinstance(reference, dict):
+        raise SinewError(f"reference: expected an object, got {shown(reference)}")
+    protocol = checked_protocol(values.get("protocol"))
+    return Gate(protocol, first, count, tuple(failed), reference, _rule(values.get("rule")), path)
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise SinewError(f"{name}: expected a whole number from {least} to {most}, got {shown(value)}")
+    return value
+
+
+def _rule(values: Any) -> GateRule:
+    if not isinstance(values, dict) or values.keys() - set(GateRule.__slots__):
+        raise SinewError(f"rule: expected an object of {', '.join(GateRule.__slots__)}, got {shown(values)}")
+    for name, value in values.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (isinstance(value, bool) if name == "inside" else number and 0 <= value <= 1):
+            expected = "true or false" if name == "inside" else "a number from 0 to 1"
+            raise SinewError(f"rule.{name}: expected {expected}, got {shown(value)}")
+    return GateRule(**values)
 
 
 def record(report: dict[str, Any]) -> Gate:

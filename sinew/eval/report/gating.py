@@ -8,6 +8,7 @@ from typing import Any
 from sinew.core import SinewError, progress
 from sinew.core.extras import MissingPackageError
 from sinew.engine.backend import EngineChoice
+from sinew.eval.outside import TypedNames
 from sinew.eval.report.gate import GATES, Gate, read_gate
 from sinew.eval.settings import Latency, Variant
 from sinew.policy import open_bundle
@@ -22,7 +23,7 @@ def gate_of(bundle: Path) -> tuple[Path | None, str]:
         return None, str(MissingPackageError("the gates of embedded tasks", error.name or "mujoco"))
     processor = Processor(open_bundle(bundle).manifest)
     for path in sorted(GATES.glob("*.json")):
-        task = read_gate(path).task
+        task = read_gate(path).task()
         try:
             check_observation(task, [processor])
         except SinewError:
@@ -32,9 +33,18 @@ def gate_of(bundle: Path) -> tuple[Path | None, str]:
 
 
 def play_gate(
-    gate: Gate, bundle: Path, choice: EngineChoice, episodes: int, ignore_recipe: bool = False
+    gate: Gate,
+    bundle: Path,
+    choice: EngineChoice,
+    episodes: int,
+    ignore_recipe: bool = False,
+    typed: TypedNames | None = None,
 ) -> dict[str, Any]:
-    """Play the first ``episodes`` of a gate with the engine of ``choice``; return the verdict, ready for JSON."""
+    """Play the first ``episodes`` of a gate with the engine of ``choice``; return the verdict, ready for JSON.
+
+    Raises:
+        UntypedNameError: the gate uses names that are not built in, and that are not among the ``typed`` ones.
+    """
     from sinew.eval import campaign
 
     protocol = gate.protocol
@@ -52,7 +62,7 @@ def play_gate(
     )
     seeds = range(gate.first_seed, gate.first_seed + count)
     with progress.task(f"playing {count} episodes of {protocol['env']}", count) as advance:
-        (played,) = campaign.run(gate.task, [variant], seeds, on_episode=lambda *_: advance(""))
+        (played,) = campaign.run(gate.task(typed), [variant], seeds, on_episode=lambda *_: advance(""))
     passed, text = gate.judge(played)
     recorded = gate.outcomes
     return {

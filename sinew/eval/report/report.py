@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import platform
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from sinew_client.typed_names import file_name, portable
 
 from sinew import __version__
 from sinew.core import machine
@@ -37,12 +40,12 @@ def document(
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
+        "command": shlex.join(map(portable, shlex.split(command))),
         "sinew": __version__,
         "versions": versions(),
         "hardware": f"{machine.cpu_model()}, {machine.cores().physical} cores, {platform.system()}",
         "workers": workers,
-        "task": task.to_dict(),
+        "task": task.record(),
         "control_hz": control_hz,
         "seeds": {"first": results[0][0].seed, "count": len(results[0])},
         "variants": [
@@ -66,8 +69,9 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
     ages = sum((Counter(e.ages) for e in episodes), Counter())
     return {
         "label": label,
-        "variant": variant.to_dict(),
+        "variant": variant.record(),
         "policy": identity(variant.target),
+        **edge(variant),
         "bundle": facts(variant),
         "dtype": dtype_of(variant),
         **stats.success([e.success for e in episodes]),
@@ -89,6 +93,15 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
         "late_ticks": sum(e.late_ticks for e in episodes),
         "by_task": by_task(episodes),
         "failed_seeds": [e.seed for e in episodes if not e.success],
+    }
+
+
+def edge(variant: Variant) -> dict[str, Any]:
+    """Return what a report says of an edge adapter: its file and the SHA-256 of its bytes; nothing without one."""
+    if not variant.edge_adapter:
+        return {}
+    return {
+        "edge_adapter": {"file": file_name(variant.edge_adapter), "id": identity(variant.edge_adapter)["id"]}
     }
 
 

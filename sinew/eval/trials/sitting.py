@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from sinew_client.untrusted import named, parse_json, read_json, shown
 
 from sinew.core import SinewError
 from sinew.eval import campaign, episode_log
@@ -31,6 +33,7 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 
 PLAN, FORMAT = "sitting.json", 1
+TRIAL = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?")  # the number of a trial, and of its attempt
 SHOWN_AT = 0.05  # p at which a sequential sitting ends
 
 
@@ -81,12 +84,16 @@ class Sitting:
         ]
         self._begun: dict[int, list[str]] = defaultdict(list)  # number of a trial -> names of its attempts
         log = out / campaign.LOG
-        text = log.read_text(encoding="utf-8") if log.is_file() else ""
-        for line in text.splitlines():
-            if line.startswith('{"begun"') and line.endswith("}"):
-                name = json.loads(line)["begun"]
+        data = episode_log.read_log_file(log) if log.exists() else b""
+        for line in data.splitlines():
+            if line.startswith(b'{"begun"') and line.endswith(b"}"):
+                name = _begun(log, line)
                 self._begun[int(name.partition("-")[0])].append(name)
-        self.episodes = [(self.keys.index(name), each) for (name, _), each in episode_log.episodes_of(text)]
+        self.episodes = []
+        for (name, _), each in episode_log.episodes_of(data):
+            if name not in self.keys:
+                raise SinewError(f"{log}: expected trials of the planned policies, got one of {named(name)}")
+            self.episodes.append((self.keys.index(name), each))
 
     def _planned(self, order: int | None, rules: Mapping[str, Any]) -> int:
         """Write the plan, or read that of a sitting that goes on; return what its order follows from."""
@@ -95,17 +102,19 @@ class Sitting:
         path = self.out / PLAN
         if path.exists():
             try:
-                before = dict(json.loads(path.read_text(encoding="utf-8")))
-            except ValueError as error:
+                before = read_json(path)
+            except (OSError, ValueError) as error:
                 raise SinewError(f"{path}: expected the plan of a sitting, got {error}") from None
+            if not isinstance(before, dict):
+                raise SinewError(f"{path}: expected the plan of a sitting, got {shown(before)}")
             asked["order"] = before.get("order") if order is None else order
             for name, value in asked.items():
                 if (planned := before.get(name)) != value:
                     if name == "policies" and isinstance(planned, list):
-                        name, planned, value = _unlike(planned, value)
+                        name, planned, value = _unlike(path, planned, value)
                     raise SinewError(
                         f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
-                        f" {name} {planned}, got {value}"
+                        f" {name} {named(planned)}, got {value}"
                     )
         elif (self.out / campaign.LOG).exists():
             raise SinewError(f"--out {self.out}: expected a new folder, got one of `sinew eval`")
@@ -113,6 +122,8 @@ class Sitting:
             self.out.mkdir(parents=True, exist_ok=True)
             asked["order"] = secrets.randbits(32) if order is None else order
             episode_log.write_whole(path, json.dumps(asked, indent=2).encode() + b"\n")
+        if not _is_order(asked["order"]):
+            raise SinewError(f"{path}: order: expected a whole number from 0, got {shown(asked['order'])}")
         return int(asked["order"])
 
     def results(self) -> list[list[Episode]]:
@@ -200,10 +211,29 @@ class Sitting:
         }
 
 
-def _unlike(planned: Sequence[str], asked: Sequence[str]) -> tuple[str, Any, Any]:
+def _is_order(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _begun(log: Path, line: bytes) -> str:
+    """Return the name of a trial that was set up. Raises :class:`SinewError`."""
+    try:
+        name = parse_json(line).get("begun")
+    except ValueError as error:
+        raise SinewError(f"{log}: {error}") from None
+    if not isinstance(name, str) or not TRIAL.fullmatch(name):
+        raise SinewError(f"{log}: expected the name of a trial, as 007-2, got {shown(name)}")
+    return name
+
+
+def _unlike(path: Path, planned: Sequence[Any], asked: Sequence[str]) -> tuple[str, Any, Any]:
     """Return the first thing in which policies are not those that were planned, by their keys."""
     for number, keys in enumerate(zip(planned, asked, strict=False), 1):
-        before, now = (json.loads(key.rpartition(" #")[0]) for key in keys)
+        try:
+            before, now = (parse_json(key.rpartition(" #")[0]) for key in keys)
+            before, now = dict(before), dict(now)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SinewError(f"{path}: policies: expected keys of policies, got others ({error})") from None
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 return f"{name} of policy {number}", before.get(name), now.get(name)

@@ -1,0 +1,119 @@
+"""Names in files from outside: code to import, files to open, addresses to contact.
+
+A received file is data: a page, a gate, the plan of a farm, a recording, a manifest. It may name something to import,
+open or contact only if the person at this machine typed the same name. :func:`require_typed` decides this for every
+reader, before anything is imported, opened or contacted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any, Iterable, Mapping, Sequence
+
+from sinew_client.errors import ClientError
+from sinew_client.untrusted import named
+
+MOST_SHOWN = 8  # names in one message
+LONGEST_SHOWN = 200  # characters of a name in a message
+# The folders of a path from the root, a drive or the home folder, inside of a longer text as well: the text before it
+# ends in a quote, a bracket, a comma, an equals sign or a blank, so `tcp://host` and `sinew/Blocks-v0` are left alone.
+_FOLDERS = re.compile(
+    r"""(?<![^\s'"=,(\[])((?:ipc://|file:(?://)?)?)(?:~[\\/]|(?:[A-Za-z]:)?[\\/](?=[^\s\\/]))(?:[^'"=,\\/\n]+[\\/])*"""
+)
+
+
+class UntypedNameError(ClientError):
+    """Raised if a file from outside uses a name that nobody typed; the message lists the names and what to type."""
+
+
+@dataclass(frozen=True)
+class OutsideName:
+    """A name in a file from outside.
+
+    Attributes:
+        field: where the file has it, as ``task.env``.
+        value: the name, a text; or a JSON object of options that hold names.
+        flag: what the person types it behind, as ``--env``; empty for a positional argument.
+        key: what is compared with what was typed; :func:`comparable` of ``value`` if empty.
+    """
+
+    field: str
+    value: Any
+    flag: str
+    key: str = ""
+
+    @property
+    def compared(self) -> str:
+        """Return the text that has to be among the typed ones."""
+        return self.key or comparable(self.value)
+
+    @property
+    def text(self) -> str:
+        """Return the name as a person reads it: bounded, in one line."""
+        text = self.value if isinstance(self.value, str) else json.dumps(self.value)
+        return named(text, LONGEST_SHOWN)
+
+
+def require_typed(
+    source: object, names: Sequence[OutsideName], typed: Mapping[str, Mapping[str, Any]]
+) -> list[Any]:
+    """Return what the person typed for each name of a file, in the order of the names.
+
+    Args:
+        source: the file, for the message.
+        names: all names in the file that are not built in.
+        typed: flag -> comparable text -> what was typed, see :func:`typed_values`.
+
+    Raises:
+        UntypedNameError: if a name was not typed. Nothing of the file may be used then.
+    """
+    missing = [name for name in names if name.compared not in typed.get(name.flag, {})]
+    if missing:
+        listed, more = missing[:MOST_SHOWN], len(missing) - MOST_SHOWN
+        fields = ", ".join(f"{name.field} {name.text}" for name in listed)
+        words = dict.fromkeys(f"{name.flag} {shlex.quote(name.text)}".strip() for name in listed)
+        rest = f" and {more} more" if more > 0 else ""
+        raise UntypedNameError(
+            f"{named(str(source), LONGEST_SHOWN)}: expected only built-in names, or names that you type yourself, got"
+            f" {fields}{rest}. Sinew imports, opens and contacts nothing that only a file names. If you trust them,"
+            f" add: {' '.join(words)}"
+        )
+    return [typed[name.flag][name.compared] for name in names]
+
+
+def typed_values(values: Iterable[Any]) -> Mapping[str, Any]:
+    """Return typed values by the text that :func:`require_typed` compares; absent ones (None, "") are left out."""
+    return {comparable(value): value for value in values if value not in (None, "")}
+
+
+def comparable(value: Any) -> str:
+    """Return the text by which a typed value and a recorded one are the same; folders do not count."""
+    return json.dumps(portable(value), sort_keys=True)
+
+
+def portable(value: Any) -> Any:
+    """Return a value as records keep it: paths in its texts without their folders, which belong to one machine."""
+    if isinstance(value, str):
+        return _FOLDERS.sub(r"\1", value)
+    if isinstance(value, Mapping):
+        return {key: portable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(each) for each in value]
+    return value
+
+
+def file_name(path: str) -> str:
+    """Return the last part of a path, of any system."""
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path
+
+
+def has_text(value: Any) -> bool:
+    """Return True if a value of JSON holds a text, which may name code, a file or an address."""
+    if isinstance(value, Mapping):
+        return any(map(has_text, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(has_text, value))
+    return isinstance(value, str)
