@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -183,7 +183,7 @@ class Policy(OpenPolicy):
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None
         self._files += map(watch, self.facts.files)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a run may begin between two steps of another, on the same thread
 
     def __repr__(self) -> str:
         cameras = ", ".join(camera.name for camera in self.spec.cameras)
@@ -431,15 +431,26 @@ class Policy(OpenPolicy):
         """Return what computes with an adapter, by a name that :meth:`prepare` has taken; the base for ""."""
         return self.engine.adapters[adapter] if adapter else self.engine
 
-    def run(self, prepared: Prepared, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """The second half, one at a time: from what :meth:`prepare` returned to actions."""
-        (outcome,) = self.run_batch([prepared], cancel=cancel)
+    def run(
+        self,
+        prepared: Prepared,
+        *,
+        cancel: threading.Event | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> ActionChunk:
+        """The second half, one at a time: from what :meth:`prepare` returned to actions. ``between`` is called after
+        each step of the solver; another run may begin in it where ``pauses`` is True."""
+        (outcome,) = self.run_batch([prepared], cancel=cancel, between=between)
         if isinstance(outcome, SinewError):
             raise outcome
         return outcome
 
     def run_batch(
-        self, members: Sequence[Prepared], *, cancel: threading.Event | None = None
+        self,
+        members: Sequence[Prepared],
+        *,
+        cancel: threading.Event | None = None,
+        between: Callable[[], None] | None = None,
     ) -> list[ActionChunk | SinewError]:
         """Run several observations of one :func:`sinew.processing.batch_key` at once, in float32 within 1e-5 of what
         :meth:`run` gives for each (docs/fleet.md). An error of one of them stands in its place and harms no other.
@@ -471,7 +482,7 @@ class Policy(OpenPolicy):
         inputs = first.inputs.batched() if alone else stack_prompts(members, processor.recipe.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
-            start, watch = time.perf_counter(), Watch(cancel)
+            start, watch = time.perf_counter(), Watch(cancel, between=between)
             if self._reuse_open:
                 self._start_reuse()
             engine = self.engine_of(first.adapter)
@@ -559,6 +570,18 @@ class Policy(OpenPolicy):
         if self.facts.exact_lengths:
             return key._replace(prompt=len(prepared.inputs.tokens))
         return key
+
+    def cost_key(self, prepared: Prepared) -> Hashable:
+        """Return what other observations that take equally long have in common with this one."""
+        words = prepared.words
+        return (
+            batch_key(prepared) if words is None else (batch_key(prepared), words.most, words.behind is None)
+        )
+
+    @property
+    def pauses(self) -> bool:
+        """Return True if another run may begin between two steps of one."""
+        return not self.facts.unshared
 
     def _finished(self, chunk: np.ndarray, member: Prepared) -> np.ndarray | SinewError:
         if not len(chunk):

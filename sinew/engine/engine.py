@@ -49,10 +49,10 @@ class Trace:
 class Watch:
     """Follows one run: times its stages, stops it between two of them, and keeps what they computed.
 
-    cancel: ends the run with :class:`CancelledError` when it is set. between: called between two stages; what it raises
-    ends the run. trace: gets what the stages of a single
-    observation computed. apart: asks an engine that runs all stages as one for each of them. reused_views,
-    reused_prefix: set by an engine that did not compute them (:class:`sinew.core.Timing`).
+    cancel: ends the run with :class:`CancelledError` when it is set. between: called after each step of the solver
+    or token, where another run may begin unless ``facts.unshared`` says why not; what it raises ends the run. trace:
+    gets what the stages of a single observation computed. apart: asks an engine that runs all stages as one for each
+    of them. reused_views, reused_prefix: set by an engine that did not compute them (:class:`sinew.core.Timing`).
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Watch:
         now = time.perf_counter()
         self._laps.setdefault(stage, []).append(1e3 * (now - self._begun))
         self.check()
-        if self._between is not None:
+        if self._between is not None and stage in ("step", "text"):
             self._between()
             now = time.perf_counter()
         self._begun = now

@@ -26,7 +26,8 @@ GROWTH = 1.05  # and so much of each doubling
 TRIALS = 3  # of each size, before serving begins
 LONGEST_S = 2.0  # a size that takes longer is not tried further
 OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
-MAX_KEYS = 64  # kinds of batches whose costs are remembered: numbers of steps come from clients
+CROWDED = 2.0  # times the cost of one: most of a batch of one message beside other clients
+MAX_KEYS = 512  # kinds of batches whose costs are remembered: numbers of steps come from clients
 MIX = 0.2  # weight of the newest measurement
 
 
@@ -38,13 +39,18 @@ class _Cost:
 
 
 class Costs:
-    """Seconds of a batch by its kind and size, learnt from what was run."""
+    """Seconds of a batch by its kind and size, learnt from what was run. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._kinds: OrderedDict[Hashable, dict[int, _Cost]] = OrderedDict()
 
     def learn(self, kind: Hashable, size: int, seconds: float) -> None:
         """Mix a measurement into what is known of this kind and size."""
+        with self._lock:
+            self._learn(kind, size, seconds)
+
+    def _learn(self, kind: Hashable, size: int, seconds: float) -> None:
         sizes = self._kinds.setdefault(kind, {})
         self._kinds.move_to_end(kind)
         while len(self._kinds) > MAX_KEYS:
@@ -76,10 +82,10 @@ class Costs:
         return self._estimate(kind, size, 2.0)
 
     def _estimate(self, kind: Hashable, size: int, spread: float) -> float | None:
-        sizes = self._kinds.get(kind)
-        if not sizes:
-            return None
-        known = {n: cost.mean + spread * cost.deviation for n, cost in sizes.items()}
+        with self._lock:
+            if not (sizes := self._kinds.get(kind)):
+                return None
+            known = {n: cost.mean + spread * cost.deviation for n, cost in sizes.items()}
         low = max((n for n in known if n <= size), default=None)
         high = min((n for n in known if n >= size), default=None)
         if low is None:
@@ -110,11 +116,11 @@ def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]
 class Batcher:
     """Decides sizes and members. limit: most members of a batch; None measures what pays (``auto``)."""
 
-    def __init__(self, limit: int | None):
+    def __init__(self, limit: int | None, costs: Costs | None = None):
         self.limit = limit or LARGEST
         self._auto = limit is None
         self.reason = "asked for"
-        self.costs = Costs()
+        self.costs = costs or Costs()
 
     def calibrate(self, policy: ServedPolicy) -> None:
         """Measure batches of 1, 2, 4 ... of the policy's own observation, on the thread that will run them.
@@ -156,18 +162,25 @@ class Batcher:
         return {"max_batch": self.limit, "max_batch_reason": self.reason}
 
     def members(
-        self, first: Request, waiting: Sequence[Request], now: float, beside: Sequence[Request] = ()
+        self,
+        first: Request,
+        waiting: Sequence[Request],
+        now: float,
+        beside: Sequence[Request] = (),
+        crowded: bool = False,
     ) -> list[Request]:
         """Return the requests to compute at once, ``first`` before the others in the order of their turns.
 
         waiting: what is ready beside it, in the order in which it would be taken. beside: requests of other policies,
         whose turn comes after this inference; they are taken to cost what ``first`` does, and their deadlines count.
-        Of what came in one message, all that fit are computed at once, whatever it costs others, and by themselves.
+        Of what came in one message, all that fit are computed at once, and by themselves. crowded: other clients are
+        active, so such a batch costs at most ``CROWDED`` times what one of its members does.
         """
         kind = first.kind
         if first.together is not None and kind is not None:
             own = (each for each in waiting if each.together is first.together and each.kind == kind)
-            return [first, *(each for each in own if not _hopeless(each, now))][: self.limit]
+            most = self._most_beside_others(kind) if crowded else self.limit
+            return [first, *(each for each in own if not _hopeless(each, now))][:most]
         alone = self.costs.surely(kind, 1)
         if kind is None or alone is None:
             return [first]
@@ -186,6 +199,15 @@ class Batcher:
             if waited <= least:
                 best, least = chosen, waited
         return best
+
+    def _most_beside_others(self, kind: Hashable) -> int:
+        """Return how many of one message are computed at once while other clients are active."""
+        alone = self.costs.seconds(kind, 1)
+        if alone is None:
+            return 1
+        sizes = range(2, self.limit + 1)
+        fit = (size for size in sizes if (self.costs.seconds(kind, size) or 0.0) <= CROWDED * alone)
+        return max(fit, default=1)
 
     def _alone(self, request: Request, first: Request) -> float:
         """Return the seconds of a request by itself, as far as its kind is known."""

@@ -9,9 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 SHARE = 0.5  # of the time while a request is inside or waits, that streams may compute, all of them together
+THREADS = 256  # whose last turns are remembered
 CREDIT_S = 0.02  # of it that they may save up
 
 Waiting = Callable[
@@ -19,11 +21,20 @@ Waiting = Callable[
 ]  # the requests of a scheduler that are ready, in the order of their turns
 
 
+@dataclass(slots=True, eq=False)
+class _InLine:
+    """A place in the line. since: when its turn began or went on. used: seconds of its turn before that."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    since: float = 0.0
+    used: float = 0.0
+
+
 class DeviceLock:
     """Lets threads in one at a time, in the order in which they asked. A context manager; not reentrant.
 
-    A scheduler asks once for each inference, so that policies take turns, as connections do inside each of them.
-    clock: seconds.
+    A scheduler asks once for each inference, so that policies take turns, as connections do inside each of them. A long
+    inference passes its turn on between two steps (``pass_on``). clock: seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -33,27 +44,58 @@ class DeviceLock:
         self._used = 0.0  # seconds of streams since then
         self.yielding = 0  # threads of streams that wait for their share
         self._changed = threading.Condition()
-        self._line: deque[object] = deque()  # who is inside stands first
+        self._line: deque[_InLine] = deque()  # who is inside stands first
+        self._usual: dict[int, float] = {}  # a thread -> the seconds that its last turn took
         self._members: dict[object, Waiting] = {}
 
     def __enter__(self) -> None:
-        place = object()
         with self._changed:
-            self._line.append(place)
             if self._since is None:
                 self._since, self._used = self._clock(), 0.0
-            try:
-                while self._line[0] is not place:
-                    self._changed.wait()
-            except BaseException:  # the thread is ended from outside: the others go on
-                self._line.remove(place)
-                self._left()
-                raise
+            self._wait(_InLine())
 
     def __exit__(self, *_exc_info: object) -> None:
+        thread = threading.get_ident()
         with self._changed:
+            # Not there if the thread was ended from outside while others had its turn
+            if self._line and (place := self._line[0]).thread == thread:
+                self._line.popleft()
+                if len(self._usual) >= THREADS:
+                    self._usual.clear()
+                self._usual[thread] = place.used + self._clock() - place.since
+                self._left()
+
+    def pass_on(self) -> float:
+        """Between two steps of a turn: let the others that wait have theirs.
+
+        This happens once the turn has taken as long as the last turn of the first of them.
+
+        Returns:
+            The seconds that this took.
+        """
+        if len(self._line) < 2:  # without the lock: this is asked between any two steps
+            return 0.0
+        with self._changed:
+            place, now = self._line[0], self._clock()
+            if len(self._line) < 2 or now - place.since < self._usual.get(self._line[1].thread, 0.0):
+                return 0.0
             self._line.popleft()
+            place.used += now - place.since
+            self._changed.notify_all()
+            self._wait(place)
+            return place.since - now
+
+    def _wait(self, place: _InLine) -> None:
+        """Stand in the line until it is this place's turn, with the lock held."""
+        self._line.append(place)
+        try:
+            while self._line[0] is not place:
+                self._changed.wait()
+        except BaseException:  # the thread is ended from outside: the others go on
+            self._line.remove(place)
             self._left()
+            raise
+        place.since = self._clock()
 
     def _left(self) -> None:
         """Tell the others, with the lock held. What streams owe is forgotten when nobody is inside any more."""

@@ -92,8 +92,8 @@ class Request:
     What follows is filled in on the way. deployment: what answers it. observation: once it is decoded. safety: its
     limits. episode: what ``session`` is one of. home: the scheduler that it was given to, at ``accepted`` by that
     clock. on_done: takes the outcome, once. begun: when decoding or inference began last. prepared:
-    what the policy made of the observation. kind: what those that may be computed with it have in common. gathered:
-    ``together`` knows of it.
+    what the policy made of the observation. kind: what those that may be computed with it have in common. alike: what
+    those that cost as much have in common. gathered: ``together`` knows of it.
     size: bytes of its decoded frames, while it is not answered. borrowed: raises once frames are others than were read.
     """
 
@@ -121,6 +121,7 @@ class Request:
     decode_s: float = field(default=0.0, init=False)
     prepared: Any = field(default=None, init=False)
     kind: Hashable | None = field(default=None, init=False)
+    alike: Hashable | None = field(default=None, init=False)
     gathered: bool = field(default=False, init=False)
     size: int = field(default=0, init=False)
     borrowed: Check | None = field(default=None, init=False)

@@ -10,8 +10,10 @@ and a request whose deadline has passed when its turn comes is answered with an 
 
 Where the policy computes several observations at once, requests that fit together share an inference (``batching.py``).
 
-Clients take turns (``fair_queue.py``). One of them may have a few requests waiting, and where the queue is full a
-client that has none takes the place of the newest request of the one that has most (``admission.py``).
+Clients take turns by what their requests cost in measured seconds (``fair_queue.py``). A long inference lets shorter
+ones of other clients come between two of its steps, where the policy can. One client may have a few requests waiting,
+and where the queue is full a client that has none takes the place of the newest request of the one that has most
+(``admission.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from sinew.core import ActionChunk, BusyError, CancelledError, SinewError, Timing
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.admission import Admission
-from sinew.serve.batching import Batcher, Everyone
+from sinew.serve.batching import Batcher, Costs, Everyone
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
@@ -39,7 +42,26 @@ PER_CLIENT = 2  # requests of one client that may wait
 DRAIN_S = 0.01  # between two looks at what is left
 FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
+QUICK = 2.0  # so many times as dear is an inference that a cheaper one comes between
+HICCUP = 2.0  # times its usual cost: most that a turn is charged, as a machine may stall in anybody's turn
 AHEAD = 256 << 20  # bytes of frames that are decoded and not answered; beyond, decoding waits for answers
+
+
+class _Turn:
+    """One inference under way.
+
+    Attributes:
+        requests: that it computes. begun: by ``time.perf_counter``. away: seconds in which others computed since.
+        charged: seconds that its owners were charged so far.
+    """
+
+    __slots__ = ("away", "begun", "charged", "requests")
+
+    def __init__(self, requests: Sequence[Request]):
+        self.requests, self.begun, self.away, self.charged = requests, time.perf_counter(), 0.0, 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun - self.away
 
 
 class Scheduler:
@@ -66,7 +88,8 @@ class Scheduler:
         for name, number in (("queue_size", queue_size), ("max_batch", max_batch), ("workers", workers)):
             if number is not None and number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
-        self.batcher = None if max_batch == 1 else Batcher(max_batch)
+        self.costs = Costs()
+        self.batcher = None if max_batch == 1 else Batcher(max_batch, self.costs)
         self.policy = policy
         self._broken: str | None = None  # why the policy cannot infer even what it is warmed up with
         self._failures = 0  # unforeseen ones in a row
@@ -275,6 +298,7 @@ class Scheduler:
         request.decode_s = time.perf_counter() - start
         if self.batcher is not None and self.batcher.limit > 1:
             request.kind = self.policy.batch_key(request.prepared)
+        request.alike = self.policy.cost_key(request.prepared) if request.kind is None else request.kind
 
     def _infer_loop(self) -> None:
         self._warm_up()
@@ -342,7 +366,8 @@ class Scheduler:
         if self.batcher is not None and first.kind is not None:
             beside = [] if self.device_lock is None else self.device_lock.beside(self)
             now = time.perf_counter()
-            for request in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
+            crowded = first.together is not None and not self._ready.alone(first.connection)
+            for request in self.batcher.members(first, self._ready.order(), now, beside, crowded)[1:]:
                 if self._begin(request, requests):
                     self._ready.remove(request.connection, request)
                     self._ready.took(request.connection)
@@ -350,10 +375,19 @@ class Scheduler:
 
     def _compute(self, requests: Sequence[Request]) -> list[Outcome]:
         """Return the outcome of each request, with ``timing.queue_ms`` in chunks. Those of a batch are of one kind."""
-        begun = time.perf_counter()
-        outcomes = self._compute_batch(requests) if len(requests) > 1 else [self._compute_one(requests[0])]
-        if self.batcher is not None and all(isinstance(found, ActionChunk) for found in outcomes):
-            self.batcher.costs.learn(requests[0].kind, len(requests), time.perf_counter() - begun)
+        turn, alike, count = _Turn(requests), requests[0].alike, len(requests)
+        begun = turn.begun
+        around = {"between": partial(self._between, turn)} if self.policy.pauses else {}
+        try:
+            if count > 1:
+                outcomes = self._compute_batch(requests, around)
+            else:
+                outcomes = [self._compute_one(requests[0], around)]
+        finally:
+            seconds, usual = turn.seconds(), self.costs.seconds(alike, count)
+            self._charge(turn, seconds if usual is None else min(seconds, HICCUP * usual))
+        if all(isinstance(found, ActionChunk) for found in outcomes):
+            self.costs.learn(alike, count, seconds)
         for index, (request, found) in enumerate(zip(requests, outcomes, strict=True)):
             if isinstance(found, ActionChunk):  # dataclasses.replace looks at each field, which takes longer
                 queue_ms = 1e3 * (begun - request.accepted - request.decode_s)
@@ -361,19 +395,52 @@ class Scheduler:
                 outcomes[index] = ActionChunk(**(vars(found) | {"timing": timing}))
         return outcomes
 
-    def _compute_batch(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _charge(self, turn: _Turn, seconds: float) -> None:
+        """Charge the owners of a turn in equal parts, ``seconds`` in all."""
+        part = (seconds - turn.charged) / len(turn.requests)
+        turn.charged = seconds
+        for request in turn.requests:
+            self._ready.charge(request.connection, part)
+
+    def _between(self, turn: _Turn) -> None:
+        """Between two steps of a turn: compute what waits, costs a fraction of it and is of clients that have used
+        less. Then let the other policies of this device have their turn."""
+        now = time.perf_counter()
+        for request in turn.requests:  # a sign of life: it may take long, as others come between
+            request.begun = now
+        if self._ready.waits and not self._stopping:
+            own = turn.seconds()
+            self._charge(turn, own)
+            usual = self.costs.seconds(turn.requests[0].alike, len(turn.requests))
+            most = own if usual is None else max(own, usual) / QUICK
+            owners = {request.connection for request in turn.requests}
+            light = partial(self._costs_at_most, most)
+            while (first := self._ready.next_behind(owners, light)) is not None:
+                requests: list[Request] = []
+                if self._begin(first, requests):
+                    self._answer(first, requests)
+            turn.away += time.perf_counter() - now
+        if self.device_lock is not None:
+            turn.away += self.device_lock.pass_on()
+
+    def _costs_at_most(self, seconds: float, request: Request) -> bool:
+        """Return whether a request is decoded and known to cost so much at most."""
+        usual = None if request.prepared is None else self.costs.seconds(request.alike, 1)
+        return usual is not None and usual <= seconds
+
+    def _compute_batch(self, requests: Sequence[Request], around: Mapping[str, Any]) -> list[Outcome]:
         """Compute several requests at once. After a failure that nobody foresaw each is computed by itself, so that it
         is answered to the one that caused it."""
         found: list[Outcome]
         try:
             found = self.policy.run_batch(
-                [request.prepared for request in requests], cancel=Everyone(requests)
+                [request.prepared for request in requests], cancel=Everyone(requests), **around
             )
         except SinewError as error:
             return [self._presentable(error) for _ in requests]
         except BaseException:
             logger.warning("a batch of %d failed and is computed one by one", len(requests), exc_info=True)
-            return [self._compute_one(request) for request in requests]
+            return [self._compute_one(request, around) for request in requests]
         self._failures, self._broken = 0, None
         left = CancelledError("the request was cancelled")
         return [
@@ -381,12 +448,12 @@ class Scheduler:
             for request, each in zip(requests, found, strict=True)
         ]
 
-    def _compute_one(self, request: Request) -> Outcome:
+    def _compute_one(self, request: Request, around: Mapping[str, Any]) -> Outcome:
         """Compute a request, and count failures that nobody foresaw. A few in a row may be one client's doing, so the
         policy is then tried on its own observation: what it says of that is the server's health."""
         try:
             self._raise_if_abandoned(request)
-            chunk = self.policy.run(request.prepared, cancel=request.cancel)
+            chunk = self.policy.run(request.prepared, cancel=request.cancel, **around)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             if not isinstance(error, SinewError):
                 self._failures += 1

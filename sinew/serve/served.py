@@ -24,6 +24,12 @@ class ServedPolicy(Protocol):
         """Return False if it looks at the frames of an observation no more once it has answered."""
         return True
 
+    @property
+    def pauses(self) -> bool:
+        """Return True if :meth:`run` and :meth:`run_batch` take ``between``: a function to call between two steps, in
+        which another inference of this policy may run."""
+        return False
+
     def warm_up(self) -> object:
         """Compute once, on the thread that will go on to."""
 
@@ -36,6 +42,10 @@ class ServedPolicy(Protocol):
 
     def batch_key(self, prepared: Any) -> Hashable | None:
         """Return what those that may be computed together have in common; None: nothing does."""
+        return None
+
+    def cost_key(self, prepared: Any) -> Hashable | None:
+        """Return what those that take equally long have in common; None: all of them do."""
         return None
 
     def run_batch(

@@ -160,6 +160,25 @@ def test_the_verbs_run_at_once_on_two_threads(policy: Policy) -> None:
             assert np.array_equal(engine.solve(newer.result(), noise, STEPS), wanted[index])
 
 
+def test_a_run_between_two_steps_of_another_changes_neither(policy: Policy) -> None:
+    """As a server computes a robot's request between the steps of a dear one: equal to the bit, at every step."""
+    if not policy.pauses:
+        assert policy.facts.unshared
+        return
+    outer, inner = (policy.prepare(seen(policy, seed)) for seed in (7, 8))
+    wanted = [policy.run(each).actions for each in (outer, inner)]
+    count, nested = 0, list[np.ndarray]()
+
+    def between() -> None:
+        nonlocal count
+        count += 1
+        nested.append(policy.run(inner).actions)
+
+    assert np.array_equal(policy.run(outer, between=between).actions, wanted[0])
+    assert count == (1 if policy.facts.one_graph else STEPS)
+    assert all(np.array_equal(each, wanted[1]) for each in nested)
+
+
 def test_a_stream_hands_out_the_policys_chunks(policy: Policy, eager: Policy) -> None:
     if policy.facts.unshared:
         pytest.skip(policy.facts.unshared)

@@ -117,7 +117,7 @@ def test_so_many_owners_are_remembered(monkeypatch) -> None:
     turns.put("a", "a1")  # forgotten
     turns.put("d", "d1")
     assert turns.order() == ["b1", "d1", "a1"]
-    assert len(turns._turns) == 3
+    assert len(turns._accounts) == 3
     turns = FairQueue()
     for owner in "abc":
         turns.put(owner, owner)

@@ -270,7 +270,7 @@ class Sick:
         self.policy = policy
     def __getattr__(self, name):
         return getattr(self.policy, name)
-    def run(self, prepared, cancel=None):
+    def run(self, prepared, cancel=None, between=None):
         time.sleep(1000)
 
 sinew.policy.load = lambda *a, **k: Sick(load(*a, **k))

@@ -511,7 +511,7 @@ class Stuck:
         self.policy = policy
     def __getattr__(self, name):
         return getattr(self.policy, name)
-    def run(self, prepared, cancel=None):
+    def run(self, prepared, cancel=None, between=None):
         print("running", flush=True)
         time.sleep(1000)
 

@@ -175,7 +175,14 @@ class RolloutPolicy(Policy):
                 raise ObservationError(name, "none of a policy that explores", "one")
         return found
 
-    def run_batch(self, members: Sequence[Prepared], *, cancel: Any = None) -> list[ActionChunk | SinewError]:
+    @property
+    def pauses(self) -> bool:
+        """Return False: a run draws from one generator, so no other comes between its steps."""
+        return False
+
+    def run_batch(
+        self, members: Sequence[Prepared], *, cancel: Any = None, between: Any = None
+    ) -> list[ActionChunk | SinewError]:
         found = self._sampled(members, cancel)
         return [each if isinstance(each, SinewError) else each.chunk for each in found]
 

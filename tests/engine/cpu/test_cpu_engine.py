@@ -102,6 +102,15 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     for component, formats in cpu.recipe.items():
         assert set(formats.split("+")) <= {kept[component], "int8"}  # int8: rows that 32 does not divide
     assert cpu.weights_nbytes < wide.weights_nbytes
+    seen, other = (
+        cpu.prepare(replace(cpu.dummy_observation(), **g.observation() | {"noise": None, "seed": seed}))
+        for seed in (1, 2)
+    )
+    expected, nested = [cpu.run(each).actions for each in (seen, other)], list[np.ndarray]()
+    outer = cpu.run(seen, between=lambda: nested.append(cpu.run(other).actions)).actions
+    assert np.array_equal(outer, expected[0])  # another run between two steps changes neither
+    assert len(nested) == cpu.spec.solver_steps
+    assert all(np.array_equal(each, expected[1]) for each in nested)
     if extension().compiled:
         applied = {outcome.name for outcome in cpu.engine.plan.outcomes if outcome.status == "applied"}
         assert {"round once in DecoderAttention", "round once in GatedMLP"} <= applied

@@ -1,0 +1,215 @@
+"""How much longer a robot's requests take beside one client that asks for as much as it may, and beside several.
+
+    python -m benchmarks.fairness                       # --max-batch 1, 8 and auto, each beside each attack
+    python -m benchmarks.fairness --against CHECKOUT    # the same of another checkout, and both in turns for one robot
+
+One ``sinew serve`` of an embedded policy, a robot that asks again when it is answered, and attackers, each a process of
+its own. The table has the robot's median, 95th percentile and longest time, and the ratio of medians to the robot alone
+in the same server. SECURITY.md promises about 2 for one client. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sinew_client import Client, ClientError
+from sinew_client.streams import StreamLink
+
+from sinew.core import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 100  # of the attackers
+PROMPT = "swing it up"
+# name -> the attackers: what each sends
+ATTACKS = {
+    "100 steps": ("steps",),
+    "messages of 64": ("message",),
+    "messages of 64, 100 steps": ("message steps",),
+    "two streams of 100 steps": ("stream",),
+    "four clients, 100 steps": ("steps",) * 4,
+}
+
+
+def observation(policy: Mapping[str, Any], steps: int | None = None) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    images = {
+        each["name"]: rng.integers(0, 256, (each["height"], each["width"], 3), np.uint8)
+        for each in policy["cameras"]
+    }
+    state = np.zeros(policy["state"]["dim"], np.float32)
+    return {
+        "images": images,
+        "state": state,
+        "prompt": PROMPT,
+        "seed": 1,
+        **({"solver_steps": steps} if steps else {}),
+    }
+
+
+def attack(kind: str, address: str) -> None:
+    """Ask for as much as is taken, until this process is ended."""
+    with Client(address, timeout=600.0) as client:
+        policy = client.metadata()["policy"]
+        if kind == "stream":
+            _stream(address, observation(policy))
+        asked = observation(policy, STEPS if "steps" in kind else None)
+        print("attacking", flush=True)
+        while True:
+            with contextlib.suppress(ClientError):
+                if "message" in kind:
+                    client.infer_all([asked] * 64)
+                else:
+                    client.infer(asked)
+
+
+def _stream(address: str, seen: Mapping[str, Any]) -> None:
+    link = StreamLink(address, 60.0, "", "", {"solver_steps": STEPS})
+    print("attacking", flush=True)
+    begun = time.monotonic()
+    while True:
+        now = time.monotonic() - begun
+        for link.session in ("a", "b"):
+            link.send(list(seen["state"]), now, 1, seen["images"], now, PROMPT)
+        link.windows()
+        time.sleep(1 / 60)
+
+
+@contextlib.contextmanager
+def serving(root: Path, bundle: Path, max_batch: str, folder: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--wire", "native:0", "--threads", "1"]
+    paths = os.pathsep.join(map(str, (root, root / "packages" / "sinew-client" / "src")))
+    with (folder / "server.log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, "--no-prepare", "--max-batch", max_batch],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        if not ready.startswith("ready on"):
+            raise RuntimeError(f"the server did not start: {(folder / 'server.log').read_text()[-500:]}")
+        yield ready.split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def attacked(kinds: tuple[str, ...], address: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.fairness", "--attack"]
+    attackers = [
+        subprocess.Popen([*command, kind, address], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        for kind in kinds
+    ]
+    try:
+        for each in attackers:
+            assert each.stdout is not None
+            each.stdout.readline()
+        yield
+    finally:
+        for each in attackers:
+            each.kill()
+            each.wait()
+
+
+def asked(client: Client, seen: Mapping[str, Any]) -> float:
+    begun = time.perf_counter()
+    client.infer(seen)
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def times(address: str, seconds: float, least: int = 10) -> dict[str, float]:
+    """Return what a robot's requests take, in milliseconds, within ``seconds`` and for ``least`` requests."""
+    found: list[float] = []
+    with Client(address, timeout=600.0) as client:
+        seen = observation(client.metadata()["policy"])
+        for _ in range(3):
+            client.infer(seen)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or len(found) < least:
+            found.append(asked(client, seen))
+    p50, p95 = np.percentile(found, [50, 95], method="higher")
+    return {"p50": float(p50), "p95": float(p95), "max": max(found), "count": len(found)}
+
+
+def table(root: Path, bundle: Path, batches: list[str], seconds: float, folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    print("| --max-batch | beside | p50 ms | p95 ms | longest ms | ratio of p50 |\n|---|---|--:|--:|--:|--:|")
+    for max_batch in batches:
+        with serving(root, bundle, max_batch, folder) as address:
+            alone = 0.0
+            for name, kinds in {"nobody": (), **ATTACKS}.items():
+                with attacked(kinds, address):
+                    time.sleep(1.0 if kinds else 0.0)
+                    found = times(address, seconds)
+                alone = alone or found["p50"]
+                ratio = found["p50"] / alone
+                rows.append({"max_batch": max_batch, "beside": name, **found, "ratio": ratio})
+                print(
+                    f"| {max_batch} | {name} | {found['p50']:.1f} | {found['p95']:.1f} | {found['max']:.1f} |"
+                    f" {ratio:.2f} |",
+                    flush=True,
+                )
+    return rows
+
+
+def pairs(other: Path, bundle: Path, folder: Path, count: int = 300) -> dict[str, float]:
+    """Return what one robot's request takes here and there, asked in turns, and the median of the differences."""
+    with (
+        serving(ROOT, bundle, "1", folder) as here,
+        serving(other, bundle, "1", folder) as there,
+        Client(here, timeout=60.0) as mine,
+        Client(there, timeout=60.0) as theirs,
+    ):
+        seen = observation(mine.metadata()["policy"])
+        found = np.array([[asked(client, seen) for client in (mine, theirs)] for _ in range(20 + count)])[20:]
+    middle = np.median(found, 0)
+    difference = float(np.median(found[:, 0] - found[:, 1]))
+    print(
+        f"\none robot, {count} pairs: p50 {middle[0]:.3f} ms here, {middle[1]:.3f} ms there,"
+        f" median of the differences {difference:+.3f} ms"
+    )
+    return {"here_ms": float(middle[0]), "there_ms": float(middle[1]), "difference_ms": difference}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundle", type=Path, default=ROOT / "sinew" / "assets" / "pen.gguf")
+    parser.add_argument("--max-batch", action="append", help="as of `sinew serve`; repeatable")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each row")
+    parser.add_argument("--against", type=Path, help="a checkout to compare with")
+    parser.add_argument("--attack", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.attack:
+        attack(*options.attack)
+    batches, bundle = options.max_batch or ["1", "8", "auto"], options.bundle.resolve()
+    report: dict[str, Any] = {"schema": "sinew.benchmark.fairness/1", "hardware": machine.cpu_model()}
+    with tempfile.TemporaryDirectory() as folder:
+        report["rows"] = table(ROOT, bundle, batches, options.seconds, Path(folder))
+        if options.against is not None:
+            print(f"\n{options.against.name}:")
+            other = options.against.resolve()
+            report["against"] = table(other, bundle, batches, options.seconds, Path(folder))
+            report["pairs"] = pairs(other, bundle, Path(folder))
+    print(json.dumps({**report, "load_average": os.getloadavg()[0]}))
+
+
+if __name__ == "__main__":
+    main()
