@@ -51,7 +51,7 @@ def _title(seen: ServerSeen) -> Text:
             text.append(f", {lost} records of {name} lost", "red")
     host = seen.health.get("host", {})
     if (busy := host.get("cpu")) is not None:
-        text.append(f", {100 * busy:.0f} % of {host['cores']} cores busy")
+        text.append(f", {100 * busy:.0f} % of {host.get('cores', 'all')} cores busy")
     return text
 
 

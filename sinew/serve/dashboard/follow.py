@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import http.client
-import json
 import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 from urllib.parse import urlsplit
+
+import msgspec
+from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 
@@ -18,6 +20,80 @@ SILENT_S = 8.0  # the server tells of its health every two seconds
 LONGEST = 1 << 22  # bytes of one event
 LAST, MOST_SESSIONS = 240, 32  # answers and sessions remembered
 RATE_S = 10.0  # over which rates are counted
+
+
+# ----------------------------------------------------------------------------- the shapes of events
+# What is shown of them. A newer server may send more, an older one less.
+
+
+class _Action(TypedDict, total=False):
+    names: list[str] | None
+    units: list[str] | None
+
+
+class _Policy(TypedDict, total=False):
+    name: str | None
+    architecture: str | None
+    action: _Action
+
+
+class _About(TypedDict, total=False):
+    server: dict[str, Any]
+    policy: _Policy
+
+
+class _Lost(TypedDict, total=False):
+    dropped: int
+    failed: int
+
+
+class _Host(TypedDict, total=False):
+    cpu: float | None
+    cores: int
+
+
+class _Robot(TypedDict):
+    number: int
+    name: str
+    state: str
+    rows_hz: float
+    age_p50_ms: float | None
+    age_p95_ms: float | None
+    held: dict[str, int]
+    steps: int
+    clipped_commands: int
+    episodes: int | None
+    successes: NotRequired[int | None]
+    reason: str
+
+
+class _Health(TypedDict, total=False):
+    status: str
+    problems: list[str]
+    uptime_s: float
+    memory_bytes: float
+    waiting: int
+    served: int
+    recorder: _Lost
+    rerun: _Lost
+    host: _Host
+    robots: list[_Robot]
+
+
+class _Answer(TypedDict):
+    wire: str
+    client: str
+    session: str
+    missed: bool
+    prompt: str
+    outcome: str
+    ms: float
+    text: NotRequired[str]
+    timing: NotRequired[dict[str, float]]
+    actions: NotRequired[list[list[float | None]]]
+
+
+_SHAPES: dict[str, Any] = {"about": _About, "health": _Health, "answers": _Answer}
 
 
 @dataclass
@@ -58,23 +134,25 @@ class ServerSeen:
     ) -> None:
         """Take one event: about, health or one of answers. show: draws all of it. Raises :class:`SinewError` for an
         answer that is none, or that cannot be drawn."""
-        self.problem = ""
-        if event == "about":
-            self.about = record
-        elif event == "health":
-            self.health = record
-            if "engine" in record and self.about.get("server"):  # which may have been exchanged
-                now = {name: record[name] for name in ("engine", "engine_reason") if name in record}
-                self.about = {**self.about, "server": {**self.about["server"], **now}}
-        if event in ("answers", "health"):
-            try:
-                if event == "answers":
-                    self._answer(record)
-                show(self)  # whatever is drawn is there
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                raise SinewError(
-                    f"{self.address}: expected answers of a Sinew server, got {type(error).__name__}: {error}"
-                ) from None
+        if event not in _SHAPES:
+            return  # of a newer server
+        try:
+            msgspec.convert(record, _SHAPES[event])
+            self.problem = ""
+            if event == "about":
+                self.about = record
+            elif event == "health":
+                self.health = record
+                if "engine" in record and self.about.get("server"):  # which may have been exchanged
+                    now = {name: record[name] for name in ("engine", "engine_reason") if name in record}
+                    self.about = {**self.about, "server": {**self.about["server"], **now}}
+            else:
+                self._answer(record)
+            show(self)  # whatever is drawn is there
+        except (ValueError, ArithmeticError) as error:  # msgspec's are ValueErrors; chunks of ragged rows
+            raise SinewError(
+                f"{self.address}: expected {event} of a Sinew server, got {error!s:.300}"
+            ) from None
 
     def lost(self, why: str) -> None:
         """Remember that the server is not heard."""
@@ -160,7 +238,7 @@ def events(
             if field == "event":
                 name = text
             elif field == "data":
-                found = json.loads(text)
+                found = parse_json(text)
                 for record in found if isinstance(found, list) else [found]:
                     if not isinstance(record, dict):
                         raise SinewError(
@@ -174,6 +252,6 @@ def events(
             f"{host}:{port}: expected a trusted certificate, got {error.verify_message}; {own}"
         ) from None
     except ValueError as error:
-        raise SinewError(f"{host}:{port}: expected events of a Sinew server, got {error}") from None
+        raise SinewError(f"{host}:{port}: expected events of a Sinew server, got {error!s:.300}") from None
     finally:
         connection.close()
