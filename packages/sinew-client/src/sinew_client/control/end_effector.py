@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Mapping, Sequence
 
@@ -27,8 +28,9 @@ from sinew_client.rotations import (
     to_vector,
     undetermined,
 )
-from sinew_client.untrusted import shown
+from sinew_client.untrusted import named, shown
 
+LARGEST = sys.float_info.max  # a whole number may be larger, and is no float
 USUAL_VELOCITY = math.pi  # of a joint, per second, where neither the description nor the options say one
 SOFT = 0.01  # weight of a rotation that is only approached
 INVOLVED = 0.3  # share from which a joint is named where a pose is singular
@@ -181,11 +183,13 @@ class KinematicsOptions:
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> KinematicsOptions:
         """Return the options of an object. Raises :class:`KinematicsError` that names the field."""
+        if given is not None and not isinstance(given, Mapping):
+            raise KinematicsError(f"options: expected an object, got {shown(given)}")
         values = dict(given or {})
         known = {field.name: field.type for field in fields(cls)}
         for name, value in values.items():
             if name not in known:
-                raise KinematicsError(f"{name}: unknown; known are {', '.join(known)}")
+                raise KinematicsError(f"{named(name)}: unknown; known are {', '.join(known)}")
             if known[name] == "str" and not isinstance(value, str):
                 raise KinematicsError(f"{name}: expected a text, got {shown(value)}")
         found = cls(**values)
@@ -237,7 +241,7 @@ def _positive(given: Any, count: int) -> bool:
     return (
         isinstance(each, (list, tuple))
         and len(each) == (count or 1)
-        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0.0 < x < math.inf for x in each)
+        and all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0.0 < x <= LARGEST for x in each)
     )
 
 
