@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from sinew_client.untrusted import open_regular
+from sinew_client.untrusted import open_regular, read_json
 
 from sinew.core import machine
 
 BLOCK = 1 << 22
+MAX_MEMO = 1 << 24  # bytes of a memo
 RACY_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within one tick of its clock
 
 
@@ -46,10 +47,9 @@ class Memo:
         named = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:32]
         self.path = home / f"{named}.json"
         try:
-            self.known = msgspec.json.decode(
-                self.path.read_bytes(), type=dict[str, tuple[tuple[int, ...], str]]
-            )
-        except (OSError, msgspec.DecodeError):
+            record = read_json(self.path, MAX_MEMO)
+            self.known = msgspec.convert(record, dict[str, tuple[tuple[int, ...], str]])
+        except (OSError, ValueError, OverflowError):  # msgspec's are ValueErrors
             self.known = {}
         self.before = dict(self.known)
 

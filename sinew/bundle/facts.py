@@ -7,6 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sinew_client.control import choose
+from sinew_client.untrusted import UntrustedError, parse_json
+from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -80,8 +82,8 @@ def _vector(what: Any, recipe: Any, parts: Any, steps: Any) -> str:
 
 def _tokenizer(text: str) -> dict[str, Any]:
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
+        record = parse_json(text, max_values=MAX_TOKENIZER_VALUES, finite=False)
+    except UntrustedError:
         record = None
     model = record.get("model") if isinstance(record, dict) else None
     facts = model if isinstance(model, dict) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import mmap
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gguf import GGMLQuantizationType
+from sinew_client.untrusted import UntrustedError, parse_json
 
 from sinew.bundle.gguf_file import GGUFFile, TensorInfo
 from sinew.bundle.quant import BY_TYPE, SCALE, WEIGHT
@@ -188,8 +188,8 @@ def read_hashes(file: GGUFFile) -> dict[str, str] | None:
             f"the header was changed after it was written: {KEY_HEADER} says {said[:16]}..., its bytes give"
             f" {found[:16]}..."
         )
-    with BundleError.at(f"{KEY_TENSORS} is not JSON", ValueError, RecursionError):
-        hashes: Any = json.loads(text)
+    with BundleError.at(KEY_TENSORS, UntrustedError):
+        hashes: Any = parse_json(text)
     if (
         not isinstance(hashes, dict)
         or hashes.keys() != file.tensors.keys()

@@ -112,7 +112,7 @@ def write_bundle(
         partial = folder / "bundle.gguf"
         hashes = {tensor.name: BLANK for tensor in tensors}
         header_bytes = _write_header(partial, manifest(), tensors, hashes)
-        with open(partial, "r+b") as out:
+        with open(partial, "r+b") as out:  # own file: written by this process
             out.seek(header_bytes)
             for tensor in tensors:
                 _pad(out)
@@ -127,12 +127,12 @@ def write_bundle(
         final = partial.with_name("header.gguf")
         if _write_header(final, manifest(), tensors, hashes) != header_bytes:
             raise AssertionError("the manifest changed its length while the bundle was written")
-        header = bytearray(final.read_bytes())
+        header = bytearray(final.read_bytes())  # own file: written by this process
         text = BLANK.encode()
         pair = KEY_HEADER.encode() + struct.pack("<IQ", GGUFValueType.STRING, len(text)) + text
         place = header.index(pair) + len(pair) - len(text)  # of its own hash: behind its key, type and length
         header[place : place + len(BLANK)] = header_hash(header, place).encode()
-        with open(partial, "r+b") as out:
+        with open(partial, "r+b") as out:  # own file: written by this process
             out.write(header)
             if durable:
                 out.flush()

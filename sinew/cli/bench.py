@@ -5,13 +5,13 @@ Of a bundle load, warm-up and steady state are timed apart; a server is asked by
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from sinew_client.policy import is_address
+from sinew_client.untrusted import read_json
 
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
@@ -23,6 +23,7 @@ from sinew.perf.machine.bench import PHASES, PROMPT, SCHEMA, hardware, make_obse
 from sinew.perf.machine.ladder import Observe, Rung
 from sinew.perf.machine.ladder import ladder as climb
 
+MAX_BASELINE = 1 << 26  # bytes
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
@@ -114,7 +115,7 @@ def bench(
 def read_baseline(path: Path) -> dict[str, Any]:
     """Return what an earlier run wrote. Raises :class:`SinewError` for a file that is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, MAX_BASELINE)
         _work(found)
         if np.asarray(found["samples_ms"]["total"], np.float64).size and found["schema"] == SCHEMA:
             return found

@@ -93,14 +93,14 @@ def write(kind: str, name: str, folder: Path) -> None:
     if os.path.lexists(folder):
         raise SinewError(f"{folder}: expected a new folder, got one that is there; --out names another")
     group, point = KINDS[kind]
-    project = (TEMPLATES / "pyproject.toml").read_text(encoding="utf-8")
+    project = (TEMPLATES / "pyproject.toml").read_text("utf-8")  # own file: in an installed package
     extras = "torch,sim" if kind == "task" else "torch"
     texts = {"pyproject.toml": project.replace("OUR_KIND", kind).replace("OUR_EXTRAS", extras)}
     texts["pyproject.toml"] += f'\n[project.entry-points."{group}"]\nour_name = "{point}"\n'
     for source in sorted((TEMPLATES / kind).rglob("*")):
         if source.is_file():
             place = source.relative_to(TEMPLATES / kind).as_posix().removesuffix(SUFFIX)
-            texts[place] = source.read_text(encoding="utf-8")
+            texts[place] = source.read_text("utf-8")  # own file: in an installed package
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as partial:
         made = Path(partial) / "made"  # which has the modes of any other

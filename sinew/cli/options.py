@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
+from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 from sinew.engine.backend import AUTO, BACKENDS
@@ -125,7 +125,7 @@ def json_object(name: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     with SinewError.at(f"{name}: expected a JSON object", ValueError):
-        value = json.loads(text)
+        value = parse_json(text)
     if not isinstance(value, dict):
         raise SinewError(f"{name}: expected a JSON object, got {text}")
     return value

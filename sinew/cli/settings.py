@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 from cyclopts import App
 from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Dict, Env
-from sinew_client.untrusted import read_text, shown
+from sinew_client.untrusted import read_toml, shown
 
 from sinew.cli.verbs import groups_of
 from sinew.core import SinewError, did_you_mean, progress
@@ -92,8 +91,8 @@ class SettingsFile:
     def read(cls, path: Path, verbs: Iterable[str]) -> SettingsFile:
         """Read a TOML file. Raises :class:`SinewError`."""
         try:
-            found = tomllib.loads(read_text(path))
-        except (OSError, ValueError, RecursionError) as error:
+            found = read_toml(path)
+        except (OSError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) else error
             raise SinewError(f"--config {path}: expected a TOML file, got {words}") from None
         verbs = tuple(verbs)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sinew_client.untrusted import parse_json
+from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 from tokenizers import AddedToken, Tokenizer
 
 from sinew.convert.options import ConvertOptions
@@ -81,7 +82,8 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
     named = read_json(config) if config.exists() else {}
     pad, eos = (_token(named.get(key)) for key in ("pad_token", "eos_token"))
     if pad is None:
-        padding = json.loads(text).get("padding")
+        record = parse_json(text, max_values=MAX_TOKENIZER_VALUES, finite=False)  # as open_tokenizer did
+        padding = record.get("padding")
         pad = padding.get("pad_token") if isinstance(padding, dict) else None
     ids = [tokenizer.token_to_id(token) if isinstance(token, str) else None for token in (pad, eos)]
     return TokenizerFiles(text, path, ids[0], tokenizer, ids[1], named)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import unquote, urlsplit
+
+from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 
@@ -48,7 +49,8 @@ def source() -> str:
     """Return what pip was given for this distribution: a checkout's folder, which pip writes down (PEP 610), else its
     name."""
     try:
-        record = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+        text = distribution(DISTRIBUTION).read_text("direct_url.json")  # own file: in an installed package
+        record = parse_json(text or "{}")
         parts = urlsplit(record.get("url", ""))
     except (PackageNotFoundError, OSError, ValueError, AttributeError):
         return DISTRIBUTION

@@ -7,7 +7,6 @@ record, which is asked once each of them is right.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get
 
 from sinew_client.solver import Solver
 from sinew_client.types import MAX_HISTORY, MAX_HISTORY_STEPS, CameraSpec, KeyMap, PolicySpec, VectorSpec
-from sinew_client.untrusted import named, shown
+from sinew_client.untrusted import UntrustedError, named, parse_json, shown
 
 from sinew.core import MAX_SIZE, BundleError
 from sinew.core.registry import loaded, place_of
@@ -277,11 +276,8 @@ def from_json(text: str, kind: type[T], where: str) -> T:
 
 def parsed(text: str, where: str) -> Any:
     """Return what JSON text says. Raises :class:`BundleError`."""
-    with BundleError.at(f"{where} is not JSON", ValueError, RecursionError):
-        raw = json.loads(text)
-        # Escapes can spell half a character, which nothing can print
-        json.dumps(raw, ensure_ascii=False).encode()
-    return raw
+    with BundleError.at(where, UntrustedError):
+        return parse_json(text, finite=False)  # each field says which numbers it takes
 
 
 def from_builtins(raw: Any, kind: type[T], where: str) -> T:

@@ -142,7 +142,8 @@ def memory() -> tuple[int, int]:
     """Return bytes (limit, available): of the machine, or of the cgroup where that is less. Both count pages of files,
     which the system takes back, as available."""
     try:
-        fields = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
+        text = (PROC / "meminfo").read_text()  # own file: of the operating system
+        fields = dict(line.split(":", 1) for line in text.splitlines())
         total = int(fields["MemTotal"].split()[0]) * 1024
         available = int(fields["MemAvailable"].split()[0]) * 1024
     except OSError:  # macOS
@@ -266,6 +267,6 @@ def gpu() -> dict[str, Any] | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text().strip()  # own file: of the operating system
     except OSError:
         return ""

@@ -7,7 +7,6 @@ that a verb which asks for names alone imports no torch and no model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,6 +14,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
+
+from sinew_client.untrusted import read_json
 
 from sinew.core import BundleError
 
@@ -83,7 +84,7 @@ class Family:
     def published(self) -> dict[str, dict[str, Any]]:
         """Return the records of ``published.json`` by preset; none where the folder has no such file."""
         path = self.folder / PUBLISHED
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
 
 
 def families() -> Iterator[Family]:

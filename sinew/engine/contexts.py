@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
+from sinew_client.untrusted import UntrustedError, unpack_msgpack
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -156,8 +157,8 @@ def _heads(data: bytes, count: int) -> tuple[list[Any], int]:
         raise SinewError(f"context: expected at most {LIMIT} bytes, got {len(data)}")
     end = 4 + int.from_bytes(data[:4], "little")
     try:
-        heads = msgpack.unpackb(data[4:end], max_array_len=MAX_TENSORS)
-    except (ValueError, msgpack.UnpackException):
+        heads = unpack_msgpack(data[4:end], max_values=16 * MAX_TENSORS)
+    except UntrustedError:
         heads = None
     if not isinstance(heads, list):
         raise SinewError("context: expected a header of tensors")

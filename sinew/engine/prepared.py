@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sinew_client.untrusted import read_json
+
 from sinew import __version__
 from sinew.core import machine
 from sinew.engine import proofs
@@ -56,7 +58,7 @@ def lock_of(bundle: Path, engine: str) -> Path:
 def kept(bundle: Path, engine: str) -> EngineFinding | None:
     """Return what was found of an engine for a bundle, by these versions on this hardware; None: nothing."""
     try:
-        record = json.loads(_path(bundle, engine).read_text(encoding="utf-8"))
+        record = read_json(_path(bundle, engine))
         device = str(record["device"])
         if any(record[name] != wanted for name, wanted in _conditions(device).items()):
             return None

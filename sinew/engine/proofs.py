@@ -14,17 +14,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sinew_client.untrusted import read_json
+
 from sinew import __version__
 from sinew.core import machine
 from sinew.engine.fingerprint import fingerprint
 
 RECORD = Path(__file__).with_name("proofs.json")
+MAX_RECORD = 1 << 22  # bytes of a record
 
 
 @cache
 def proved(architecture: str, engine: str) -> frozenset[str]:
     """Return the precisions in which tests have held an engine against the reference, on a CPU."""
-    rows = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = read_json(RECORD, MAX_RECORD)
     found = {
         precision for family, column, precision, *_ in rows if (family, column) == (architecture, engine)
     }
@@ -54,7 +57,7 @@ def lacking(bundle: Path, engine: str, device: str) -> str:
     """Return why there is no proof of the engine for the bundle on this machine; nothing if there is one."""
     command = f"`sinew validate {bundle} --engine {engine} --device {device}`"
     try:
-        record = json.loads(_path(bundle, engine, device).read_text(encoding="utf-8"))
+        record = read_json(_path(bundle, engine, device), MAX_RECORD)
         found = record["passed"], record["sinew"], record["hardware"]
     except (OSError, ValueError, TypeError, KeyError):
         return f"engine {engine} is not validated for this bundle on {device}: {command}"
@@ -68,7 +71,7 @@ def records(bundle: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder().glob(f"{fingerprint(bundle)[:16]}-*.json")):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path, MAX_RECORD)
         except (OSError, ValueError):
             continue
         if isinstance(record, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sinew_client.untrusted import read_text
+from sinew_client.untrusted import parse_toml, read_toml
 
 from sinew.core import SinewError, did_you_mean
 from sinew.perf.operators import BITS
@@ -113,15 +112,16 @@ def _table(kind: type[Entry], name: str, extra: Path | None) -> dict[str, Entry]
     raw = dict(_packaged(name))
     if extra is not None:
         try:
-            raw |= tomllib.loads(read_text(extra))
-        except (OSError, ValueError, RecursionError) as error:  # tomllib's are ValueErrors
+            raw |= read_toml(extra)
+        except (OSError, ValueError) as error:
             raise SinewError(f"{extra}: {error}") from None
     return {key: _entry(kind, key, values) for key, values in raw.items()}
 
 
 @cache
 def _packaged(name: str) -> dict[str, Any]:
-    return tomllib.loads((files("sinew.perf") / "data" / name).read_text())
+    text = (files("sinew.perf") / "data" / name).read_text("utf-8")  # own file: in an installed package
+    return parse_toml(text)
 
 
 def _entry(kind: type[Entry], name: str, values: Any) -> Entry:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinew_client.untrusted import read_text
+from sinew_client.untrusted import parse_json, read_json
 
 from sinew.core import SinewError
 from sinew.core.fields import from_builtins
@@ -46,8 +45,11 @@ def described(path: Path | Traversable) -> Published:
     Raises :class:`SinewError` for what is no such record, by the field's name.
     """
     try:
-        record = json.loads(read_text(path) if isinstance(path, Path) else path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # json's are ValueErrors
+        if isinstance(path, Path):
+            record = read_json(path)
+        else:
+            record = parse_json(path.read_text("utf-8"))  # own file: in an installed package
+    except (OSError, ValueError) as error:
         raise SinewError(f"{path}: {error}") from None
     if not isinstance(record, dict):
         raise SinewError(f"{path}: expected a record of a model, got {type(record).__name__}")

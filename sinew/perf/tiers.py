@@ -6,11 +6,12 @@ one inference. Memory is what ``sinew perf fit`` computes for an Orin Nano.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+
+from sinew_client.untrusted import parse_toml
 
 from sinew.core import SinewError
 from sinew.perf.hardware import load_hardware
@@ -73,8 +74,10 @@ class Tier:
 
 @cache
 def measured() -> tuple[MeasuredTier, ...]:
-    text = (files("sinew.perf") / "data" / "tiers.toml").read_text(encoding="utf-8")
-    return tuple(MeasuredTier(**row) for row in tomllib.loads(text)["policy"])
+    text = (files("sinew.perf") / "data" / "tiers.toml").read_text(
+        "utf-8"
+    )  # own file: in an installed package
+    return tuple(MeasuredTier(**row) for row in parse_toml(text)["policy"])
 
 
 def tiers(titles: Collection[str] = ()) -> Iterator[Tier]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 
+from sinew_client.untrusted import parse_json
+
 MAX_LENGTH = 8192
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 
@@ -47,7 +49,7 @@ def tokenizer_json(vocab_size: int) -> str:
     )
     tokenizer.train_from_iterator(CORPUS.strip().splitlines(), trainer)
 
-    document = json.loads(tokenizer.to_str())
+    document = parse_json(tokenizer.to_str(), finite=False)
     vocab = document["model"]["vocab"]
     for token_id in range(len(vocab), base):
         vocab[f"<filler_{token_id}>"] = token_id

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from sinew_client.untrusted import open_regular
 
 from sinew.core import ObservationError, PolicySpec
 
@@ -30,14 +31,15 @@ def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndar
 def read_image(path: Path, field: str) -> np.ndarray:
     """Return a picture as uint8 RGB [height, width, 3], turned upright as its EXIF data says. Raises
     :class:`ObservationError` for a file that is none."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as picture:
+        with open_regular(path) as file, Image.open(file) as picture:
             return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except FileNotFoundError:
         raise ObservationError(field, "an image file", f"{path}, which does not exist") from None
-    except (UnidentifiedImageError, OSError) as error:
+    # Pillow's decoders raise more than OSError for damaged files.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ObservationError(field, "an image file", f"{path}, which does not decode: {error}") from None
 
 

@@ -7,7 +7,6 @@ as ``PUT /v1/policies`` does (``swap.py``) where it is faster. Requests never wa
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sinew_client.untrusted import UntrustedError, parse_json
 
 from sinew.core import RTC, BusyError, RequestError, SinewError, machine
 from sinew.engine import prepared
@@ -202,8 +203,8 @@ class Preparer:
         assert child.stdout is not None
         while line := child.stdout.readline(MOST_LINE):
             try:
-                record = json.loads(line)
-            except ValueError:
+                record = parse_json(line)
+            except UntrustedError:
                 continue  # what a library prints
             if not isinstance(record, dict):
                 continue

@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sinew_client.untrusted import parse_json
+from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
+
 from sinew.core import BundleError, SinewError
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ def open_tokenizer(
     from tokenizers import Tokenizer  # imported here: clients that send token ids need no tokenizers package
 
     try:
-        record = json.loads(text)
+        record = parse_json(text, max_values=MAX_TOKENIZER_VALUES, finite=False)
         if not isinstance(record, dict):
             raise ValueError(f"expected a JSON object, got {type(record).__name__}")
         record["truncation"] = record["padding"] = None

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from gguf import GGMLQuantizationType
+from sinew_client.untrusted import UntrustedError, parse_json
 
 from sinew.bundle.gguf_file import GGUFFile
 from sinew.bundle.schema import KEY_ARCHITECTURE, KEY_VERSION
@@ -68,8 +68,8 @@ class VlacppFile:
         """Return a JSON object that is stored as text."""
         value = self.metadata.get(f"{self.architecture}.{name}")
         try:
-            found = msgspec.json.decode(value) if isinstance(value, str) else None
-        except (msgspec.DecodeError, RecursionError):
+            found = parse_json(value) if isinstance(value, str) else None
+        except UntrustedError:
             found = None
         if not isinstance(found, dict):
             raise ConvertError(

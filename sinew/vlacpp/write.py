@@ -282,7 +282,7 @@ def _compare(ours: Manifest, found: Conversion, path: Path) -> None:
         ("spec", ours.spec, found.spec),
         ("processing", ours.processing, processing),
     ):
-        plain = (msgspec.json.decode(msgspec.json.encode(asdict(record))) for record in (wanted, got))
+        plain = (msgspec.to_builtins(asdict(record)) for record in (wanted, got))
         for field, have, would in _differences(where, *plain):
             raise ConvertError(
                 f"{path}: {field} is {have!r}, which vla.cpp's file has no place for: it would mean {would!r}"

@@ -193,8 +193,8 @@ def test_numbers_that_no_float_holds(tmp_path: Path) -> None:
         ('{"low": "1"}', "low: expected numbers, got '1'"),
         ('{"low": {"a": 1}}', "low: expected numbers"),
         ('{"when": ["clip"]}', "when: expected clip or hold"),
-        ('{"\\ud800": 1}', r"\\ud800: expected one of"),
-        ("[" * 5000, "recursion"),
+        ('{"\\ud800": 1}', "half a character"),
+        ("[" * 5000, "at most 64 levels"),
         ('{"low": ' + "9" * 5000 + "}", "limit"),
         ('{"low": [' + "0," * 200_000 + "0]}", "expected at most 262144 bytes"),
     ],
@@ -381,7 +381,7 @@ def test_a_good_journal_is_repeated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("[" * 100_000, "recursion"), ("[1]", "an object"), ("9" * 5000, "limit"), ("", "JSON")],
+    [("[" * 100_000, "at most 64 levels"), ("[1]", "an object"), ("9" * 5000, "limit"), ("", "JSON")],
 )
 def test_metadata(text: str, said: str) -> None:
     with pytest.raises(ClientError, match=said):
@@ -392,7 +392,7 @@ def test_machines_of_other_kinds(tmp_path: Path) -> None:
     for text, said in (
         ("[a]\npeak = 5\nbandwidth = 1\nmemory_gib = 1\n", "a: peak: expected a table of formats, got int"),
         ("a = " + "9" * 5000, "limit"),
-        ("a = " + "[" * 5000, "recursion"),
+        ("a = " + "[" * 5000, "at most 64 levels"),
     ):
         (tmp_path / "h.toml").write_text(text)
         with pytest.raises(SinewError, match=said):

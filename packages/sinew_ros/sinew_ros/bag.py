@@ -59,7 +59,7 @@ class Bag:
 
         try:
             self._reader = Reader(path)
-            self._reader.open()
+            self._reader.open()  # bounded: by the bag reader of rosbags
         except (ReaderError, OSError) as error:
             raise ClientError(f"{path}: expected a rosbag of ROS 2, got {error}") from error
         self._takes: dict[str, list[Take]] = {}

@@ -45,7 +45,8 @@ class Rounded:
 
     def blocks(self) -> Iterable[memoryview]:
         if self.made is not None:
-            yield np.load(self.made, mmap_mode="r").reshape(-1).data
+            made = np.load(self.made, mmap_mode="r")  # own file: written by this process
+            yield made.reshape(-1).data
             return
         weights = self.bundle.tensor(self.name).float().numpy()
         try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sinew_client.untrusted import open_regular
+from sinew_client import untrusted
+from sinew_client.untrusted import UntrustedError
+from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 
 from sinew.core import ConvertError
 
@@ -18,40 +18,21 @@ MAX_JSON_BYTES = 256 << 20  # tokenizers reach tens of megabytes, an index of sh
 
 def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes. Raises :class:`ConvertError`."""
-    try:
-        with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size > limit:
-                raise ConvertError(f"{path}: expected at most {limit} bytes, got more")
-            pieces, left = [], limit + 1
-            while left and (piece := file.read(min(left, 1 << 24))):
-                pieces.append(piece)
-                left -= len(piece)
-    except OSError as error:
-        raise ConvertError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:  # a NUL in the name
-        raise ConvertError(f"{str(path)!r}: {error}") from None
-    if not left:
-        raise ConvertError(f"{path}: expected at most {limit} bytes, got more")
-    return b"".join(pieces)
+    with ConvertError.at(path, OSError, UntrustedError):
+        return untrusted.read_bytes(path, limit)
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES) -> str:
     """Return the content of a UTF-8 file. Raises :class:`ConvertError`."""
-    try:
-        return read_bytes(path, limit).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConvertError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    with ConvertError.at(path, OSError, UntrustedError):
+        return untrusted.read_text(path, limit)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises :class:`ConvertError`."""
-    text = read_text(path)
-    try:
-        record = json.loads(text)
-        if "\\ud" in text.lower():  # escapes can spell half a character, which nothing can print
-            json.dumps(record, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ConvertError(f"{path}: not JSON ({error})") from None
+    """Return the JSON object in a file, which may have infinite numbers as PyTorch's configs do. Raises
+    :class:`ConvertError`."""
+    with ConvertError.at(path, OSError, UntrustedError):
+        record = untrusted.read_json(path, MAX_JSON_BYTES, max_values=MAX_TOKENIZER_VALUES, finite=False)
     if not isinstance(record, dict):
         raise ConvertError(f"{path}: expected a JSON object, got {type(record).__name__}")
     return record

@@ -6,7 +6,6 @@ rest. Before it is asked, the archive is checked: stored entries only, and a pic
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from sinew_client.untrusted import open_regular
+from sinew_client.untrusted import UntrustedError, open_archive
+from sinew_client.untrusted.archives import STORED, Archive
 
 from sinew.bundle.writer import TensorSource
 from sinew.core import ConvertError
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_ENTRIES = 1 << 17
+MAX_DIRECTORY = 1 << 26  # bytes
+MAX_BYTES = 1 << 44
 MAX_DEPTH = 16
 STORAGE = {
     torch.float32: GGMLQuantizationType.F32,
@@ -50,17 +52,20 @@ def read_torch(path: Path) -> dict[str, TensorSource]:
     Raises :class:`ConvertError` for everything but a zip archive of tensors and plain containers.
     """
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            _check(path, archive.infolist())
+        bounds = {"max_entries": MAX_ENTRIES, "max_unpacked": MAX_BYTES, "max_directory": MAX_DIRECTORY}
+        with open_archive(path, methods=(STORED,), **bounds) as archive:
+            _check(path, archive)
         size = path.stat().st_size
-        record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        record = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=True
+        )  # bounded: as checked above
     except ConvertError:
         raise
     except OSError as error:
         raise ConvertError(f"{path}: {error.strerror or error}") from None
-    except zipfile.BadZipFile:
+    except UntrustedError as error:
         raise ConvertError(
-            f"{path}: not a zip archive as torch.save has written since 1.6; load it and save it again"
+            f"{path}: {error}; torch.save writes stored zip archives since 1.6: load the file and save it again"
         ) from None
     except Exception as error:  # noqa: BLE001 - torch's unpickler raises whatever the bytes lead it to
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
@@ -70,14 +75,10 @@ def read_torch(path: Path) -> dict[str, TensorSource]:
     return {name: _source(path, name, tensor, size) for name, tensor in _flat(path, record, "", 0)}
 
 
-def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
-    if len(entries) > MAX_ENTRIES:
-        raise ConvertError(f"{path}: expected at most {MAX_ENTRIES} entries, got {len(entries)}")
-    for entry in entries:
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise ConvertError(f"{path}: {entry.filename} is compressed, which torch.save never does")
-        if entry.filename.endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
-            raise ConvertError(f"{path}: {entry.filename} has {entry.file_size} bytes")
+def _check(path: Path, archive: Archive) -> None:
+    for name in archive.names:
+        if name.endswith("data.pkl") and archive.size(name) > MAX_PICKLE_BYTES:
+            raise ConvertError(f"{path}: {name} has {archive.size(name)} bytes")
 
 
 def _flat(

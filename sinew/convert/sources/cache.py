@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import msgspec
+from sinew_client.untrusted import open_lock, read_json
 
 from sinew.bundle import Bundle
 from sinew.convert import ConvertOptions, read
@@ -26,6 +27,7 @@ from sinew.core import BundleError, SinewError, machine, progress, scratch
 __all__ = ["CacheEntry", "NoCheckpointError", "converted", "entries", "find", "folder"]
 
 RECORD = "source.json"
+MAX_RECORD = 1 << 24  # bytes
 
 
 class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,8 +53,8 @@ class CacheEntry:
     def __init__(self, home: Path):
         self.home, self.key = home, home.name
         try:
-            self.record = msgspec.json.decode((home / RECORD).read_bytes(), type=CacheRecord)
-        except (OSError, ValueError, RecursionError, OverflowError) as error:  # msgspec's are ValueErrors
+            self.record = msgspec.convert(read_json(home / RECORD, MAX_RECORD), CacheRecord)
+        except (OSError, ValueError, OverflowError) as error:  # msgspec's are ValueErrors
             raise SinewError(
                 f"{home / RECORD}: expected the record of a conversion, got {error!s:.300}"
             ) from None
@@ -232,7 +234,7 @@ def _locked(home: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
-    with open(home.with_name(f".{home.name}.lock"), "wb") as file:
+    with open_lock(home.with_name(f".{home.name}.lock")) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -87,7 +87,8 @@ def converter() -> str:
     folders = {room: home / room for room in CODE} | readers()
     for name, folder in folders.items():
         for path in sorted(path for path in folder.rglob("*.py") if path.parent != HERE):
-            digest.update(f"{name}/{path.relative_to(folder)}".encode() + path.read_bytes())
+            code = path.read_bytes()  # own file: in an installed package
+            digest.update(f"{name}/{path.relative_to(folder)}".encode() + code)
     return f"{sinew.__version__}+{digest.hexdigest()[:12]}"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sinew_client.untrusted import UntrustedError, read_npy
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, ObservationError, SinewError, machine
@@ -372,10 +373,10 @@ class OnnxEngine(Engine):
 def _table(path: Path, steps: int) -> np.ndarray:
     """Return the time embeddings of so many steps, [steps, ...]. Raises :class:`BundleError`."""
     try:
-        table: np.ndarray = np.load(path, allow_pickle=False)
-    except Exception as error:  # noqa: BLE001 - numpy reads the head as Python, with what errors that has
+        table = read_npy(path)
+    except (OSError, UntrustedError) as error:
         raise BundleError(f"{path}: expected the table of an export, got {error!r:.300}") from None
-    if not isinstance(table, np.ndarray) or table.dtype != np.float32 or table.shape[:1] != (steps,):
+    if table.dtype != np.float32 or table.shape[:1] != (steps,):
         raise BundleError(f"{path}: expected float32 of shape [{steps}, ...]")
     return table
 

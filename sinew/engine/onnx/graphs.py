@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+from sinew_client.untrusted import UntrustedError, parse_json, read_bytes, read_json
+
 from sinew.bundle.digests import Memo
 from sinew.core import BundleError, machine
-from sinew.core.fields import from_json, to_json, within
+from sinew.core.fields import from_builtins, to_json, within
 from sinew.steps.action_tokens.base import ActionTokens
 
 STAGES = ("vision", "read", "step")
@@ -19,6 +21,8 @@ COMPONENT = "sinew.component"  # metadata of every node: which of the components
 # Metadata of a quantised graph: activations have one scale for a whole tensor, so members of a batch would share it.
 ONE_SCALE = "sinew.one_scale"
 FORMAT = 5
+MAX_RECORD = 1 << 22  # bytes of graphs.json
+MAX_GRAPH = 1 << 31  # bytes of a graph, which protobuf limits too; weights are beside it
 FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")  # what a folder is made of
 CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that may run for ever
 # How ``reads`` begin; of a speaker those that no token renews
@@ -64,7 +68,8 @@ class GraphSet:
 
     def save(self, directory: Path) -> None:
         """Write the record of the files that are there."""
-        record = json.dumps(json.loads(to_json(replace(self, sha256=_hashes(directory)))), indent=2)
+        plain = parse_json(to_json(replace(self, sha256=_hashes(directory))))
+        record = json.dumps(plain, indent=2)
         (directory / "graphs.json").write_text(record + "\n", encoding="utf-8")
 
     def check(self, directory: Path) -> None:
@@ -85,14 +90,13 @@ class GraphSet:
         """Raise :class:`BundleError` for a record that no export wrote."""
         path = directory / "graphs.json"
         try:
-            text = path.read_text(encoding="utf-8")
-            written = json.loads(text)
-        except (OSError, ValueError, RecursionError) as error:
+            written = read_json(path, MAX_RECORD)
+        except (OSError, UntrustedError) as error:
             raise BundleError(f"{path}: expected the record of an export, got {error!r}") from None
         if not isinstance(written, dict) or written.get("format") != FORMAT:
             found = written.get("format") if isinstance(written, dict) else type(written).__name__
             raise BundleError(f"{path}: format {found!r}, expected {FORMAT}: export again")
-        graphs: GraphSet = from_json(text, cls, f"{path}: record")
+        graphs: GraphSet = from_builtins(written, cls, f"{path}: record")
         if unknown := set(graphs.borrows) - set(STAGES):
             raise BundleError(
                 f"{path}: borrows: expected {', '.join(STAGES)}, got {', '.join(sorted(unknown))}"
@@ -123,7 +127,8 @@ def _hashes(directory: Path) -> dict[str, str]:
 
 def check_operators(path: Path) -> None:
     """Raise :class:`BundleError` for a graph with operators that no export writes and that may never end."""
-    data = path.read_bytes()
+    with BundleError.at(path, OSError, UntrustedError):
+        data = read_bytes(path, MAX_GRAPH)
     for name in CONTROL:
         # in a file without it, the field op_type (4) with this text does not stand anywhere
         if bytes([0x22, len(name)]) + name.encode() in data and name in set(operators(path, data)):

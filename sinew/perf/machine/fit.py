@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from sinew_client.untrusted import UntrustedError, read_json
 
 from sinew.core import SinewError, machine
-from sinew.core.fields import from_json
+from sinew.core.fields import from_builtins
 from sinew.perf.machine.measure import Speeds, StageTime
 from sinew.perf.operators import Component, Operator
 
@@ -42,6 +43,7 @@ PRIOR_WEIGHT = 1e-4
 # No product is faster than the measured peak, but bytes may come from caches, faster than a copy through memory.
 FASTEST = {"linear": 1.0, "attention": 1.0, "memory": 8.0, "packing": 0.0, "overhead": 0.0}
 MAX_ROUNDS = 50
+MAX_FILE = 1 << 22  # bytes of a stored calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +240,14 @@ def load(
     """The stored calibration of this processor, number of threads and engine; None where there is none."""
     path = path_of(processor, threads, directory, engine)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path, MAX_FILE)
     except FileNotFoundError:
         return None
-    except ValueError as problem:
-        raise SinewError(f"{path}: not JSON ({problem}); calibrate again") from None
+    except (OSError, UntrustedError) as problem:
+        raise SinewError(f"{path}: {problem}; calibrate again") from None
     if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
         raise SinewError(f"{path}: expected a calibration of schema {SCHEMA}; calibrate again")
-    return from_json(json.dumps(record), Calibration, str(path))
+    return from_builtins(record, Calibration, str(path))
 
 
 def calibrated(

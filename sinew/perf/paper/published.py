@@ -38,7 +38,7 @@ class Row:
 
 def printed(file: str = "paper.tsv") -> list[tuple[str, str, str, str]]:
     """(where, quantity, printed text, expected status) of every number of a paper's file of ``sinew/perf/data``."""
-    text = (files("sinew.perf") / "data" / file).read_text(encoding="utf-8")
+    text = (files("sinew.perf") / "data" / file).read_text("utf-8")  # own file: in an installed package
     lines = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
     return [(where, quantity, number, expected) for where, quantity, number, expected in lines]
 

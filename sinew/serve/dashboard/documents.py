@@ -40,7 +40,8 @@ def rendered(page: str) -> str | None:
         return None
     from markdown_it import MarkdownIt  # which rich brings
 
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(file.read_text("utf-8"))
+    text = file.read_text("utf-8")  # own file: in an installed package
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = PICTURE.sub(r"<em>\1</em>", LINK.sub(_link, HEAD.sub(_head, body)))
     body = body.replace("<table>", '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>')
     body = body.replace("</table>", "</table></div>").replace("<th></th>", "<td></td>")

@@ -41,9 +41,8 @@ class Host:
 def _ticks() -> tuple[int, int] | None:
     """Return ticks of all processors and those that were not idle, since the machine was started (Linux)."""
     try:
-        words = (
-            STAT.read_text().split("\n", 1)[0].split()[1:9]
-        )  # proc(5): user nice system idle iowait irq softirq steal
+        text = STAT.read_text()  # own file: of the operating system
+        words = text.split("\n", 1)[0].split()[1:9]  # proc(5): user nice system idle iowait irq softirq steal
     except OSError:
         return None
     numbers = [int(word) for word in words]

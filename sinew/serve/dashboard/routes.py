@@ -41,8 +41,9 @@ class Dashboard:
 
     def __init__(self, service: Service, guarded: Guard, actions: Handler, feed: Feed):
         self._service = service
+        here = files("sinew.serve.dashboard")
         self._files = {
-            name: (files("sinew.serve.dashboard").joinpath(file).read_bytes(), kind)
+            name: (here.joinpath(file).read_bytes(), kind)  # own file: in an installed package
             for name, (file, kind) in PAGES.items()
         }
         self._guarded, self._actions = guarded, actions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from sinew_client.untrusted import parse_json
 
 from sinew.core import BundleError, ConvertError, RequestError
 from sinew.serve.service import Service, UnauthorizedError
@@ -28,9 +28,9 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
         if len(body) > MAX_BODY:
             raise RequestError(f"expected at most {MAX_BODY} bytes, got {len(body)}")
         try:
-            asked = json.loads(body)
+            asked = parse_json(body)
             source, accept = asked["source"], asked.get("accept", [])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise RequestError('expected {"source": "what sinew serve takes"}') from None
         if not isinstance(accept, list) or not all(isinstance(each, str) for each in accept):
             raise RequestError('accept: expected a list of names, such as ["units"]')

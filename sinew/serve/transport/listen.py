@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sinew_client.untrusted import UntrustedError, read_bytes
+
 from sinew.core import SinewError
 from sinew.serve.renewed import Renewed
 
@@ -138,7 +140,7 @@ class Listen:
         cert, key = self.tls_cert, self.tls_key or self.tls_cert
         files = f"--tls-cert {cert}", f"--tls-key {key}" if self.tls_key else f"without --tls-key {key}"
         for file, path, wanted in zip(files, (cert, key), (CERTIFICATE, KEY), strict=True):
-            if not path.is_file() or re.search(wanted, path.read_text(errors="replace")) is None:
+            if not path.is_file() or re.search(wanted, _pem(path)) is None:
                 what = "certificate" if wanted == CERTIFICATE else "private key without a passphrase"
                 raise SinewError(f"TLS: {file}: expected a PEM file with a {what}, got none there")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -153,9 +155,15 @@ class Listen:
         return context
 
 
+def _pem(path: Path) -> str:
+    """Return the text of a PEM file. Raises :class:`SinewError`."""
+    with SinewError.at(f"TLS: {path}", OSError, UntrustedError):
+        return read_bytes(path).decode("utf-8", "replace")
+
+
 def _end(cert: Path) -> str:
     """Return when a file's first certificate ends, as %Y%m%d%H%M%S in UTC (RFC 5280: the second time in it)."""
-    first = re.search(CERTIFICATE, cert.read_text(errors="replace"))
+    first = re.search(CERTIFICATE, _pem(cert))
     times = re.findall(TIMES, ssl.PEM_cert_to_DER_cert(first[0] if first else ""))
     return f"20{times[1].decode()}"[-14:]
 

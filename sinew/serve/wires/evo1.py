@@ -76,13 +76,13 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 def _decoded(payload: bytes) -> tuple[bytes, dict[str, Any]]:
     """Return the JSON text of the pictures, and the other fields."""
     try:
-        body = msgspec.json.decode(payload, type=_Body)
+        body = msgspec.json.decode(payload, type=_Body)  # bounded: its fields stay bytes
         fields: dict[str, Any] = {}
         for name in ("state", "prompt", "image_mask", "action_mask", "arm_key", "dataset_key"):
             raw = bytes(getattr(body, name))
             if len(raw) > MAX_FIELD:
                 raise ObservationError(name, f"at most {MAX_FIELD} bytes", str(len(raw)))
-            fields[name] = msgspec.json.decode(raw)
+            fields[name] = msgspec.json.decode(raw)  # bounded: the length is checked above
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RequestError(f"not an observation in JSON: {str(error)[:200]}") from None
     return bytes(body.image), fields

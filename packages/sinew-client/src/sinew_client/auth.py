@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sinew_client.errors import SinewError
 
+MAX_KEYS = 1 << 16  # characters
 KEY_VARIABLE = "SINEW_API_KEY"
 
 
@@ -26,7 +27,9 @@ def keys_in(path: Path) -> tuple[str, ...]:
     Raises :class:`SinewError` for a file that cannot be read or is empty.
     """
     try:
-        keys = tuple(filter(None, map(str.strip, path.read_text().splitlines())))
+        with open(path, encoding="utf-8") as file:  # own file: named by the person at this machine
+            text = file.read(MAX_KEYS)
+        keys = tuple(filter(None, map(str.strip, text.splitlines())))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error  # without the path, which is said
         raise SinewError(f"--api-key-file {path}: {why}") from error

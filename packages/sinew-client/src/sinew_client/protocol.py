@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -17,7 +16,7 @@ from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 from sinew_client.robot_report import RobotReport
 from sinew_client.types import MOST_TOGETHER, WORDS, ActionChunk, Moment, Observation, Timing
-from sinew_client.untrusted import shown
+from sinew_client.untrusted import UntrustedError, parse_json, shown
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 CONDITION_KEYS = ("advantage", "guidance_scale")
@@ -346,8 +345,8 @@ def check_limits(chunk: ActionChunk, limits) -> None:
 def decode_metadata(reply) -> dict:
     """Return what a server says of itself. Raises :class:`ClientError` for what is no object of JSON."""
     try:
-        found = json.loads(reply.metadata)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(reply.metadata)
+    except UntrustedError as error:
         raise ClientError(f"the reply's metadata is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ClientError(f"the reply's metadata: expected an object, got {shown(found)}")

@@ -22,6 +22,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from sinew_client.untrusted import open_regular, read_text
+
 from sinew.core import machine, progress, scratch
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -95,7 +97,8 @@ def _place(compiler: str) -> tuple[Path, str]:
     version, sets = _run(compiler, "--version"), SETS.get(platform.machine(), {})
     digest = hashlib.sha256(repr((version, FLAGS, sets, sys.platform, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
+        code = source.read_bytes()  # own file: in an installed package
+        digest.update(source.name.encode() + code)
     return cache() / digest.hexdigest()[:16], _first_line(version)
 
 
@@ -140,7 +143,7 @@ def unkept(folder: Path) -> str:
 def is_whole(folder: Path) -> bool:
     """Return whether a folder has a library, as it was written."""
     try:
-        return (folder / HASH).read_text(encoding="ascii") == _sha256(folder / NAME)
+        return read_text(folder / HASH, 256) == _sha256(folder / NAME)
     except (OSError, ValueError):
         return False
 
@@ -193,13 +196,13 @@ def private() -> Path:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:
     """Let what is written be on the disk: a name may survive a power loss that its bytes do not."""
-    number = os.open(path, os.O_RDONLY)
+    number = os.open(path, os.O_RDONLY)  # own file: written by this process
     try:
         os.fsync(number)
     finally:

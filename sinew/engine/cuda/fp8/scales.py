@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sinew_client.untrusted import UntrustedError, read_json
 from torch import Tensor, nn
 
 from sinew.bundle.schema import COMPONENTS
@@ -29,6 +30,7 @@ from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model
 
 VERSION = 1
+MAX_FILE = 1 << 24  # bytes
 HEADROOM = 2.0
 
 
@@ -165,15 +167,11 @@ def load(fingerprint: str) -> Fp8Calibration | None:
     damaged or belongs to others, naming it and what is wrong."""
     path = path_of(fingerprint)
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = read_json(path, MAX_FILE)
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UntrustedError) as error:
         raise SinewError(f"{path}: expected an fp8 calibration, got {error}") from None
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SinewError(f"{path}: expected JSON, got {error}") from None
     if wrong := _wrong(raw, fingerprint):
         raise SinewError(f"{path}: {wrong}; remove the file and calibrate again")
     return Fp8Calibration(raw["fingerprint"], raw["amax"], raw["observations"], raw["source"])

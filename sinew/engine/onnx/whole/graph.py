@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sinew_client.untrusted import read_npy
 
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
@@ -328,7 +329,7 @@ class _Builder:
     def _solve(self, context: dict[str, str]) -> str:
         """Return where the solution ends, float32 [1, H, padded]."""
         count = self._graphs.steps[0]
-        table = np.load(table_path(self._folder, count), allow_pickle=False)
+        table = read_npy(table_path(self._folder, count))
         steps, shape = self._spec.solver.steps(count), self._noise_shape(count)
         if self._spec.solver.noise == "zeros":
             noise = self._constant(np.zeros((1, *shape), np.float32))

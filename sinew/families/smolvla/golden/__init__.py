@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from sinew_client.untrusted import read_npz
 
 from sinew.families.smolvla.golden.frames import grey_frame
 
@@ -32,20 +33,21 @@ def unpacked() -> Iterator[Path]:
     """Yield the bundle as a file of its own."""
     with tempfile.TemporaryDirectory(prefix="sinew-doctor-") as folder:
         bundle = Path(folder) / BUNDLE.stem
-        bundle.write_bytes(lzma.decompress(BUNDLE.read_bytes()))
+        packed = BUNDLE.read_bytes()  # own file: in an installed package
+        bundle.write_bytes(lzma.decompress(packed))
         yield bundle
 
 
 def observation() -> dict:
     """The stored observation, frames and noise included."""
-    with np.load(REFERENCE, allow_pickle=False) as stored:
-        cameras = [str(name) for name in stored["cameras"]]
-        return {
-            "images": {name: grey_frame(index, **FRAMES) for index, name in enumerate(cameras)},
-            "state": stored["state"],
-            "prompt": str(stored["prompt"]),
-            "noise": stored["noise"],
-        }
+    stored = read_npz(REFERENCE)
+    cameras = [str(name) for name in stored["cameras"]]
+    return {
+        "images": {name: grey_frame(index, **FRAMES) for index, name in enumerate(cameras)},
+        "state": stored["state"],
+        "prompt": str(stored["prompt"]),
+        "noise": stored["noise"],
+    }
 
 
 def check() -> list[Check]:
@@ -59,8 +61,7 @@ def check() -> list[Check]:
             actions = policy.infer(observation()).actions.astype(np.float64)
         finally:
             log.removeFilter(nothing)
-    with np.load(REFERENCE, allow_pickle=False) as stored:
-        reference = stored["actions"].astype(np.float64)
+    reference = read_npz(REFERENCE)["actions"].astype(np.float64)
     worst = float(np.abs(actions - reference).max())
     gap = 1.0 - float((actions * reference).sum() / np.sqrt((actions**2).sum() * (reference**2).sum()))
     passed = worst <= MAX_ABS and gap <= COSINE_GAP

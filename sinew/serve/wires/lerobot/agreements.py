@@ -18,6 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from sinew_client.untrusted import read_json
+
 from sinew.core import PolicySpec, machine
 from sinew.serve.wires.lerobot.features import Agreement
 
@@ -52,14 +54,13 @@ class Agreements:
         if file is None:
             return
         try:
-            with file.open("rb") as opened:
-                content = json.loads(opened.read(MAX_FILE))
+            content = read_json(file, MAX_FILE)
             if content["policy"] == self._policy:
                 for host, found in list(content["hosts"].items())[: self._most]:
                     self._by_host[str(host)] = [_read(each, spec) for each in found[:PER_HOST]]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("lerobot: %s is not used: %s", file, error)
 
     def add(self, host: str, agreement: Agreement) -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from sinew_client.untrusted import UntrustedError, read_bytes
+
 from sinew.core import BusyError, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.serve.decode.frames import PixelBudget
@@ -169,13 +171,13 @@ class LeRobotWire:
 
             def read() -> Any:
                 listen.tls()  # or they do not belong together
-                pair = key.read_bytes(), cert.read_bytes()
+                pair = read_bytes(key), read_bytes(cert)
                 return grpc.ssl_server_certificate_configuration([pair])
 
             newest = Renewed([cert, key], read)  # asked at each handshake
             credentials = grpc.dynamic_ssl_server_credentials(newest(), newest)
             return server, server.add_secure_port(address, credentials)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, UntrustedError) as error:
             raise AddressError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
 
     async def _stop(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from sinew_client.control.adapter_file import KEY, AdapterError, Eye, Form, parse
 from sinew_client.control.motion import parse_motion
+from sinew_client.untrusted import UntrustedError, read_bytes
 
 LARGEST = 16 << 20  # bytes of a file; an adapter is small or it is none
 WIDEST = 1 << 12  # of the network
@@ -42,12 +43,10 @@ class Adapter:
         """Return the adapter of a file. Raises :class:`AdapterError`."""
         path = Path(path)
         try:
-            if path.stat().st_size > LARGEST:
-                raise AdapterError(f"{path}: expected at most {LARGEST} bytes, got {path.stat().st_size}")
-            return cls.parse(path.read_bytes())
+            return cls.parse(read_bytes(path, LARGEST))
         except OSError as error:
             raise AdapterError(f"{path}: {error.strerror}") from error
-        except AdapterError as error:
+        except (AdapterError, UntrustedError) as error:
             raise AdapterError(f"{path}: {error}") from None
 
     @classmethod

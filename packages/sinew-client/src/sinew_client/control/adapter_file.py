@@ -22,7 +22,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from sinew_client.errors import ClientError
-from sinew_client.untrusted import shown
+from sinew_client.untrusted import UntrustedError, parse_json, shown
 
 SCHEMA = "sinew.adapter/1"
 KEY = "sinew.adapter"
@@ -120,8 +120,8 @@ def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
     """Return the form and the tensors of a file's bytes. Raises :class:`AdapterError`."""
     header, body = _split(data)
     try:
-        form = Form.parse(json.loads(header.pop("__metadata__")[KEY]))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        form = Form.parse(parse_json(header.pop("__metadata__")[KEY]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"{KEY}: expected a JSON text of that name in __metadata__") from None
@@ -149,9 +149,9 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     if length > len(data) - 8:
         raise AdapterError(f"expected a safetensors file, got {len(data)} bytes and a header of {length}")
     try:
-        header = json.loads(data[8 : 8 + length].decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise AdapterError("expected a safetensors file, its header is not JSON") from None
+        header = parse_json(data[8 : 8 + length])
+    except UntrustedError as error:
+        raise AdapterError(f"the header of the safetensors file: {error}") from None
     if not isinstance(header, dict):
         raise AdapterError(f"expected a safetensors file with an object as header, got {shown(header)}")
     return header, data[8 + length :]

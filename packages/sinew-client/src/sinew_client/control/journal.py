@@ -20,7 +20,7 @@ from sinew_client.control.motion_fit import MotionFit, MotionWatch
 from sinew_client.control.safety import MAX_DIM
 from sinew_client.control.settings import Settings
 from sinew_client.errors import ClientError
-from sinew_client.untrusted import open_regular, shown
+from sinew_client.untrusted import TornLineError, UntrustedError, open_regular, read_jsonl, shown
 
 logger = logging.getLogger(__name__)
 
@@ -192,28 +192,25 @@ def watched(path: Path) -> MotionFit | None:
 def _read(path: Path) -> Iterator[Any]:
     """Yield the lines of a file with their numbers, each event with the fields that its kind has; :data:`TORN` for the
     beginning of a last line."""
-    number, line = 0, b""
+    number = 0
     try:
-        with open_regular(path) as file:
-            while line := file.readline(MAX_LINE + 1):
-                number += 1
-                if len(line) > MAX_LINE:
-                    raise JournalError(f"{path}: line {number}: expected at most {MAX_LINE} bytes, got more")
-                event = json.loads(line.decode("utf-8"))
-                if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-                    raise ValueError("expected an object with an event")
-                try:
-                    _check(event)
-                except ValueError as error:
-                    raise JournalError(f"{path}: line {number}: {error}") from None
-                yield number, event
-    except JournalError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        if number > 1 and isinstance(error, ValueError) and not line.endswith(b"\n"):
-            yield number, {"event": TORN}
-            return
-        raise JournalError(f"{path}: not a journal ({error!s:.300})") from error
+        # A chunk that was none is a fault, and its numbers stay in the journal.
+        for number, event in read_jsonl(path, MAX_LINE, finite=False):
+            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+                raise UntrustedError("an object with an event", shown(event), f"line {number}")
+            try:
+                _check(event)
+            except ValueError as error:
+                raise JournalError(f"{path}: line {number}: {error}") from None
+            yield number, event
+    except TornLineError as error:
+        if not number:
+            raise JournalError(f"{path}: not a journal: {error}") from None
+        yield number + 1, {"event": TORN}
+    except UntrustedError as error:
+        raise JournalError(f"{path}: not a journal: {error}") from None
+    except OSError as error:
+        raise JournalError(f"{path}: not a journal: {error!s:.300}") from error
 
 
 def _check(event: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from sinew_client.control.jerk import JerkLimit, StepBounds
 from sinew_client.errors import ClientError, did_you_mean
 from sinew_client.protocol import MAX_ROWS
-from sinew_client.untrusted import named, read_text, shown
+from sinew_client.untrusted import named, read_json, read_toml, shown
 
 MAX_DIM = 8192  # numbers in a command
 RATES = ("velocity", "acceleration", "jerk", "jump")
@@ -151,9 +150,9 @@ class Limits:
     def read(cls, path: Path, dim: int) -> Limits:
         """Return the limits of a ``.toml`` or ``.json`` file, from its table ``limits`` or its top level."""
         try:
-            text = read_text(path)
-            given = _toml(text) if path.suffix == ".toml" else json.loads(text)
-        except (OSError, ValueError, RecursionError) as error:
+            read = read_toml if path.suffix == ".toml" else read_json
+            given = read(path, finite=False)  # an infinite limit is no limit
+        except (OSError, ValueError) as error:
             raise LimitsError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
         if isinstance(given, dict) and isinstance(given.get("limits"), dict):
             given = given["limits"]
@@ -210,17 +209,6 @@ def _vector(value: Any, dim: int, field: str, sign: int) -> np.ndarray:
     if np.isnan(vector).any():
         raise LimitsError(f"{field}: expected numbers, got NaN")
     return vector
-
-
-def _toml(text: str) -> Any:
-    try:
-        import tomllib
-    except ImportError:
-        try:
-            import tomli as tomllib  # Python before 3.11
-        except ImportError:
-            raise ValueError("TOML needs Python 3.11 or the package tomli; JSON works everywhere") from None
-    return tomllib.loads(text)
 
 
 @dataclass(frozen=True)

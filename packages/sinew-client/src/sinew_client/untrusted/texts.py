@@ -14,6 +14,7 @@ from sinew_client.untrusted.words import UntrustedError, reason
 
 MAX_DEPTH = 64  # containers inside containers
 MAX_VALUES = 1 << 20  # of a JSON text: containers, keys and leaves
+MAX_TOKENIZER_VALUES = 1 << 23  # of a tokenizer: the largest vocabularies with their merges have 2.5 million
 MAX_NODES = 10_000  # of a YAML file, each alias counted with all that it stands for
 MAX_SCALAR = 1 << 14  # characters of one value; YAML reads 1:00:00 and so on as one number
 MAX_LINE = 1 << 24  # bytes of a line of JSON
