@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +55,58 @@ def test_every_kind_of_client(tmp_path: Path) -> None:
             [address, there.native], timeout=WAIT_S, connect_timeout=WAIT_S
         ) as both:  # the next one, at once
             assert both.infer(GOOD).actions.shape == (3, 2)
+
+
+STRANGER = """
+import os, socket, sys
+if os.geteuid() == 0:
+    os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind(sys.argv[1])
+    os.chmod(sys.argv[1], 0o666)
+    listening.listen()
+    print("listening", flush=True)
+    peer, _ = listening.accept()
+    heard = b""
+    while part := peer.recv(4096):
+        heard += part
+    print(heard.hex(), flush=True)
+"""
+
+
+def asked(address: str) -> None:
+    with Client(address, timeout=WAIT_S, api_key="a-key") as client:
+        client.infer(GOOD)
+
+
+def asked_async(address: str) -> None:
+    async def ask() -> None:
+        async with AsyncClient(address, timeout=WAIT_S, api_key="a-key") as client:
+            await client.infer(GOOD)
+
+    asyncio.run(ask())
+
+
+def test_a_socket_of_another_user_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever binds a path in /tmp before the server does got the key of every client."""
+    if os.geteuid() != 0:  # who cannot make a process of another user is another user
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o777)
+        for ask in (asked, asked_async):
+            path = f"{folder}/{ask.__name__}.sock"
+            with subprocess.Popen(
+                [sys.executable, "-c", STRANGER, path], stdout=subprocess.PIPE, text=True
+            ) as stranger:
+                assert stranger.stdout is not None
+                assert stranger.stdout.readline() == "listening\n"
+
+                with pytest.raises(
+                    SinewError, match=r"expected a server of user \d+ or of root, got one of user"
+                ):
+                    ask(f"ipc://{path}")
+                assert stranger.stdout.readline() == "\n"  # not a byte
 
 
 def test_whose_the_name_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from sinew_client import protocol, zmtp
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
-from sinew_client.link import MAX_REPLY, payload_of, set_options, unconnected, unix_place
+from sinew_client.link import MAX_REPLY, check_owner, payload_of, set_options, unconnected, unix_place
 from sinew_client.policy import asking
 from sinew_client.types import ActionChunk, Observation
 
@@ -339,6 +339,7 @@ async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
             made.setblocking(False)
             now = time.monotonic()
             await _within(loop.sock_connect(made, address), now + (end - now) / (len(found) - index))
+            check_owner(made)
         except OSError as wrong:
             made.close()
             error = wrong

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +23,7 @@ MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred milli
 MAX_TURNS = 64  # looks at what came between two requests, a buffer each
 MAX_PARTS = 512  # that the kernel takes in one call; it has 1,024
 LONGEST_S = 1e6  # of one wait
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED has them
 _SELECTOR = getattr(
     selectors, "PollSelector", selectors.SelectSelector
 )  # select() takes no descriptor above 1,023
@@ -63,6 +66,23 @@ def unconnected(family: int, kind: int, protocol: int, address: Any) -> socket.s
     return made
 
 
+def check_owner(made: socket.socket) -> None:
+    """Raise :class:`ConnectionLost` unless a process of this user or of root is at the other end of a Unix socket.
+
+    Whoever binds the path first would get the key. Other sockets are not checked, nor are those of a system that does
+    not say whose they are.
+    """
+    if not hasattr(socket, "AF_UNIX") or made.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return
+    credentials = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _process, user, _group = _CREDENTIALS.unpack(credentials)
+    if user not in (os.geteuid(), 0):
+        raise ConnectionLost(
+            f"ipc://{made.getpeername()}: expected a server of user {os.geteuid()} or of root, got one of user {user};"
+            " nothing was sent. Start the server as the user of the robot, in a folder that others cannot write"
+        )
+
+
 def connected(place: tuple, end: float) -> socket.socket:
     """Return a connection to (host, port) or (path,). Raises OSError, a ``socket.timeout`` at ``end``.
 
@@ -76,6 +96,7 @@ def connected(place: tuple, end: float) -> socket.socket:
             share = (end - time.monotonic()) / (len(found) - index)
             made.settimeout(max(1e-3, min(LONGEST_S, share)))
             made.connect(address)
+            check_owner(made)
         except OSError as wrong:
             made.close()
             error = wrong
