@@ -28,7 +28,7 @@ from sinew.cli.options import (
 )
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
 from sinew.core import SinewError, hints
-from sinew.perf.policy_memory import memory_need
+from sinew.perf.policy_memory import counted_apart, memory_need
 from sinew.serve.access_log import access_logging
 from sinew.serve.launch import ServerLaunch, ServingLimits, loader, recorders, swapper
 from sinew.serve.policies import DEFAULT, check_name
@@ -183,7 +183,7 @@ def serve(
                 threads=threads,
                 bounds=bounds,
                 memory_gib=bounds.memory_gib,
-                need=memory_need,
+                need=partial(memory_need, count=counted_apart),
             )
             launch = replace(launch, change=change)
             if prepare and not context and not adapters:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinew_client.untrusted import UntrustedError, parse_json
+from sinew_client.untrusted import UntrustedError, named, parse_json
 
 from sinew.core import RTC, BusyError, RequestError, SinewError, machine
 from sinew.engine import prepared
@@ -78,7 +78,7 @@ def preparation(
             words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
             logger.info(words, candidate.engine, choice.engine, opened.path.parent)
             continue
-        command = [*_python(), "sinew", "prepare", str(opened.path), "--background", "--json"]
+        command = [*python_module(), "sinew", "prepare", str(opened.path), "--background", "--json"]
         command += ["--device", choice.options.device]
         if options["dtype"] is not None:
             command += ["--dtype", str(options["dtype"])]
@@ -195,7 +195,9 @@ class Preparer:
             )
             return finding, Need(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise SinewError(f"expected what was found, got {record.get('text', record)!s:.300}") from None
+            raise SinewError(
+                f"expected what was found, got {named(record.get('text', record), 300)}"
+            ) from None
 
     def _read(self, child: subprocess.Popen[str]) -> dict[str, Any] | None:
         """Tell of the progress, and return the last record that is none."""
@@ -211,7 +213,7 @@ class Preparer:
             if "progress" in record:
                 self._say(
                     "preparing",
-                    f"preparing engine {self._work.engine}: {record['progress']!s:.300}",
+                    f"preparing engine {self._work.engine}: {named(record['progress'], 300)}",
                     logging.INFO,
                 )
             else:
@@ -308,7 +310,7 @@ def compiling_frames() -> Iterator[None]:
         return
     logger.info("kernels that resize frames are compiled in the background; --no-prepare does without")
     with subprocess.Popen(
-        [*_python(), "sinew.engine.cpu.kernels.build", "--background"], stdin=subprocess.PIPE,
+        [*python_module(), "sinew.engine.cpu.kernels.build", "--background"], stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     ) as child:  # fmt: skip
 
@@ -326,8 +328,11 @@ def compiling_frames() -> Iterator[None]:
             child.terminate()
 
 
-def _python() -> list[str]:
-    """Return what starts a module: the current folder's are imported where this process was started so."""
+def python_module() -> list[str]:
+    """Return the command prefix for ``python -m MODULE``.
+
+    It imports modules of the current folder only where this process does.
+    """
     return [sys.executable, *([] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]), "-m"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.perf.fleet import batched, between, most_robots, play
-from sinew.perf.policy_memory import memory_need
+from sinew.perf.policy_memory import counted_apart, memory_need
 from sinew.perf.program import PublishedProgram
 from sinew.serve.launch import memory_budget
 from tests.engine.test_guidance import BLOCKS
@@ -78,6 +78,9 @@ def test_memory_is_that_of_the_engine_that_will_run(rolling_bundle):
     assert 0 < weights < rolling_bundle.stat().st_size
     assert computed > 0
     assert memory_budget(2.0, options) == (2 << 30, "--memory-gib 2")
+    assert memory_need(str(rolling_bundle), options, None, 8, count=counted_apart) == (weights, computed)
+    with pytest.raises(SinewError, match="its memory could not be counted"):
+        counted_apart(str(rolling_bundle), "no such type", "eager", "cpu")
     budget, why = memory_budget(None, options)
     assert budget is not None
     assert budget > 0

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import re
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -33,11 +34,12 @@ from sinew.core import (
     RequestError,
     VectorSpec,
 )
+from sinew.serve.access import is_loopback
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.swap import FORM, Forms, Need, Swapper
-from sinew.serve.transport.admin import _is_loopback
 from sinew.serve.transport.ledger import Ledger
+from tests import processes
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
 
 
@@ -449,10 +451,27 @@ def test_never_without_a_key(tmp_path):
     with exchanging(tmp_path, ("web",)) as at:
         assert ask(at.web, b'{"source": "other"}')[0] == 401
         assert ask(at.web, None, method="DELETE")[0] == 401
-    assert _is_loopback("127.0.0.1")
-    assert _is_loopback("::1")
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("::1")
     for address in (None, "", "192.0.2.1", "localhost.evil"):
-        assert not _is_loopback(address)
+        assert not is_loopback(address)
+
+
+def test_an_exchange_leaves_no_library_in_the_server():
+    """What counts a policy's memory traces it, with libraries of 150 MiB that stayed in the server for good."""
+    program = """
+import sys
+from sinew.cli.options import CAMERAS, RUNS
+from sinew.perf.policy_memory import counted_apart, memory_need
+options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
+weights, computed = memory_need(sys.argv[1], options, 1, 1, count=counted_apart)
+assert weights and computed, (weights, computed)
+print(*(name for name in sys.modules if name == "sinew.perf.memory"))
+"""
+    bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+    found = processes.run([sys.executable, "-c", program, str(bundle)], timeout=600)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == []
 
 
 def test_the_memory_of_an_exchanged_policy_comes_back():
