@@ -168,8 +168,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             address of one with --listen; helps it with --shards processes. An address sends its bundles; for a folder,
             give the run's bundles as the target and with --compare. If the run uses an address, an environment, an
             adapter, options or an edge adapter of its own, type the same names.
-        listen: HOST:PORT where other hosts may --join without seeing the folder; beyond 127.0.0.1 with the key of
-            SINEW_API_KEY, which they have too.
+        listen: HOST:PORT where other hosts may --join without seeing the folder. They need the key of SINEW_API_KEY.
+            On 127.0.0.1 the run draws a key if you have set none, and shows it with the command to join.
         hosts: a Ray cluster on whose hosts the --shards play instead of here: ray (the cluster of this machine, or of
             RAY_ADDRESS) or ray://HOST:10001. A host that has no such bundle is sent it. Needs the extra `ray`.
     """

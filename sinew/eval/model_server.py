@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sinew_client.untrusted import named, shown
 
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.eval.policies import MODEL_SERVER
+from sinew.serve.decode.array import array
 
 if TYPE_CHECKING:
     import gymnasium
@@ -53,9 +55,10 @@ class ModelServer:
         except BaseException:
             self.close()
             raise
-        if (version := self.hello.get("protocol_version")) != PROTOCOL:
+        version = self.hello.get("protocol_version")
+        if not (isinstance(version, int) and version == PROTOCOL):
             self.close()
-            raise SinewError(f"{address}: expected protocol_version {PROTOCOL}, got {str(version)[:40]}")
+            raise SinewError(f"{address}: expected protocol_version {PROTOCOL}, got {shown(version, 40)}")
 
     async def _connect(self, url: str) -> None:
         self._session = self._aiohttp.ClientSession()
@@ -110,10 +113,12 @@ class ModelServer:
         found = self._loop.run_until_complete(self._receive())
         if not isinstance(found, dict) or not isinstance(found.get("payload"), dict):
             raise SinewError(f"{self.address}: expected a message with a payload, got {type(found).__name__}")
-        if found.get("type") == "error":
-            raise SinewError(f"{self.address}: {str(found['payload'].get('error'))[:500]}")
-        if (found.get("type"), found.get("seq")) != (wanted, self._seq):
-            got = f"{str(found.get('type'))[:40]!r} {str(found.get('seq'))[:40]}"
+        type_, seq = found.get("type"), found.get("seq")
+        if isinstance(type_, str) and type_ == "error":
+            raise SinewError(f"{self.address}: {named(found['payload'].get('error'), 500)}")
+        # arrays compare number by number
+        if not (isinstance(type_, str) and isinstance(seq, int) and (type_, seq) == (wanted, self._seq)):
+            got = f"{shown(type_, 40)} {shown(seq, 40)}"
             raise SinewError(f"{self.address}: expected {wanted!r} {self._seq}, got {got}")
         return dict(found["payload"])
 
@@ -134,11 +139,11 @@ class ModelServer:
             raise SinewError(f"{self.address}: no answer within {TIMEOUT_S:g} s") from None
         if message.type != self._aiohttp.WSMsgType.BINARY:
             raise SinewError(
-                f"{self.address}: the connection ended ({str(message.extra or message.data)[:200]})"
+                f"{self.address}: the connection ended ({named(message.extra or message.data, 200)})"
             )
         try:
             return self._msgpack.unpackb(message.data, object_hook=_from_map)
-        except (ValueError, TypeError, self._msgpack.UnpackException) as error:
+        except (ValueError, TypeError, SinewError, self._msgpack.UnpackException) as error:
             raise SinewError(
                 f"{self.address}: expected a message in msgpack, got {str(error)[:200]}"
             ) from None
@@ -158,13 +163,10 @@ def _to_map(value: Any) -> Any:
 
 
 def _from_map(found: dict[Any, Any]) -> Any:
-    """Return the array of a map that is one. Raises ValueError or TypeError."""
+    """Return the array of a map that is one. Raises ObservationError."""
     if found.get("__ndarray__") is not True:
         return found
-    kind = np.dtype(str(found.get("dtype"))[:16])
-    if kind.kind not in KINDS:
-        raise ValueError(f"an array of {kind}")
-    return np.frombuffer(found.get("data", b""), kind).reshape([int(size) for size in found.get("shape", ())])
+    return array("array", found.get("data"), found.get("dtype"), found.get("shape"))
 
 
 def said(address: str) -> dict[str, Any]:

@@ -160,11 +160,12 @@ class WireMessage:
     """One message of a client as its wire has read it, before anything large of it is decoded.
 
     content: what the wire makes the observation of. endpoint: answered, where ``reply`` is all that there is to say
-    (None: nothing). observations: of a message that has several, each a message itself.
+    (None: nothing), or seen, where the observation is decoded and kept, and nothing is computed. observations: of a
+    message that has several, each a message itself.
     """
 
     content: Any = None
-    endpoint: Literal["infer", "reset", "answered"] = "infer"
+    endpoint: Literal["infer", "reset", "answered", "seen"] = "infer"
     session: str = ""
     deadline_ms: float | None = None
     policy: str = ""

@@ -438,8 +438,8 @@ class Scheduler:
             )
         except SinewError as error:
             return [self._presentable(error) for _ in requests]
-        except BaseException:
-            logger.warning("a batch of %d failed and is computed one by one", len(requests), exc_info=True)
+        except BaseException as error:  # noqa: BLE001 - each request is computed alone, and fails alone
+            self._quiet.error("a batch failed and is computed one by one", error)
             return [self._compute_one(request, around) for request in requests]
         self._failures, self._broken = 0, None
         left = CancelledError("the request was cancelled")
@@ -525,8 +525,8 @@ class Scheduler:
             return
         try:
             on_done(outcome)
-        except BaseException:  # a wire that cannot answer must not stop the others
-            logger.exception("a reply could not be delivered")
+        except BaseException as error:  # noqa: BLE001 - a wire that cannot answer must not stop the others
+            self._quiet.error("a reply could not be delivered", error)
 
     def _presentable(self, error: BaseException) -> SinewError:
         """What the client is told. The unexpected goes to the log in full and to the wire in a sentence."""

@@ -7,9 +7,7 @@ back; health, metadata, authentication, what is counted, logged and recorded are
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hmac
 import json
 import logging
 import threading
@@ -23,6 +21,7 @@ from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestE
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
+from sinew.serve import access
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import KeptRecords, Metrics
 from sinew.serve.policies import DEFAULT, MAX_NAME, Deployment, Policies
@@ -32,16 +31,10 @@ from sinew.serve.robots import Robots
 from sinew.serve.scheduler import Scheduler, release
 
 logger = logging.getLogger(__name__)
-access = logging.getLogger("sinew.access")
+access_log = logging.getLogger("sinew.access")
 
 STREAMED = "stream"  # of ``Service.uses``
 MAX_SESSION = 128  # characters of a session's name, which is remembered for a while
-
-
-class UnauthorizedError(SinewError):
-    """The server wants a key, and the request came without one or with another."""
-
-    code = "unauthorized"
 
 
 class UnhealthyError(SinewError):
@@ -231,11 +224,7 @@ class Service:
 
     def authorize(self, key: str | bytes | None) -> None:
         """Raises :class:`UnauthorizedError` unless ``key`` is the server's, or the server has none."""
-        if not (keys := self._keys()):
-            return
-        given = key.encode(errors="surrogateescape") if isinstance(key, str) else key or b""
-        if not sum(hmac.compare_digest(given, each.encode()) for each in keys):  # all, in the same time
-            raise UnauthorizedError("this server wants an API key, and the request brought none or another")
+        access.check_key(key, self._keys())
 
     @property
     def wants_key(self) -> bool:
@@ -320,8 +309,8 @@ class Service:
         if isinstance(outcome, SinewError) and not isinstance(outcome, (ShuttingDownError, BusyError)):
             quiet = self._quiet.setdefault(request.wire, RateLimitedLog(logger))
             quiet.warning("%s: a request failed: %s", request.wire, printable(outcome))
-        if access.isEnabledFor(logging.INFO):
-            access.info(json.dumps(_entry(request, outcome, seconds, missed)))
+        if access_log.isEnabledFor(logging.INFO):
+            access_log.info(json.dumps(_entry(request, outcome, seconds, missed)))
         return seconds
 
     def _tell(self, request: Request, outcome: Outcome, seconds: float) -> None:
@@ -349,21 +338,6 @@ def _safe(request: Request, outcome: Outcome) -> Outcome:
         return outcome if request.safety is None else request.safety.enforce(outcome, seen)
     except SinewError as error:
         return bare(error)
-
-
-def key_of(authorization: str) -> str:
-    """Return the key in a header ``Authorization: Bearer K`` or ``Api-Key K``; empty where it is of another scheme.
-
-    In ``Basic`` the password is the key: clients that take nothing but an address send what stands in it
-    (``ws://:KEY@host:8000``).
-    """
-    scheme, _, key = authorization.partition(" ")
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(key.strip(), validate=True).decode().partition(":")[2]
-        except ValueError:
-            return ""
-    return key.strip() if scheme.lower() in ("api-key", "bearer") else ""
 
 
 def printable(error: SinewError) -> str:

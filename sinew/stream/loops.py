@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sinew.core import CancelledError, SinewError
+from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.stream.session import Session
 from sinew.stream.windows import Window
 
@@ -100,6 +101,7 @@ class Loops:
         self._running: list[threading.Thread] = []
         self._ended = False
         self._told = ""  # the last error whose traceback is in the log: the next run may well raise it again
+        self._failures = RateLimitedLog(logger)
 
     def add(
         self,
@@ -230,9 +232,9 @@ class Loops:
                 stream.listener.window(window)
         except SinewError as error:
             stream.listener.failed(error)
-        except Exception as error:  # whatever it is, the other streams go on
-            if (text := f"{type(error).__name__}: {error}") != self._told:
-                logger.exception("a stream failed")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other streams go on
+            if (text := f"{type(error).__name__}: {str(error)[:200]}") != self._told:
+                self._failures.error("a stream failed", error)
                 self._told = text
             stream.listener.failed(
                 SinewError(f"internal error ({type(error).__name__}); the log has the details")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.control.windows import MAX_DELAY
+from sinew_client.untrusted import shown
 
 from sinew.core import MAX_SAID, RTC, Observation, ObservationError, SinewError
 from sinew.stream.text import SILENT, Speech, StreamedText
@@ -62,7 +63,7 @@ class StreamSettings:
             ("interpolation", self.interpolation, INTERPOLATIONS),
         ):
             if value not in known:
-                raise ObservationError(name, f"one of {', '.join(known)}", repr(value))
+                raise ObservationError(name, f"one of {', '.join(known)}", shown(value))
 
 
 @dataclass(frozen=True, eq=False)

@@ -535,7 +535,10 @@ def test_keys(bundle, tmp_path, monkeypatch):
     with serving(tmp_path, bundle, "--wire", "lerobot:0", "--threads", 1) as own:
         assert "LeRobot's own client cannot send a key" in own.log.read_text()
         for metadata in ((), (("authorization", "Bearer wrong"),)):
-            with Robot(own.address, metadata) as stranger, refused(CODE.UNAUTHENTICATED, "wants an API key"):
+            with (
+                Robot(own.address, metadata) as stranger,
+                refused(CODE.UNAUTHENTICATED, "requires an API key"),
+            ):
                 stranger.hello()
         for value in ("secret", "Bearer secret", "Api-Key secret"):
             with Robot(own.address, (("authorization", value),)) as known:

@@ -437,7 +437,7 @@ def test_the_printed_program_runs(bundle, tmp_path):
         assert done.stdout.startswith("[[")
         with (
             Client(server.address, api_key="") as without,
-            pytest.raises(ServerError, match="wants an API key"),
+            pytest.raises(ServerError, match="requires an API key"),
         ):
             without.metadata()
         assert server.stop(signal.SIGINT) == 0

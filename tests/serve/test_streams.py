@@ -174,6 +174,23 @@ def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
     assert alive == {name: value for name, value in KEEPALIVE if name in alive}
 
 
+def test_the_frames_that_a_stream_holds_are_in_the_ledger(policy: Policy) -> None:
+    """A stream holds the messages of its last two frames, up to 32 MiB, which nobody counted."""
+    with serving(policy) as server:
+        ledger = server.opened["native"].ledger
+        link = StreamLink(server.native, RATE)
+        for moment in (0.0, 0.1, 0.2):
+            until(lambda moment=moment: link.send([0, 0], moment, images={"front": FRAME}, prompt="go"))
+        until(lambda: 2 * FRAME.nbytes < ledger.held < 3 * FRAME.nbytes, "two frames")
+        until(lambda: link.send([0, 0], 0.3, prompt="go"))
+        assert 2 * FRAME.nbytes < ledger.held < 3 * FRAME.nbytes
+        (robot,) = server.streams.robots.values()
+        robot.abandon()  # as an exchange of the policy does, on another thread
+        until(lambda: link.send([0, 0], 0.4, prompt="go") and ledger.held < FRAME.nbytes, "its end")
+        link.close()
+        until(lambda: ledger.held == 0, "the end of its connection")
+
+
 def test_a_stream_that_is_begun_anew_knows_nothing_of_the_old_one(policy: Policy) -> None:
     with serving(policy) as server:
         link = StreamLink(server.native, RATE)
@@ -281,6 +298,10 @@ class Asker:
         self.address = address
         self.requests: set[Any] = set()
         self.sent: list[bytes] = []
+        self.keeps: dict[Any, int] = {}
+
+    def release(self, keeper: Any) -> None:
+        self.keeps.pop(keeper, None)
 
     def reply(self, frames: list[Any], size: int = 0) -> None:
         self.sent.append(frames[-1])

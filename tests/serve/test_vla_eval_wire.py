@@ -26,15 +26,15 @@ import sinew.sim  # noqa: F401 - registers the tasks
 from benchmarks.wire_clients import VlaEval
 from sinew.core import ActionChunk, KeyMap, ObservationError, RequestError, SinewError, VectorSpec
 from sinew.policy import load
+from sinew.serve.access import key_of
 from sinew.serve.request import WireMessage
-from sinew.serve.service import key_of
 from sinew.serve.transport.routes import Dialect
 from sinew.serve.wires import vla_eval
 from tests import processes
 from tests.golden import Golden
 from tests.hostile.decoders import image, mutate, targets
 from tests.models.stages import observation as case_observation
-from tests.serve.puppet import FRAME, SPEC, WAIT_S, desk, until
+from tests.serve.puppet import FRAME, SPEC, WAIT_S, Puppet, desk, until
 from tests.serve.vla_eval_package import environment, installed, nursery, recorded
 
 websockets = pytest.importorskip("websockets.sync.client", reason="the client side needs websockets")
@@ -468,10 +468,11 @@ def test_a_policy_of_several_moments_reads_what_a_robot_would_have_kept(
                 sent = {**GO, "states": state, "images": {"front": frame}}
                 found = talk.read(message("observation", sent))
                 assert (found.endpoint == "infer") == (step % int(rows) == 0)
-                if found.endpoint != "infer":
+                seen, before = talk.observation(found, spec), kept.before(step)
+                if found.endpoint == "seen":
+                    talk.seen(found)
                     continue
-                talk.answer(WireMessage(), [ActionChunk(np.zeros((3, 2), np.float32))], 0.0, None)
-                seen, before = vla_eval.observation(found, spec), kept.before(step)
+                talk.answer(found, [ActionChunk(np.zeros((3, 2), np.float32))], 0.0, None)
                 np.testing.assert_array_equal(seen.state, state)
                 assert [each.state.tolist() for each in seen.earlier] == [
                     each.state.tolist() for each in before
@@ -507,18 +508,116 @@ def test_a_policy_of_two_moments_is_told_both_over_the_socket(golden: Any, case_
     assert np.abs(found[1]["actions"] - alone).max() > 1e-3
 
 
-def test_what_a_connection_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = message("observation", GO)
-    monkeypatch.setattr(vla_eval, "MAX_SEEN", 2 * len(sent))
-    talk = vla_eval.Conversation(replace(SPEC, history=4), {})
-    talk.read(sent)
-    talk.read(sent)
-    with pytest.raises(RequestError, match="observations: expected at most"):
-        talk.read(sent)
+def test_only_accepted_steps_are_kept_and_their_bytes_are_bounded() -> None:
+    """Messages were kept as they came, up to 256 MiB a connection, refused ones too, and no ledger counted them."""
+    spec = replace(SPEC, history=4)
+    talk = vla_eval.Conversation(spec, {})
+    talk.observation(talk.read(message("observation", GO)), spec)
+    assert talk.kept() == 0  # it is not answered
+    for number in range(1, 9):
+        sent = talk.read(message("observation", {**GO, "other": bytes(1 << 20)}))
+        talk.observation(sent, spec)
+        talk.answer(sent, [ActionChunk(np.zeros((1, 2), np.float32))], 0.0, None)
+        assert talk.kept() == min(number, 4) * (PICTURE.nbytes + 16)  # float64, as it came
+    large = {**GO, "images": {"front": np.zeros((2000, 2000, 3), np.uint8)}}
+    with pytest.raises(ObservationError, match="send the frames in the sizes of the policy: front 48 x 64"):
+        talk.observation(talk.read(message("observation", large)), spec)
+    talk.read(message("episode_end", {}))
+    assert talk.kept() == 0
     lone = vla_eval.Conversation(SPEC, {})
-    for _ in range(9):
-        lone.read(sent)  # one moment is no memory
-    assert not lone._seen
+    sent = lone.read(message("observation", GO))
+    lone.observation(sent, SPEC)
+    lone.answer(sent, [ActionChunk(np.zeros((1, 2), np.float32))], 0.0, None)
+    assert lone.kept() == 0  # one moment is no memory
+
+
+def test_refused_steps_of_a_policy_of_several_moments_leave_no_memory() -> None:
+    """Six connections with four refused messages each held 257 MiB a connection."""
+    puppet = Puppet()
+    puppet.spec = replace(SPEC, history=4)
+    refused = message("observation", {**GO, "states": np.zeros(3), "other": bytes(8 << 20)})
+    with desk(("vla-eval",), policy=puppet) as at, contextlib.ExitStack() as stack:
+        ledger = at.opened["vla-eval"].ledger
+        for _ in range(3):
+            client = stack.enter_context(websockets.connect(getattr(at, "vla-eval"), max_size=None))
+            for _ in range(4):
+                client.send(refused)
+                assert unpacked(client.recv(WAIT_S))["type"] == "error"
+        until(lambda: ledger.held == 0)
+        client.send(message("observation", GO))
+        assert unpacked(client.recv(WAIT_S))["type"] == "action"
+        until(lambda: ledger.held == PICTURE.nbytes + 16)  # the ledger counts the step that was accepted
+        client.send(message("episode_end", {}))
+        until(lambda: ledger.held == 0)
+
+
+def test_a_step_between_two_chunks_is_checked_before_it_is_kept() -> None:
+    """Its row is handed out once it is accepted."""
+    puppet = Puppet()
+    puppet.spec = replace(SPEC, history=2)
+    bad = message("observation", {**GO, "states": np.zeros(3)})
+    with (
+        desk(("vla-eval",), policy=puppet) as at,
+        websockets.connect(getattr(at, "vla-eval") + "/?rows=2") as client,
+    ):
+        found = []
+        for sent in (message("observation", GO), bad, message("observation", GO)):
+            client.send(sent)
+            found.append(unpacked(client.recv(WAIT_S)))
+        assert [each["type"] for each in found] == ["action", "error", "action"]
+        assert "state: expected shape [2], got shape [3]" in found[1]["payload"]["error"]
+        assert len(puppet.computed) == 1
+
+
+# ----------------------------------------------------------------------------- text of a client
+
+
+def test_a_task_is_not_written_out_before_it_is_bounded() -> None:
+    """A task of 60 MiB of bytes was formatted as text on the event loop, which held every other robot for 14 s."""
+    talk = vla_eval.Conversation(SPEC, {})
+
+    def seed(task: Any) -> int | None:
+        talk.read(message("episode_start", {"task": task}))
+        return talk.read(message("observation", GO)).content.seed
+
+    plain = {"name": "a", "episode_idx": 3, "more": {"suite": "b", "seeds": [1, 2.5, None, True]}}
+    text = json.dumps(plain, sort_keys=True)
+    drawn = hashlib.sha256(bytes(8) + hashlib.sha256(text.encode()).digest() + bytes(8)).digest()
+    assert seed(plain) == int.from_bytes(drawn[:8], "big") >> 1  # as before
+    assert seed({**plain, "blob": bytes(1 << 20), "array": np.zeros(1 << 20)}) == seed(plain)
+    for large in ("x" * 5000, ["x"] * 5000, {str(number): 0 for number in range(5000)}):
+        with pytest.raises(RequestError, match="task: expected at most 4096 characters and values"):
+            talk.read(message("episode_start", {"task": {**plain, "large": large}}))
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (message("observation", GO).replace(b"observation", b"\xc4\x09observat", 1), "type: expected one of"),
+        (vla_eval.pack({"type": np.zeros(9), "payload": {}, "seq": 1}), "got ndarray"),
+        (vla_eval.pack({"type": bytes(1 << 20), "payload": {}, "seq": 1}), "type: expected one of"),
+        (message("hello", {"protocol_version": bytes(1 << 20)}), "protocol_version: expected 1, got b'"),
+    ],
+)
+def test_values_in_messages_are_cut_before_they_are_written(sent: bytes, told: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        vla_eval.Conversation(SPEC, {}).read(sent)
+    assert told in str(caught.value) or "MessagePack" in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_array_as_type_is_refused_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    from websockets.exceptions import ConnectionClosedError
+
+    sent = vla_eval.pack({"type": np.zeros(9), "payload": {}, "seq": 1})
+    with desk(("vla-eval",)) as at:
+        for _ in range(20):
+            with websockets.connect(getattr(at, "vla-eval")) as client:
+                client.send(sent)
+                with pytest.raises(ConnectionClosedError, match="type: expected one of"):
+                    client.recv(WAIT_S)
+    assert not [each for each in caplog.records if each.exc_info]
+    assert len(caplog.text) < 4000
 
 
 def test_a_policy_without_a_state_asks_for_none() -> None:

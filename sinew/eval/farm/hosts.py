@@ -6,6 +6,10 @@
     POST /beat     {worker}     a sign of life
     POST /store/NAME?worker=W   the episodes of a group, a line of JSON each
 
+Every request carries the key of the run: that of ``SINEW_API_KEY``, or one that the run draws and shows. The rules for
+keys, Host and Origin are those of every listener (:mod:`sinew.serve.access`): a web page can neither read the plan nor
+store an episode.
+
 Leases and episodes are the same files as those of shards beside the run (``files.py``), so its promises
 hold: whatever is killed, an episode counts once. Every request may be sent again: a worker holds one group at a time,
 and is told it again. A run that was killed is asked until its successor answers.
@@ -13,13 +17,13 @@ and is told it again. A run that was killed is asked until its successor answers
 
 from __future__ import annotations
 
-import hmac
 import http.client
 import io
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import sys
 import threading
@@ -40,6 +44,8 @@ from sinew.eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job
 from sinew.eval.outside import TypedNames, allowed, own_hashes
 from sinew.eval.policies import file_hash
 from sinew.eval.runner import Episode
+from sinew.serve.access import UnauthorizedError, check_key, is_loopback, key_in, refused_page
+from sinew.serve.transport.listen import AddressError, Listen
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +57,14 @@ TOLD_S = 3.0  # for workers to hear that all is played
 BLOCK = 1 << 20  # bytes of a bundle that are in memory
 MOST_THREADS = 256  # of this process, each connection has one; others are closed, and try again
 KEY_HEADER = "X-API-Key"
+KEY_FILE = "key"  # in the queue's folder, for this user alone: a run that is begun again has the same
 WORKER = re.compile(r"[\w.-]{1,100}")
 
 
 class QueueServer:
     """Answers for a queue until it is closed. address: ``HOST:PORT``; port 0 takes a free one.
+
+    ``drawn`` is the key that this run has drawn; empty where ``SINEW_API_KEY`` has one.
 
     Raises :class:`SinewError` for an address that cannot be listened on, and for one that others reach without a key.
     """
@@ -64,9 +73,11 @@ class QueueServer:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise SinewError(f"--listen: expected HOST:PORT, got {address!r}")
-        self._key = key_from_environment()
-        if host not in ("127.0.0.1", "localhost", "[::1]") and not self._key:
+        key = key_from_environment()
+        if not is_loopback(host) and not key:
             raise SinewError(f"--listen {address}: expected a key in {KEY_VARIABLE}, as others can reach it")
+        self.drawn = "" if key else _drawn_key(folder / KEY_FILE)
+        self._keys = (key or self.drawn,)
         self._folder, self._plan = folder, plan
         self._jobs = {job.name: job for job in plan.jobs}
         self._left = dict(self._jobs)
@@ -89,8 +100,9 @@ class QueueServer:
                 return
 
         try:
-            self._server = _Server((host.strip("[]"), int(port)), Handler)
-        except (OSError, OverflowError) as error:
+            self._listen = Listen(host.strip("[]"), int(port))
+            self._server = _Server(self._listen, Handler)
+        except (AddressError, OverflowError) as error:
             raise SinewError(f"--listen {address}: {error}") from None
         self.address = f"{SCHEME}{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -109,8 +121,13 @@ class QueueServer:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer a request, or refuse it by its status. What comes without the key is not read."""
-        given = request.headers.get(KEY_HEADER, "")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        headers: Any = request.headers  # a mapping in all that is needed here
+        if refused_page(request.command, request.path, headers, self._listen, keyed=True) is not None:
+            request.send_error(403, "requests of web pages are refused")
+            return
+        try:
+            check_key(key_in(headers), self._keys)
+        except UnauthorizedError:
             request.send_error(401, f"expected the key of the run in {KEY_VARIABLE}")
             return
         request.connection.settimeout(4 * AWAY_S)
@@ -179,6 +196,19 @@ class QueueServer:
             return self._queues[worker]
 
 
+def _drawn_key(path: Path) -> str:
+    """Return the key that this run has drawn, which only this user can read. Raises :class:`SinewError`."""
+    try:
+        if path.is_file() and (key := path.read_text().strip()):
+            return key
+        key = secrets.token_urlsafe(24)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(key)
+    except OSError as error:
+        raise SinewError(f"{path}: {error.strerror or error}") from None
+    return key
+
+
 def _worker(name: str) -> str:
     if not isinstance(name, str) or not WORKER.fullmatch(name):
         raise ValueError(name)
@@ -187,6 +217,12 @@ def _worker(name: str) -> str:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def __init__(self, listen: Listen, handler: type[BaseHTTPRequestHandler]):
+        super().__init__(("", 0), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listen.tcp_socket()
+        self.server_address = self.socket.getsockname()
 
     def verify_request(self, *_: Any) -> bool:
         return threading.active_count() < MOST_THREADS

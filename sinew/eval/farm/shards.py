@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from sinew_client.auth import KEY_VARIABLE
+
 from sinew.core import SinewError
 from sinew.eval.episode_log import episodes_of
 from sinew.eval.farm.files import FOLDER, LOGS, PLAN, PLAYED, EpisodeQueue, FarmPlan, Job, read_file
@@ -91,7 +93,8 @@ def play(
         left.setdefault(job.name, []).append(job)
     server = None if listen is None else QueueServer(folder, plan, listen)
     if server is not None:
-        logger.warning("others help with `sinew eval --join %s`", server.address)
+        key = f"{KEY_VARIABLE}={server.drawn} " if server.drawn else ""
+        logger.warning("others help with `%ssinew eval --join %s`", key, server.address)
     shards = min(shards, len(left))
     names = TypedNames.of(task, variants).to_json()
     if hosts is None:

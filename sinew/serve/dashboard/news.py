@@ -111,8 +111,8 @@ class Broadcast:
                     for outbox in self._outboxes if message else ():
                         outbox.put(message)
                     await asyncio.sleep(pause)
-        except Exception:
-            logger.exception("the dashboard's viewers are told nothing more")
+        except Exception as error:  # noqa: BLE001 - of this code; the viewers reconnect
+            self._quiet.error("the dashboard's viewers get no further events", error)
             self.end()
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:

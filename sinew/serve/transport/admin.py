@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ from aiohttp import web
 from sinew_client.untrusted import parse_json
 
 from sinew.core import BundleError, ConvertError, RequestError
-from sinew.serve.service import Service, UnauthorizedError
+from sinew.serve.access import UnauthorizedError, is_loopback
+from sinew.serve.service import Service
 from sinew.serve.transport.routes import POLICIES, Guard, read_body
 
 MAX_SOURCE = 4096  # characters: a path's longest on Linux
@@ -45,7 +45,7 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
         return await run(service.swapper.unload, request.match_info["policy"])
 
     def _admit(request: web.Request) -> None:
-        if not _is_loopback(request.remote) or not service.wants_key:
+        if not is_loopback(request.remote) or not service.wants_key:
             raise UnauthorizedError(
                 f"{request.method} {POLICIES} is for this machine alone, and wants a server with a key"
             )
@@ -64,10 +64,3 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
     router.add_get(POLICIES, guarded(listed))
     router.add_put(f"{POLICIES}/{{policy}}", guarded(load))
     router.add_delete(f"{POLICIES}/{{policy}}", guarded(unload))
-
-
-def _is_loopback(address: str | None) -> bool:
-    try:
-        return address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False

@@ -70,6 +70,11 @@ class Connection(Account, asyncio.Protocol):
         if self._all is not None:
             self._all.ledger.answered(self, size)
 
+    def keep(self, size: int) -> None:
+        """So many bytes of it outlive the answers."""
+        if self._all is not None:
+            self._all.ledger.keep(self, size)
+
     def prove(self) -> None:
         """A request of it was taken: it is not a stranger any more."""
         if self._all is not None:

@@ -1,4 +1,4 @@
-"""What the connections of one server hold: how many there are, how much of unanswered requests, since when.
+"""What the connections of one server hold: how many there are, how much memory, since when.
 
 One request is bounded by its reader. A crowd of unfinished ones, each within those bounds, is bounded here, for every
 transport that sees its connections. It is accounting alone: no sockets, and one thread.
@@ -26,31 +26,33 @@ class Account:
     """What one connection holds.
 
     since: when the request (or handshake) that is arriving began; None between requests.
-    arriving: bytes of it. waiting: bytes of whole requests that are not answered.
+    arriving: bytes of it. waiting: bytes of whole requests that are not answered. kept: bytes that outlive the answers,
+        such as the frames of earlier steps and of streams.
     proven: a request of it has been taken (authorised, where the server has a key). heard: when it last sent.
     """
 
-    __slots__ = ("arriving", "heard", "proven", "since", "waiting")
+    __slots__ = ("arriving", "heard", "kept", "proven", "since", "waiting")
 
     def __init__(self, now: float):
         self.since: float | None = now
         self.heard = now
         self.arriving = 0
         self.waiting = 0
+        self.kept = 0
         self.proven = False
 
     @property
     def held(self) -> int:
-        return self.arriving + self.waiting
+        return self.arriving + self.waiting + self.kept
 
 
 A = TypeVar("A", bound=Account)  # as a transport has them
 
 
 class Ledger(Generic[A]):
-    """limit: connections at once. limit_bytes: received and not yet answered, of all of them together; beyond it the
-    connection that holds most is closed, so that the ones with ordinary requests go on. limit_s: for one request to
-    arrive.
+    """limit: connections at once. limit_bytes: received and not yet answered, and kept between requests, of all of them
+    together; beyond it the connection that holds most is closed, so that the ones with ordinary requests go on.
+    limit_s: for one request to arrive.
 
     close: ends a connection; it must call ``forget``.
     """
@@ -96,6 +98,14 @@ class Ledger(Generic[A]):
         account.waiting -= size
         self._count(account, -size)
 
+    def keep(self, account: A, size: int) -> None:
+        """The connection keeps so many bytes from now on. May close connections, also this one."""
+        more = size - account.kept
+        self._count(account, more)
+        account.kept = size
+        if more > 0:
+            self._make_room()
+
     def prove(self, account: A) -> None:
         """A request of this connection was taken."""
         if not account.proven:
@@ -126,10 +136,12 @@ class Ledger(Generic[A]):
     def _make_room(self) -> None:
         while self.strangers_held > self.limit_bytes // STRANGERS_SHARE:
             greatest = max((each for each in self.open if not each.proven), key=lambda each: each.held)
-            self._close(greatest, "requests that are not authorised take more memory than the server allows")
+            self._close(
+                greatest, "connections without an accepted request take more memory than the server allows"
+            )
         while self.held > self.limit_bytes:
             greatest = max(self.open, key=lambda each: each.held)
-            self._close(greatest, "unanswered requests take more memory than the server allows")
+            self._close(greatest, "the connections take more memory than the server allows")
 
     def _make_place(self, now: float) -> bool:
         """Close the connection that has been silent for longest, strangers first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from sinew_client.untrusted import UntrustedError, read_bytes
 
 from sinew.core import SinewError
+from sinew.serve.access import is_loopback
 from sinew.serve.renewed import Renewed
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,7 @@ class Listen:
 
     @property
     def is_loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     def numeric_host(self) -> str:
         """The host as an address: ZeroMQ does not look names up when binding. Raises OSError."""

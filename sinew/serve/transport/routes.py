@@ -68,6 +68,8 @@ class Dialect:
     error: makes the answer that says what is wrong, after which the connection goes on; None, or where it makes None:
         the connection ends. waits: a client that sends more than may wait is not read from meanwhile, instead of being
         refused. beside: routes on the same port that belong to the protocol.
+    seen: makes the answer to an observation that is kept and not computed, after ``observation`` has decoded it.
+    kept: the bytes that a connection keeps between two messages, which the ledger counts.
     """
 
     name: str
@@ -84,6 +86,8 @@ class Dialect:
     error: Callable[[SinewError], bytes | None] | None = None
     waits: bool = False
     beside: Routes | None = None
+    seen: Callable[[WireMessage], bytes] | None = None
+    kept: Callable[[], int] = int
 
 
 class Page(Protocol):

@@ -13,21 +13,23 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from sinew.core import PolicySpec, RequestError, SinewError
+from sinew.core import CancelledError, Observation, PolicySpec, RequestError, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
+from sinew.serve.access import key_in, refused_page
+from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import CONTENT_TYPE
-from sinew.serve.policies import DEFAULT
-from sinew.serve.service import Service, key_of
+from sinew.serve.policies import DEFAULT, Deployment
+from sinew.serve.service import Service
 from sinew.serve.transport.connections import Connection, Connections, connection_of
 from sinew.serve.transport.ledger import HELD_REQUESTS
 from sinew.serve.transport.listen import Listen
-from sinew.serve.transport.origin import refuse_web_pages
 from sinew.serve.transport.routes import (
     JSON,
     MAX_REASON,
@@ -71,13 +73,15 @@ class WebServer:
         self.dashboard = "" if page is None else self.address.replace("ws", "http", 1) + "/"
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
-        self._quiet = RateLimitedLog(logger)
+        self._quiet, self._failures = RateLimitedLog(logger), RateLimitedLog(logger)
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()
         self._make_page = page
         self.page: Page | None = None  # once it was started
         self._front: Handler | None = None  # the page at /
+        # Decodes what is kept and not computed
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="sinew-web-decode")
 
     def start(self, service: Service) -> None:
         self._service = service
@@ -95,6 +99,7 @@ class WebServer:
             if self._thread.is_alive():
                 logger.error("%s: the event loop does not end", self.name)
                 return
+        self._decoder.shutdown(wait=False, cancel_futures=True)
         self._loop.close()
         self._socket.close()
 
@@ -135,6 +140,7 @@ class WebServer:
         connections = Connections(
             self.name, listen.max_connections, HELD_REQUESTS * listen.max_message_bytes, listen.arrival_s
         )
+        self.ledger = connections.ledger
         watch = asyncio.create_task(connections.watch())
         server = await self._loop.create_server(
             lambda: connections.accept(_protocol(runner)),
@@ -174,7 +180,10 @@ class WebServer:
         if not request.can_read_body:
             connection.whole()
         try:
-            if (refusal := refuse_web_pages(request, self._listen, self._service.wants_key)) is not None:
+            about = request.method, request.path, request.headers, self._listen
+            if (reason := refused_page(*about, keyed=self._service.wants_key)) is not None:
+                refusal = web.Response(status=403, text=f"{reason}\n")
+                refusal.force_close()
                 return refusal
             return await handler(request)
         finally:
@@ -195,7 +204,7 @@ class WebServer:
     async def _metrics(self, request: web.Request) -> web.Response:
         try:
             with self._service.reading("http", request.remote or ""):
-                self._service.authorize(_key(request))
+                self._service.authorize(key_in(request.headers))
         except SinewError as error:
             return web.Response(status=401, text=f"{error}\n")
         response = web.Response(
@@ -210,7 +219,7 @@ class WebServer:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 with self._service.reading("http", request.remote or ""):
-                    self._service.authorize(_key(request))
+                    self._service.authorize(key_in(request.headers))
                 if self._service.wants_key:
                     connection_of(request).prove()
                 response = await handler(request)
@@ -237,7 +246,7 @@ class WebServer:
         policy = request.path.removeprefix(f"{POLICIES}/") if request.path.startswith(POLICIES) else DEFAULT
         try:
             with service.reading(name, client):
-                service.authorize(_key(request))
+                service.authorize(key_in(request.headers))
                 deployment = service.policies.get(policy)
                 if dialect.connect is not None:
                     dialect = dialect.connect(deployment.spec, service.about(policy), dict(request.query))
@@ -265,7 +274,7 @@ class WebServer:
         connection.answered(connection.waiting)
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
-        admit = partial(service.authorize, _key(request))  # keys may have been exchanged since
+        admit = partial(service.authorize, key_in(request.headers))  # keys may have been exchanged since
         worker = asyncio.create_task(
             self._answer(socket, dialect, connection, messages, client, policy, admit)
         )
@@ -328,13 +337,14 @@ class WebServer:
                     await socket.send_bytes(told)
             except ConnectionError:
                 return
-            except Exception:  # whatever it is, the other clients are served on
-                logger.exception("a request could not be answered")
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
+                self._failures.error("a request could not be answered", error)
                 await self._fail(socket, "internal error; the server's log has the details")
                 return
             finally:
                 del payload  # the next one may be long in coming
                 connection.answered(size)
+                connection.keep(dialect.kept())
 
     async def _reply(
         self,
@@ -354,7 +364,12 @@ class WebServer:
         if dialect.reset is not None and message.endpoint == "reset":
             service.reset(message.session, policy)
             return dialect.reset()
-        spec = service.policies.get(policy).spec
+        deployment = service.policies.get(policy)
+        spec = deployment.spec
+        if dialect.seen is not None and message.endpoint == "seen":
+            with service.reading(dialect.name, client):
+                await self._decode(lambda budget: dialect.observation(message, spec, budget), deployment)
+            return dialect.seen(message)
         outcomes = await service.outcomes(
             message,
             lambda each, budget: dialect.observation(each, spec, budget),
@@ -365,6 +380,29 @@ class WebServer:
             policy=policy,
         )
         return dialect.answer(message, outcomes, 1e3 * (time.perf_counter() - arrived), previous_ms)
+
+    async def _decode(
+        self, observation: Callable[[PixelBudget], Observation], deployment: Deployment
+    ) -> None:
+        """Decode and check an observation that is not computed, as a request's are. One at a time: the frames of
+        several could be more than a server may hold. Ends when the client leaves."""
+        left = threading.Event()
+
+        def check() -> None:
+            if left.is_set():
+                raise CancelledError("the client left")
+
+        def read() -> None:
+            seen = observation(PixelBudget(deployment.pixels, check))
+            if deployment.safety is not None:
+                deployment.safety.check(seen)
+            deployment.scheduler.policy.prepare(seen)
+
+        try:
+            await self._loop.run_in_executor(self._decoder, read)
+        except asyncio.CancelledError:
+            left.set()
+            raise
 
     async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:
         """Say that something is wrong and end the connection: openpi's way is a text frame first, which a client that
@@ -390,10 +428,6 @@ def _data(message: WSMessage) -> bytes:
 def _is_ours(record: logging.LogRecord) -> bool:
     """aiohttp writes a traceback for every message that is no HTTP; whoever sends those could fill the log."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-def _key(request: web.Request) -> str:
-    return key_of(request.headers.get("Authorization", "")) or request.headers.get("X-API-Key", "")
 
 
 def _protocol(runner: web.AppRunner) -> asyncio.Protocol:

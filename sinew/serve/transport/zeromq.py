@@ -100,7 +100,7 @@ class ZeroMQWire:
         self.name = codec.name
         self._limit = listen.max_message_bytes
         self._stop = False
-        self._quiet = RateLimitedLog(logger)
+        self._quiet, self._failures = RateLimitedLog(logger), RateLimitedLog(logger)
         self._path = listen.path
         self._socket = listen.unix_socket() if self._path else listen.tcp_socket()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -278,6 +278,8 @@ class ZeroMQWire:
         """Wait for what this connection needs now, and free what other threads have answered."""
         while peer.freed:
             self.ledger.answered(peer, peer.freed.popleft())
+        if (kept := sum(list(peer.keeps.values()))) != peer.kept:
+            self.ledger.keep(peer, kept)
         if peer.broken and not peer.closed:
             self.close(peer, "")
         if peer.closed:
@@ -329,13 +331,13 @@ class ZeroMQWire:
                 peer.freed.append(size)
                 return
             decoders = codec.decoders(header, content, peer.shared)
-        except Exception as error:  # whatever it is, the other clients are served on
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             told = error if isinstance(error, SinewError) else SinewError("internal error")
             if told is error:
                 service.refused(self.name, peer.address, told)
                 self._refuse(peer)
             else:
-                logger.exception("a request could not be taken")
+                self._failures.error("a request could not be taken", error)
             peer.reply([*envelope, codec.encode_error(header, told)], size)
             return
         peer.prove()
@@ -362,8 +364,8 @@ class ZeroMQWire:
             if self.on_loop() and any(isinstance(each, BusyError) for each in outcomes):
                 self._refuse(peer)
             reply = self.codec.encode(header, outcomes, (time.perf_counter() - arrived) * 1e3)
-        except Exception:  # a client that gets no reply waits for ever
-            logger.exception("a reply could not be written")
+        except Exception as error:  # noqa: BLE001 - a client that gets no reply waits for ever
+            self._failures.error("a reply could not be written", error)
             reply = self.codec.encode_error(header, SinewError("internal error"))
         peer.reply([*envelope, reply], size)
 
@@ -411,7 +413,8 @@ class Peer(Account):
     """One connection. ``reply`` and ``send`` may be called from any thread, the rest on the loop.
 
     unsent: bytes that the socket did not take yet. freed: what answered requests held. broken: sending failed.
-    shares: bytes of memory that it may share; 0: none.
+    shares: bytes of memory that it may share; 0: none. keeps: bytes that outlive their message, by what keeps them: a
+    stream.
     """
 
     def __init__(self, wire: ZeroMQWire, made: socket.socket, address: str, framing: Any, now: float):
@@ -421,6 +424,7 @@ class Peer(Account):
         self.framing: zmtp.Framing = framing
         self.requests: set[Any] = set()  # what is not answered, and streams; abandoned when it closes
         self.freed: deque[int] = deque()
+        self.keeps: dict[Any, int] = {}
         self.closed = self.broken = self.paused = False
         self.shared: shared.ReceivedFrames | None = None
         self.shares = 0
@@ -452,6 +456,11 @@ class Peer(Account):
         # The loop frees what the message held before it does anything else; only what is left to send wakes it.
         if not self._wire.on_loop():
             self._wire.wake(self, at_once=bool(self.unsent or self.broken))
+
+    def release(self, keeper: Any) -> None:
+        """``keeper`` has ended. From any thread."""
+        if self.keeps.pop(keeper, None) is not None and not self._wire.on_loop():
+            self._wire.wake(self, at_once=False)
 
     def prove(self) -> None:
         """A request of this connection was taken: it is not a stranger any more."""

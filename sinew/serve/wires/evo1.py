@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from sinew_client.untrusted import shown
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
@@ -161,7 +162,7 @@ def _flags(name: str, value: Any) -> list[bool]:
     while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
     if not isinstance(value, list) or not all(each in (0, 1) for each in value):
-        raise ObservationError(name, "a list of zeros and ones", str(value)[:60])
+        raise ObservationError(name, "a list of zeros and ones", shown(value, 60))
     return [bool(each) for each in value]
 
 

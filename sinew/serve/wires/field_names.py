@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from sinew_client.types import MOST_TOGETHER
+from sinew_client.untrusted import named
 
 from sinew.core import KeyMap, Moment, Observation, ObservationError, PolicySpec, RequestError
 from sinew.processing.arrays import numbers
@@ -309,7 +310,7 @@ def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[st
         got = f"{len(members)}" if isinstance(members, list) else type(members).__name__
         raise RequestError(f"{SEVERAL}: expected a list of 1 to {MOST_TOGETHER} maps, got {got}")
     if beside := [key for key in tree if key not in (SEVERAL, *alone)]:
-        raise RequestError(f"{str(beside[0])[:40]}: expected inside of {SEVERAL}, got one beside them")
+        raise RequestError(f"{named(beside[0], 40)}: expected inside of {SEVERAL}, got one beside them")
     for index, each in enumerate(members):
         if not isinstance(each, Mapping):
             raise RequestError(f"{SEVERAL}[{index}]: expected a map, got {type(each).__name__}")
@@ -385,5 +386,5 @@ def _prompt(flat: Mapping[str, Any], candidates: Sequence[str]) -> str:
 
 
 def _some(flat: Mapping[str, Any]) -> str:
-    names = sorted(str(name)[:40] for name in flat)
+    names = sorted(named(name, 40) for name in flat)
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "none"

@@ -237,5 +237,6 @@ def _refuse_wide(tree: Any) -> None:
 
 def _arrays(content: Mapping[str, Any]) -> Mapping[str, Any]:
     found = from_json_numpy(content)
-    assert isinstance(found, Mapping)
+    if not isinstance(found, Mapping):
+        raise ObservationError("observation", "an object with the keys of an observation", "an array")
     return found

@@ -12,8 +12,9 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ class StreamingRobot:
     quiet: RateLimitedLog
     ended: bool = False
     dropped: int = 0
+    # Bytes of the messages whose frames the session holds: the newest, and that of its prefix
+    frames: deque[int] = field(default_factory=lambda: deque(maxlen=2))
     _told: bool = False
 
     def window(self, window: Window) -> None:
@@ -183,6 +186,10 @@ class Streams:
         if pictures:
             taken = request.frame_time if request.HasField("frame_time") else request.time
             session.push_frame(partial(self._images, content, header.policy), taken)
+            robot.frames.append(len(content))
+            peer.keeps[robot] = sum(robot.frames)
+            if robot.ended:  # on another thread, meanwhile
+                peer.release(robot)
         self.loops.wake()
 
     def patience(self) -> float:
@@ -291,6 +298,7 @@ class Streams:
             robot.ended = True
             self.robots = {key: each for key, each in self.robots.items() if each is not robot}
         robot.peer.requests.discard(robot)
+        robot.peer.release(robot)
         self.loops.remove(robot.session)
         session = robot.session
         self._changes.info(

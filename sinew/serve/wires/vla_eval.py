@@ -16,8 +16,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -25,6 +25,8 @@ from aiohttp import web
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN
 from sinew_client.episode import Ensembled
+from sinew_client.history import History
+from sinew_client.untrusted import shown
 
 from sinew import __version__
 from sinew.core import (
@@ -36,7 +38,7 @@ from sinew.core import (
     RequestError,
     SinewError,
 )
-from sinew.core.rate_limited_log import Once
+from sinew.core.rate_limited_log import Once, RateLimitedLog
 from sinew.processing.given import PROMPT_KEYS
 from sinew.serve.decode.array import array, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
@@ -52,17 +54,26 @@ KINDS = ("hello", "observation", "action", "episode_start", "episode_end", "erro
 # What its benchmarks call things -> what a bundle without a key map for this wire calls them.
 SPELLINGS = {"task_description": PROMPT_KEYS[0], "states": "state"}
 MAX_NOISE = (1 << 63) - 1
-MAX_SEEN = 1 << 28  # bytes of messages that one connection keeps for a policy of several moments
+# A connection keeps the decoded frames of earlier steps for a policy that reads several moments: so many times the
+# bytes of the policy's own frames, and at least FEWEST_KEPT bytes. The ledger of the wire counts them.
+KEPT_FRAMES = 8
+FEWEST_KEPT = 16 << 20
+MAX_TASK = 4096  # characters and values of a task that enter the seed of an episode
+PLAIN = (str, int, float, dict, list, type(None))  # bool is an int
+MAX_SHOWN = 60  # characters of a client's value in a message
 
 logger = logging.getLogger(__name__)
 
 
-class StepsSeen(NamedTuple):
-    """What an observation is made of. moments: maps of the steps that the policy reads, oldest first. seed: of its
-    noise; None leaves it to the policy."""
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """The content of an observation. earlier: the moments before it that the policy reads, oldest first. seed: of the
+    noise; None leaves it to the policy. decoded: its own moment, once it is decoded for a policy of several."""
 
-    moments: tuple[Mapping[str, Any], ...]
+    content: Mapping[str, Any]
+    earlier: tuple[Moment, ...] = ()
     seed: int | None = None
+    decoded: list[Moment] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,7 @@ class Picture:
         if kind == "raw":
             return array(key, data, self.values.get("dtype"), self.values.get("shape"))
         if kind not in ("png", "jpeg"):
-            raise ObservationError(key, "a picture of format png, jpeg or raw", f"{str(kind)[:40]!r}")
+            raise ObservationError(key, "a picture of format png, jpeg or raw", shown(kind, MAX_SHOWN))
         if not isinstance(data, bytes):
             raise ObservationError(key, "bytes of a picture", type(data).__name__)
         return compressed_frame(key, data, budget)
@@ -85,8 +96,8 @@ class Picture:
 
 class Conversation:
     """One connection: its episode, the rows of the chunk that are still to be executed, and for a policy of several
-    moments what was seen at each step as far back as it reads: such a client sends every step and keeps none, and its
-    episode ends with its connection.
+    moments the decoded frames and states of the steps that it reads. Such a client sends every step and keeps none, so
+    each step is decoded when it comes, and only an accepted one is kept. An episode ends with its connection.
 
     rows: of a chunk, that are executed before another is computed. about: of the service. query: of the address, where
     a client that takes nothing else says ``rows`` and ``noise``, a number that enters every seed. Raises RequestError.
@@ -104,18 +115,29 @@ class Conversation:
         if asked:
             raise RequestError(f"address: expected ?rows= and &noise=, got {next(iter(asked))[:40]!r}")
         self._spec, self._about = spec, about
-        self._seen: deque[tuple[Mapping[str, Any], int]] = deque(  # with the bytes of the message
-            maxlen=(spec.history - 1) * spec.history_stride + 1
-        )
+        self._history = History(spec.history, spec.history_stride, spec.history_padding)
+        steps = (spec.history - 1) * spec.history_stride + 1
+        own = sum(camera.height * camera.width * 3 for camera in spec.cameras)
+        self._room = max(KEPT_FRAMES * own, FEWEST_KEPT // steps)  # bytes of the frames of one step
+        self._sizes: deque[int] = deque(maxlen=steps)  # bytes of what the history has
+        self._step = 0  # of this episode
         self._seq: int | None = None  # of the message that is being answered; None where it was none
         self._left: deque[np.ndarray] = deque()
         self._session = ""
         self._task: bytes | None = None  # what the noise of an episode is drawn from
         self._chunks = 0  # of this episode
-        self._once = Once(logger)
+        self._once, self._quiet = Once(logger), RateLimitedLog(logger)
 
     def dialect(self) -> Dialect:
-        return replace(DIALECT, read=self.read, answer=self.answer, error=self.error, connect=None)
+        """Return this connection's own dialect."""
+        return replace(
+            DIALECT, read=self.read, observation=self.observation, seen=self.seen, answer=self.answer,
+            error=self.error, kept=self.kept, connect=None,
+        )  # fmt: skip
+
+    def kept(self) -> int:
+        """Return the bytes of decoded steps that this connection keeps between two messages."""
+        return sum(self._sizes)
 
     def read(self, payload: bytes) -> WireMessage:
         """Raises RequestError or ObservationError."""
@@ -124,8 +146,8 @@ class Conversation:
         if not isinstance(tree, Mapping) or not {"type", "payload", "seq"} <= tree.keys():
             raise RequestError("expected a map with the keys type, payload and seq")
         kind, content, seq = tree["type"], tree["payload"], tree["seq"]
-        if kind not in KINDS:
-            raise RequestError(f"type: expected one of {', '.join(KINDS)}, got {str(kind)[:40]!r}")
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise RequestError(f"type: expected one of {', '.join(KINDS)}, got {shown(kind, MAX_SHOWN)}")
         if not isinstance(content, dict):
             raise RequestError(f"payload: expected a map, got {type(content).__name__}")
         if not isinstance(seq, int) or isinstance(seq, bool):
@@ -137,21 +159,21 @@ class Conversation:
             self._begin(content)
             return WireMessage(endpoint="reset", session=self._session)
         if kind == "episode_end":
-            self._left.clear()
-            self._seen.clear()
+            self._forget()
             return WireMessage(endpoint="answered")
         if kind == "observation":
-            return self._observed(content, len(payload))
+            return self._observed(content)
         if kind == "error":
-            logger.warning("%s: a client says: %.200r", NAME, content.get("error"))
+            self._quiet.warning("%s: a client reports: %s", NAME, shown(content.get("error"), 200))
             return WireMessage(endpoint="answered")
         raise RequestError("type: expected a message of a client, got 'action'")
 
     def answer(
-        self, _message: WireMessage, outcomes: Sequence[Outcome], _server_ms: float, _before: float | None
+        self, message: WireMessage, outcomes: Sequence[Outcome], _server_ms: float, _before: float | None
     ) -> bytes:
         """Return the first row, and keep those that are executed after it."""
         (chunk,) = (each for each in outcomes if isinstance(each, ActionChunk))
+        self._keep(message)
         rows = chunk.actions[: self.rows]
         if self._ensembled is not None:
             rows = self._ensembled.row(chunk.actions)[None]
@@ -169,40 +191,67 @@ class Conversation:
             return None
         return self._message("error", {"error": f"{error} [{error.code}]"})
 
-    def _observed(self, content: Mapping[str, Any], size: int) -> WireMessage:
-        if self._spec.history > 1:  # else nothing of a message outlives its answer
-            self._seen.append((content, size))
-            if sum(size for _, size in self._seen) > MAX_SEEN:
-                self._seen.clear()
-                raise RequestError(
-                    f"observations: expected at most {MAX_SEEN} bytes that are read at once, got more"
+    def observation(
+        self, message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None
+    ) -> Observation:
+        """Return the observation of a benchmark. For a policy of several moments the message holds its own moment then,
+        which is kept once it is accepted. Raises ObservationError."""
+        found = observation(message, spec, budget)
+        if self._spec.history > 1:
+            size = sum(frame.nbytes for frame in found.images.values())
+            if size > self._room:
+                own = ", ".join(f"{each.name} {each.height} x {each.width}" for each in spec.cameras)
+                raise ObservationError(
+                    "images",
+                    f"at most {self._room} bytes of frames, as the server keeps those of earlier steps",
+                    f"{size}; send the frames in the sizes of the policy: {own}",
                 )
+            moment = Moment(found.images, found.state)
+            message.content.decoded.append(moment)
+            if not self._sizes and self._spec.history_padding == "repeat":
+                found = replace(found, earlier=(moment,) * (self._spec.history - 1))
+        return found
+
+    def seen(self, message: WireMessage) -> bytes:
+        """Return the next row of the chunk for a step that was decoded, which is thereby accepted."""
+        self._keep(message)
+        return self._message("action", {"actions": self._left.popleft()})
+
+    def _observed(self, content: Mapping[str, Any]) -> WireMessage:
+        if self._left and self._spec.history > 1:
+            return WireMessage(StepSeen(content), endpoint="seen", session=self._session)
         if self._left:
             row = self._left.popleft()
             return WireMessage(endpoint="answered", reply=self._message("action", {"actions": row}))
-        return WireMessage(StepsSeen((*self._earlier(), content), self._seed()), session=self._session)
+        seen = StepSeen(content, self._history.before(self._step), self._seed())
+        return WireMessage(seen, session=self._session)
 
-    def _earlier(self) -> tuple[Mapping[str, Any], ...]:
-        """Return what was seen at the steps before this one that the policy reads, as
-        :meth:`sinew_client.history.History.before` does."""
-        spec, newest = self._spec, len(self._seen) - 1
-        steps = [newest - k * spec.history_stride for k in range(spec.history - 1, 0, -1)]
-        repeat = spec.history_padding == "repeat"
-        return tuple(self._seen[max(step, 0)][0] for step in steps if step >= 0 or repeat)
+    def _keep(self, message: WireMessage) -> None:
+        """Add a decoded step to the history. Its frames are copied: they may be views of the whole message."""
+        for moment in message.content.decoded if isinstance(message.content, StepSeen) else ():
+            self._history.see(self._step, moment.images, moment.state)
+            self._sizes.append(sum(each.nbytes for each in (*moment.images.values(), moment.state)))
+        self._step += 1
+
+    def _forget(self) -> None:
+        """An episode begins or ends."""
+        self._left.clear()
+        self._history.clear()
+        self._sizes.clear()
+        self._step = 0
 
     def _begin(self, content: Mapping[str, Any]) -> None:
         """Take over the name of an episode, which its recording has, and what its noise is drawn from."""
-        self._left.clear()
-        self._seen.clear()
+        self._forget()
         self._ensembled = None if self._blend is None else Ensembled(self._blend)
-        self._chunks, self._task = 0, None
-        recording = content.get("recording") or {}
-        self._session = ""
+        self._chunks, self._task, self._session = 0, None, ""
+        recording, task = content.get("recording"), content.get("task")
         if isinstance(recording, Mapping):
-            self._session = field_names.optional_text("recording.eid", recording.get("eid"))
-        task = content.get("task")
+            session = field_names.optional_text("recording.eid", recording.get("eid"))
+            Service.check_session(session)
+            self._session = session
         if isinstance(task, Mapping) and isinstance(task.get("episode_idx"), int):
-            text = json.dumps(task, sort_keys=True, default=str)
+            text = json.dumps(_plain(task, [MAX_TASK]), sort_keys=True)
             self._task = hashlib.sha256(text.encode(errors="replace")).digest()
 
     def _seed(self) -> int | None:
@@ -217,7 +266,7 @@ class Conversation:
     def _hello(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return what its orchestrator asks for: ``observation_params`` become arguments of the benchmark."""
         if (version := content.get("protocol_version", PROTOCOL)) != PROTOCOL:
-            raise RequestError(f"protocol_version: expected {PROTOCOL}, got {str(version)[:40]}")
+            raise RequestError(f"protocol_version: expected {PROTOCOL}, got {shown(version, MAX_SHOWN)}")
         wants: dict[str, Any] = {}
         if self._spec.state.dim:
             wants["send_state"] = True
@@ -262,20 +311,11 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
     Benchmarks send what they have: cameras and vectors that the policy does not read stay undecoded. What it does read
     has to be there.
     """
-    seen: StepsSeen = message.content
+    seen: StepSeen = message.content
     budget = budget or PixelBudget()
-    files = budget.again()  # the pixels of files are counted when they are decoded, and again as frames
-    made: dict[int, Observation] = {}  # one that stands for several moments is decoded once
-    for content in seen.moments:
-        if id(content) not in made:
-            made[id(content)] = _moment(content, spec, budget, files)
-    *earlier, newest = (made[id(content)] for content in seen.moments)
-    return replace(
-        newest,
-        earlier=tuple(Moment(each.images, each.state) for each in earlier),
-        session=message.session,
-        seed=seen.seed,
-    )
+    # the pixels of files are counted when they are decoded, and again as frames
+    found = _moment(seen.content, spec, budget, budget.again())
+    return replace(found, earlier=seen.earlier, session=message.session, seed=seen.seed)
 
 
 def _moment(
@@ -347,6 +387,26 @@ class ControlPlane:
 def connect(spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str]) -> Dialect:
     """Return the dialect of one connection. Raises RequestError for a query that it does not take."""
     return Conversation(spec, about, query).dialect()
+
+
+def _plain(node: Any, room: list[int]) -> Any:
+    """Return the text, numbers and containers in a task; arrays and bytes are left out. room: how many characters and
+    values may come. Raises RequestError beyond that, before anything is written as text."""
+    texts = (
+        [node]
+        if isinstance(node, str)
+        else [key for key in node if isinstance(key, str)]
+        if isinstance(node, dict)
+        else []
+    )
+    room[0] -= 1 + sum(map(len, texts))
+    if room[0] < 0:
+        raise RequestError(f"task: expected at most {MAX_TASK} characters and values, got more")
+    if isinstance(node, dict):
+        return {key: _plain(node[key], room) for key in texts if isinstance(node[key], PLAIN)}
+    if isinstance(node, list):
+        return [_plain(value, room) for value in node if isinstance(value, PLAIN)]
+    return node
 
 
 def _count(name: str, text: str, low: int, high: int) -> int:

@@ -75,7 +75,8 @@ class ObservationError(SinewError):
     @classmethod
     def unknown(cls, key: object, known: Iterable[str], expected: str = "") -> ObservationError:
         """Return the error of a key that is not among those that are known. expected: these in other words."""
-        name, names = str(key)[:100], list(known)
+        name = key[:100] if isinstance(key, str) else type(key).__name__
+        names = list(known)
         return cls(
             name, expected or f"one of {', '.join(names)}", f"an unknown key{did_you_mean(name, names)}"
         )

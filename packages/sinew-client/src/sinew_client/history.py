@@ -9,6 +9,7 @@ import numpy as np
 
 from sinew_client.errors import ClientError
 from sinew_client.types import Moment, history_problem
+from sinew_client.untrusted import shown
 
 
 class History:
@@ -41,7 +42,7 @@ class History:
         said = [policy.get("history") or 1, policy.get("history_stride") or 1]
         for name, value in zip(("history", "history_stride"), said):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ClientError(f"policy.{name}: expected a whole number, got {value!r:.80}")
+                raise ClientError(f"policy.{name}: expected a whole number, got {shown(value)}")
         return cls(*said, padding=policy.get("history_padding") or "repeat")
 
     def see(self, step: int, images: Mapping[str, Any], state: Any) -> None:

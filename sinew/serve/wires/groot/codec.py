@@ -24,7 +24,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
-from sinew_client.untrusted import UntrustedError, parse_npy, raw_array, unpack_msgpack
+from sinew_client.untrusted import UntrustedError, named, parse_npy, raw_array, shown, unpack_msgpack
 
 from sinew.core import (
     ActionChunk,
@@ -115,16 +115,14 @@ class GrootCodec:
             endpoint, token = request.get("endpoint", "get_action"), request.get("api_token")
             header = replace(header, api_token=token if isinstance(token, str) else "")
             if endpoint not in ENDPOINTS:
-                raise RequestError(
-                    f"endpoint: expected one of {', '.join(ENDPOINTS)}, got {endpoint!r}"[:200]
-                )
+                raise RequestError(f"endpoint: expected one of {', '.join(ENDPOINTS)}, got {shown(endpoint)}")
             if endpoint == "kill":
                 raise RequestError("kill: this server is stopped where it runs, not by its clients")
             header = replace(header, endpoint=endpoint)
             if strange := next((key for key in request if key not in FIELDS), None):
-                hint = did_you_mean(str(strange)[:100], FIELDS)
+                hint = did_you_mean(named(strange, 100), FIELDS)
                 raise RequestError(
-                    f"{str(strange)[:100]}: expected one of {', '.join(FIELDS)}, got an unknown key{hint}"
+                    f"{named(strange, 100)}: expected one of {', '.join(FIELDS)}, got an unknown key{hint}"
                 )
             data = request.get("data")
             if endpoint in ("get_action", "reset"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from sinew_client.untrusted import named, shown
 
 from sinew.core import Observation, ObservationError, PolicySpec
 from sinew.core.rate_limited_log import Once
@@ -83,7 +84,7 @@ def observation(
     raw = timed.observation
     read = {*agreement.state, *(key for key, _camera in agreement.images), agreement.prompt, "task"}
     for key in raw.keys() - read:
-        _once.warning(f"lerobot: the policy does not read {str(key)[:60]!r}")
+        _once.warning(f"lerobot: the policy does not read {shown(key)}")
     budget = budget or PixelBudget()
     images = {}
     for key, camera in agreement.images:
@@ -110,10 +111,10 @@ def _same_policy(config: RemotePolicyConfig, spec: PolicySpec) -> None:
     """The client names a checkpoint; it gets the one that is served, or an error that says which that is."""
     served = f"{spec.name!r} of type {spec.architecture!r}, the policy that this server serves"
     if config.policy_type != spec.architecture:
-        raise ObservationError("policy_type", f"{spec.architecture!r} ({served})", repr(config.policy_type))
+        raise ObservationError("policy_type", f"{spec.architecture!r} ({served})", shown(config.policy_type))
     name = config.pretrained_name_or_path
     if spec.name not in (name, name.rstrip("/").rpartition("/")[2]):
-        raise ObservationError("pretrained_name_or_path", served, repr(name))
+        raise ObservationError("pretrained_name_or_path", served, shown(name))
 
 
 def _renamed(config: RemotePolicyConfig) -> dict[str, tuple[str, Any]]:
@@ -202,5 +203,5 @@ def _value(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def _names(names: Any) -> str:
-    shown = [str(name)[:40] for name in names]
-    return ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "") if shown else "none"
+    texts = [named(name, 40) for name in names]
+    return ", ".join(texts[:16]) + (", ..." if len(texts) > 16 else "") if texts else "none"

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from sinew_client.untrusted import named
 
 from sinew.core.rate_limited_log import Once
 from sinew.serve.wires.lerobot.pickle.arrays import ARRAY_NAMES
@@ -93,7 +94,7 @@ class _Instance(BuiltObject):
                 raise SafePickleError(f"{name}: expected a value, got nothing")
         for name in self._state:
             if name not in values:
-                _once.warning(f"lerobot: {self._kind.__name__}.{str(name)[:60]} is not read")
+                _once.warning(f"lerobot: {self._kind.__name__}.{named(name, 60)} is not read")
         return self._kind(**values)
 
 

@@ -25,10 +25,12 @@ from sinew_client.untrusted import UntrustedError, read_bytes
 
 from sinew.core import BusyError, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.core.extras import MissingPackageError
+from sinew.core.rate_limited_log import RateLimitedLog
+from sinew.serve.access import UnauthorizedError, key_of
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.renewed import Renewed
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
-from sinew.serve.service import Service, UnauthorizedError, key_of, printable
+from sinew.serve.service import Service, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
 from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.agreements import fitting, state_folder
@@ -67,6 +69,7 @@ class LeRobotWire:
         self._grpc = grpc
         self._listen = listen
         self._sessions = Sessions(listen)
+        self._failures = RateLimitedLog(logger)
         self._stopping = False
         self._stopped = threading.Event()
         self._service: Service | None = None
@@ -216,8 +219,8 @@ class LeRobotWire:
                 error = refusal
                 if self._service is not None:
                     self._service.refused(NAME, client, error)
-            except Exception as unexpected:
-                logger.exception("lerobot: a request failed unexpectedly")
+            except Exception as unexpected:  # noqa: BLE001 - the other robots are served on
+                self._failures.error("lerobot: a request failed unexpectedly", unexpected)
                 error = SinewError(
                     f"internal error ({type(unexpected).__name__}); the server's log has the details"
                 )
@@ -281,7 +284,8 @@ class LeRobotWire:
             decode = self._loop.run_in_executor(self._decoder, _decode, data, agreed, budget)
             timed, seen, agreement = await decode
         self._sessions.recognize(client, session, agreement)
-        if not session.offer(Waiting(timed.timestep, seen, len(data), arrived), timed.must_go):
+        decoded = sum(frame.nbytes for frame in seen.images.values())  # of float16 twice what came
+        if not session.offer(Waiting(timed.timestep, seen, max(len(data), decoded), arrived), timed.must_go):
             logger.debug("lerobot: %s: timestep %d has its actions already", client, timed.timestep)
         return b""
 

@@ -1,0 +1,150 @@
+"""Who may use a port: the rules for keys, loopback, Host and Origin, for every listener of Sinew.
+
+**Keys.** A server with keys refuses a request without one of them. Keys travel in the header ``Authorization`` or
+``X-API-Key``, in gRPC's metadata, or in a field of the native wire; never in an address, a cookie or a body of HTTP.
+
+**Web pages** must not drive a robot, nor use its cameras. A server without a key is open to every page that a browser
+on this machine shows. The browser marks such requests itself: it sends ``Origin`` with WebSockets and with POST. A page
+that had its own name resolved to the server's address (DNS rebinding) is of the same origin for its browser: it sends
+that name as ``Host``, its ``Origin`` is the same, and GET has none. So ``Host`` has to be an address, a name of this
+machine or one of ``--allow-host`` for whatever such a page could request:
+
+* on loopback, for every request;
+* elsewhere, for requests with ``Origin``, and for GET; but not for what no page can send or use: WebSockets and POST
+  without ``Origin`` (robots, by whatever name they know the server), ``/healthz`` and ``/metrics`` (probes and
+  Prometheus, by the names of services), and not where the server has a key, which such a page does not have.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hmac
+import ipaddress
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from sinew.core import SinewError
+
+OPEN = ("/healthz", "/metrics")
+
+
+class UnauthorizedError(SinewError):
+    """The server has a key, and the request came without one or with another."""
+
+    code = "unauthorized"
+
+
+class PortAddress(Protocol):
+    """Where a port is: ``host`` is an address of this machine, ``hosts`` are further names of it, ``origins`` are web
+    pages that may send requests (:class:`sinew.serve.transport.listen.Listen`)."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def hosts(self) -> Sequence[str]: ...
+    @property
+    def origins(self) -> Collection[str]: ...
+
+
+# ----------------------------------------------------------------------------- keys
+
+
+def check_key(key: str | bytes | None, keys: Sequence[str]) -> None:
+    """Raise :class:`UnauthorizedError` unless ``key`` is one of ``keys``, or there are none. Takes the same time for
+    every wrong key."""
+    if not keys:
+        return
+    got = key.encode(errors="surrogateescape") if isinstance(key, str) else key or b""
+    if not sum(hmac.compare_digest(got, each.encode()) for each in keys):
+        raise UnauthorizedError("this server requires an API key, and the request has none or a wrong one")
+
+
+def key_of(authorization: str) -> str:
+    """Return the key in a header ``Authorization: Bearer K`` or ``Api-Key K``; empty where it is of another scheme.
+
+    In ``Basic`` the password is the key: clients that take nothing but an address send what stands in it
+    (``ws://:KEY@host:8000``).
+    """
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(key.strip(), validate=True).decode().partition(":")[2]
+        except ValueError:
+            return ""
+    return key.strip() if scheme.lower() in ("api-key", "bearer") else ""
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """Return the key in the headers of a request over HTTP, whose names have any case; empty without one."""
+    return key_of(headers.get("Authorization", "")) or headers.get("X-API-Key", "")
+
+
+# ----------------------------------------------------------------------------- loopback
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return True for an address or a name that only this machine reaches."""
+    try:
+        return host is not None and ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# ----------------------------------------------------------------------------- web pages
+
+
+def refused_page(
+    method: str, path: str, headers: Mapping[str, str], place: PortAddress, keyed: bool = False
+) -> str | None:
+    """Return why a request over HTTP is refused as a foreign web page's, None for one that no such page has sent.
+    keyed: the server requires a key."""
+    host, origin = headers.get("Host", ""), headers.get("Origin")
+    allowed = origin is not None and origin in place.origins
+    if is_loopback(place.host):
+        checked = True
+    elif origin is not None:
+        checked = not keyed and not allowed
+    else:
+        asks = method in ("GET", "HEAD") and "Upgrade" not in headers
+        checked = asks and not keyed and path not in OPEN
+    if checked and not _is_here(host, place):
+        return f"Host: expected an address or a name of this machine, got {host[:80]!r}; see --allow-host"
+    if origin is None or allowed:
+        return None
+    if origin.partition("://")[2] == host:
+        return None  # a page of this very server
+    return f"Origin: requests from web pages are refused, got {origin[:80]!r}; see --allow-origin"
+
+
+def _is_here(host: str, place: PortAddress) -> bool:
+    name = _name(host)
+    if name is None:
+        return False
+    if name in ("", "localhost") or name.endswith(".localhost"):
+        return True
+    if name in _own_names() or name in map(_name, (place.host, *place.hosts)):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _name(host: str) -> str | None:
+    """Return the name or address in a ``Host``, in lower case and without the port; None where it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return None
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """Return what this machine calls itself, and what multicast DNS calls it: names that no stranger can register."""
+    name = socket.gethostname().lower()
+    short = name.partition(".")[0]
+    return frozenset({name, short, f"{short}.local"} - {""})
