@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -251,7 +250,7 @@ def _whole_of(name: str, value: Any, most: int) -> int:
 def _number_of(name: str, value: Any, above: bool = False) -> float:
     """Return a number from 0; above: 0 is none."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 <= value <= MAX_NUMBER or (above and not value):
+    if not number or not 0 <= value <= MAX_NUMBER or (above and not value):
         raise SinewError(f"{name}: expected a number {'above' if above else 'from'} 0, got {shown(value)}")
     return float(value)
 
