@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from tests.cases import golden_cases
-from tests.hostile import decoders, files, readers, sockets
+from tests.hostile import decoders, files, more_readers, readers, sockets
 from tests.hostile.meter import HEAD, Kind, gave, guard, measure
 from tests.hostile.mutate import mutate_bytes
 
@@ -61,7 +61,8 @@ def main() -> int:
 
     if given.readers:
         with tempfile.TemporaryDirectory() as work:
-            for name, prepare in readers.targets(Path(work)).items():
+            targets = readers.targets(Path(work)) | more_readers.targets(Path(work))
+            for name, prepare in targets.items():
                 if not given.only or name in given.only:
                     go(name, prepare(), given.readers, readers.EXPECTED)
     if given.decoders:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sinew.core import SinewError
-from tests.hostile import meter, readers
+from tests.hostile import meter, more_readers, readers
 from tests.hostile.meter import Memory, gave, measure
 
 NAMES = (
@@ -37,6 +37,10 @@ NAMES = (
     ),
     "metadata",
 )
+MORE = (
+    *("bounded texts", "bounded lines", "bounded archives", "bounded messages", "dashboard events", "arms"),
+    *("own records", "gates", "farm plans", "episode logs", "reports"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +48,16 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_input_is_a_value_or_an_error(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*NAMES, *MORE])
+def test_every_input_is_a_value_or_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # a fuzzer sets it too
     if name == "recordings":
         pytest.importorskip("mcap")
     if name == "exported json":
         pytest.importorskip("onnxruntime")
-    case = readers.targets(tmp_path)[name]()
+    case = (readers.targets(tmp_path) | more_readers.targets(tmp_path))[name]()
     for number in range(60):
         with contextlib.suppress(*readers.EXPECTED):
             case(random.Random(f"{name} {number}"))
@@ -58,6 +65,7 @@ def test_every_input_is_a_value_or_an_error(tmp_path: Path, name: str) -> None:
 
 def test_no_reader_is_left_out(tmp_path: Path) -> None:
     assert set(readers.targets(tmp_path)) == set(NAMES)
+    assert set(more_readers.targets(tmp_path)) == set(MORE)
 
 
 def test_what_counts_as_a_finding(

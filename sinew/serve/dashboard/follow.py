@@ -63,7 +63,7 @@ class _Robot(TypedDict):
     steps: int
     clipped_commands: int
     episodes: int | None
-    successes: NotRequired[int | None]
+    successes: int | None
     reason: str
 
 

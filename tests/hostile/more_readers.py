@@ -1,0 +1,350 @@
+"""More fuzzers over texts and small files: the bounded reader itself, records in this user's caches, events of the
+dashboard, descriptions of arms, and what an evaluation leaves behind.
+
+As in :mod:`tests.hostile.readers`, an input ends in a value or in one of ``readers.EXPECTED``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+from sinew_client import untrusted
+from sinew_client.control.end_effector import KinematicsOptions
+from sinew_client.control.kinematics import read_chain
+from sinew_client.untrusted import UntrustedError
+
+from sinew.bundle import Bundle
+from sinew.bundle.digests import Memo
+from sinew.cli.top_view import view
+from sinew.core import SinewError
+from sinew.engine import prepared, proofs
+from sinew.eval import episode_log
+from sinew.eval.evidence import leaderboard, repeat
+from sinew.eval.evidence.card import records_of
+from sinew.eval.farm.files import FORMAT, PLAN, FarmPlan
+from sinew.eval.report.gate import GATES, read_gate
+from sinew.eval.runner import Episode
+from sinew.eval.settings import Task
+from sinew.eval.variants import Variant
+from sinew.serve.dashboard.follow import ServerSeen
+from sinew.serve.wires.lerobot.agreements import Agreements
+from tests.hostile.meter import gave
+from tests.hostile.mutate import dumps, mutate_bytes, mutate_record
+from tests.hostile.readers import LIMITS_OF_PYTHON, Case, Text, toml, yaml_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+PEN = ROOT / "sinew" / "assets" / "pen.gguf"
+ARM = ROOT / "examples" / "robots" / "ur5e.urdf"
+RECORD = {"a": [1, 2.5, None, True, "text"], "b": {"c": [[1], [2]], "d": ""}, "e": -1e-9}
+ROBOT = {
+    "number": 1,
+    "name": "dry",
+    "state": "runs",
+    "rows_hz": 20.0,
+    "age_p50_ms": 40.0,
+    "age_p95_ms": None,
+    "held": {"paused": 2},
+    "steps": 9,
+    "clipped_commands": 0,
+    "episodes": 1,
+    "successes": 1,
+    "reason": "",
+}
+EVENTS: dict[str, dict[str, Any]] = {
+    "about": {
+        "server": {"engine": "plan", "engine_reason": "it starts at once", "threads": 2},
+        "policy": {
+            "name": "pen",
+            "architecture": "act",
+            "action": {"names": ["x", "y"], "units": ["m", "m"]},
+        },
+    },
+    "health": {
+        "status": "ok",
+        "problems": ["none"],
+        "uptime_s": 5.0,
+        "memory_bytes": 1 << 28,
+        "waiting": 0,
+        "served": 5,
+        "recorder": {"dropped": 1, "failed": 0},
+        "host": {"cpu": 0.5, "cores": 2},
+        "robots": [ROBOT],
+        "engine": "onnx",
+    },
+    "answers": {
+        "wire": "native",
+        "client": "a",
+        "session": "b",
+        "missed": False,
+        "prompt": "go",
+        "outcome": "ok",
+        "ms": 5.0,
+        "text": "left",
+        "timing": {"queue_ms": 1.0, "head_ms": 2.0},
+        "actions": [[0.0, None], [1.0, 2.0]],
+    },
+}
+OPTIONS = {
+    "tip": "tool0",
+    "action": "dxyz*0.02,gripper",
+    "state": "xyz,gripper",
+    "unit": "rad",
+    "offsets": "tip",
+    "rotation": "keep",
+    "within": [1e-3, 1e-2],
+    "singular": 0.01,
+    "velocity": [1.0] * 6,
+}
+
+
+def bounded(read: Callable[[], object]) -> object:
+    """Return what a reader returns, its own error as one of the product."""
+    try:
+        return read()
+    except UntrustedError as error:
+        raise SinewError(str(error)) from None
+
+
+def texts(rng: random.Random) -> object:
+    """JSON, TOML and YAML through the bounded reader."""
+    record = mutate_record(RECORD, rng, rng.choice((0, 1, 2, 4)))
+    kind = rng.choice(("json", "toml", "yaml"))
+    write = {"json": dumps, "toml": toml, "yaml": lambda record: yaml_tree(rng, record)}[kind]
+    data = write(record).encode(errors="surrogatepass")
+    if rng.random() < 0.4:
+        data = mutate_bytes(data, rng, len(data))
+    if rng.random() < 0.1:
+        at = rng.randrange(len(data) + 1)
+        data = data[:at] + rng.choice(LIMITS_OF_PYTHON) * rng.choice((1, 1, 8)) + data[at:]
+    gave(data)
+    if kind == "json":
+        return bounded(lambda: untrusted.parse_json(data))
+    text = data.decode(errors="replace")
+    return bounded(lambda: {"toml": untrusted.parse_toml, "yaml": untrusted.parse_yaml}[kind](text))
+
+
+def lines(work: Path) -> Case:
+    """JSON lines through the bounded reader."""
+    text = Text(
+        work / "lines.jsonl",
+        lambda rng: "\n".join(dumps(mutate_record(RECORD, rng, rng.choice((0, 1, 2)))) for _ in range(3)),
+        lambda path: bounded(lambda: list(untrusted.read_jsonl(path, 4096))),
+    )
+    return text.case
+
+
+def archives(work: Path) -> Case:
+    """Zip archives and arrays through the bounded reader."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, a=np.arange(6.0).reshape(2, 3), **{"b/c": np.array("text")})
+    packed = buffer.getvalue()
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        archive.writestr("folder/data.bin", b"x" * 100)
+        archive.writestr("a.txt", b"text")
+    plain, array = buffer.getvalue(), io.BytesIO()
+    np.save(array, np.arange(6, dtype="<f4").reshape(2, 3))
+    path = work / "archive"
+
+    def everything(path: Path) -> object:
+        with untrusted.open_archive(path) as archive:
+            return [archive.read(name) for name in archive.names]
+
+    readers = ((packed, untrusted.read_npz), (plain, everything), (array.getvalue(), untrusted.read_npy))
+
+    def case(rng: random.Random) -> object:
+        data, read = rng.choice(readers)
+        start = rng.choice((0, max(len(data) - 200, 0)))  # the directory stands at the end
+        data = data[:start] + mutate_bytes(data[start:], rng, len(data))
+        path.write_bytes(data)
+        gave(data)
+        return bounded(lambda: read(path))
+
+    return case
+
+
+def messages(rng: random.Random) -> object:
+    """MessagePack through the bounded reader."""
+    record = mutate_record({**RECORD, "f": [b"x" * 40] * 3}, rng, rng.choice((0, 1, 2)))
+    try:
+        data = msgpack.packb(record)
+    except (OverflowError, ValueError, TypeError):
+        data = b"\x81\xa1a" * rng.randrange(200)
+    data = mutate_bytes(data, rng, len(data))
+    gave(data)
+    return bounded(lambda: untrusted.unpack_msgpack(data))
+
+
+def events(rng: random.Random) -> object:
+    """Events of a dashboard, as ``sinew top`` takes and draws them."""
+    seen = ServerSeen("here")
+    for event in ("about", "answers", "health", "answers"):
+        record = EVENTS[event]
+        if rng.random() < 0.6:
+            record = mutate_record(record, rng, rng.choice((1, 1, 2, 4)))
+        data = dumps(record)
+        gave(data)
+        record = bounded(lambda data=data: untrusted.parse_json(data))  # type: ignore[misc]
+        if not isinstance(record, dict):
+            raise SinewError("expected events of a Sinew server")  # as the feed's reader says
+        seen.hear(event, record, view)
+    return view(seen), seen.to_dict()
+
+
+def arms(work: Path) -> Case:
+    """Descriptions of arms, and options of the end effector."""
+    description = ARM.read_text()
+    text = Text(work / "arm.urdf", lambda rng: description, lambda path: read_chain(path, "tool0"))
+
+    def case(rng: random.Random) -> object:
+        if rng.random() < 0.5:
+            return text.case(rng)
+        return KinematicsOptions.parse(mutate_record({"o": OPTIONS}, rng, rng.choice((1, 1, 2))).get("o"))
+
+    return case
+
+
+def own_records(work: Path) -> Case:
+    """Proofs, findings, digests and agreements in this user's folders."""
+    os.environ["XDG_CACHE_HOME"] = str(work / "cache")
+    spec = Bundle(PEN).manifest.spec
+    proof = {"passed": True, "sinew": "0", "hardware": "cpu", "engine": "onnx"}
+    finding = {
+        "engine": "onnx",
+        "against": "plan",
+        "taken": True,
+        "why": "w",
+        "device": "cpu",
+        "seconds": {"a": 1.0},
+    }
+    agreed = {"policy": "p", "hosts": {"h": [{"joints": ["a"], "cameras": {}, "rows": 3}]}}
+    proof_file = proofs._path(PEN, "onnx", "cpu")
+    memo = Memo(work, work / "digests")
+    memo_file = memo.path
+    targets: tuple[tuple[Path, Any, Callable[[Path], object]], ...] = (
+        (proof_file, proof, lambda _: (proofs.lacking(PEN, "onnx", "cpu"), proofs.records(PEN))),
+        (prepared._path(PEN, "onnx"), finding, lambda _: prepared.kept(PEN, "onnx")),
+        (memo_file, {"/a": [[1, 2, 3, 4, 5], "ab"]}, lambda _: Memo(work, work / "digests").known),
+        (work / "lerobot.json", agreed, lambda path: Agreements(2).open(path, spec)),
+    )
+    for path, _, _ in targets:
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def writer(record: Any) -> Callable[[random.Random], str]:
+        return lambda rng: dumps(mutate_record(record, rng, rng.choice((0, 1, 1, 2))))
+
+    cases = [Text(path, writer(record), read).case for path, record, read in targets]
+    return lambda rng: rng.choice(cases)(rng)
+
+
+# ----------------------------------------------------------------------------- evaluation
+
+
+def gates(work: Path) -> Case:
+    good = [json.loads(path.read_text()) for path in sorted(GATES.glob("*.json"))]
+    write = lambda rng: dumps(mutate_record(rng.choice(good), rng, rng.choice((0, 1, 1, 2))))  # noqa: E731
+
+    def read(path: Path) -> object:
+        gate = read_gate(path)
+        return gate, gate.outcomes
+
+    return Text(work / "gate.json", write, read).case
+
+
+def plans(work: Path) -> Case:
+    record = {
+        "format": FORMAT,
+        "lease_s": 60.0,
+        "task": Task().to_dict(),
+        "keys": ["k"],
+        "jobs": [[0, 1, 2]],
+        "variants": [Variant("expert").to_dict()],
+    }
+    write = lambda rng: dumps(mutate_record(record, rng, rng.choice((0, 1, 1, 2))))  # noqa: E731
+    return Text(work / PLAN, write, lambda path: FarmPlan.read(path.parent)).case
+
+
+def logs(work: Path) -> Case:
+    good = json.loads(
+        episode_log.line("k", Episode(1, "", True, 9, 2, 8, 1, 0, [1, 2], [5.0, 6.0], 8, digest="ab"))
+    )
+
+    def write(rng: random.Random) -> str:
+        return "".join(dumps(mutate_record(good, rng, rng.choice((0, 1, 2)))) + "\n" for _ in range(3))
+
+    def read(path: Path) -> object:
+        return list(episode_log.episodes_of(episode_log.read_log_file(path)))
+
+    return Text(work / "episodes.jsonl", write, read).case
+
+
+def reports(work: Path) -> Case:
+    variant = {
+        "label": "a",
+        "variant": Variant("expert").record(),
+        "policy": {"kind": "bundle", "id": "ab"},
+        "latency_ms": {"p50": 5.0},
+        "actions_per_chunk": 4,
+        "mean_steps_to_success": 9.0,
+        "dtype": "fp32",
+        "by_task": {"": {"wins": 1, "episodes": 2, "interval": [0.1, 0.9]}},
+        "chunk_size": 8,
+        "bundle": {"name": "a", "bytes": 9, "backbone": ""},
+        "peak_bytes": None,
+        "failed_seeds": [1],
+        "wins": 1,
+        "episodes": 2,
+        "success": 0.5,
+        "interval": [0.1, 0.9],
+    }
+    trials = [
+        {"seed": seed, "success": seed == 0, "steps": 9, "digest": "ab", "task": ""} for seed in range(2)
+    ]
+    record = {
+        "schema": repeat.SCHEMA,
+        "task": Task().record(),
+        "control_hz": 10.0,
+        "hardware": "cpu",
+        "seeds": {"first": 0, "count": 2},
+        "variants": [variant],
+        "outcomes": [trials],
+    }
+
+    def write(rng: random.Random) -> str:
+        damaged = mutate_record(record, rng, rng.choice((0, 1, 1, 2, 3)))
+        if isinstance(damaged, dict) and rng.random() < 0.3:
+            damaged.pop("outcomes", None)
+        return dumps(damaged)
+
+    def read(path: Path) -> object:
+        boards = leaderboard.boards([path])
+        drawn = [(leaderboard.rows(board), leaderboard.pair_rows(board)) for board in boards]
+        cards = records_of(PEN, [path], "ab")
+        return drawn, cards, repeat.read(path)
+
+    return Text(work / "report.json", write, read).case
+
+
+def targets(work: Path) -> dict[str, Callable[[], Case]]:
+    """Return name -> what prepares a fuzzer in ``work`` and gives its case."""
+    return {
+        "bounded texts": lambda: texts,
+        "bounded lines": lambda: lines(work),
+        "bounded archives": lambda: archives(work),
+        "bounded messages": lambda: messages,
+        "dashboard events": lambda: events,
+        "arms": lambda: arms(work),
+        "own records": lambda: own_records(work),
+        "gates": lambda: gates(work),
+        "farm plans": lambda: plans(work),
+        "episode logs": lambda: logs(work),
+        "reports": lambda: reports(work),
+    }
