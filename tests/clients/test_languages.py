@@ -6,6 +6,7 @@ import base64
 import contextlib
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -757,6 +758,23 @@ def test_rust_waits_no_longer_than_it_may_for_a_unix_socket(programs: Programs, 
         waits.connect(str(path))
         said = run(fields, "reset", f"ipc://{path}", 3, 0.5).splitlines()
     assert said == [f"no server at {path}: the server accepts no connection [timeout]"] * 3
+
+
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason="only root gives a socket to another user"
+)
+def test_rust_sends_nothing_to_the_socket_of_another_user(programs: Programs, tmp_path: Path) -> None:
+    fields = programs.built(HERE / "fields.rs")
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(path))
+        stranger.listen()
+        os.chown(path, 65534, 65534)
+        (said,) = run(fields, "reset", f"ipc://{path}", 1, 5).splitlines()
+        assert "expected a server of user 0 or of root, got one of user 65534; nothing was sent" in said
+        peer, _ = stranger.accept()
+        with peer:
+            assert peer.recv(100) == b""
 
 
 ASKED_BY_A_PAGE = """

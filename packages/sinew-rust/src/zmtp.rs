@@ -71,6 +71,23 @@ impl UnixPlace {
     }
 }
 
+/// Refuse a socket that belongs to another user than this one and root: whoever binds the path first would get the key.
+/// Systems without `/proc` are not checked.
+#[cfg(unix)]
+fn check_owner(path: &str) -> Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(own) = std::fs::metadata("/proc/self").map(|found| found.uid()) else { return Ok(()) };
+    let owner = std::fs::metadata(path).map(|found| found.uid()).unwrap_or(u32::MAX);
+    if owner == own || owner == 0 {
+        return Ok(());
+    }
+    let text = format!(
+        "ipc://{path}: expected a server of user {own} or of root, got one of user {owner}; nothing was sent. \
+         Start the server as the user of the robot, in a folder that others cannot write"
+    );
+    Err(Error::ConnectionLost(text))
+}
+
 trait Stream: Read + Write + Send {
     fn wait_at_most(&self, time: Duration) -> io::Result<()>;
     fn set_nonblocking(&self, on: bool) -> io::Result<()>;
@@ -107,7 +124,11 @@ impl Connection {
         let stream: Box<dyn Stream> = match place {
             Place::Tcp { host, port } => Box::new(tcp(host, *port, end)?),
             #[cfg(unix)]
-            Place::Unix(place) => Box::new(until(end, &place.path, 1, |_, time| place.connect(time))?),
+            Place::Unix(place) => {
+                let made = until(end, &place.path, 1, |_, time| place.connect(time))?;
+                check_owner(&place.path)?;
+                Box::new(made)
+            }
         };
         let mut made = Self { stream, buffer: Vec::new(), unsent: VecDeque::new() };
         let mut greeting = [0; GREETING];
