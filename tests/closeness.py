@@ -15,7 +15,8 @@ square of what noise moves a tensor by,
 
     root mean square of (a - b) <= FACTOR * s,   and of each element   |a - b| <= FACTOR * TAIL * s,
 
-for an element with the s of its row where that is larger. FACTOR: two computations differ by sqrt(2) errors, and s
+for an element with the s of its row where that is larger. s is never below u times the root mean square of the tensor:
+each number is rounded to float32 at the end, also where noise moves nothing. FACTOR: two computations differ by sqrt(2) errors, and s
 comes from one sample of many numbers or a few of few. TAIL: how far the largest of a million normal numbers lies
 outside their root mean square. The largest ratios that golden cases have with SSE and with AVX-512 (what lies between
 was not measured) are in docs/log: 0.94 and 4.9, of 2 and 10. A bound above LOOSE of the magnitude of the tensor would
@@ -187,9 +188,11 @@ class Rounding:
         self.found = torch.as_tensor(found).double()
         moved = [torch.as_tensor(other).double() - self.found for other in noisy]
         squares = torch.stack(moved).square().mean(0)
-        self.unit = squares.mean().sqrt()
-        self.row = squares.mean(-1, keepdim=True).sqrt().clamp(min=self.unit)
         self.magnitude = self.found.square().mean().sqrt()
+        # At least the rounding of the result itself: noise moves no table that was computed before, and the sines of
+        # another library or instruction set may be the next number of float32.
+        self.unit = squares.mean().sqrt().clamp(min=UNIT * self.magnitude)
+        self.row = squares.mean(-1, keepdim=True).sqrt().clamp(min=self.unit)
 
     def about(self, found: Array) -> Rounding:
         """Return the same of another result of the same shape, whose sums are as deep: of other words, say."""

@@ -82,11 +82,17 @@ def _replace_kernels() -> Callable[[], None]:
 def _moved(kernel: Any, columns: int) -> Callable[..., Any]:
     def product(keys: Any, *operands: Any, **options: Any) -> Any:
         found = kernel.call_boxed(keys, *operands, **options)
-        if found.is_floating_point() and found.numel():
+        if found.is_floating_point() and found.numel() and not _whole(found):
             move(found, columns, [each.shape for each in operands if hasattr(each, "shape")])
         return found
 
     return product
+
+
+def _whole(found: Any) -> bool:
+    """Return True for a result of whole numbers: below 2^24 their sums are exact in any order."""
+    first = found.reshape(-1)[0].item()
+    return first == first // 1 and bool((found == found.floor()).all())
 
 
 def move(found: Any, columns: int, shapes: Any) -> None:
@@ -96,7 +102,8 @@ def move(found: Any, columns: int, shapes: Any) -> None:
     signs = _signs(tuple(found.shape), columns, tuple(shapes), torch.get_num_threads(), found.dtype)
     # Half a unit times a mantissa in [1, 2) rounds to one unit, and a tie to none. Zeros and infinities stay.
     with torch.no_grad():
-        found.addcmul_(found, signs, value=torch.finfo(found.dtype).eps / 2)
+        finite = found.nan_to_num(0.0, 0.0, 0.0)
+        found.addcmul_(finite, signs, value=torch.finfo(found.dtype).eps / 2)
 
 
 @lru_cache(1024)
