@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import re
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "log" / "requirements.md"
 OPEN = ("partial", "absent")
 WHY_OPEN = (
+    "missing: ",
     "needs a GPU: ",
     "needs a board: ",
     "needs published weights: ",
@@ -29,6 +31,7 @@ WHY_OPEN = (
     "research: ",
 )
 STATES = ("works", *OPEN, "needs a GPU", "needs a board", "not to build")
+OUTSIDE = r"pytest\.mark\.(slow|kernels|gpu)\b"  # marks of tests that `make test` leaves out
 DOCUMENTS = (36, 23, 52, 74, 44)  # rows of each, in the page's order
 # Commands of the table that cost little, and what they exit with: each is run.
 CHEAP = {
@@ -79,6 +82,29 @@ def rows() -> list[Requirement]:
 @cache
 def functions(path: str) -> set[str]:
     return set(re.findall(r"^(?:async )?def (\w+)", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@cache
+def outside(path: str) -> set[str]:
+    """Return the tests of a file that `make test` does not run, by the marks of the file and of each."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found, whole = set[str](), False
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            whole = bool(re.search(OUTSIDE, ast.unparse(node.value)))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            marks = [ast.unparse(each) for each in node.decorator_list]
+            if whole or any(re.match(OUTSIDE, mark) for mark in marks):
+                found.add(node.name)
+    return found
+
+
+def test_rows_whose_tests_run_elsewhere_are_listed() -> None:
+    """A contributor sees on the page which proofs `make test` does not run."""
+    text = PAGE.read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("Rows with a test that"))
+    printed = [int(number) for number in re.findall(r"\d+", line.partition(":")[2])]
+    assert printed == [row.number for row in rows() if any(name in outside(path) for path, name in row.tests)]
 
 
 def test_every_row_is_there_once() -> None:
@@ -185,6 +211,18 @@ def test_verdicts_are_those_that_are_printed(ran: dict[str, dict[str, Any]], cap
         assert ("corrected holds" in figure) == (corrected and raw), (number, figure)
         assert ("corrected does not" in figure) == (published and not corrected), (number, figure)
         assert ("not with raw pictures" in figure) == (corrected and not raw), (number, figure)
+
+
+def test_shares_and_intensities_are_those_that_are_printed(capsys: Any) -> None:
+    row = rows()[47 - 1]
+    assert main([*shlex.split(row.commands[0])[1:], "--json"]) == 0
+    parts = {
+        each["component"]: each for each in json.loads(capsys.readouterr().out)["machines"][0]["components"]
+    }
+    shares = "{:.1f}/{:.1f}".format(100 - 100 * parts["head"]["share"], 100 * parts["head"]["share"])
+    intensities = ", ".join(f"{parts[name]['intensity']:.1f}" for name in ("vision", "prefix", "head"))
+    assert shares in row.figure
+    assert intensities in row.figure
 
 
 @pytest.mark.parametrize(
