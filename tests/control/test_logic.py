@@ -726,7 +726,7 @@ def test_the_ramp_of_groot() -> None:
     assert ramp_strength(3, 9, 9).tolist() == [0, 0, 0]
     assert np.array_equal(ramp_strength(4, -5, 2), ramp_strength(4, 0, 2))
     assert np.array_equal(guidance_weights(4, -5, 2), guidance_weights(4, 0, 2))
-    # Nothing to continue, and nothing is divided by it. Vectorised exponentials may underflow in lanes that nobody reads.
+    # Nothing to continue, and nothing is divided by it. Vectorised exponentials may underflow in lanes of no row.
     with np.errstate(divide="raise", invalid="raise"):
         assert guidance_weights(3, 2, -5).tolist() == [0, 0, 0]
         assert ramp_strength(3, 2, -5).tolist() == [1, 1, 1]
