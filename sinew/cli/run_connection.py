@@ -26,15 +26,22 @@ log = logging.getLogger(__name__)
 
 ASSIST_WHEN = "every:5"
 ASSIST_TIMEOUT = 5.0
+TIMEOUT = 2.0  # seconds to wait for an answer, unless the user sets another
+FIRST_TIMEOUT = 10.0  # seconds to wait for a server's first answer, as it may be starting
 Connection = tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]
 
 
 def open_connection(
-    target: str, runs: Runs, split: str | None = None, key: str = "", frames: str = "raw"
+    target: str,
+    runs: Runs,
+    split: str | None = None,
+    key: str = "",
+    frames: str = "raw",
+    timeout: float = TIMEOUT,
 ) -> Connection:
     """Return what the policy says about itself, what is said about what runs it, and what opens a connection to it.
     split: the server of the first half of a policy whose head runs here. key: of the server. frames: how they travel
-    to it."""
+    to it. timeout: seconds to wait for its first answer, where the user sets another than :data:`TIMEOUT`."""
     try:
         travelling = Frames(frames)
     except ValueError as error:
@@ -44,7 +51,7 @@ def open_connection(
             raise SinewError(
                 f"--split: expected the bundle here, whose head runs here, got the server {target}"
             )
-        served = ask_server(target, runs, key)
+        served = ask_server(target, runs, key, FIRST_TIMEOUT if timeout == TIMEOUT else timeout)
         policy = served["policy"]
         most = max(MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK))  # of an answer
         opener = Servers(target.split(","), key, max_rows=most, frames=travelling, policy=policy)
@@ -193,12 +200,14 @@ def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str
     return local, policy
 
 
-def ask_server(target: str, runs: Runs = RUNS, key: str = "") -> dict[str, Any]:
-    """Return what a server says about itself and its policy. Raises :class:`SinewError` for flags of what runs a
-    policy, which are the server's own."""
+def ask_server(
+    target: str, runs: Runs = RUNS, key: str = "", timeout: float = FIRST_TIMEOUT
+) -> dict[str, Any]:
+    """Return what a server says about itself and its policy, after ``timeout`` seconds at most. Raises
+    :class:`SinewError` for flags of what runs a policy, which are the server's own."""
     if (flag := changed(runs)) is not None:
         raise SinewError(f"{flag}: expected a policy that is run here, got the server {target}")
-    with Client(target.split(","), timeout=10.0, api_key=key) as client:
+    with Client(target.split(","), timeout=timeout, api_key=key) as client:
         return client.metadata()
 
 

@@ -14,7 +14,14 @@ from sinew_client.control.requester import Call
 from sinew_client.history import History
 
 from sinew.cli.options import Count, Flag, Positive, Runs, motion_of
-from sinew.cli.run_connection import ASSIST_TIMEOUT, ASSIST_WHEN, check_guidance, conditioned, open_connection
+from sinew.cli.run_connection import (
+    ASSIST_TIMEOUT,
+    ASSIST_WHEN,
+    TIMEOUT,
+    check_guidance,
+    conditioned,
+    open_connection,
+)
 from sinew.cli.run_leader import EnvelopeFlags, LeaderFlags
 from sinew.cli.run_robot import Driven, RobotFlags
 from sinew.core import SinewError
@@ -34,7 +41,7 @@ class ChunkFlags:
         replan: when to ask: STEPS, full, queue:FRACTION (at most this part of a chunk is left) or
             disagreement:LIMIT,STEPS.
         max_age: seconds after its frame beyond which a row is not executed.
-        timeout: seconds to wait for an answer.
+        timeout: seconds to wait for an answer; if absent, 2, and 10 for the server's first answer.
         finish: after a failed request, execute the rows at hand instead of holding at once.
         future: tell the policy the state that the robot will have when the answer arrives.
         edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
@@ -54,7 +61,7 @@ class ChunkFlags:
     handover: str = HANDOVER
     replan: str = REPLAN
     max_age: float | None = None
-    timeout: float = 2.0
+    timeout: Positive = TIMEOUT
     finish: Flag = False
     future: Flag = False
     edge_adapter: Path | None = None
@@ -107,7 +114,7 @@ def open_rig(
 ) -> Rig:
     """Open a policy for a robot. robot_of: what the policy says of itself -> the robot, open."""
     edge = None if by.edge_adapter is None else Adapter.read(by.edge_adapter)
-    policy, about, connect = open_connection(target, runs, by.split, key, by.frames_as)
+    policy, about, connect = open_connection(target, runs, by.split, key, by.frames_as, by.timeout)
     server, sending = connect, getattr(connect, "frames", None)
     connect = conditioned(connect, about, by.advantage, by.guidance_scale)
     robot = robot_of(policy)

@@ -491,3 +491,12 @@ def test_joints_go_by_name_in_the_order_of_the_robot() -> None:
         ClientError, match="state has 3 numbers, the robot has 2 joints: shoulder.pos, elbow.pos"
     ):
         LeRobotArm(arm, {**POLICY, "state": {"dim": 3}}, {"front": "top"})
+
+
+def test_the_first_answer_is_waited_for_as_long_as_the_user_says(capsys: pytest.CaptureFixture[str]) -> None:
+    server = f"tcp://127.0.0.1:{processes.free_port()}"  # where nobody listens
+    assert main(["run", server, "--robot", "gym:sinew/Blocks-v0", "--timeout", "0.2"]) != 0
+    assert f"no answer from {server} within 0.2 s" in " ".join(capsys.readouterr().err.split())
+    for value in ("0", "-1", "nan"):
+        assert main(["run", server, "--robot", "gym:sinew/Blocks-v0", f"--timeout={value}"]) != 0
+        assert f"--timeout: expected a number > 0, got {value}" in capsys.readouterr().err

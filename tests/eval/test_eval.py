@@ -199,8 +199,14 @@ def test_stages_and_answers_are_summed_up_by_name() -> None:
         "wins": 1,
         "episodes": 2,
         "success": 0.5,
-        "interval": [0.0945, 0.9055],
+        "interval": [0.094531, 0.905469],
     }
+    for count in range(1, 201):  # one interval is printed alike wherever it is printed
+        for wins in range(count + 1):
+            kept = stats.success([True] * wins + [False] * (count - wins))["interval"]
+            assert [f"{100 * end:.1f}" for end in kept] == [
+                f"{100 * end:.1f}" for end in stats.wilson(wins, count)
+            ]
     assert stats.amortized_rate(8, 0.0) == math.inf
 
 

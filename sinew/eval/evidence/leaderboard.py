@@ -283,7 +283,7 @@ def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]
                     "second": second,
                     "pairs": test.pairs,
                     "difference": round(difference, 4),
-                    "interval": [round(low, 4), round(high, 4)],
+                    "interval": [round(low, 6), round(high, 6)],
                     "only_first": test.only_first,
                     "only_second": test.only_second,
                     "p_value": round(test.p_value, 6),
