@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sinew_client.typed_names import OutsideName, require_typed
 from sinew_client.untrusted import parse_json
 from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 from tokenizers import AddedToken, Tokenizer
@@ -18,6 +20,12 @@ from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
 from sinew.core.extras import install
 from sinew.steps.tokenizer import open_tokenizer
+
+# Names of folders below a checkpoint, and of the hub: no part begins with a dot.
+INSIDE = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Organisations of the hub whose models the published policies build on: a checkpoint may name these.
+PUBLISHERS = ("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google", "microsoft")
 
 
 @dataclass(frozen=True)
@@ -94,20 +102,37 @@ def _token(value: Any) -> Any:
 
 
 def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: str) -> Path:
-    """The directory of the repository ``name``: the one the user gave, one beside the checkpoint, or the hub's.
+    """Return the directory of a model that a checkpoint names: the typed one, one beside the checkpoint, or the hub's.
 
-    With the ``[hub]`` extra the files in ``patterns`` are downloaded (or taken from the hub's cache).
+    A checkpoint's own configuration is data: it may not name a folder of this machine, and on the hub only models of
+    the organisations that the published policies build on. With the ``[hub]`` extra the files in ``patterns`` are
+    downloaded, or taken from the hub's cache.
+
+    Args:
+        name: as the checkpoint has it.
+        given: what was typed behind ``flag``: a directory, or a name of the hub.
+        near: the checkpoint.
+        flag: for messages.
+        patterns: of names of files, a word each.
+
+    Raises:
+        ConvertError: there is no such model.
+        UntypedNameError: the checkpoint names something else.
     """
+    otherwise = f"give a directory with its config.json and tokenizer.json with {flag} DIR"
     if given is not None:
-        if not given.is_dir():
+        if given.is_dir():
+            return given
+        if HUB_NAME.fullmatch(given.as_posix()) is None:
             raise ConvertError(f"{flag} {given}: not a directory")
-        return given
-    for parent in (near, near.parent):
-        if (parent / name / "config.json").is_file():
-            return parent / name
-    return download(
-        name, patterns, f"give a directory with its config.json and tokenizer.json with {flag} DIR"
-    )
+        return download(given.as_posix(), patterns, otherwise)
+    if INSIDE.fullmatch(name):
+        for parent in (near, near.parent):
+            if (parent / name / "config.json").is_file():
+                return parent / name
+    if HUB_NAME.fullmatch(name) is None or name.partition("/")[0] not in PUBLISHERS:
+        require_typed(near, [OutsideName("its configuration's model", name, flag)], {})
+    return download(name, patterns, otherwise)
 
 
 def download(name: str, patterns: str, otherwise: str, repo_type: str = "model") -> Path:

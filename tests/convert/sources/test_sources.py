@@ -344,8 +344,12 @@ def test_repositories_of_a_hub(run: Path, tmp_path: Path, smolvla_bundle: Callab
     checkpoint = run / "checkpoints" / "000200" / "pretrained_model"
     shutil.copytree(run / "checkpoints" / "000200" / "vlm", checkpoint / "vlm")
     config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**config, "vlm_model_name": "lab/vlm"}))
-    repositories = {"lab/bundle": tmp_path / "bundles", "lab/pick": checkpoint, "lab/vlm": checkpoint / "vlm"}
+    (checkpoint / "config.json").write_text(json.dumps({**config, "vlm_model_name": "HuggingFaceTB/vlm"}))
+    repositories = {
+        "lab/bundle": tmp_path / "bundles",
+        "lab/pick": checkpoint,
+        "HuggingFaceTB/vlm": checkpoint / "vlm",
+    }
     environment = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_TOKEN": ""}
     with fake_hub(repositories) as server:
         online = {**environment, "HF_ENDPOINT": server.url}
