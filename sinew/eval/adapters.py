@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as AnyMapping
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +18,14 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 from sinew_client.modules import ModuleError, load_module, load_named
+from sinew_client.untrusted import read_json, shown
 
 from sinew.core import SinewError
 from sinew.core.registry import action_units, place_of, plain
 from sinew.eval import suites
+from sinew.eval.settings import ADAPTERS, TASKS_GROUP
 from sinew.eval.suites.conventions import ACTIONS, STATES, turned
 from sinew.eval.suites.mapping import Mapping
-
-GROUP = "sinew.tasks"  # entry points of other distributions: name -> "module:Class"
-ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
 
 
 class EnvAdapter(Protocol):
@@ -214,7 +213,7 @@ def make_env(
     its adapter. ``extra`` (such as ``render_mode``) goes to the constructor as well."""
     if (suite := suites.find(env_id)) is not None:
         return _open_suite(*suite, adapter, env_options or {})
-    env_id = place_of(GROUP, env_id)
+    env_id = place_of(TASKS_GROUP, env_id)
     if env_id.startswith("sinew/"):
         importlib.import_module("sinew.sim")  # registers them
     module, colon, name = env_id.partition(":")
@@ -270,12 +269,59 @@ def named_adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
 
 def read_mapping(path: Path) -> Mapping:
     """A :class:`Mapping` from a JSON object; an unknown or missing key is an error that names it."""
-    with SinewError.at(path, ValueError):
-        values = json.loads(path.read_text())
+    with SinewError.at(path, ValueError, OSError):
+        values = read_json(path)
     known = {f.name for f in fields(Mapping)}
     if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= known:
         raise SinewError(f"{path}: expected an object with images and state, keys of {sorted(known)}")
-    return mapping_of(values)
+    with SinewError.at(path, SinewError):
+        for name, value in values.items():
+            words, fits = _MAPPING[name]
+            if not fits(value):
+                raise SinewError(f"{name}: expected {words}, got {shown(value)}")
+        return mapping_of(values)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_TEXT = ("a text", _is_text)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+# field of a mapping in JSON -> what is expected, and a test of it
+_MAPPING: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "images": ("an object of texts", _is_named),
+    "state": ("a list of texts", _are_texts),
+    **dict.fromkeys(("prompt", "task", "hold", "success"), _TEXT),
+    "control_hz": (
+        "a number above 0, or null",
+        lambda value: value is None or (_is_number(value) and value > 0),
+    ),
+    "max_steps": (
+        "a whole number from 1, or null",
+        lambda value: value is None or (type(value) is int and value > 0),
+    ),
+    "known_as": (
+        "an object of lists of texts",
+        lambda value: isinstance(value, dict) and all(map(_are_texts, value.values())),
+    ),
+    "unseen": ("a list of texts", _are_texts),
+    **dict.fromkeys(("turned", "clip"), _FLAG),
+    "action": ("a text, or an object of texts", lambda value: _is_text(value) or _is_named(value)),
+    "rest": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value))),
+}
 
 
 def mapping_of(values: AnyMapping[str, Any]) -> Mapping:

@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from sinew_client.untrusted import parse_json
+
 from sinew.core import scratch
 from sinew.eval import episode_log
 from sinew.eval.adapters import make_env
@@ -120,10 +122,13 @@ def read_log(log: Path) -> dict[tuple[str, int], Episode]:
 def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
     """Return the batch with which the log in ``out`` has episodes of a variant, whatever its own; None: it has none."""
     for name, _ in read_log(out / LOG):
-        values = json.loads(name)
+        try:
+            values = dict(parse_json(name))
+        except (ValueError, TypeError):
+            continue  # a key of another program
         batch = values.pop("batch", 1)
-        if json.dumps(values, sort_keys=True) == key(task, replace(variant, batch=1)):
-            return int(batch)
+        if json.dumps(values, sort_keys=True) == key(task, replace(variant, batch=1)) and type(batch) is int:
+            return batch
     return None
 
 

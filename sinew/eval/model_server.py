@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sinew_client.untrusted import named, shown
+from sinew_client.untrusted import named, raw_array, shown, unpack_msgpack
 
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.eval.policies import MODEL_SERVER
-from sinew.serve.decode.array import array
 
 if TYPE_CHECKING:
     import gymnasium
@@ -27,6 +26,7 @@ PROTOCOL = 1  # its ``protocol_version``
 TIMEOUT_S = 60.0
 MAX_BYTES = 1 << 20  # of an answer, which bounds the values in it as well
 MAX_NUMBERS = 1 << 16  # of an action
+MAX_VALUES = 1 << 17  # of an answer
 KINDS = "biuf"  # of numpy's types
 
 
@@ -83,7 +83,12 @@ class ModelServer:
             "task_description": str(observation.get("prompt", "")),
         }
         found = self._ask("observation", seen, "action")
-        action = np.asarray(found.get("actions"))
+        try:
+            action = np.asarray(_array(found.get("actions")))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise SinewError(
+                f"{self.address}: actions: expected an array of numbers, got {named(str(error))}"
+            ) from None
         if action.dtype.kind not in KINDS or action.ndim != 1 or not 1 <= action.size <= MAX_NUMBERS:
             raise SinewError(
                 f"{self.address}: expected one action for an observation, got {action.dtype} {list(action.shape)};"
@@ -142,11 +147,9 @@ class ModelServer:
                 f"{self.address}: the connection ended ({named(message.extra or message.data, 200)})"
             )
         try:
-            return self._msgpack.unpackb(message.data, object_hook=_from_map)
-        except (ValueError, TypeError, SinewError, self._msgpack.UnpackException) as error:
-            raise SinewError(
-                f"{self.address}: expected a message in msgpack, got {str(error)[:200]}"
-            ) from None
+            return unpack_msgpack(message.data, max_values=MAX_VALUES, max_text=MAX_BYTES)
+        except ValueError as error:
+            raise SinewError(f"{self.address}: expected a message in msgpack, got another: {error}") from None
 
 
 def _to_map(value: Any) -> Any:
@@ -162,11 +165,16 @@ def _to_map(value: Any) -> Any:
     }
 
 
-def _from_map(found: dict[Any, Any]) -> Any:
-    """Return the array of a map that is one. Raises ObservationError."""
-    if found.get("__ndarray__") is not True:
-        return found
-    return array("array", found.get("data"), found.get("dtype"), found.get("shape"))
+def _array(value: Any) -> Any:
+    """Return the array of a map that is one, another value as it is. Raises ValueError or TypeError."""
+    if not isinstance(value, dict) or value.get("__ndarray__") is not True:
+        return value
+    shape, data, dtype = (value.get(name) for name in ("shape", "data", "dtype"))
+    if not isinstance(data, memoryview) or not isinstance(dtype, str):
+        raise ValueError("an array without bytes or type")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"a shape of {shown(shape)}")
+    return raw_array(data, dtype, shape)
 
 
 def said(address: str) -> dict[str, Any]:

@@ -27,9 +27,8 @@ from sinew.convert.sources import ASSETS, embedded
 from sinew.core import progress
 from sinew.core.registry import place_of
 from sinew.eval import suites
-from sinew.eval.adapters import ADAPTERS, GROUP
 from sinew.eval.policies import EXPERT, file_hash
-from sinew.eval.settings import Task, Variant
+from sinew.eval.settings import ADAPTERS, TASKS_GROUP, Task, Variant
 
 _OWN = re.compile(r"sinew/[A-Za-z]+-v\d+")  # ids of the tasks in sinew.sim
 _OF_MAPPING = {
@@ -166,7 +165,7 @@ def is_built_in(env: str) -> bool:
         return True
     if suites.find(env) is not None:
         return ":" not in env  # vla-eval/module:Class is somebody's own
-    return place_of(GROUP, env) != env
+    return place_of(TASKS_GROUP, env) != env
 
 
 def _only_data(env: str, options: Mapping[str, Any]) -> bool:

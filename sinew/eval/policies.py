@@ -239,8 +239,8 @@ def identity(target: str) -> dict[str, Any]:
         from sinew.eval.model_server import said
 
         hello = said(target)
-        name = str(hello.get("model_server", ""))[:100]
-        text = f"{name} {str(hello.get('harness_version', ''))[:40]}"
+        name = named(hello.get("model_server", ""), 100)
+        text = f"{name} {named(hello.get('harness_version', ''), 40)}"
         return {"kind": "server", "id": text, "dtype": "", "motion": None, "name": name, "architecture": ""}
     if "://" in target:
         from sinew_client import Client

@@ -19,6 +19,8 @@ from sinew_client.untrusted import named, shown
 from sinew.core import SinewError, dtype_word
 from sinew.engine.backend import AUTO, BACKENDS
 
+TASKS_GROUP = "sinew.tasks"  # entry points of other distributions: name -> "module:Class"
+ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}  # name -> place of an adapter of this package
 MOST_DELAY = 1_000_000  # control steps or milliseconds of a latency
 MOST_WHOLE = 1 << 53  # of a whole number in a record
 MOST_TEXT = 4096  # characters of a text in a record

@@ -108,7 +108,7 @@ def test_a_page_holds_everything_that_it_shows(run: Path) -> None:
     assert hashlib.sha256(PEN.read_bytes()).hexdigest() in shown
     for text in (
         record["command"],
-        "sinew eval --repeat report.html",
+        "sinew eval pen.gguf --repeat report.html",
         record["versions"]["python"],
         record["hardware"],
     ):

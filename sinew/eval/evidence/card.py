@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sinew_client.untrusted import named, read_json, shown
+
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.core import SinewError, VectorSpec
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
+from sinew.eval.evidence.repeat import MAX_BYTES, MAX_VALUES
 from sinew.eval.report.stats import wilson
 
 VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"
@@ -30,20 +33,21 @@ def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[st
     found = proofs.records(bundle)
     for path in files:
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path, MAX_BYTES, max_values=MAX_VALUES)
             schema = record["schema"]
             if schema == VALIDATION:
                 expected, got = fingerprint(bundle), record["fingerprint"]
             elif schema == EVALUATION:
                 expected, got = digest, record["variants"][0]["policy"]["id"]
             else:
-                raise SinewError(f"{path}: expected schema {VALIDATION} or {EVALUATION}, got {schema!r}")
+                raise SinewError(f"{path}: expected schema {VALIDATION} or {EVALUATION}, got {shown(schema)}")
             list(_measured([record]))  # whatever the card reads is there
         except OSError as error:
             raise SinewError(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+            got = named(f"{type(error).__name__}: {error}", 300)
             raise SinewError(
-                f"{path}: expected report.json of `sinew validate` or `sinew eval`, got {type(error).__name__}: {error}"
+                f"{path}: expected report.json of `sinew validate` or `sinew eval`, got {got}"
             ) from None
         if got != expected:
             raise SinewError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sinew.eval.evidence import page, repeat
+from sinew.eval.outside import task_names
 from sinew.eval.report.report import conditions, tables
 from sinew.eval.runner import Episode
+from sinew.eval.settings import Task
 
 if TYPE_CHECKING:
     from sinew.eval.evidence.films import Film
@@ -126,8 +129,11 @@ def how_run(record: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>How it was run</h2>"
     yield page.commands([record["command"] or "from Python"])
     if "plan" not in record:  # a robot's trials do not follow from their seeds
-        yield "<p>The same episodes again, here or in another laboratory, with the same bundles wherever they are:</p>"
-        yield page.commands([f"sinew eval --repeat {PAGE}", *_elsewhere(record)])
+        yield (
+            "<p>The same episodes again, here or in another laboratory. A page names nothing that Sinew uses without"
+            " you: type the policies, wherever they are, and the names that are not Sinew's own.</p>"
+        )
+        yield page.commands([_again(record)])
     rows: list[list[str]] = []
     for entry in record["variants"]:
         bundle, policy = entry["bundle"], entry["policy"]
@@ -148,11 +154,16 @@ def how_run(record: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _elsewhere(record: Mapping[str, Any]) -> Iterator[str]:
-    names = dict.fromkeys(
-        entry["bundle"]["file"] for entry in record["variants"] if "file" in entry["bundle"]
-    )
-    if names:
-        first, *others = names
-        more = "".join(f" --compare {shlex.quote(name)}" for name in others)
-        yield f"sinew eval {shlex.quote(first)}{more} --repeat {PAGE}"
+def _again(record: Mapping[str, Any]) -> str:
+    """Return the command that plays a record again, with all names that a person has to type."""
+    targets = [
+        entry["variant"]["target"] for entry in record["variants"] if entry["policy"]["kind"] != "expert"
+    ]
+    first, *others = dict.fromkeys(targets) or [""]
+    words = ["sinew", "eval", *([first] if first else []), *(f"--compare={name}" for name in others)]
+    for name in task_names(Task.from_dict(record["task"])):
+        words += [name.flag, name.value if isinstance(name.value, str) else json.dumps(name.value)]
+    edges = (entry["variant"].get("edge_adapter") for entry in record["variants"])
+    for edge in dict.fromkeys(filter(None, edges)):
+        words += ["--edge-adapter", edge]
+    return shlex.join([*words, "--repeat", PAGE])

@@ -11,7 +11,6 @@ the name of its SHA-256; a host that has neither is sent it once.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -155,7 +154,7 @@ class Guest:
         return b"".join(episode_log.line(self.plan.keys[index], episode) for episode in episodes)
 
     def _kept(self, index: int) -> Path:
-        return machine.cache_folder("bundles") / f"{json.loads(self.plan.keys[index])['target']}.gguf"
+        return machine.cache_folder("bundles") / f"{self.plan.facts()[index].sha256}.gguf"
 
 
 def _actor() -> Any:

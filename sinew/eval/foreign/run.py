@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import sinew_client
+from sinew_client.untrusted import parse_json, shown
 
 from sinew.convert.tokenizer_files import download
 from sinew.core import SinewError, machine, progress
@@ -298,7 +299,7 @@ class Worker:
     def play(self, variant: Variant, seed: int, file: Path | None = None) -> Episode:
         """Play an episode. file: where its moments are written."""
         more = {} if file is None else {"file": str(file)}
-        return Episode(**self._ask({"variant": variant.to_dict(), "seed": seed, **more})["episode"])
+        return Episode.from_dict(self._ask({"variant": variant.to_dict(), "seed": seed, **more})["episode"])
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -315,9 +316,14 @@ class Worker:
             tail = "\n".join(self._errors.read().splitlines()[-15:])
             kind = KilledError if self._process.returncode < 0 else SinewError
             raise kind(f"the simulator's process ended with exit code {self._process.returncode}:\n{tail}")
-        answer = json.loads(line)
+        try:
+            answer = parse_json(line, finite=False)
+        except ValueError as error:
+            raise SinewError(f"the simulator's process: {error}") from None
+        if not isinstance(answer, dict) or not answer.keys() & {"control_hz", "episode", "error"}:
+            raise SinewError(f"the simulator's process: expected an answer, got {shown(answer)}")
         if "error" in answer:
-            raise SinewError(answer["error"])
+            raise SinewError(str(answer["error"]))
         return answer
 
     def close(self) -> None:

@@ -388,7 +388,10 @@ def _read(path: str, form: str, given: Any) -> Any:
         types, what = _FORMS[form]
         if not isinstance(given, types) or (isinstance(given, bool) and form != "bool"):
             raise ClientError(f"{path}: expected {what}, got {shown(given)}")
-        return float(given) if form == "float" else given
+        try:
+            return float(given) if form == "float" else given
+        except OverflowError:  # a whole number beyond float64
+            raise ClientError(f"{path}: expected a number of float64, got {shown(given)}") from None
     if form.startswith("Literal["):
         known = [word.strip(" \"'") for word in form[len("Literal[") : -1].split(",")]
         if given not in known:
