@@ -89,7 +89,7 @@ soak: $(READY) ## ten robots and two streams beside attackers for ten minutes; t
 	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 	$(BIN)/python -m pytest -q tests/serve/test_faults.py --faults-rounds 10
 
-faults: $(READY) ## a robot's loop through 128 faults of server, network, neighbours and itself; seven minutes
+faults: $(READY) ## a robot's loop through 140 faults of server, network, neighbours and itself; nine minutes
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)
 
 fuzz: $(READY) ## hostile inputs for all decoders, sockets and files: a million take about an hour of a core

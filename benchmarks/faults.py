@@ -1,4 +1,4 @@
-"""A robot's loop through a hundred and twenty faults: of its server, the network, neighbours and its own process.
+"""A robot's loop through a hundred and forty faults: of its server, the network, neighbours and its own process.
 
     python -m benchmarks.faults                 # or: make faults; ``--only NETWORK`` for those whose names hold it
     python -m benchmarks.faults --list
@@ -31,8 +31,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,11 @@ from sinew_client import Client, ClientError
 from sinew_client.control.reaction import histogram
 
 from benchmarks.faulty_robot import HZ, PROMPT
+from sinew.bundle import Bundle
+from tests.bundle.test_bundle import with_manifest
+from tests.serve.puppet import GREETING
 from tests.serve.test_faults import FAULTS as BYTES  # what sends bytes that are no protocol takes any server
+from tests.serve.test_faults import READY
 
 ROOT = Path(__file__).resolve().parents[1]
 ENOUGH = 20  # rows after a fault
@@ -60,6 +64,10 @@ class Fault:
 
 
 # ----------------------------------------------------------------------------- the place
+
+
+class CannotRunError(Exception):
+    """This machine does not allow the fault; the message says why."""
 
 
 class Network:
@@ -165,12 +173,22 @@ class Place:
     def bundle(self) -> Path:
         return self.work / "policy.gguf"
 
-    def start(self, *options: object, wait: bool = True) -> None:
+    def start(
+        self,
+        *options: object,
+        wait: bool = True,
+        within: Sequence[object] = (),
+        program: Sequence[str] = ("-m", "sinew"),
+        **variables: str,
+    ) -> None:
+        """Start the server. within: a command that runs the server's. program: arguments of the interpreter."""
         with (self.work / "server.log").open("a") as log:
             self.server = subprocess.Popen(
-                [sys.executable, "-m", "sinew", "serve", str(self.bundle), "--wire", f"native:{self.port}",
-                 "--wire", f"http:{self.web}", "--threads", "1", "--no-prepare", *map(str, options)],
-                stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.work, env=environment(self.work),
+                [*map(str, within), sys.executable, *program, "serve", str(self.bundle), "--wire",
+                 f"native:{self.port}", "--wire", f"http:{self.web}", "--threads", "1", "--no-prepare",
+                 *map(str, options)],
+                stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.work,
+                env={**environment(self.work), **variables},
             )  # fmt: skip
         if wait:
             assert self.server.stdout is not None
@@ -200,11 +218,13 @@ class Place:
         self.gap_ms, self.why = max(self.gap_ms, told["gap_ms"]), self.why | set(told["why"])
         return told
 
-    def begin(self) -> None:
-        """Start the robot, and wait until it moves."""
+    def begin(self, within: Sequence[object] = (), **variables: str) -> None:
+        """Start the robot, and wait until it moves. within: a command that runs the robot's."""
         self.robot = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.faulty_robot", f"tcp://127.0.0.1:{self.network.port}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(self.work),
+            [*map(str, within), sys.executable, "-m", "benchmarks.faulty_robot",
+             f"tcp://127.0.0.1:{self.network.port}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**environment(self.work), **variables},
         )  # fmt: skip
         self.moves(self.tell("look"))
 
@@ -546,6 +566,249 @@ def _exchange(at: Place) -> None:
         urllib.request.urlopen(request, timeout=30).close()
 
 
+# ----------------------------------------------------------------------------- disks, memory, clocks, versions
+
+
+def filled_disk(at: Place) -> None:
+    """The folder of records is a file system of 64 kB, which the first records fill."""
+    _needs("unshare", "--mount", "true")
+    (at.work / "records").mkdir(exist_ok=True)
+    mounted = 'mount -t tmpfs -o size=64k none records && exec "$@"'
+    at.end(signal.SIGTERM)
+    log = at.work / "server.log"
+    begun = log.stat().st_size
+    at.start("--record", "records", within=("unshare", "--mount", "sh", "-c", mounted, "sh"))
+    at.moves(at.tell("wait", 3.0))
+    if "No space left" not in log.read_text()[begun:]:
+        raise RuntimeError("the disk did not fill")
+    at.end(signal.SIGTERM)
+    at.start()
+
+
+def memory_cgroup(more: int, seconds: float) -> Act:
+    """Leave the server ``more`` bytes of memory than it uses, beside large messages. It is started again afterwards."""
+
+    def act(at: Place) -> None:
+        group = Path("/sys/fs/cgroup/memory/sinew-faults")
+        names = ("memory.usage_in_bytes", "memory.limit_in_bytes")
+        if not group.parent.is_dir():
+            group, names = Path("/sys/fs/cgroup/sinew-faults"), ("memory.current", "memory.max")
+        try:
+            group.mkdir()
+            limit = group / names[1]
+            limit.write_text(limit.read_text())
+        except OSError as error:
+            raise CannotRunError(f"no memory cgroup can be made: {error}") from error
+        try:
+            joined = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+            at.end(signal.SIGTERM)
+            at.start(within=("sh", "-c", joined, "sh"))
+            at.tell("wait", 1.0)
+            limit.write_text(str(int((group / names[0]).read_text()) + more))
+            crowd(8, zmq_greeting() + random.Random(5).randbytes(1 << 20), False, seconds)(at)
+            assert at.server is not None
+            killed = at.server.poll() is not None
+            at.end()
+            at.start()
+            print(f"  the server was {'killed' if killed else 'left alone'}", file=sys.stderr)
+        finally:
+            at_end = time.monotonic() + 10
+            while time.monotonic() < at_end:
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(0.1)
+
+    return act
+
+
+def zmq_greeting() -> bytes:
+    """Return the greeting and handshake of a peer, and the head of a frame of 48 MiB."""
+    return GREETING + READY + b"\x02" + (48 << 20).to_bytes(8, "big")
+
+
+# Adds the seconds in a file to the wall clock of a whole process, libraries in C too; the monotonic clock stays.
+STEPPED_CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+static volatile long *offset;
+static int (*real)(clockid_t, struct timespec *);
+__attribute__((constructor)) static void begin(void) {
+  int file = open(getenv("STEPPED_CLOCK"), O_RDONLY);
+  offset = mmap(0, sizeof(long), PROT_READ, MAP_SHARED, file, 0);
+  real = dlsym(RTLD_NEXT, "clock_gettime");
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  int found = real(clock, now);
+  if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) now->tv_sec += *offset;
+  return found;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+  struct timespec exact;
+  int found = clock_gettime(CLOCK_REALTIME, &exact);
+  now->tv_sec = exact.tv_sec, now->tv_usec = exact.tv_nsec / 1000;
+  return found;
+}
+time_t time(time_t *now) {
+  struct timespec exact;
+  clock_gettime(CLOCK_REALTIME, &exact);
+  if (now) *now = exact.tv_sec;
+  return exact.tv_sec;
+}
+"""
+
+
+def stepped_clock(work: Path) -> tuple[dict[str, str], Callable[[int], None]]:
+    """Return the environment of a process whose wall clock is stepped, and what steps it."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise CannotRunError("no C compiler is here")
+    library, place = work / "stepped_clock.so", work / "stepped_clock"
+    place.write_bytes(bytes(8))
+    source = [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(source, input=STEPPED_CLOCK, text=True, check=True)
+
+    def step(seconds: int) -> None:
+        with place.open("r+b") as file:
+            file.write(struct.pack("l", seconds))
+
+    variables = {"LD_PRELOAD": str(library), "STEPPED_CLOCK": str(place)}
+    step(86_400)
+    asked = [sys.executable, "-c", "import time; print(time.time())"]
+    told = subprocess.run(asked, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
+    if float(told.stdout) < time.time() + 80_000:
+        raise CannotRunError("the interpreter asks the kernel for the time by itself")
+    step(0)
+    return variables, step
+
+
+def clock_steps(whose: str) -> Act:
+    """Step the wall clock of the server's or the robot's whole process forward, back, and back to the truth."""
+
+    def act(at: Place) -> None:
+        variables, step = stepped_clock(at.work)
+        if whose == "server":
+            at.end(signal.SIGTERM)
+            at.start(**variables)
+        else:
+            _robot_within(at, (), **variables)
+        for seconds in (3600, -3600, 10**8, 0):
+            step(seconds)
+            at.moves(at.tell("wait", 1.0))
+        if whose == "server":
+            at.end(signal.SIGTERM)
+            at.start()
+        else:
+            _robot_within(at, ())
+
+    return act
+
+
+def other_monotonic_clock(whose: str, seconds: int) -> Act:
+    """Run one of the two in a time namespace, as on a machine that started at another time."""
+
+    def act(at: Place) -> None:
+        within = ("unshare", "--time", "--monotonic", seconds, "--boottime", seconds)
+        _needs(*map(str, within), "true")
+        if whose == "server":
+            at.end(signal.SIGTERM)
+            at.start(within=within)
+        else:
+            _robot_within(at, within)
+        at.moves(at.tell("wait", 1.0))
+        if whose == "server":
+            at.end(signal.SIGTERM)
+            at.start()
+        else:
+            _robot_within(at, ())
+
+    return act
+
+
+def _robot_within(at: Place, within: Sequence[object], **variables: str) -> None:
+    assert at.robot is not None
+    at.robot.kill()
+    at.robot.wait()
+    at.begin(within, **variables)
+
+
+def _needs(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise CannotRunError(f"{' '.join(command)}: {done.stderr.strip()[:100]}")
+
+
+NEWER = "import sinew; sinew.__version__ = '99.0.0'; import sys; from sinew.cli import main; sys.exit(main())"
+
+
+def newer_server(at: Place) -> None:
+    """Another version with the same policy takes the place of the server: the robot goes on without help."""
+    at.end()
+    at.start(program=("-c", NEWER))
+    with Client(f"tcp://127.0.0.1:{at.port}", timeout=PATIENCE_S) as client:
+        version = client.metadata()["server"]["version"]
+    if version != "99.0.0":
+        raise RuntimeError(f"the newer server calls itself {version}")
+    _goes_on(at)
+    at.end()
+    at.start()
+
+
+def newer_policy(**changes: Any) -> Act:
+    """A newer server whose policy has other units or another rate: the robot holds until the old one is back."""
+
+    def act(at: Place) -> None:
+        kept = at.work / "kept.gguf"
+        shutil.copyfile(at.bundle, kept)
+        spec = Bundle(kept).manifest.spec
+        at.end()
+        if "units" in changes:
+            changed = replace(spec, action=replace(spec.action, units=changes["units"](spec.action.dim)))
+        else:
+            changed = replace(spec, **changes)
+        with_manifest(kept, at.work / "newer.gguf", spec=changed)
+        os.replace(at.work / "newer.gguf", at.bundle)
+        at.start(program=("-c", NEWER))
+        at.tell("wait", 2.0)
+        before = at.tell("wait", 4.0)["rows"]
+        after = at.tell("wait", 0.0)["rows"]
+        at.end()
+        os.replace(kept, at.bundle)
+        at.start()
+        if after != before:
+            raise RuntimeError(
+                f"the robot executed {after - before} rows of a policy with other {[*changes]}"
+            )
+
+    return act
+
+
+def _goes_on(at: Place) -> None:
+    found = at.moves(at.tell("look"))
+    if found["wrong"]:
+        raise RuntimeError("; ".join(found["wrong"]))
+
+
+def machine() -> Iterator[Fault]:
+    yield Fault("server: records fill a small disk", filled_disk)
+    yield Fault("server: a memory cgroup with 256 MiB to spare, for 4 s", memory_cgroup(256 << 20, 4.0))
+    yield Fault("server: a memory cgroup with 1 MiB to spare, for 4 s", memory_cgroup(1 << 20, 4.0))
+    yield Fault("server: its wall clock steps an hour both ways", clock_steps("server"))
+    yield Fault("robot: its wall clock steps an hour both ways", clock_steps("robot"), own=True)
+    for whose in ("server", "robot"):
+        for seconds in (1_000_000, -600):
+            yield Fault(f"{whose}: a monotonic clock {seconds:+} s off", other_monotonic_clock(whose, seconds),
+                        own=whose == "robot")  # fmt: skip
+    yield Fault("server: a newer version with the same policy", newer_server)
+    yield Fault("server: a newer version with another rate", newer_policy(control_hz=10.0))
+    yield Fault("server: a newer version with other units", newer_policy(units=lambda dim: ("deg",) * dim))
+
+
 # ----------------------------------------------------------------------------- neighbours
 
 
@@ -654,7 +917,7 @@ def robot() -> Iterator[Fault]:
 
 
 def faults() -> list[Fault]:
-    return [*network(), *server(), *peers(), *robot()]
+    return [*network(), *server(), *peers(), *robot(), *machine()]
 
 
 class Bystander:
@@ -681,9 +944,11 @@ def suffer(at: Place, fault: Fault, bystander: Bystander) -> dict[str, Any]:
     at.gap_ms, at.why = 0.0, set()
     bystander.read()
     begun = time.monotonic()
-    wrong = []
+    wrong, skipped = [], ""
     try:
         fault.act(at)
+    except CannotRunError as error:
+        skipped = str(error)
     except Exception as error:  # noqa: BLE001 - the fault itself went wrong, which is said
         wrong.append(f"{type(error).__name__}: {error}")
     finally:
@@ -696,6 +961,7 @@ def suffer(at: Place, fault: Fault, bystander: Bystander) -> dict[str, Any]:
         "name": fault.name,
         "own": fault.own,
         "wrong": wrong,
+        "skipped": skipped,
         "why": sorted(at.why),
         "gap_ms": at.gap_ms,
         "late_ms": bystander.read(),
@@ -707,10 +973,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="faults whose names hold this")
+    parser.add_argument("--only", action="append", help="only faults whose names contain this; repeatable")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     given = parser.parse_args()
-    chosen = [each for each in faults() if given.only.lower() in each.name.lower()]
+    parts = [part.lower() for part in given.only or [""]]
+    chosen = [each for each in faults() if any(part in each.name.lower() for part in parts)]
     if given.list:
         print(*(each.name for each in chosen), sep="\n")
         return 0
@@ -728,7 +995,7 @@ def main() -> int:
             for number, fault in enumerate(chosen, 1):
                 row = suffer(at, fault, bystander)
                 rows.append(row)
-                print(f"{number}/{len(chosen)} {fault.name}: {', '.join(row['wrong']) or 'survived'}, "
+                print(f"{number}/{len(chosen)} {fault.name}: {', '.join(row['wrong']) or _outcome(row)}, "
                       f"{row['gap_ms']:.0f} ms, {row['seconds']:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
                 if row["wrong"]:  # the next fault has a place as new
                     at.end()
@@ -743,17 +1010,25 @@ def main() -> int:
     print("| fault | survived | what held it | longest gap, ms |\n|---|---|---|--:|")
     for row in rows:
         held = "; ".join(row["why"]) or "never held"
-        print(f"| {row['name']} | {'; '.join(row['wrong']) or 'yes'} | {held} | {row['gap_ms']:.0f} |")
+        print(
+            f"| {row['name']} | {'; '.join(row['wrong']) or _outcome(row)} | {held} | {row['gap_ms']:.0f} |"
+        )
     watched = [row for row in rows if not row["own"]]
     long = [row["name"] for row in watched if row["gap_ms"] > 3 * PERIOD_MS + 2 * row["late_ms"]]
     print(f"\nlongest gap of each fault that leaves the robot's process alone, period {PERIOD_MS:g} ms:")
     print(histogram([row["gap_ms"] / 1e3 for row in watched]))
     lost = [row["name"] for row in rows if row["wrong"]]
+    skipped = [row["name"] for row in rows if row["skipped"] and not row["wrong"]]
     print(json.dumps({
-        "schema": "sinew.benchmark.faults/1", "faults": len(rows), "survived": len(rows) - len(lost), "lost": lost,
+        "schema": "sinew.benchmark.faults/1", "faults": len(rows), "skipped": skipped,
+        "survived": len(rows) - len(lost) - len(skipped), "lost": lost,
         "long_gaps": long, "longest_gap_ms": round(max((r["gap_ms"] for r in watched), default=0.0), 1),
     }))  # fmt: skip
     return 1 if lost or long else 0
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    return f"skipped: {row['skipped']}" if row["skipped"] else "survived"
 
 
 def _free_port() -> int:
