@@ -205,6 +205,24 @@ Window window_of(const Field& message) {
   return made;
 }
 
+// Returns a server's text as it may be printed: a line of at most 1,000 bytes, without control characters.
+std::string plain(std::string text) {
+  if (text.size() > 1000) {
+    std::size_t end = 1000;
+    while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+    text.resize(end);
+  }
+  unsigned char before = 0;
+  for (char& each : text) {
+    unsigned char byte = static_cast<unsigned char>(each);
+    bool control = byte < 0x20 || byte == 0x7F || (before == 0xC2 && byte >= 0x80 && byte < 0xA0);
+    if (control && before == 0xC2) (&each)[-1] = ' ';
+    if (control) each = ' ';
+    before = byte;
+  }
+  return text;
+}
+
 // What a reply says.
 struct Reply {
   std::uint64_t request_id = 0;
@@ -239,7 +257,7 @@ struct Reply {
   }
 
   void check(std::uint64_t asked) const {
-    if (!error.empty() || !error_code.empty()) throw Error(error_code.empty() ? "unknown" : error_code, error);
+    if (!error.empty() || !error_code.empty()) throw Error(error_code.empty() ? "unknown" : plain(error_code), plain(error));
     if (request_id != asked)
       throw Error("bad_reply", "request_id: expected " + std::to_string(asked) + ", got " + std::to_string(request_id));
   }

@@ -20,6 +20,9 @@ export class SinewError extends Error {
   }
 }
 
+// A server's text as it may be printed: a line of at most 1,000 characters, without control characters.
+const plain = (text) => text.slice(0, 1000).replace(/[\u0000-\u001f\u007f-\u009f]/g, " ").trim();
+
 const refuse = (field, expected, got) => {
   throw new SinewError("bad_observation", `${field}: expected ${expected}, got ${got}`);
 };
@@ -323,8 +326,8 @@ export class Client {
       const never = `no server of this protocol answers at ${this.#url}, the key is not its own, or ` + (this.#url.startsWith("wss:")
         ? "its certificate is not trusted (Node takes one more from NODE_EXTRA_CA_CERTS)" : "it wants wss://");
       const told = said || reason || (open ? `the connection to ${this.#url} was lost` : never);
-      const code = /\[(\w+)\]\s*$/.exec(told);
-      this.#forget(code ? new SinewError(code[1], told.slice(0, code.index).trim()) : new SinewError("connection_lost", told));
+      const code = /\[(\w{1,64})\]\s*$/.exec(told);
+      this.#forget(code ? new SinewError(code[1], plain(told.slice(0, code.index))) : new SinewError("connection_lost", plain(told)));
     };
     this.#opened = this.#next(end).then((greeting) => {
       const said = unpack(greeting), { policy, image_keys, state_keys } = said ?? {};

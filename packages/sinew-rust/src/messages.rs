@@ -330,8 +330,8 @@ impl<'a> Reply<'a> {
         if found.error.is_empty() && found.error_code.is_empty() {
             return Ok(found);
         }
-        let code = if found.error_code.is_empty() { "unknown".into() } else { found.error_code };
-        Err(Error::Server { code, message: found.error })
+        let code = if found.error_code.is_empty() { "unknown".into() } else { plain(&found.error_code) };
+        Err(Error::Server { code, message: plain(&found.error) })
     }
 
     fn of(bytes: &'a [u8], request_id: u64) -> Result<Self> {
@@ -481,4 +481,9 @@ fn check_rows(actions: &[f32], rows: usize, dim: usize, none: bool, options: &Op
         }
     }
     Ok(())
+}
+
+/// Return a server's text as it may be printed: a line of at most 1,000 characters, without control characters.
+fn plain(text: &str) -> String {
+    text.chars().take(1000).map(|each| if each.is_control() { ' ' } else { each }).collect()
 }

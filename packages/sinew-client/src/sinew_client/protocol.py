@@ -242,7 +242,12 @@ def decode_reply(payload: bytes, request_id: int):
 def raise_error(reply) -> None:
     """Raise :class:`ServerError` for a reply that carries one."""
     if reply.error or reply.error_code:
-        raise ServerError(reply.error_code or "unknown", reply.error)
+        raise ServerError(_plain(reply.error_code) or "unknown", _plain(reply.error))
+
+
+def _plain(text: str) -> str:
+    """Return a server's text as it may be printed: a line of at most 1,000 characters, without control characters."""
+    return "".join(each if each.isprintable() else " " for each in text[:1000])
 
 
 def reply_id(payload: bytes) -> int:
