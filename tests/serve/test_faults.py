@@ -7,6 +7,7 @@ which is what ``make soak`` does.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import resource
 import shutil
@@ -539,3 +540,69 @@ def test_standard_output_and_error_that_nobody_reads():
         np.testing.assert_array_equal(ask(server), expected)
         process.terminate()
         assert process.wait(WAIT_S) == 0
+
+
+# Writes a decision log, records, a finding of an engine and a proof until the disk is full, and goes on with room.
+FILLED = """
+import json, os, sys, time
+from pathlib import Path
+import numpy as np
+from sinew.core import ActionChunk, Observation
+from sinew.engine import prepared, proofs
+from sinew.records.recorder import Recorder
+from sinew_client.control import Journal, Settings
+
+disk, bundle = Path("disk"), Path(sys.argv[1])
+os.environ["XDG_CACHE_HOME"] = str(disk / "cache")
+finding = prepared.EngineFinding("cpu", "eager", True, "faster", {"cpu": 1.0, "eager": 2.0})
+finding.keep(bundle)
+proofs.keep(bundle, "cpu", "cpu", {"passed": True})
+before = [path.read_bytes() for path in sorted((disk / "cache").rglob("*.json"))]
+recorder, journal = Recorder(disk / "records"), Journal(disk / "run.jsonl", Settings(20.0), 2)
+seen = Observation({"front": np.zeros((48, 64, 3), np.uint8)}, np.zeros(2), "go")
+seen.images["front"][:] = np.random.default_rng(0).integers(0, 256, (48, 64, 3))
+for number in range(200):
+    recorder.put("native", "", seen, ActionChunk(np.zeros((3, 2), np.float32)), {})
+    journal.put("step", {"number": number, "text": "x" * 1000})
+    time.sleep(0.002)
+failed = []
+large = {"passed": True, "x": "y" * 99999}
+for keep in (lambda: finding.keep(bundle), lambda: proofs.keep(bundle, "cpu", "cpu", large)):
+    try:
+        keep()
+    except OSError as error:
+        failed.append(error.strerror)
+journal.close()
+room = os.statvfs(disk)
+after = [path.read_bytes() for path in sorted((disk / "cache").rglob("*.json"))]
+(disk / "run.jsonl").unlink()
+end = time.monotonic() + 60
+count = recorder.stats()["written"] if "written" in recorder.stats() else len(list((disk / "records").glob("*.npz")))
+while len(list((disk / "records").glob("*.npz"))) <= count and time.monotonic() < end:
+    recorder.put("native", "", seen, ActionChunk(np.zeros((3, 2), np.float32)), {})
+    time.sleep(0.2)
+more = len(list((disk / "records").glob("*.npz"))) - count
+for path in (disk / "records").glob("*.npz"):
+    np.load(path)["state"]  # none is cut short
+recorder.close()
+print(json.dumps({"same": before == after, "failed": failed, "free": room.f_bavail * room.f_frsize, "more": more}))
+"""
+
+
+def test_a_full_disk_costs_records_and_nothing_else(tmp_path):
+    """A file system of 256 kB in a mount namespace: old files stay whole, no writer fails, and writing goes on."""
+    (tmp_path / "disk").mkdir()
+    mounted = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=256k none disk && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mounted, "true"], cwd=tmp_path).returncode:
+        pytest.skip("a file system cannot be mounted in a namespace here: it needs root")
+    command = [*mounted, sys.executable, "-c", FILLED, PEN]
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    told = json.loads(done.stdout)
+    assert told["same"]
+    assert told["failed"]
+    assert set(told["failed"]) == {"No space left on device"}
+    assert told["free"] < 32 << 10
+    assert told["more"] > 0
+    assert "the journal ends: [Errno 28]" in done.stderr
