@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from sinew_client.policy import Limit, OpenPolicy, asking
 
-from sinew.bundle import EXPORTED, Bundle
+from sinew.bundle import EXPORTED, Bundle, statistics
 from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.gguf_file import watch
 from sinew.bundle.rename import rename_cameras, renamed
@@ -147,6 +147,8 @@ class Policy(OpenPolicy):
             spec = rename_cameras(own.spec, rename)
             self.manifest = replace(own, spec=spec, seen=renamed(own.seen, own.spec, spec))
         self.spec = self.manifest.spec
+        for note in statistics.notes(self.spec, own.processing):
+            log.warning("%s: %s", self.spec.name, note)
         self.choice = choose(
             bundle,
             engine,

@@ -54,7 +54,6 @@ KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name -> hash of the tensor's bytes
 # Of all views that the model reads, or of all frames that cameras are said to give, times 4
 MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
-MAX_UNITS = 1e9  # of a state or an action, in whatever unit: encoders and micrometres stay below
 # What each mode of normalisation needs, by its name in ``stats``.
 STATISTICS: dict[str, tuple[str, ...]] = {
     "mean_std": ("mean", "std"),
@@ -92,6 +91,11 @@ class Normalization:
     rows: Width = 0
     snap: tuple[int, ...] = ()
     snap_at: Finite = 0.5
+
+    @property
+    def zero_where_flat(self) -> bool:
+        """Return whether a value without a range is read as zero, whatever it is."""
+        return self.convention == "gr00t"
 
 
 @dataclass(frozen=True)
@@ -536,54 +540,12 @@ def statistics_problems(recipe: Normalization) -> Iterator[str]:
         for i, value in enumerate(recipe.stats.get("std", ())):
             if value < 0:
                 yield f"stats.std[{i}]: expected at least 0, got {value}"
-    # Upstream's statistics of each step of relative actions are taken as they are; `range_notes` tells of them.
+    # Upstream's statistics of each step of relative actions are taken as they are; `statistics.notes` tells of them.
     if (pair := PAIRS.get(recipe.mode)) and not recipe.rows:
         low, high = (recipe.stats.get(name, ()) for name in pair)
         for i, (a, b) in enumerate(zip(low, high, strict=False)):
             if a > b:
                 yield f"stats.{pair[0]}[{i}]: expected at most {pair[1]}[{i}] = {b}, got {a}"
-
-
-def range_notes(processing: Processing) -> list[str]:
-    """Return a sentence for each normalisation with values that do not vary (a zero std, a range of zero), and for
-    statistics of each step whose range is upside down."""
-    found = []
-    for where, recipe, what in normalizations(processing):
-        low, high = (recipe.stats.get(name, ()) for name in PAIRS.get(recipe.mode, ("", "")))
-        if turned := sum(a > b for a, b in zip(low, high, strict=False)):
-            found.append(f"{where}: {turned} ranges are upside down, which turns these values around")
-        if flat := _flat(recipe):
-            effect = "is magnified wherever it differs from training"
-            if what == "action" or recipe.convention == "gr00t":  # which reads zero there
-                effect = "is always the same"
-            found.append(f"{where}: value {', '.join(map(str, flat))} did not vary in training and {effect}")
-    return found
-
-
-def odd_statistics(processing: Processing) -> list[str]:
-    """Return a sentence for statistics that a file may have and that no robot can be meant by: actions that are always
-    the same, and numbers beyond those of any unit."""
-    found = []
-    actions = [recipe for _where, recipe, what in normalizations(processing) if what == "action"]
-    sizes = [max(map(len, recipe.stats.values()), default=0) for recipe in actions]
-    if sum(sizes) and all(len(_flat(recipe)) == size for recipe, size in zip(actions, sizes, strict=True)):
-        found.append("processing.action: no value varied in training, so every chunk is the same")
-    for where, recipe, what in normalizations(processing):
-        largest = max((abs(value) for values in recipe.stats.values() for value in values), default=0.0)
-        if recipe.mode != "identity" and largest > MAX_UNITS:
-            effect = (
-                "limits of actions follow from them" if what == "action" else "every state is alike to them"
-            )
-            found.append(f"{where}: statistics up to {largest:g}, expected at most {MAX_UNITS:g}; {effect}")
-    return found
-
-
-def _flat(recipe: Normalization) -> list[int]:
-    """Return the values that did not vary in training."""
-    if recipe.mode == "mean_std":
-        return [i for i, value in enumerate(recipe.stats.get("std", ())) if value == 0]
-    low, high = (recipe.stats.get(name, ()) for name in PAIRS.get(recipe.mode, ("", "")))
-    return [i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a == b]
 
 
 def _moves(spec: PolicySpec) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import sinew
+from sinew.bundle import statistics
 from sinew.checks.check import Check, gib
 from sinew.core import BundleError, SinewError, machine
 from sinew.engine.backend import BACKENDS, installed
@@ -48,6 +49,7 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
             ),
             _engine(policy),
             _handover(spec),
+            _statistics(policy),
             _memory(policy, available, needs),
         ]
         chunk = policy.warm_up()
@@ -130,6 +132,16 @@ def _engine(policy: Policy) -> Check:
     detail = f"{policy.engine_name} ({policy.choice.engine_reason}), {policy.threads} threads"
     detail = ", ".join([detail, *policy.facts.notes])
     return Check("bundle engine", "ok", detail)
+
+
+def _statistics(policy: Policy) -> Check:
+    """Say which statistics of states and actions cannot be meant."""
+    manifest = policy.manifest
+    found = statistics.notes(manifest.spec, manifest.processing)
+    if not found:
+        return Check("bundle statistics", "ok", "states and actions vary as those of a robot do")
+    advice = "convert the checkpoint again with the statistics of its training data (--stats FILE)"
+    return Check("bundle statistics", "warn", "; ".join(found), advice)
 
 
 def _handover(spec: PolicySpec) -> Check:

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sinew.bundle.schema import range_notes
+from sinew.bundle import statistics
 from sinew.bundle.writer import Progress
 from sinew.convert import advantage
+from sinew.convert.lerobot.checkpoint import Schema
 from sinew.convert.lerobot.folder import read_dataset, resolve, runs_near
 from sinew.convert.lerobot.stats import seen_in
 from sinew.convert.older import is_bundle, upgrade
@@ -100,7 +101,7 @@ def _read(path: Path, options: ConvertOptions) -> Conversion:
     try:
         options = options.for_family(family, path, advantage.SETTINGS)
         conversion = advantage.with_advantage(family.read(path, options), options)
-        notes = (*conversion.notes, *range_notes(conversion.processing))
+        notes = (*conversion.notes, *statistics.notes(conversion.spec, conversion.processing))
         if options.dataset is not None and (file := read_dataset(options.dataset).stats) is not None:
             try:
                 conversion = replace(conversion, seen=seen_in(file, conversion.spec))
@@ -114,6 +115,25 @@ def _read(path: Path, options: ConvertOptions) -> Conversion:
             f" ({type(error).__name__}: {str(error)[:200]})"
         ) from error
     return replace(conversion, notes=notes)
+
+
+def _without_type(file: Path, record: Mapping[str, Any], modules: list[ModuleType], known: str) -> str:
+    """Return the message about a config.json that does not say what it is of: the types whose fields it has."""
+    if "input_features" not in record:
+        return (
+            f'{file}: expected the key "type" (LeRobot) or "model_type" (transformers), got neither; the checkpoint\'s'
+            f" own config.json has one of {known}"
+        )
+    fits = [
+        name
+        for module in modules
+        for schema in vars(module).values()
+        if isinstance(schema, Schema) and schema.fits(record)
+        for name in module.NAMES
+    ]
+    said = ", ".join(f'"type": "{name}"' for name in dict.fromkeys(fits))
+    hint = f"its other keys are those of {said}: add that line" if said else f"add it, with one of {known}"
+    return f'{file}: the key "type" is missing, as in files of some versions of LeRobot; {hint}'
 
 
 def _converters() -> Iterator[ModuleType]:
@@ -142,11 +162,15 @@ def recognise(path: Path, adapters: bool = False) -> ModuleType:
             return module
     if not (path / "config.json").exists():
         got = "a folder without one" if path.is_dir() else "a file"
-        near = f"; training runs near it: {', '.join(map(str, found))}" if (found := runs_near(path)) else ""
+        found = runs_near(path)
+        what = "checkpoints in it" if found and found[0].parent == path else "training runs near it"
+        near = f"; {what}: {', '.join(map(str, found))}; give one of these folders" if found else ""
         raise ConvertError(f"{path}: expected a checkpoint, a folder with config.json, got {got}{near}")
     record = read_json(path / "config.json")
     kind = record.get("type", record.get("model_type"))
     known = ", ".join(name for module in modules for name in module.NAMES)
+    if kind is None:
+        raise ConvertError(_without_type(path / "config.json", record, modules, known))
     raise ConvertError(
         f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {known}; docs/families.md lists what is"
         " supported, and docs/adding-a-model.md says how another one is added"

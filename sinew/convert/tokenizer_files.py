@@ -121,11 +121,7 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
     """
     otherwise = f"give a directory with its config.json and tokenizer.json with {flag} DIR"
     if given is not None:
-        if given.is_dir():
-            return given
-        if HUB_NAME.fullmatch(given.as_posix()) is None:
-            raise ConvertError(f"{flag} {given}: not a directory")
-        return download(given.as_posix(), patterns, otherwise)
+        return given_folder(given, flag, patterns)
     if INSIDE.fullmatch(name):
         for parent in (near, near.parent):
             if (parent / name / "config.json").is_file():
@@ -135,7 +131,28 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
     return download(name, patterns, otherwise)
 
 
-def download(name: str, patterns: str, otherwise: str, repo_type: str = "model") -> Path:
+def given_folder(path: Path, flag: str, patterns: str, revision: str | None = None) -> Path:
+    """Return the folder that a flag names: one that is here, or a repository of the hub by its name, ORG/NAME.
+
+    revision: of the repository, None for its newest. Raises :class:`ConvertError` where there is neither.
+    """
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConvertError(f"{flag} {path}: expected a folder, got a file")
+    if path.is_absolute() or len(path.parts) != 2:
+        raise ConvertError(
+            f"{flag} {path}: not a directory; expected a folder that is here, or a hub name ORG/NAME"
+        )
+    try:
+        return download(path.as_posix(), patterns, f"give its folder with {flag} DIR", revision=revision)
+    except ConvertError as error:
+        raise ConvertError(f"{flag} {path}: no file or folder of this name is here, and {error}") from None
+
+
+def download(
+    name: str, patterns: str, otherwise: str, repo_type: str = "model", revision: str | None = None
+) -> Path:
     """Files of a Hugging Face repository; every failure says what to do instead. patterns: of names, a word each."""
     try:
         from huggingface_hub import snapshot_download
@@ -144,7 +161,9 @@ def download(name: str, patterns: str, otherwise: str, repo_type: str = "model")
             f"{name!r} is not a local directory; {otherwise}, or install the hub extra ({install('huggingface_hub')})"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns.split(), repo_type=repo_type))
+        return Path(
+            snapshot_download(name, allow_patterns=patterns.split(), repo_type=repo_type, revision=revision)
+        )
     except Exception as error:  # noqa: BLE001 - network, access, name: many types across versions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConvertError(f"{name!r} could not be fetched from the hub ({reason}); {otherwise}") from None

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sinew import __version__
-from sinew.bundle.schema import odd_statistics
+from sinew.bundle import statistics
 from sinew.core import machine
 from sinew.policy import Policy
 from sinew.processing import Processor
@@ -88,8 +88,9 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
 
 def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
     """Return what a server says of a policy's actions: their limits and scale, by its statistics."""
-    for note in odd_statistics(processor.recipe):
-        logger.warning("%s%s", f"adapter {processor.adapter}: " if processor.adapter else "", note)
+    if processor.adapter:  # the policy itself says its own when it is loaded
+        for note in statistics.notes(processor.spec, processor.recipe):
+            logger.warning("adapter %s: %s", processor.adapter, note)
     if (blend := processor.spec.temporal_ensemble) is not None:
         logger.warning(
             "the checkpoint was made for temporal ensembling (coefficient %g): `sinew run`, `sinew eval` and the"

@@ -76,12 +76,23 @@ _FREE |= {
 }
 
 
-def export_vlacpp(bundle: Bundle, out: Path, progress: Progress | None = None) -> None:
+def export_vlacpp(
+    bundle: Bundle, out: Path, progress: Progress | None = None, before_0_4: bool = False
+) -> None:
     """Write ``bundle`` as vla.cpp's file ``out``, which appears only when it is complete.
 
-    Raises :class:`ConvertError` for a family, a precision or a recipe that vla.cpp's file has no place for.
+    before_0_4: write a pi0 for vla.cpp before 0.4.0, whose engine divides image tokens by the root of their width.
+
+    Raises :class:`ConvertError` for a family, a precision or a recipe that vla.cpp's file has no place for, and for a
+    pi0 otherwise: 0.4.0 no longer divides, and does not know the key that says what was multiplied.
     """
     manifest = bundle.manifest
+    if manifest.architecture == "pi0" and not before_0_4:
+        raise ConvertError(
+            f"{bundle.path}: expected a policy other than pi0, got one: vla.cpp 0.4.0 reads the image tokens of a pi0"
+            " unscaled, and the file that Sinew writes has them scaled for vla.cpp 0.3, so every action would be wrong."
+            " Serve the bundle with `sinew serve`, or export a SmolVLA or pi0.5"
+        )
     if manifest.architecture not in ARCHITECTURES:
         why = REFUSED.get(manifest.architecture)
         raise ConvertError(

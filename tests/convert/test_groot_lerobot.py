@@ -270,7 +270,7 @@ def no_gripper(source: Path) -> None:
         (
             lambda source: (source / POST).unlink(),
             {},
-            "with either groot_n1_7_action_decode_v1 or .*, got neither",
+            "policy_postprocessor.json: expected beside policy_preprocessor.json, got none: copy it, too",
         ),
         (percentiles, {}, "use_percentiles: expected True or False, got 'yes'"),
         (other_tag, {}, "expected a robot that has an id, a modality configuration and statistics, got gr1"),

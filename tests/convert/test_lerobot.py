@@ -269,7 +269,8 @@ def test_missing_keys_of_pi(golden, tmp_path, case):
 def test_unknown_keys_are_refused_and_may_be_set_aside(checkpoint):
     edit(checkpoint / "config.json", attention_window=64, seed=1)
     with pytest.raises(
-        ConvertError, match=r"attention_window=64 is not understood.*--set ignore=attention_window"
+        ConvertError,
+        match=r"attention_window=64, seed=1 are not understood.*--set ignore=attention_window,seed",
     ):
         run(checkpoint)
     with pytest.raises(ConvertError, match=r"seed=1 .*--set ignore=attention_window,seed"):

@@ -176,7 +176,7 @@ def test_what_is_missing_is_named(openpi_checkpoint):
     with pytest.raises(ConvertError, match="'pi05_doird' is not one of them; did you mean 'pi05_droid'"):
         convert(path, out, arch=arch, openpi_config="pi05_doird")
     for name in ("pi0_fast_libero", "pi0_fast_libero_low_mem_finetune", "paligemma_binning_droid"):
-        with pytest.raises(ConvertError, match=f"--openpi-config {name}: .*type pi0_fast") as caught:
+        with pytest.raises(ConvertError, match=f"--openpi-config {name}: .*LeRobot's layout only") as caught:
             convert(path, out, arch=arch, openpi_config=name)
         assert "did you mean" not in str(caught.value)
     for name in (

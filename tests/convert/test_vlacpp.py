@@ -146,7 +146,7 @@ def bundle_of(smolvla_bundle, pi_bundle):
 @pytest.mark.parametrize("case", ["smolvla-2cam", "smolvla-bf16-vlm", "pi0-2cam", "pi05-2cam"])
 def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, caplog, case):
     ours = Bundle(bundle_of(case))
-    export_vlacpp(ours, tmp_path / "theirs.gguf")
+    export_vlacpp(ours, tmp_path / "theirs.gguf", before_0_4=True)
     write = write_vlacpp if case.startswith("smolvla") else write_vlacpp_pi
     reference = GGUFFile(write(golden / case, tmp_path / "reference.gguf"))
     exported = GGUFFile(tmp_path / "theirs.gguf")
@@ -246,7 +246,7 @@ def test_exported_families_come_back_the_same(golden, openvla_bundle, evo1_bundl
 def test_vlacpps_engine_gives_the_features_of_an_exported_pi0(pi_bundle, golden, tmp_path):
     """Its formula written out (src/models/pi0.cpp, line 498): (W f + b) / sqrt(hidden) of the tower's features f."""
     ours = pi_bundle("pi0-2cam")
-    export_vlacpp(Bundle(ours), tmp_path / "theirs.gguf")
+    export_vlacpp(Bundle(ours), tmp_path / "theirs.gguf", before_0_4=True)
     reference = write_vlacpp_pi(golden / "pi0-2cam", tmp_path / "reference.gguf")
     model = load(ours, engine="eager").engine.model
     hidden, width = model.config.language.hidden_size, model.config.vision.hidden_size
@@ -263,12 +263,21 @@ def test_vlacpps_engine_gives_the_features_of_an_exported_pi0(pi_bundle, golden,
     assert np.abs(made["theirs"] - wanted).max() >= 0.5 * largest  # as their converter writes it
 
 
+def test_a_pi0_is_refused_for_vlacpp_0_4(pi_bundle, tmp_path):
+    """Its engine reads the image tokens unscaled, and does not know the key of the factor."""
+    out = tmp_path / "theirs.gguf"
+    with pytest.raises(ConvertError, match=r"expected a policy other than pi0, got one: vla.cpp 0.4.0 reads"):
+        export_vlacpp(Bundle(pi_bundle("pi0-2cam")), out)
+    assert not out.exists()
+    export_vlacpp(Bundle(pi_bundle("pi05-2cam")), out)
+
+
 def test_a_file_of_another_factor_is_refused_and_one_without_says_so(pi_bundle, golden, tmp_path):
     reference = write_vlacpp_pi(golden / "pi0-2cam", tmp_path / "reference.gguf")
     (tmp_path / "tokenizer.json").write_text(Bundle(pi_bundle("pi0-2cam")).manifest.tokenizer)
     back = Bundle(convert(reference, tmp_path / "back.gguf", tokenizer=tmp_path))
     assert any("vla.cpp's engine divides them by the root" in note for note in back.manifest.provenance.notes)
-    export_vlacpp(Bundle(pi_bundle("pi0-2cam")), tmp_path / "theirs.gguf")
+    export_vlacpp(Bundle(pi_bundle("pi0-2cam")), tmp_path / "theirs.gguf", before_0_4=True)
     content, factor = (
         (tmp_path / "theirs.gguf").read_bytes(),
         struct.pack("<d", GGUFFile(tmp_path / "theirs.gguf").metadata["pi0.projector_factor"]),

@@ -23,7 +23,7 @@ from tests.golden import Golden
 from tests.models.stages import observation
 
 CASES = ("xvla-ee6d", "xvla-auto")
-PRE = "policy_preprocessor.json"
+PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
 
 
 @pytest.fixture
@@ -138,7 +138,10 @@ def test_another_florence_is_refused(ee6d: Path, part: str, changes: dict, messa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: (p / PRE).unlink(), "expected the steps before the model, which name its domain; got none"),
+        (
+            lambda p: [(p / each).unlink() for each in (PRE, POST)],
+            "expected the steps before the model, which name its domain; got none",
+        ),
         (lambda p: step(p, "tokenizer_processor", padding="longest"), "padding: expected 'max_length', got"),
         (lambda p: step(p, "xvla_add_domain_id", domain_id="2"), "expected the number of a domain"),
         (lambda p: step(p, "xvla_imagenet_normalize", image_keys=["a"]), "image_keys: expected None, got"),

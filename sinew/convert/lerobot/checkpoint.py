@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,19 +21,32 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle.schema import STATISTICS, ImageRecipe, Normalization, Processing, PromptRecipe, VectorPart
+from sinew.bundle.statistics import impossible
 from sinew.bundle.writer import TensorSource
 from sinew.convert.adapter import merge
-from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset, resolve
+from sinew.convert.lerobot.folder import (
+    EPISODES,
+    Dataset,
+    name_of,
+    read_dataset,
+    resolve,
+    run_dataset,
+    trained_on,
+)
 from sinew.convert.lerobot.stats import (
     ACTION,
     ENVIRONMENT,
     LEGACY_BUFFERS,
+    MOST_NAMED,
     STATE,
+    Found,
     Statistics,
     legacy_statistics,
     processor_statistics,
     read_stats_file,
+    stats_record,
     step_of,
+    unread_statistics,
 )
 from sinew.convert.lerobot.steps import (
     ANYWHERE,
@@ -45,7 +60,8 @@ from sinew.convert.lerobot.steps import (
 )
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import directory_config, named, read_json
-from sinew.convert.read.safetensors import adapter_alone, is_adapter, read_weights
+from sinew.convert.read.safetensors import ADAPTER_CONFIG, adapter_alone, is_adapter, read_weights
+from sinew.convert.tokenizer_files import given_folder
 from sinew.core import MAX_SIZE, CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
 from sinew.steps.image.base import CameraScale
 from sinew.steps.vector.base import VectorStep
@@ -60,6 +76,17 @@ UNREAD = (
     " train_state_proj optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay optimizer_grad_clip_norm"
     " scheduler_warmup_steps scheduler_decay_steps scheduler_decay_lr n_obs_steps rtc_config"
 )
+
+
+# Names that LeRobot's configurations give to fields of training alone. A field that is not known and has such a name is
+# left aside with a note; any other unknown field may change what is computed.
+TRAINING = re.compile(
+    r"^(optimizer|scheduler|freeze|unfreeze|finetune|train|training|gradient|grad|loss|ema|wandb|log|save|push|hub"
+    r"|checkpoint|augment|augmentation|image_transforms|lora|peft|compile|pretrained|init|warmup|early_stopping)_"
+    r"|_(lr|lr_scale|lr_multiplier|weight_decay|loss|loss_weight|loss_coef|dropout|dropout_prob|warmup_steps"
+    r"|decay_steps|checkpointing|frozen|label_smoothing)$"
+)
+MOST_SHOWN = 80  # characters of a value in a message
 
 
 def config_type(path: Path) -> str | None:
@@ -94,6 +121,18 @@ class Schema:
     after: Mapping[str, ProcessorStep] = field(default_factory=lambda: POSTPROCESSOR)
     adapters: bool = False
 
+    @property
+    def keys(self) -> set[str]:
+        """Return the keys that a ``config.json`` of the family may have."""
+        own = {*self.defaults, *self.required.split(), *self.fixed, *self.unread.split()}
+        return {"input_features", "output_features", *UNREAD.split(), *own}
+
+    def fits(self, record: Mapping[str, Any]) -> bool:
+        """Return whether a ``config.json`` without a type has this family's keys, and no others."""
+        keys = {key for key in record if not TRAINING.search(key)}
+        own = keys - {"input_features", "output_features", *UNREAD.split()}
+        return bool(own) and keys <= self.keys and all(key in record for key in self.required.split())
+
 
 class LeRobotCheckpoint:
     """A checkpoint directory, its configuration and pipelines checked against a family's ``schema``.
@@ -116,6 +155,7 @@ class LeRobotCheckpoint:
         self._check_features()
         pre = {"rename_observations_processor": RENAME, **schema.steps, **ANYWHERE}
         self.pipelines = Pipelines(path, {PRE: pre, POST: schema.after})
+        self.notes += self.pipelines.absent
 
     def __getitem__(self, key: str) -> Any:
         if key in self.config:
@@ -125,15 +165,21 @@ class LeRobotCheckpoint:
         return self.schema.defaults[key]
 
     def _check_keys(self) -> None:
-        known = {"input_features", "output_features", *UNREAD.split(), *self.schema.defaults}
-        known |= {*self.schema.required.split(), *self.schema.fixed, *self.schema.unread.split()}
+        known = self.schema.keys
         ignored = self._ignored
-        for key, value in self.config.items():
-            if key not in known and key not in ignored:
-                raise ConvertError(
-                    f"{self.file}: {key}={json.dumps(value)} is not understood; where it does not change what is"
-                    f" computed, --set ignore={','.join([*ignored, key])} leaves it aside"
-                )
+        unknown = {k: v for k, v in self.config.items() if k not in known and k not in ignored}
+        training = [key for key in unknown if TRAINING.search(key)]
+        if training:
+            self.notes.append(
+                f"config.json: of training alone, by their names, and left aside: {', '.join(training)}"
+            )
+        if strange := [key for key in unknown if key not in training]:
+            named = ", ".join(f"{key}={json.dumps(unknown[key])[:MOST_SHOWN]}" for key in strange)
+            verb = "is" if len(strange) == 1 else "are"
+            raise ConvertError(
+                f"{self.file}: {named} {verb} not understood; where it does not change what is"
+                f" computed, --set ignore={','.join([*ignored, *strange])} leaves it aside"
+            )
         inputs = self.config.get("input_features")
         read = {*self.schema.defaults, *self.schema.required.split()}
         aside = {*self.config, *(inputs if isinstance(inputs, dict) else ())} - read
@@ -191,7 +237,11 @@ class LeRobotCheckpoint:
             return read_weights(self.path)
         if base is None:
             raise adapter_alone(self.path)
-        base = resolve(base)
+        base = resolve(self._base_folder(base))
+        if not (base / "config.json").is_file():
+            raise ConvertError(
+                f"--base {self.options.base}: expected a checkpoint, a folder with config.json, got none"
+            )
         if (kind := config_type(base)) != self.type:
             raise ConvertError(
                 f"--base {base}: expected a policy of the type {self.type}, as the adapter's, got {kind or 'none'}"
@@ -199,6 +249,18 @@ class LeRobotCheckpoint:
         tensors, files = read_weights(base)
         merged, own = merge(tensors, self.path)
         return merged, [*files, *own]
+
+    def _base_folder(self, base: Path) -> Path:
+        """Return the folder of ``--base``, or of the repository that it names: at the adapter's own revision where that
+        is the base that the adapter names."""
+        file = self.path / ADAPTER_CONFIG
+        record = read_json(file) if file.is_file() else {}
+        revision = (
+            record.get("revision") if record.get("base_model_name_or_path") == base.as_posix() else None
+        )
+        revision = revision if isinstance(revision, str) and revision else None
+        patterns = "*.json *.safetensors tokenizer/*"
+        return given_folder(base, "--base", patterns, revision)
 
     @property
     def files(self) -> list[Path]:
@@ -214,8 +276,15 @@ class LeRobotCheckpoint:
 
     @cached_property
     def dataset(self) -> Dataset | None:
-        """Return the facts of the data set that ``--dataset`` names."""
-        return read_dataset(self.options.dataset) if self.options.dataset else None
+        """Return the facts of the data set that ``--dataset`` names, else of the one inside the run's own folder."""
+        if self.options.dataset:
+            return read_dataset(self.options.dataset)
+        if (inside := run_dataset(self.path)) is None:
+            return None
+        self.notes.append(
+            f"data set {inside.name} of this run's folder: names of joints and actions per second"
+        )
+        return read_dataset(inside)
 
     @property
     def control_hz(self) -> float | None:
@@ -347,7 +416,10 @@ class LeRobotCheckpoint:
 
     def action_steps(self) -> tuple[VectorStep, ...]:
         """Return what turns the model's actions into the robot's, after they are un-normalised."""
-        return action_steps(self.pipelines, self.config, self.state.dim, self.action.dim)
+        before = len(self.pipelines.absent)
+        found = action_steps(self.pipelines, self.config, self.state.dim, self.action.dim)
+        self.notes += self.pipelines.absent[before:]
+        return found
 
     # ------------------------------------------------------------------ prompt
 
@@ -421,6 +493,11 @@ class LeRobotCheckpoint:
     ) -> PolicySpec:
         """Return the policy's specification. state: if not the robot's alone. fields: those that are the family's to
         say, and those that it says in another way."""
+        if not self.dataset and not (state or self.state).names and (name := trained_on(self.path)):
+            self.notes.append(
+                f"joints have no names, and the rate is not known: --dataset {shlex.quote(name)}, on which this run was"
+                " trained (train_config.json), has both"
+            )
         return PolicySpec(
             architecture=architecture,
             chunk_size=chunk_size,
@@ -467,9 +544,10 @@ class LeRobotCheckpoint:
         needed = STATISTICS[mode]
         found = self.statistics.get(feature, {})
         if missing := [stat for stat in needed if stat not in found]:
-            raise ConvertError(
-                f"{self.path}: no statistics {missing} for {feature!r} ({mode}); give the training data set's"
-                " meta/stats.json with --stats FILE"
+            raise ConvertError(self._no_statistics(feature, missing, mode, found))
+        if needed and (wrong := impossible(found)):
+            self.notes.append(
+                f"statistics of {feature}: no data set has them: {'; '.join(wrong)}; compute them anew"
             )
         eps = config.get("eps", 1e-8)
         # float() of a float32 is exact, and JSON keeps all of its digits.
@@ -490,10 +568,7 @@ class LeRobotCheckpoint:
                 continue
             found = self.statistics.get(key, {})
             if missing := [stat for stat in ("mean", "std") if np.size(found.get(stat, ())) != 3]:
-                raise ConvertError(
-                    f"{self.path}: no statistics {missing} of three colours for {key!r} ({mode}); give the training"
-                    " data set's meta/stats.json with --stats FILE"
-                )
+                raise ConvertError(self._no_statistics(key, missing, f"{mode}, three colours", found))
             mean, std = (np.float32(found[stat]).ravel() for stat in ("mean", "std"))
             scales.append(CameraScale(_colours(mean), _colours(std + eps)))
         if len(set(scales)) == 1:
@@ -517,12 +592,77 @@ class LeRobotCheckpoint:
         features = [*self["input_features"], *self["output_features"]]
         if self.options.stats:
             return read_stats_file(self.options.stats, features)
-        found = processor_statistics(self.path, self.pipelines)
-        found = found or legacy_statistics(self._weights[0], features)
+        found = self._own_statistics
+        if found.unread:
+            self.notes.append(unread_statistics(found.unread))
+        if (key := self.options.stats_key) or (found.sets and not found.bare):
+            if key in found.sets:
+                self.notes.append(f"statistics of the data set {key}, one of {', '.join(sorted(found.sets))}")
+                return {**found.bare, **found.sets[key]}
+            if key:
+                known = ", ".join(sorted(found.sets)) or "none: the checkpoint has one set of statistics"
+                raise ConvertError(f"--stats-key {key}: expected one of the data sets {known}")
         if not found and self.dataset and self.dataset.stats:
             self.notes.append("statistics: none in the checkpoint, those of --dataset")
-            found = read_stats_file(self.dataset.stats, features)
-        return found
+            return read_stats_file(self.dataset.stats, features)
+        return found.bare
+
+    @cached_property
+    def _own_statistics(self) -> Found:
+        """The statistics of the processors, else of the weights."""
+        features = [*self["input_features"], *self["output_features"]]
+        found = processor_statistics(self.path, self.pipelines, features)
+        return found or legacy_statistics(self._weights[0], features)
+
+    def _no_statistics(self, feature: str, missing: list[str], mode: str, found: Mapping[str, Any]) -> str:
+        """Return the message about statistics that are not there: what is, and what to type."""
+        what = f"no statistics {missing} for {feature!r} ({mode})"
+        own = Found() if self.options.stats else self._own_statistics
+        given = self.options.stats or (
+            self.dataset.stats if self.dataset and not (own.bare or own.sets) else None
+        )
+        if given is not None:
+            flag = "--stats" if self.options.stats else "--dataset"
+            has = f"it has {', '.join(sorted(found))}" if found else "it has none of this feature"
+            if found and any(stat.startswith("q") for stat in missing):
+                has += (
+                    "; LeRobot's lerobot/scripts/augment_dataset_quantile_stats.py --repo-id=NAME adds quantiles to a"
+                    " data set (version 3), and its meta/stats.json then has them"
+                )
+            elif not found:
+                has += f" but of {', '.join(sorted(stats_record(given))[:MOST_NAMED]) or 'none'}"
+            return f"{flag} {given}: {what}; {has}"
+        if self.dataset is not None and not own:
+            version = f" (version {self.dataset.version})" if self.dataset.version else ""
+            return (
+                f"--dataset {self.options.dataset}: {what}; the data set{version} has neither meta/stats.json nor"
+                f" meta/{EPISODES}"
+            )
+        if own.sets:
+            names = sorted(own.sets)
+            with_it = [name for name in names if not set(missing) - set(own.sets[name].get(feature, {}))]
+            how = (
+                f"choose one with --stats-key {with_it[0]}"
+                if with_it and not self.options.stats_key
+                else "none of them has these"
+                if not with_it
+                else f"{', '.join(with_it)} have them"
+            )
+            return (
+                f"{self.path}: {what}, but those of the data sets {', '.join(names)}: {how}, or give your own data"
+                " set's with --stats FILE (meta/stats.json)"
+            )
+        has = f"; it has {', '.join(sorted(found))}" if found else ""
+        return (
+            f"{self.path}: {what}{has}; give the training data set's meta/stats.json with --stats FILE"
+            f"{self._dataset_to_type('or the data set itself with')}"
+        )
+
+    def _dataset_to_type(self, before: str) -> str:
+        """Return which data set the run says that it was trained on, as a flag to type; "" where it says none. Its path
+        comes from outside, so nobody but the user opens it."""
+        name = trained_on(self.path)
+        return f", {before} --dataset {shlex.quote(name)} (train_config.json)" if name else ""
 
 
 def _colours(values: np.ndarray) -> tuple[float, float, float]:

@@ -7,11 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import directory_config, read_json
 from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError
 
+EPISODES = "episodes_stats.jsonl"
 MODEL, ADAPTER = "pretrained_model", "adapter_config.json"
 
 
@@ -43,6 +44,9 @@ def resolve(path: Path, adapters: bool = False) -> Path:
 def runs_near(path: Path) -> list[Path]:
     """Return up to three training runs, or checkpoints of one, that a folder lies in or that lie below it."""
     above = [each for each in list(path.parents)[:2] if (each / MODEL / "config.json").exists()]
+    steps = [each for each in path.glob("checkpoint-*") if (each / "config.json").exists()]
+    if steps := [each for each in steps if each.name.rpartition("-")[2].isdecimal()]:  # transformers' Trainer
+        return sorted(steps, key=lambda each: int(each.name.rpartition("-")[2]))[-3:]
     below = (run.parent for depth in ("", "*/", "*/*/") for run in path.glob(f"{depth}*/checkpoints"))
     return above or list(islice(below, 3))
 
@@ -50,14 +54,21 @@ def runs_near(path: Path) -> list[Path]:
 def name_of(path: Path) -> str:
     """Return a policy's name: from its ``train_config.json`` where there is one, else the folder's.
 
-    The repository that the run pushes to comes first, then the job's name; the folder ``pretrained_model`` says
-    nothing, so the run's folder stands for it.
+    The repository that the run pushes to comes first, then the job's name. LeRobot calls a job that nobody named by
+    the type of the policy, which names no policy, so such a name is passed over. The folder ``pretrained_model`` says
+    nothing either, so the run's folder stands for it.
     """
     file, folder = path / "train_config.json", path.resolve()
     record = read_json(file) if file.exists() else {}
     policy = record.get("policy")
     repository = policy.get("repo_id") if isinstance(policy, dict) else None
-    for name in (repository, record.get("job_name")):
+    kind = policy.get("type") if isinstance(policy, dict) else None
+    kind = kind if isinstance(kind, str) else directory_config(path).get("type")
+    environment = record.get("env")
+    place = environment.get("type") if isinstance(environment, dict) else None
+    usual = {kind, f"{place}_{kind}"}  # LeRobot's configs/train.py
+    job = record.get("job_name")
+    for name in (repository, None if job in usual else job):
         if isinstance(name, str) and (found := _printable(name.strip().split("/")[-1])[:100].strip()):
             return found
     if folder.name == MODEL:
@@ -70,19 +81,55 @@ def _printable(text: str) -> str:
     return "".join(each for each in text if each.isprintable())
 
 
+def _trained_on(path: Path) -> dict[str, Any]:
+    """Return what the ``train_config.json`` of a checkpoint says of its data set."""
+    file = path / "train_config.json"
+    found = (read_json(file) if file.is_file() else {}).get("dataset")
+    return found if isinstance(found, dict) else {}
+
+
+def trained_on(path: Path) -> str:
+    """Return the folder of the data set that a run was trained on, else its name on the hub, for a user to read; ""
+    where the run does not say it."""
+    record = _trained_on(path)
+    names = (record.get(key) for key in ("root", "repo_id"))
+    return next((_printable(name)[:300] for name in names if isinstance(name, str) and name.strip()), "")
+
+
+def run_dataset(path: Path) -> Path | None:
+    """Return the data set that a run's ``train_config.json`` names, where it lies inside of the run's own folder. Any
+    other path is one that nobody at this machine typed."""
+    root = _trained_on(path).get("root")
+    folder = path.resolve()
+    if folder.name == MODEL:
+        step = folder.parent
+        folder = step.parent.parent if step.parent.name == "checkpoints" else step
+    if not isinstance(root, str) or not root or "\0" in root:
+        return None
+    try:
+        found = (folder / root).resolve()
+        inside = found != folder and found.is_relative_to(folder) and (found / "meta" / "info.json").is_file()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return found if inside else None
+
+
 @dataclass(frozen=True)
 class Dataset:
-    """The facts of a LeRobot data set that inference can use. ``names``: of each feature's values."""
+    """The facts of a LeRobot data set that inference can use. ``names``: of each feature's values. version: of its
+    format, "" where it is not stated."""
 
     folder: Path
     fps: float | None
     names: dict[str, tuple[str, ...]]
+    version: str = ""
 
     @property
     def stats(self) -> Path | None:
-        """Return the file of statistics, or None where there is none."""
-        file = self.folder / "meta" / "stats.json"
-        return file if file.exists() else None
+        """Return the file of statistics, or None where there is none: of all frames, or since version 2.1 and before 3
+        those of each episode."""
+        files = (self.folder / "meta" / name for name in ("stats.json", EPISODES))
+        return next((file for file in files if file.exists()), None)
 
     @property
     def files(self) -> list[Path]:
@@ -92,7 +139,12 @@ class Dataset:
 def read_dataset(path: Path) -> Dataset:
     """Read ``meta/info.json`` of a data set's directory, or of a name on the hub. Raises :class:`ConvertError`."""
     if not path.exists() and len(path.parts) == 2:
-        path = download(path.as_posix(), "meta/info.json meta/stats.json", "give its directory", "dataset")
+        path = download(
+            path.as_posix(),
+            f"meta/info.json meta/stats.json meta/{EPISODES}",
+            "give its directory",
+            "dataset",
+        )
     file = path / "meta" / "info.json"
     info = read_json(file)
     fps, features = info.get("fps"), info.get("features")
@@ -103,7 +155,9 @@ def read_dataset(path: Path) -> Dataset:
     if not isinstance(features, dict) or not all(isinstance(entry, dict) for entry in features.values()):
         raise ConvertError(f"{file}: expected a table of features")
     found = {key: _names(entry.get("names")) for key, entry in features.items()}
-    return Dataset(path, fps, {key: names for key, names in found.items() if names})
+    version = info.get("codebase_version")
+    stated = _printable(version)[:20] if isinstance(version, str) else ""
+    return Dataset(path, fps, {key: names for key, names in found.items() if names}, stated)
 
 
 def _names(names: Any) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 from sinew.bundle.schema import Seen, SeenCamera, SeenState, seen_problems
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.steps import POST, PRE, Pipelines
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, PolicySpec
@@ -19,6 +21,29 @@ from sinew.core.fields import problems
 
 STATE, ACTION, ENVIRONMENT = "observation.state", "action", "observation.environment_state"
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+MOST_NAMED = 12  # names in a message
+STATS = (
+    "mean",
+    "std",
+    "min",
+    "max",
+    "count",
+    "q01",
+    "q10",
+    "q50",
+    "q90",
+    "q99",
+)  # of LeRobot's compute_stats.py
+# Columns of LeRobot's data sets that no policy reads; their statistics lie beside those that are read.
+NOT_OF_POLICIES = (
+    "timestamp",
+    "frame_index",
+    "episode_index",
+    "index",
+    "task_index",
+    "next.reward",
+    "next.done",
+)
 Statistics = dict[str, dict[str, np.ndarray]]  # feature -> statistic -> float32 vector
 
 
@@ -27,10 +52,57 @@ def step_of(feature: str) -> tuple[str, str]:
     return (POST, "unnormalizer_processor") if feature == ACTION else (PRE, "normalizer_processor")
 
 
-def processor_statistics(path: Path, pipelines: Pipelines) -> Statistics:
+@dataclass
+class Found:
+    """The statistics of a checkpoint.
+
+    Attributes:
+        bare: Those of the features themselves.
+        sets: Those of several data sets, by the name of the set.
+        unread: Names that are neither, as the files have them.
+    """
+
+    bare: Statistics = field(default_factory=dict)
+    sets: dict[str, Statistics] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Return whether anything normalises: a count of frames alone does not."""
+        return any(
+            stats.keys() - {"count"} for part in (self.bare, *self.sets.values()) for stats in part.values()
+        )
+
+    def put(self, feature: str, stat: str, source: TensorSource, features: Sequence[str]) -> None:
+        """Sort a statistic in. features: those of the configuration."""
+        owner, joint, known = "", "", feature if feature in features else ""
+        if not known:  # of one of several data sets, as in lerobot/smolvla_base: SET.buffer.FEATURE
+            ends = (f".buffer.{each}" for each in features)
+            joint = next((end for end in ends if feature.endswith(end)), "")
+            owner, known = feature.removesuffix(joint), joint.removeprefix(".buffer.")
+        if stat not in STATS or not (known or feature in NOT_OF_POLICIES):
+            self.unread.append(f"{feature}.{stat}")
+        elif known:
+            table = self.sets.setdefault(owner, {}) if joint else self.bare
+            table.setdefault(known, {})[stat] = read_array(source)
+
+
+def unknown_statistics(names: Iterable[str], features: Sequence[str]) -> list[str]:
+    """Return the names that are no statistic of a feature, or of a column that no policy reads."""
+    parts = ((name, *name.rpartition(".")[::2]) for name in names)
+    known = {*features, *NOT_OF_POLICIES}
+    return [name for name, feature, stat in parts if feature not in known or stat not in STATS]
+
+
+def unread_statistics(names: Sequence[str]) -> str:
+    """Return the note that lists statistics which nothing reads."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"statistics of no feature of this policy, not read: {', '.join(names[:MOST_NAMED])}{more}"
+
+
+def processor_statistics(path: Path, pipelines: Pipelines, features: Sequence[str]) -> Found:
     """Return the statistics in the files of the normalising steps: of the action after the model, of all others before
-    it."""
-    found: Statistics = {}
+    it. features: those of the configuration."""
+    found = Found()
     for step in (step_of(STATE), step_of(ACTION)):
         file = (pipelines.step(*step) or {}).get("state_file")
         if not file:
@@ -42,30 +114,87 @@ def processor_statistics(path: Path, pipelines: Pipelines) -> Statistics:
             )
         for name, source in read_safetensors(stored).items():
             feature, _, stat = name.rpartition(".")
-            if step_of(feature) == step:
-                found.setdefault(feature, {})[stat] = read_array(source)
+            if feature not in features or step_of(feature) == step:
+                found.put(feature, stat, source, [each for each in features if step_of(each) == step])
     return found
 
 
-def legacy_statistics(weights: Mapping[str, TensorSource], features: Sequence[str]) -> Statistics:
+def legacy_statistics(weights: Mapping[str, TensorSource], features: Sequence[str]) -> Found:
     """Return the statistics that LeRobot before 0.4 kept as buffers; those that were never filled are left out.
 
     features: those of the configuration, whose names the buffers have without their dots.
     """
-    found: Statistics = {}
+    found = Found()
     for feature in features:
         prefixes = LEGACY_BUFFERS[2:0:-1] if feature == ACTION else LEGACY_BUFFERS[:1]
         for prefix in prefixes:
-            start = f"{prefix}buffer_{feature.replace('.', '_')}."
+            end = f"buffer_{feature.replace('.', '_')}"
             for name, source in weights.items():
-                if name.startswith(start):
-                    found.setdefault(feature, {}).setdefault(name[len(start) :], read_array(source))
-    return {f: s for f, s in found.items() if all(np.isfinite(v).all() for v in s.values())}
+                buffer, _, stat = name.removeprefix(prefix).rpartition(".")
+                if not name.startswith(prefix) or not (buffer == end or buffer.endswith(f"_{end}")):
+                    continue
+                owner = buffer.removesuffix(end).rstrip("_")
+                table = found.sets.setdefault(owner, {}) if owner else found.bare
+                table.setdefault(feature, {}).setdefault(stat, read_array(source))
+    for table in (found.bare, *found.sets.values()):
+        for feature in [f for f, s in table.items() if not all(np.isfinite(v).all() for v in s.values())]:
+            del table[feature]
+    return found
+
+
+def stats_record(file: Path) -> dict[str, Any]:
+    """Return the statistics in a data set's ``meta/stats.json``, feature -> statistic -> numbers. Those of each episode
+    (``meta/episodes_stats.jsonl`` of version 2.1) are pooled, as LeRobot's ``aggregate_stats`` does: extremes of all
+    episodes, the mean weighted by their frames, and the deviation about that mean. Raises :class:`ConvertError`."""
+    if file.suffix != ".jsonl":
+        return read_json(file)
+    episodes = []
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        try:
+            record = json.loads(line) if line.strip() else None
+            if record is not None:
+                episodes.append({feature: dict(stats) for feature, stats in record["stats"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConvertError(
+                f"{file}: line {number}: not the statistics of an episode ({error!r})"
+            ) from None
+    if not episodes:
+        raise ConvertError(f"{file}: expected the statistics of episodes, got none")
+    with ConvertError.at(
+        f"{file}: not a table of statistics", ValueError, TypeError, KeyError, AttributeError
+    ):
+        return {
+            feature: _pooled([each[feature] for each in episodes if feature in each])
+            for feature in episodes[0]
+        }
+
+
+def _pooled(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the statistics of all frames of several episodes."""
+
+    def rows(name: str) -> np.ndarray:
+        return np.stack([np.asarray(part[name], np.float64) for part in parts])
+
+    counts = np.asarray([float(np.ravel(part["count"])[0]) for part in parts])
+    if not (counts > 0).all():
+        raise ValueError("count: expected a number of frames above 0")
+    means, stds = rows("mean"), rows("std")
+    weights = (counts / counts.sum()).reshape(-1, *[1] * (means.ndim - 1))
+    mean = (weights * means).sum(axis=0)
+    variance = (weights * (stds**2 + (means - mean) ** 2)).sum(axis=0)
+    return {
+        "min": rows("min").min(axis=0).tolist(),
+        "max": rows("max").max(axis=0).tolist(),
+        "mean": mean.tolist(),
+        "std": np.sqrt(variance).tolist(),
+        "count": [int(counts.sum())],
+    }
 
 
 def read_stats_file(file: Path, features: Collection[str] = (STATE, ACTION)) -> Statistics:
-    """Return the statistics of ``features`` in a data set's ``meta/stats.json``. Raises :class:`ConvertError`."""
-    record = read_json(file)
+    """Return the statistics of ``features`` in a data set's file (:func:`stats_record`). Raises
+    :class:`ConvertError`."""
+    record = stats_record(file)
     try:
         with np.errstate(over="ignore"):  # what becomes infinite is refused with the others that are
             return {
@@ -83,7 +212,7 @@ def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
 
     A checkpoint's own statistics of frames are not asked: LeRobot's trainer writes those of ImageNet in their place.
     """
-    record = read_json(file)
+    record = stats_record(file)
     try:
         cameras = {
             camera.name: _pixels(record[f"observation.images.{camera.name}"])
@@ -99,7 +228,7 @@ def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
         )
         frames = int(np.ravel(rows.get("count", 1))[0])
         found = Seen(
-            "the data set's meta/stats.json", frames, cameras, SeenState(*numbers) if whole else None
+            f"the data set's meta/{file.name}", frames, cameras, SeenState(*numbers) if whole else None
         )
     except (AttributeError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         raise ConvertError(f"{file}: not a table of statistics ({error})") from None

@@ -27,7 +27,8 @@ class ProcessorStep:
 
     free: fields of its configuration that may hold anything, a word each. switches: those that are true or false.
     fields: the others, with the values allowed. ordered: it has to stand after the ordered steps before it in the
-    family's list. required: it must be there.
+    family's list. required: it must be there. absent: what happens to a policy whose file has no such step, though its
+    family was trained with it; the conversion prints it.
     """
 
     free: str = ""
@@ -35,6 +36,7 @@ class ProcessorStep:
     fields: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ordered: bool = True
     required: bool = False
+    absent: str = ""
 
 
 BATCH = ProcessorStep(ordered=False)
@@ -70,6 +72,12 @@ class Pipelines:
 
     def __init__(self, directory: Path, known: Mapping[str, Mapping[str, ProcessorStep]]):
         self.directory = directory
+        self.absent: list[str] = []  # sentences about steps that the family was trained with
+        files = [directory / f"{name}.json" for name in known]
+        there = [file for file in files if file.exists()]
+        if 0 < len(there) < len(files):
+            missing = next(file for file in files if file not in there)
+            raise ConvertError(f"{missing}: expected beside {there[0].name}, got none: copy it, too")
         self.steps = {name: dict(self._read(name, steps)) for name, steps in known.items()}
         self.there = any(self.steps.values())
 
@@ -87,7 +95,12 @@ class Pipelines:
         path = self.directory / f"{pipeline}.json"
         if not path.exists():
             return
-        steps = read_json(path).get("steps")
+        record = read_json(path)
+        if unknown := [key for key in record if key not in ("name", "steps")]:
+            raise ConvertError(
+                f"{path}: expected name and steps, got {', '.join(unknown)}, which is not understood"
+            )
+        steps = record.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
             raise ConvertError(f"{path}: expected a list of steps")
         order, seen = list(known), set()
@@ -110,6 +123,11 @@ class Pipelines:
             yield name, step
         if missing := [name for name in known if known[name].required and name not in seen]:
             raise ConvertError(f"{path}: expected a step {missing[0]}, got none")
+        self.absent += [
+            f"{path.name} has no step {name}: {step.absent}"
+            for name, step in known.items()
+            if step.absent and name not in seen
+        ]
 
 
 def _check_step(where: str, step: dict[str, Any], known: ProcessorStep) -> None:
@@ -169,6 +187,11 @@ def action_steps(
             "action_names": config.get("action_feature_names"),
         }
     if not enabled:
+        if pipelines.there and config.get("use_relative_actions") and not relative:
+            pipelines.absent.append(
+                f"config.json has use_relative_actions=true, and {PRE}.json has no step relative_actions_processor:"
+                " actions leave as the model gives them, and nothing adds the state"
+            )
         return ()
     dims = relative_dims(relative, action_dim, where)
     if action_dim > state_dim:

@@ -21,6 +21,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.core import ConvertError
 
 MAX_PICKLE_BYTES = 64 << 20
+MOST_NAMED = 12  # sections of a file in a note
 MAX_ENTRIES = 1 << 17
 MAX_DIRECTORY = 1 << 26  # bytes
 MAX_BYTES = 1 << 44
@@ -73,6 +74,15 @@ def read_torch(path: Path) -> dict[str, TensorSource]:
     if not isinstance(record, Mapping):
         raise ConvertError(f"{path}: expected a dictionary of tensors, got {type(record).__name__}")
     return {name: _source(path, name, tensor, size) for name, tensor in _flat(path, record, "", 0)}
+
+
+def unread_note(path: Path, names: Iterable[str], section: str) -> tuple[str, ...]:
+    """Return a note that names what a file holds besides the ``section`` that is read, if it holds more."""
+    others = sorted({name.partition(".")[0] for name in names} - {section})
+    more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+    return (
+        (f"{path.name}: {section} is read, and not {', '.join(others[:MOST_NAMED])}{more}",) if others else ()
+    )
 
 
 def _check(path: Path, archive: Archive) -> None:

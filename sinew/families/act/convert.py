@@ -26,7 +26,7 @@ from sinew.models.solvers import SINGLE
 
 NAMES = ("act",)
 recognises = of_type(*NAMES)
-OPTIONS = ("stats", "dataset")
+OPTIONS = ("stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 # The second meets zeros alone; the counts of a batch norm say how long it was trained.
 DEAD = ("model.vae_encoder", "model.encoder_latent_input_proj.weight")

@@ -23,7 +23,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.options import SOLVER_STEPS_SETTING, ConvertOptions, Setting
 from sinew.convert.read.files import directory_config, named
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.read.torch_zip import read_torch
+from sinew.convert.read.torch_zip import read_torch, unread_note
 from sinew.convert.tensors import Rule, apply, constant, renames
 from sinew.convert.tokenizer_files import find_tokenizer
 from sinew.core import ConvertError
@@ -113,6 +113,7 @@ class CogACTCheckpoint(PrismaticCheckpoint):
     def tensors(self) -> dict[str, TensorSource]:
         found = read_torch(self.weights)
         self.files.append(self.weights)
+        self.unread = unread_note(self.weights, found, "model")
         inside = {name.removeprefix("model."): t for name, t in found.items() if name.startswith("model.")}
         sections = {name.partition(".")[0] for name in inside}
         if missing := [name for name in SECTIONS if name not in sections]:
@@ -256,6 +257,7 @@ def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tu
         f"statistics {checkpoint.statistics[0]!r} (bounds_q99); camera {camera}",
         f"guidance scale {config.guidance_scale:g}{reason}",
     ]
+    found += checkpoint.unread
     if any(name.startswith("ema_diffusion.") for name in checkpoint.tensors):
         found.append(
             "the moving average of the head (ema_diffusion) is left aside, as upstream's inference does"

@@ -31,7 +31,7 @@ from sinew.steps.image.resize import Resize
 
 NAMES = ("diffusion",)
 recognises = of_type(*NAMES)
-OPTIONS = ("stats", "dataset")
+OPTIONS = ("stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 GROUP = 16  # channels of a group where the backbone's batch norms were replaced
 SCHEMA = Schema(

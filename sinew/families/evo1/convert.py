@@ -57,9 +57,7 @@ def recognises(path: Path) -> bool:
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     original = original_layout.is_original(path)
-    unread = (
-        {"stats_key": "--stats-key", "cameras": "--cameras"} if not original else {"dataset": "--dataset"}
-    )
+    unread = {"cameras": "--cameras"} if not original else {"dataset": "--dataset"}
     if given := [flag for name, flag in unread.items() if name in options.given]:
         raise ConvertError(
             f"{given[0]}: {path} is in the {'original' if original else 'LeRobot'} layout, which has none"

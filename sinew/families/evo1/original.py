@@ -11,7 +11,7 @@ from sinew.bundle.schema import Normalization
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import directory_config
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.read.torch_zip import read_torch
+from sinew.convert.read.torch_zip import read_torch, unread_note
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.evo1.parts import Parts
 from sinew.steps.image.resize import Resize
@@ -70,11 +70,8 @@ def read(path: Path, options: ConvertOptions) -> Parts:
     weights = path / WEIGHTS
     if not weights.is_file():
         raise ConvertError(f"{path}: no {WEIGHTS}, which holds the weights")
-    tensors = {
-        name.removeprefix("module."): source
-        for name, source in read_torch(weights).items()
-        if name.startswith("module.")
-    }
+    stored = read_torch(weights)
+    tensors = {n.removeprefix("module."): source for n, source in stored.items() if n.startswith("module.")}
     if not tensors:
         raise ConvertError(f"{weights}: expected a dictionary 'module' with the model's tensors")
     return Parts(
@@ -111,7 +108,7 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         optional_cameras=len(cameras) - 1,
         tensors=tensors,
         files=[config.path, file, weights],
-        notes=tuple(notes),
+        notes=(*notes, *unread_note(weights, stored, "module")),
     )
 
 

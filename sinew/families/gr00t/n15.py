@@ -11,6 +11,7 @@ import numpy as np
 from sinew.bundle.schema import VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
+from sinew.convert.lerobot.stats import unknown_statistics, unread_statistics
 from sinew.convert.lerobot.steps import DEVICE, POST, PRE, ProcessorStep
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.record import JsonRecord
@@ -198,8 +199,8 @@ def _lerobot(path: Path, options: ConvertOptions) -> RobotRecord:
     numbers: Mapping[str, Any] = settings.get("embodiment_mapping") or {}
     asked = options.embodiment or str(settings.get("embodiment_tag", "new_embodiment"))
     embodiment = choose(asked, list(numbers), numbers, path / "policy_preprocessor.json")
-    state = bounds(path, pack, "observation.state")
-    action = bounds(path, unpack, "action")
+    state = bounds(checkpoint, pack, "observation.state")
+    action = bounds(checkpoint, unpack, "action")
     cameras = [camera for _, camera in sorted(zip(checkpoint.slots, checkpoint.cameras, strict=True))]
     vectors = vectors_of((part("state", *state),), (part("actions", *action),), checkpoint["chunk_size"])
     files = [path / "config.json", *sorted(path.glob("policy_*processor*"))]
@@ -210,10 +211,16 @@ def part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:
     return VectorPart(name, len(low), min_max(low, high, clip=False))
 
 
-def bounds(path: Path, step: Mapping[str, Any], feature: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least and largest values of a feature, float32 [D] each, from a step's file of statistics."""
-    file = step.get("state_file")
+def bounds(
+    checkpoint: LeRobotCheckpoint, step: Mapping[str, Any], feature: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least and largest values of a feature, float32 [D] each, from a step's file of statistics. Names in it
+    that are of no feature become a note."""
+    path, file = checkpoint.path, step.get("state_file")
     sources = read_safetensors(path / Path(file).name) if isinstance(file, str) else {}
+    features = [*checkpoint["input_features"], *checkpoint["output_features"]]
+    if unread := unknown_statistics(sources, features):
+        checkpoint.notes.append(unread_statistics(unread))
     found = [sources.get(f"{feature}.{name}") for name in ("min", "max")]
     if None in found:
         raise ConvertError(f"{path}: no statistics min and max of {feature!r} among the processors' files")

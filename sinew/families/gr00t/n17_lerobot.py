@@ -240,7 +240,7 @@ class LeRobotFiles(NvidiaFiles):
         ), files
 
     def _statistics_of(self, step: Mapping[str, Any] | None, feature: str) -> tuple[np.ndarray, np.ndarray]:
-        return n15.bounds(self.path, step or {}, feature)
+        return n15.bounds(self.checkpoint, step or {}, feature)
 
     def _fits(self, group: str, kind: str, key: str, found: VectorSpec) -> None:
         if (expected := self.checkpoint.vector(group, kind, key).dim) != found.dim:

@@ -157,7 +157,7 @@ DEAD = ("paligemma_with_expert.paligemma.lm_head.", "paligemma_with_expert.gemma
 
 NAMES = ("pi0", "pi05")
 recognises = of_type(*NAMES)
-OPTIONS = ("base", "tokenizer", "arch", "stats", "dataset")
+OPTIONS = ("base", "tokenizer", "arch", "stats", "stats_key", "dataset")
 SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,
     "committed_rows": COMMITTED_ROWS_SETTING,

@@ -31,7 +31,7 @@ from sinew.models.solvers import SINGLE
 
 NAMES = ("pi0_fast",)
 recognises = of_type(*NAMES)
-OPTIONS = ("base", "tokenizer", "action_tokenizer", "arch", "stats", "dataset")
+OPTIONS = ("base", "tokenizer", "action_tokenizer", "arch", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 PROMPT = "Task: {prompt}, State: {state};\n"
 MARK, END = "Action: ", "|"

@@ -45,7 +45,7 @@ from sinew.layers.dit import DiTConfig
 ARCHITECTURE = "vla_jepa"
 NAMES = (ARCHITECTURE,)
 recognises = of_type(*NAMES)
-OPTIONS = ("vlm", "tokenizer", "stats", "dataset")
+OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
 SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
 DEFAULT_TASK = "Execute the robot action."  # upstream's, without a task
 PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # heads and their width

@@ -163,6 +163,12 @@ def processing(
         named = {name for name, key in SWITCHES.items() if checkpoint[key]}
         if action.mode != "min_max":  # upstream clips nothing else
             named.discard(CLIP)
+    elif action.mode == "min_max":
+        for name, key in SWITCHES.items():
+            if name not in named and checkpoint.config.get(key) is True:
+                checkpoint.notes.append(
+                    f"config.json has {key}=true, and {POST}.json has no step {name}: it is not done"
+                )
     action = replace(action, clip=CLIP in named)
     if SNAP in named:
         dim, threshold = gripper(checkpoint, SNAP, vectors[1].dim)

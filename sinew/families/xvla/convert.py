@@ -32,7 +32,7 @@ from sinew.steps.vector.threshold import Threshold
 
 NAMES = ("xvla",)
 recognises = of_type(*NAMES)
-OPTIONS = ("tokenizer", "embodiment", "stats", "dataset")
+OPTIONS = ("tokenizer", "embodiment", "stats", "stats_key", "dataset")
 SETTINGS = {"ignore": IGNORE_SETTING}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the step has them
 SCALE, TO_FLOAT = "xvla_image_scale", "xvla_image_to_float"  # times 255, and divided by it again
@@ -77,9 +77,20 @@ SCHEMA = Schema(
             TOKENIZER, fields={**TOKENIZER.fields, "padding": ("max_length",)}, ordered=False
         ),
         SCALE: ProcessorStep(fields=OF_ALL_VIEWS),
-        TO_FLOAT: ProcessorStep("validate_range", fields=OF_ALL_VIEWS),
-        NORMALIZE: ProcessorStep(fields=OF_ALL_VIEWS),
-        DOMAIN: ProcessorStep("domain_id", ordered=False),
+        TO_FLOAT: ProcessorStep(
+            "validate_range", fields=OF_ALL_VIEWS, absent="frames are scaled to 0 to 1 all the same"
+        ),
+        NORMALIZE: ProcessorStep(
+            fields=OF_ALL_VIEWS,
+            absent="frames reach the model as 0 to 1, without the mean and deviation of ImageNet that X-VLA was"
+            " pretrained with. If this policy was trained with them (the hub's xvla-libero was), add the step to the"
+            " file",
+        ),
+        DOMAIN: ProcessorStep(
+            "domain_id",
+            ordered=False,
+            absent="nothing says which domain (robot) the policy is for, and 0 is taken; --embodiment N takes another",
+        ),
         "normalizer_processor": NORMALIZER,
     },
     after={
@@ -252,6 +263,8 @@ def domain(checkpoint: LeRobotCheckpoint) -> int:
         )
     if type(number) is not int or not 0 <= number < count:
         raise ConvertError(f"{where}: expected the number of a domain, 0 to {count - 1}, got {number!r}")
+    if given:
+        checkpoint.notes[:] = [note for note in checkpoint.notes if f"no step {DOMAIN}" not in note]
     checkpoint.notes.append(f"domain {number} of {count}; --embodiment N takes another")
     return number
 

@@ -174,6 +174,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             embodiment=robot.name,
             keys=(robot.keys,),
             default_prompt=published.default_prompt,
+            motion=published.motion,
+            control_hz=published.control_hz,
         ),
         processing=with_text(processing, head, options, published.pi05),
         tokenizer=tokenizer.text,
@@ -199,8 +201,7 @@ def _unknown_config(path: Path, name: str) -> str:
     if {"fast", "binning", "vq"} & {*name.split("_")}:
         return (
             f"{path}: --openpi-config {name}: expected a pi0 or pi0.5, got a training config of an autoregressive"
-            " policy. Sinew reads a pi0-FAST in LeRobot's layout only, where config.json has the type pi0_fast; train"
-            " or convert it there"
+            " policy. Sinew reads those in LeRobot's layout only; convert the checkpoint with LeRobot first"
         )
     got = f"{name!r} is not one of them{did_you_mean(name, OPENPI_CONFIGS)}" if name else "none was given"
     return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinew.core import KeyMap, VectorSpec
+from sinew.core import KeyMap, MotionSpec, VectorSpec
 from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.base import VectorStep
 from sinew.steps.vector.linear_to_angle import LinearToAngle
@@ -97,12 +97,19 @@ LIBERO = PiEmbodiment(
 )
 
 
+# Joint velocities, which DROID's controller turns into offsets of up to 0.2 rad from the measured joints, 15 times a
+# second (droid-dataset/droid, robot_ik/robot_ik_solver.py, joint_velocity_to_delta). The gripper is a position.
+JOINT_VELOCITY = MotionSpec("offsets", tuple(range(7)), tuple(range(7)), 0.2, -1.0, 1.0)
+DROID_HZ = 15.0
+
+
 @dataclass(frozen=True)
 class OpenPIConfig:
     """What openpi's training config says and its checkpoint does not.
 
     relative_actions: the model's actions are relative to the state. state_in_prompt: pi0.5's default. lora: the run
-    trained LoRA factors, so a checkpoint without them has lost what it learned.
+    trained LoRA factors, so a checkpoint without them has lost what it learned. motion: what the robot's actions are
+    measured from, where no step of the processing says it. control_hz: of the robot's own controller.
     """
 
     embodiment: PiEmbodiment
@@ -112,6 +119,8 @@ class OpenPIConfig:
     state_in_prompt: bool = True
     default_prompt: str = ""
     lora: bool = False
+    motion: MotionSpec | None = None
+    control_hz: float | None = None
 
 
 OPENPI_CONFIGS = {
@@ -126,11 +135,17 @@ OPENPI_CONFIGS = {
     ),
     "pi0_aloha_pen_uncap": OpenPIConfig(ALOHA, False, relative_actions=True, default_prompt="uncap the pen"),
     "pi05_aloha_pen_uncap": OpenPIConfig(ALOHA, True, relative_actions=True, default_prompt="uncap the pen"),
-    "pi0_aloha_sim": OpenPIConfig(ALOHA, False, default_prompt="Transfer cube"),
-    "pi0_droid": OpenPIConfig(DROID, False, chunk_size=10),
-    "pi05_droid": OpenPIConfig(DROID, True, chunk_size=15),
-    "pi05_droid_finetune": OpenPIConfig(DROID, True, chunk_size=16),
-    "pi05_full_droid_finetune": OpenPIConfig(DROID, True, chunk_size=16, relative_actions=True),
+    "pi0_aloha_sim": OpenPIConfig(
+        ALOHA, False, default_prompt="Transfer cube", motion=MotionSpec("absolute")
+    ),
+    "pi0_droid": OpenPIConfig(DROID, False, chunk_size=10, motion=JOINT_VELOCITY, control_hz=DROID_HZ),
+    "pi05_droid": OpenPIConfig(DROID, True, chunk_size=15, motion=JOINT_VELOCITY, control_hz=DROID_HZ),
+    "pi05_droid_finetune": OpenPIConfig(
+        DROID, True, chunk_size=16, motion=JOINT_VELOCITY, control_hz=DROID_HZ
+    ),
+    "pi05_full_droid_finetune": OpenPIConfig(
+        DROID, True, chunk_size=16, relative_actions=True, control_hz=DROID_HZ
+    ),
     "pi0_libero": OpenPIConfig(LIBERO, False, relative_actions=True),
     "pi0_libero_low_mem_finetune": OpenPIConfig(LIBERO, False, relative_actions=True, lora=True),
     "pi05_libero": OpenPIConfig(LIBERO, True, chunk_size=10, state_in_prompt=False),

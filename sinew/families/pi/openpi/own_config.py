@@ -99,6 +99,11 @@ def own_config(path: Path, stats: JsonRecord) -> OpenPIConfig:
         relative_actions=is_relative,
         state_in_prompt=given.get("discrete_state_input", like.state_in_prompt if like else True),
         default_prompt=given.get("default_prompt", like.default_prompt if like else ""),
+        # A mask says how this run's actions differ from those of the configuration that it is like
+        motion=like.motion
+        if like and "delta_mask" not in given.content and action_dim == like.embodiment.action.dim
+        else None,
+        control_hz=like.control_hz if like else None,
     )
 
 
