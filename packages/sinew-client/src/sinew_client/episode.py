@@ -32,6 +32,7 @@ class Ensembled:
         # Imported here: it brings the whole loop with it, which other policies do not need
         from sinew_client.control.blend import ensemble
 
+        self._chunks.append(np.asarray(chunk, np.float32))
         row = ensemble([rows[0] for rows in self._chunks], self.coefficient)
         self._chunks = deque(rows[1:] for rows in self._chunks if len(rows) > 1)
         return row
