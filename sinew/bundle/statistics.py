@@ -30,7 +30,7 @@ ROUNDING = 1e-3  # part of a range by which float32 and rounded files may break 
 
 def notes(spec: PolicySpec, processing: Processing) -> list[str]:
     """Return a sentence for each normalisation whose statistics cannot be meant, or do not vary."""
-    found = []
+    found: list[str] = []
     for where, recipe, what in normalizations(processing):
         names = getattr(spec, what).names
         found += _upside_down(where, recipe)

@@ -243,7 +243,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
             run(checkpoint)
         config.write_text(original)
     config.write_text("{")
-    with pytest.raises(ConvertError, match="not JSON"):
+    with pytest.raises(ConvertError, match="expected JSON, got text that is none"):
         run(checkpoint)
     config.unlink()
     with pytest.raises(ConvertError, match=r"a folder with config\.json, got a folder without one$"):
@@ -265,7 +265,9 @@ def test_what_a_copy_left_out_is_named_with_the_file_that_names_it(checkpoint, t
     checkpoint.rename(step / "pretrained_model")
     (step / "training_state").mkdir()
     for folder, found in ((tmp_path / "my outputs", run_folder), (step / "training_state", step)):
-        assert said(folder).endswith(f"got a folder without one; training runs near it: {found}")
+        assert said(folder).endswith(
+            f"got a folder without one; training runs near it: {found}; give one of these folders"
+        )
     (stored,) = step.glob("*/policy_preprocessor_step_*_normalizer_processor.safetensors")
     stored.unlink()
     words = f"policy_preprocessor.json: names {stored.name}, which is not beside it: copy it, too"
@@ -312,12 +314,14 @@ def test_damaged_safetensors(checkpoint):
 
 
 def test_missing_statistics_tokenizer_and_vlm_say_what_to_give(checkpoint):
-    preprocessor = checkpoint / "policy_preprocessor.json"
-    text = preprocessor.read_text()
-    preprocessor.unlink()
+    pipelines = [checkpoint / f"policy_{each}processor.json" for each in ("pre", "post")]
+    texts = [each.read_text() for each in pipelines]
+    for each in pipelines:
+        each.unlink()
     with pytest.raises(ConvertError, match=r"no statistics .* for 'observation.state'.*--stats FILE"):
         run(checkpoint)
-    preprocessor.write_text(text)
+    for each, text in zip(pipelines, texts, strict=True):
+        each.write_text(text)
     (checkpoint.parent / "vlm").rename(checkpoint.parent / "elsewhere")
     with pytest.raises(ConvertError, match=r"'vlm'.*--vlm DIR"):
         run(checkpoint)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_client.untrusted import UntrustedError
+from sinew_client.untrusted.texts import read_jsonl
 
 from sinew.bundle.schema import Seen, SeenCamera, SeenState, seen_problems
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.steps import POST, PRE, Pipelines
-from sinew.convert.read.files import read_json, read_text
+from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, PolicySpec
@@ -22,6 +23,7 @@ from sinew.core.fields import problems
 STATE, ACTION, ENVIRONMENT = "observation.state", "action", "observation.environment_state"
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 MOST_NAMED = 12  # names in a message
+MAX_EPISODES = 1 << 20  # of a data set
 STATS = (
     "mean",
     "std",
@@ -80,7 +82,8 @@ class Found:
             joint = next((end for end in ends if feature.endswith(end)), "")
             owner, known = feature.removesuffix(joint), joint.removeprefix(".buffer.")
         if stat not in STATS or not (known or feature in NOT_OF_POLICIES):
-            self.unread.append(f"{feature}.{stat}")
+            if (name := f"{feature}.{stat}") not in self.unread:
+                self.unread.append(name)
         elif known:
             table = self.sets.setdefault(owner, {}) if joint else self.bare
             table.setdefault(known, {})[stat] = read_array(source)
@@ -149,15 +152,12 @@ def stats_record(file: Path) -> dict[str, Any]:
     if file.suffix != ".jsonl":
         return read_json(file)
     episodes = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
-        try:
-            record = json.loads(line) if line.strip() else None
-            if record is not None:
-                episodes.append({feature: dict(stats) for feature, stats in record["stats"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConvertError(
-                f"{file}: line {number}: not the statistics of an episode ({error!r})"
-            ) from None
+    with ConvertError.at(file, OSError, UntrustedError):
+        for number, record in read_jsonl(file, max_lines=MAX_EPISODES):
+            stats = record.get("stats") if isinstance(record, dict) else None
+            if not isinstance(stats, dict) or not all(isinstance(each, dict) for each in stats.values()):
+                raise ConvertError(f"{file}: line {number}: not the statistics of an episode")
+            episodes.append(stats)
     if not episodes:
         raise ConvertError(f"{file}: expected the statistics of episodes, got none")
     with ConvertError.at(
