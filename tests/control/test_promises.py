@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any
@@ -28,6 +29,8 @@ from sinew_client.control import (
     parse_rule,
 )
 from sinew_client.control.requester import LONGEST_WAIT
+
+from tests.control.scenarios import KINDS, play
 
 PERIOD = 0.05
 PLAIN = ("freeze", "naive", "aligned", "aligned+halt:500", "rtc", "rtc:trained")
@@ -579,3 +582,14 @@ Hostile.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestHostile = Hostile.TestCase
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_of_whole_loops_keeps_its_promises(kind: str) -> None:
+    """``python -m benchmarks.promises`` plays as many as you like."""
+    happened: Counter = Counter()
+    for seed in range(30):
+        happened += play(seed, kind)
+    assert happened["scenarios"] == 30
+    assert happened["commands"] > 100
+    assert happened["holds"] > 100

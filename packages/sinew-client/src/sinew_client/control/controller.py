@@ -267,8 +267,9 @@ class BaseController:
         """Take a leader's row of this step, float32 [D]; None: hold, for ``reason``."""
         self._tell("led", {"step": step, "row": row, "reason": reason})
         self._led = (step, row, reason)
-        if self.followed is None and row is not None:
-            self.followed = step, row  # where it was aligned
+        if self.followed is None and row is not None:  # it was aligned with where the robot is
+            here = None if self.guard is None else self.guard.here
+            self.followed = step, row if here is None else here
 
     def hand_back(self, step: int) -> None:
         """Hold from this step on, until the policy has a fresh answer."""

@@ -15,7 +15,7 @@ from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.controller import AHEAD_S, LATE, UNKNOWN, BaseController, Command, Controller
 from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
-from sinew_client.control.motion import interpolate
+from sinew_client.control.motion import interpolate, state_of
 from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, SourceAges, cadence
@@ -116,6 +116,7 @@ class Loop:
             {},
         )  # the step of the newest observation, and what it was
         self._ages = SourceAges()
+        self._state_age = 0.0  # seconds, of its newest state
         self._unseen = ""  # why the last observation that failed could not be acted on
         self._age = 0.0  # of the newest frame when the present tick began, seconds
 
@@ -343,7 +344,7 @@ class Loop:
         except NoObservation as blind:
             self._fault(step, str(blind))
             return None
-        state = np.asarray(seen["state"], np.float32)
+        state = state_of(seen["state"])
         times = seen.pop("times", None) or {}
         seen = {**exposed(times, seen), **seen}
         given, age = seen.get("time"), float_of(seen.pop("age", 0.0))
@@ -361,10 +362,12 @@ class Loop:
             reason = sources_fault(times, seen.get("images", {}), looked, self.settings)
         if not reason and not np.all(np.isfinite(state)):
             reason = "the state is not finite"
+        reason = reason or self.controller.motion.lacks(state)
         if reason:
             self._fault(step, reason)
             return None
         self._state = state
+        self._state_age = looked - float_of(times["state"]) if "state" in times else age
         self._images = seen.get("images", self._images)
         self._seen = (step, seen)
         self._history.see(step, self._images, self._state)
@@ -442,6 +445,7 @@ class Loop:
         if self.controller.driver == POLICY:
             return
         here = None if self.controller.guard is None else self.controller.guard.here
+        here = self._last if here is None else here
         lost = self.controller.driver != HUMAN and (here is None or np.any(np.isnan(here)))
         if lost and (seen is not None or self._observe(step, now) is not None):
             here = self._measured(self._state)
@@ -481,8 +485,10 @@ class Loop:
         return 0 if self._command is None else self._command.step + 1
 
     def _measured(self, state: np.ndarray | None) -> np.ndarray:
-        """Return where a robot of this state is in the numbers of a command, NaN where it does not say so."""
-        assert state is not None
+        """Return where a robot of this state is in the numbers of a command, NaN where it does not say so, or did when
+        it may have been elsewhere: a stream takes old frames."""
+        if state is None or self._state_age > self.settings.stale:
+            return np.full(self._dim, np.nan)
         return self.controller.motion.position(state, self._dim)
 
     def _from(self) -> np.ndarray | None:
@@ -527,7 +533,7 @@ def sources_fault(times: Mapping[str, Any], images: Mapping[str, Any], now: floa
         if name not in times:
             return f"{name}: expected when it was seen (times of the observation), got nothing"
     for name in times:
-        limit = math.inf if settings.fusion else settings.stale
+        limit = math.inf if settings.fusion and name != "state" else settings.stale
         if reason := frame_fault(now - float_of(times[name]), of.get(name, limit)):
             return f"{name}: {reason}"
     frames = {name: float_of(times[name]) for name in images if name in times}

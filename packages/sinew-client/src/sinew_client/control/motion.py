@@ -15,6 +15,15 @@ import numpy as np
 from sinew_client.untrusted import shown
 
 
+def state_of(value: Any) -> np.ndarray:
+    """Return a state as float32 [S], one NaN for what is none."""
+    try:
+        found = np.asarray(value, np.float32)
+    except (TypeError, ValueError):
+        found = np.zeros((0, 0), np.float32)
+    return found if found.ndim == 1 else np.full(1, np.nan, np.float32)
+
+
 class Motion:
     """Rows as they come: numbers that the robot takes as they are.
 
@@ -47,6 +56,10 @@ class Motion:
     def apart(self, target: np.ndarray, other: np.ndarray) -> float:
         """Return the largest difference of two targets [D], in units of an action."""
         return float(np.abs(np.asarray(target, np.float64) - other).max())
+
+    def lacks(self, state: np.ndarray) -> str:
+        """Return what a state [S] lacks to be measured from, "" if nothing."""
+        return ""
 
     def position(self, state: np.ndarray, dim: int) -> np.ndarray:
         """Return where the robot is in the ``dim`` numbers of a command; NaN where the state does not say so."""
@@ -90,11 +103,15 @@ class _Columns(Motion):
                 f" {len(self.action)} and {len(self.state)}"
             )
 
+    def lacks(self, state: np.ndarray) -> str:
+        least = max(self.state, default=-1) + 1
+        return "" if len(state) >= least else f"state: expected at least {least} numbers, got {len(state)}"
+
     def _at(self, state: np.ndarray | None) -> np.ndarray:
-        if state is None or len(state) <= max(self.state):
-            raise ValueError(
-                f"state: expected at least {max(self.state) + 1} numbers, got {None if state is None else len(state)}"
-            )
+        if state is None:
+            raise ValueError(f"state: expected at least {max(self.state) + 1} numbers, got None")
+        if reason := self.lacks(state):
+            raise ValueError(reason)
         return np.asarray(state, np.float32)[list(self.state)]
 
     def _seen(self, state: np.ndarray, dim: int) -> np.ndarray:

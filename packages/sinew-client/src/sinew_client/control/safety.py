@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,12 +101,12 @@ class Limits:
     def dim(self) -> int:
         return len(self.low)
 
-    @property
+    @functools.cached_property
     def paced(self) -> np.ndarray:
         """Return which numbers have a limit that counts from the command before, bool [D]."""
         return np.any([np.isfinite(getattr(self, name)) for name in RATES], axis=0)
 
-    @property
+    @functools.cached_property
     def boxed(self) -> np.ndarray:
         """Return which numbers have a workspace, bool [D]."""
         return np.isfinite(self.workspace_low) | np.isfinite(self.workspace_high)

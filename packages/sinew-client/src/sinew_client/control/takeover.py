@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Protocol
 import numpy as np
 
 from sinew_client.control.interfaces import Robot
-from sinew_client.control.motion import Motion
+from sinew_client.control.motion import Motion, state_of
 from sinew_client.control.safety import Limits, RowsError, checked_rows
 from sinew_client.errors import ClientError
 
@@ -246,10 +246,11 @@ class Onlooker:
         self._did: np.ndarray | None = None
 
     def observe(self) -> Mapping[str, Any]:
+        self._did = None
         seen = dict(self.robot.observe())
         did = seen.pop("action", None)
         if did is None:
-            here = self._motion.position(np.asarray(seen["state"], np.float32), self._dim)
+            here = self._motion.position(state_of(seen["state"]), self._dim)
             did = here if np.all(np.isfinite(here)) else None
         self._did = did
         return seen
