@@ -11,6 +11,7 @@ from sinew_client import Client, ClientError, ServerError
 from sinew_client.control import Assist, AssistRule, Frames, Servers, Settings, parse_assist
 from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
+from sinew_client.form import COMMANDS
 from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 
@@ -182,7 +183,8 @@ def open_assist(
                 raise SinewError(
                     f"--assist: expected {policy[name]['dim']} numbers of {name}, got {far[name]['dim']}"
                 )
-    servers = Servers(address.split(","), key, without=("time",))
+    # Its cameras may be others; its rows are commands of the same robot.
+    servers = Servers(address.split(","), key, without=("time",), policy=policy, parts=COMMANDS)
     return Assist(near, servers, rule, settings.hz, deadline, settings.parse_motion())
 
 

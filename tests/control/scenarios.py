@@ -241,7 +241,9 @@ class World:
             self.reports.append(self.shown)
 
     def put(self, position: Any) -> None:
-        """Move it by hand."""
+        """Move it by hand. Nobody can notice that what an old sensor shows is from before."""
+        if self.sensor.startswith(("frozen", "one old")):
+            self.lied = self.tick + STEPS
         self.position = np.float32(position)
         self._may_have_moved()
 

@@ -1021,3 +1021,44 @@ def test_doctor_compares_where_the_tip_is_with_the_training_data(
         each for each in last_json(capsys)["checks"] if "x" in each["subject"] or "state" in each["subject"]
     ]
     assert found, "a base that is not the policy's was not seen"
+
+
+@pytest.mark.parametrize("kind", ["old", "missing"])
+@pytest.mark.parametrize("by", ["offsets", "a hold"])
+def test_a_pose_that_counts_from_a_state_that_is_not_known_is_held(kind: str, by: str) -> None:
+    """Offsets count from where the tip is seen in their control step, and so does the first pose after a hold."""
+    names = ["dx", "dy", "dz", "rx", "ry", "rz", "gripper"]
+    offsets = {**POSES, "action": {**POSES["action"], "names": names}}
+    if by == "offsets":
+        robot, bench = arm_of(policy=offsets, action="dxyz,drotvec,gripper")
+        rows = np.tile(np.float32([1e-3, 0, 0, 0, 0, 0, 0.5]), (30, 1))
+    else:
+        robot, bench = arm_of()
+        rows = np.tile(np.asarray(robot.observe()["state"]), (30, 1))
+    wrong = False
+
+    def observe() -> dict[str, Any]:
+        if wrong and kind == "missing":
+            raise NoObservation("front: no frame")
+        return {"images": {}, "state": bench.state.copy(), "age": 5.0 * wrong}
+
+    bench.observe = observe  # type: ignore[method-assign]
+    bench.position = np.zeros(7)  # type: ignore[attr-defined]
+    loop = driven(robot, [rows], 4)  # which holds it at its end
+    assert len(bench.sent) > 1
+    wrong = True
+    sent = len(bench.sent)
+    for _ in range(4):
+        loop.tick(loop.pace.next())
+    assert len(bench.sent) == sent
+    assert loop.reason in ("front: no frame", "the newest frame is older than 0.5 s")
+
+
+def test_a_pose_after_a_hold_counts_from_where_the_arm_is_then() -> None:
+    robot, bench = arm_of()
+    row = np.asarray(robot.observe()["state"])
+    robot.act(row)
+    robot.hold()
+    bench.state = bench.state + np.array([*[0.5] * 6, 0.0])  # somebody has moved it
+    with pytest.raises(NoCommand, match="would have to move faster"):
+        robot.act(row)

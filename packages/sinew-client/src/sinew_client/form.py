@@ -11,8 +11,9 @@ from sinew_client.types import PolicySpec, VectorSpec
 if TYPE_CHECKING:
     from sinew_client.policy import Policy
 
-# What a running loop was fitted to.
+# What a running loop was fitted to, and what its commands mean.
 TAKEN = ("cameras", "state", "action", "control_hz", "embodiment", "motion")
+COMMANDS = ("action", "control_hz", "embodiment", "motion")
 
 
 def form(spec: PolicySpec, parts: Sequence[str] = ()) -> dict[str, Any]:
@@ -54,17 +55,19 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = ""
 class Fitted:
     """Holds what a robot was fitted to, and refuses another policy.
 
-    policy: what a server said of it (``metadata()["policy"]``); None: what the first that is checked says.
+    policy: what a server said of it (``metadata()["policy"]``); None: what the first that is checked says. parts: the
+    names of :func:`form` that are compared.
     """
 
-    def __init__(self, policy: Mapping[str, Any] | None):
-        self._form = None if policy is None else form(PolicySpec.from_dict(policy), TAKEN)
+    def __init__(self, policy: Mapping[str, Any] | None, parts: Sequence[str] = TAKEN):
+        self._parts = parts
+        self._form = None if policy is None else form(PolicySpec.from_dict(policy), parts)
 
     def check(self, server: Policy) -> None:
         """Raise :class:`UnsafeChunk` where another policy answers, with other cameras, joints, units, rate or motion.
         Asks the server, once a connection and after each exchange of its policy."""
         try:
-            found = form(server.spec, TAKEN)
+            found = form(server.spec, self._parts)
         except ClientError as error:
             if self._form is None and type(error) is ClientError:
                 return  # a server that says nothing of itself, as vla.cpp's

@@ -10,7 +10,7 @@ import numpy as np
 from sinew_client.client import Client
 from sinew_client.control.frames import Frames
 from sinew_client.errors import RequestTimeout
-from sinew_client.form import Fitted
+from sinew_client.form import TAKEN, Fitted
 from sinew_client.policy import Policy
 from sinew_client.protocol import MAX_ROWS
 
@@ -22,7 +22,7 @@ class Servers:
     addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
     another clock than the server's. max_rows: of an answer, as of :class:`Client`. frames: how they travel.
     policy: as of :class:`Fitted`, so if absent what the first that answers says; rows of another are not handed over,
-    whichever server begins to answer.
+    whichever server begins to answer. parts: what has to be the same of it.
     """
 
     def __init__(
@@ -33,11 +33,12 @@ class Servers:
         max_rows: int = MAX_ROWS,
         frames: Frames | None = None,
         policy: Mapping[str, Any] | None = None,
+        parts: Sequence[str] = TAKEN,
     ):
         self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
         self.frames = frames or Frames()
-        self.fitted = Fitted(policy)
+        self.fitted = Fitted(policy, parts)
         self.present = self.addresses[0]  # that answered last, or will be asked first
 
     def __call__(self) -> Call:
