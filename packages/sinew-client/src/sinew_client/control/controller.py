@@ -97,7 +97,8 @@ class BaseController:
         self.shadow = False  # the policy says what it would do while somebody else drives
         self.handed = HandedOver()
         self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest row of a leader
-        self.followed: tuple[int, np.ndarray] | None = None  # the last of those that was sent, and its step
+        # The last of those that was sent, or where the robot was when the leader was aligned with it; and the step.
+        self.followed: tuple[int, np.ndarray] | None = None
         self._before = self.followed
         self._ahead: tuple[np.ndarray, np.ndarray] | None = (
             None  # a pose, and what was sent since it is the same
@@ -267,9 +268,6 @@ class BaseController:
         """Take a leader's row of this step, float32 [D]; None: hold, for ``reason``."""
         self._tell("led", {"step": step, "row": row, "reason": reason})
         self._led = (step, row, reason)
-        if self.followed is None and row is not None:  # it was aligned with where the robot is
-            here = None if self.guard is None else self.guard.here
-            self.followed = step, row if here is None else here
 
     def hand_back(self, step: int) -> None:
         """Hold from this step on, until the policy has a fresh answer."""

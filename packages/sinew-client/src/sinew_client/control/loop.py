@@ -454,6 +454,8 @@ class Loop:
         last = self.controller.followed
         followed = None if last is None else (max(0, step - last[0] - 1) / self.settings.hz, last[1])
         self.takeover.follow(self.controller, step, here, followed)
+        if self.controller.driver == HUMAN and self.controller.followed is None and here is not None:
+            self.controller.followed = step, here
 
     def _restart(self, reason: str, prompt: str) -> None:
         self.source.cancel()
