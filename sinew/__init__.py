@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sinew_client.policy import connect
 
     from sinew.convert import convert
+    from sinew.driving import run
     from sinew.eval.learning.exploration import Exploration
     from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.quantize.quantization import Quantized, quantize
@@ -46,6 +47,7 @@ _LATER = {
     "load": "sinew.policy",
     "quantize": "sinew.eval.quantize.quantization",
     "record": "sinew.serve.recorded",
+    "run": "sinew.driving",
     "serve": "",  # as convert
 }
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "load",
     "quantize",
     "record",
+    "run",
     "serve",
 ]
 

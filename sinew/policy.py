@@ -239,6 +239,19 @@ class Policy(OpenPolicy):
             "adapters": {name: {"policy": each.manifest.name} for name, each in self.adapters.items()},
         }
 
+    def metadata(self) -> dict[str, Any]:
+        """Return what a server with default settings would state about this policy.
+
+        Returns:
+            ``policy``: what the policy reads and writes, with the limits of its actions. ``server``: what computes it
+            (:meth:`describe`).
+        """
+        from sinew.processing.safety import Safety
+
+        described = self.spec.to_dict()
+        described["action"]["limits"] = Safety(self.processor).limits()
+        return {"policy": described, "server": self.describe()}
+
     @property
     def engine(self) -> Engine:
         """What computes. Raises :class:`ClosedError` after :meth:`close`."""

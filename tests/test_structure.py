@@ -159,6 +159,7 @@ def test_storage_exchanges_no_class() -> None:
 
 # Files outside of the server and the command line that import the server.
 SERVED = {
+    "driving.py",
     "perf/fleet.py",  # its choice of batches
     "perf/policy_memory.py",  # how it starts processes
     "eval/farm/hosts.py",  # who may use a port

@@ -64,7 +64,7 @@ def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list
 
     opener = on.opener()
     with (
-        looking.closing(opener(manifest.spec.to_dict())[0]) as machine,
+        looking.closing(opener(manifest.spec.to_dict())) as machine,
         progress.task(f"looking at {on.robot}"),
     ):
         return looking.live(machine, manifest, seconds)

@@ -10,18 +10,18 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from sinew_client.auth import api_key_of
 from sinew_client.control import Cadence, Loop, MotionWatch
 from sinew_client.control.defaults import AUTO
+from sinew_client.control.run import RunPlan
 
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, changed
 from sinew.cli.run_connection import assist_rule, open_assist
 from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_rig import CHUNKS, ChunkFlags, open_rig
-from sinew.cli.run_robot import ROBOT, Driven, RobotFlags, drive, episodes_of, episodes_row
+from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row
 from sinew.cli.run_stream import STREAM, StreamFlags, run_stream
 from sinew.cli.run_trials import TRIALS, TrialFlags, run_trials
 from sinew.cli.run_view import Keys, RunView
@@ -73,38 +73,37 @@ def run(
         rig = open_rig(
             target, on, by, lead, envelope, runs, key, lambda policy: on.opened(stack, open_robot, policy)
         )
-        policy, robot, settings = rig.policy, rig.robot, rig.settings
-        machine, takeover = lead.opened(stack, robot, settings, policy)
+        plan, facts = rig.plan, rig.plan.facts
+        machine, takeover = lead.opened(stack, plan)
         connect, assisted = rig.connect, None
         if by.assist is not None and rule is not None:
             connect = assisted = open_assist(
-                by.assist, rule, by.assist_timeout, connect, policy, settings, key
+                by.assist, rule, by.assist_timeout, connect, plan.policy, plan.settings, key
             )
             stack.callback(assisted.close)
-        kept = None if lead.frames is None else FrameKeeper(lead.frames, robot, stack)
-        loop = rig.loop(machine, connect, takeover=takeover, keep=kept)
-        stack.callback(loop.close)
-        said = {"advantage": by.advantage, "guidance_scale": by.guidance_scale}
-        on.follow(stack, loop, robot, settings, target, **said)
-        on.reports(stack, loop, robot, rig.server, key)
+        kept = None if lead.frames is None else FrameKeeper(lead.frames, plan, stack)
+        driving = stack.enter_context(rig.run(connect, robot=machine, takeover=takeover, keep=kept))
+        loop = driving.loop
+        on.follow(driving, target, advantage=by.advantage, guidance_scale=by.guidance_scale)
+        on.reports(driving, rig.server, key)
         watch = MotionWatch()
-        if settings.motion is None:
+        if plan.settings.motion is None:
             loop.listeners.append(watch.put)
         if by.handover == AUTO:
-            terminal.say(str(rig.chosen))
-            if rig.chosen.replan_reason:
-                terminal.say(f"requests {rig.chosen.replan}: {rig.chosen.replan_reason}")
-        cadence = _drive(loop, robot, policy, on.ticks(robot.rate), by.go, lead.takeover_key)
+            terminal.say(str(plan.choice))
+            if plan.choice.replan_reason:
+                terminal.say(f"requests {plan.choice.replan}: {plan.choice.replan_reason}")
+        cadence = _drive(loop, plan, on.ticks(plan.settings.hz), by.go, lead.takeover_key)
     result = {
         "schema": SCHEMA,
         "robot": on.robot,
-        "settings": settings.to_dict(),
-        "handover": str(rig.chosen),
+        "settings": plan.settings.to_dict(),
+        "handover": str(plan.choice),
         **cadence.to_dict(),
         "prompt": on.prompt or loop.prompt,
-        **episodes_of(robot.machine),
+        **episodes_of(facts),
     }
-    rows = episodes_row(robot.machine)
+    rows = episodes_row(facts)
     if assisted is not None:
         result["assist"] = assisted.report()
         rows = [*rows, ("assist", assisted.text())]
@@ -125,19 +124,17 @@ def run(
     return status.ended(failed)
 
 
-def _drive(
-    loop: Loop, robot: Driven, policy: dict[str, Any], steps: int | None, go: bool, key: str
-) -> Cadence:
-    """Run the loop under its live view; without a terminal it begins at once."""
+def _drive(loop: Loop, plan: RunPlan, steps: int | None, go: bool, key: str) -> Cadence:
+    """Run the loop under its live view. Without a terminal it begins at once."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    if steps is None and not interactive and not hasattr(loop.robot, "episodes"):
+    if steps is None and not interactive and plan.facts.episodes is None:
         raise SinewError("--seconds: expected a number where there is no keyboard to stop with")
     if not interactive:
         terminal.log(logging.WARNING, "%(message)s")
-        drive(loop, robot, policy, steps)
+        drive(loop, plan.robot, plan.policy, steps)
         return loop.report()
     if not go:
         loop.pause()
     with Keys(loop, key) as keys, terminal.drawn(RunView(loop, keys).picture, 8):
-        drive(loop, robot, policy, steps)
+        drive(loop, plan.robot, plan.policy, steps)
     return loop.report()

@@ -168,7 +168,7 @@ def open_assist(
     rule: AssistRule,
     deadline: float,
     near: Callable[[], Call],
-    policy: dict[str, Any],
+    policy: Mapping[str, Any],
     settings: Settings,
     key: str = "",
 ) -> Assist:
@@ -192,14 +192,11 @@ def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str
     """Return a policy that computes here, and what it says about itself, its limits with it. options: further ones of
     ``sinew.load``."""
     from sinew.policy import load
-    from sinew.serve.safety import Safety
 
     with progress.task(f"loading {target}"):
         local = load(target, **runs.keywords(), **options)
     log.info("%s", running(local))
-    policy = local.spec.to_dict()
-    policy["action"]["limits"] = Safety(local.processor).limits()
-    return local, policy
+    return local, local.metadata()["policy"]
 
 
 def ask_server(

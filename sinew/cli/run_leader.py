@@ -12,15 +12,14 @@ from typing import Annotated, Any
 import numpy as np
 from cyclopts import Parameter, validators
 from sinew_client import ClientError
-from sinew_client.control import Command, Limits, Onlooker, Settings, Takeover
+from sinew_client.control import Command, Limits, Onlooker, Takeover
 from sinew_client.control.defaults import stated
 from sinew_client.control.leaders import open_leader, open_lerobot_leader
-from sinew_client.control.motion import Motion, parse_motion
-from sinew_client.control.robots import joint_names
+from sinew_client.control.motion import parse_motion
+from sinew_client.control.run import RunPlan
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
-from sinew.cli.run_robot import Driven
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.core.hints import pairs
 
@@ -71,43 +70,29 @@ class LeaderFlags:
         if self.align is not None and not self.wanted:
             raise SinewError("--align: expected --takeover or --shadow beside it, got none")
 
-    def limits(
-        self, robot: Driven, given: Mapping[str, Any] | None, policy: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return the robot's limits; where somebody may take over there are some, so that steps are measured, from
-        where a robot that moves by offsets stands still. given: the motion of the settings."""
-        if not self.wanted:
-            return robot.limits
-        found = dict(robot.limits or {"names": list(policy["action"].get("names") or ())})
-        still = _motion(robot, given, policy).still(robot.dim)
-        if not any(x is not None for x in found.get("still") or ()):
-            found["still"] = [None if x != x else float(x) for x in still]
-        return found
-
-    def opened(
-        self, stack: ExitStack, robot: Driven, settings: Settings, policy: Mapping[str, Any]
-    ) -> tuple[Any, Takeover | None]:
+    def opened(self, stack: ExitStack, plan: RunPlan) -> tuple[Any, Takeover | None]:
         """Return the robot that the loop drives, and who may take over, which the stack closes."""
+        robot = plan.robot
         if not self.wanted:
-            return robot.machine, None
-        motion = _motion(robot, settings.motion, policy)
-        limits = None if settings.limits is None else Limits.parse(settings.limits, robot.dim)
+            return robot, None
+        motion = parse_motion(plan.settings.motion or stated(plan.policy) or plan.facts.motion)
+        limits = None if plan.settings.limits is None else Limits.parse(plan.settings.limits, plan.dim)
+        machine: Any = robot
         if self.takeover is None:
-            if hasattr(robot.machine, "episodes"):
+            if plan.facts.episodes is not None:
                 raise SinewError(
                     "--shadow: expected --takeover beside it with a simulated robot, which nobody else drives"
                 )
-            machine = leader = Onlooker(robot.machine, motion, robot.dim)
+            machine = leader = Onlooker(robot, motion, plan.dim)
         else:
-            machine = robot.machine
-            leader = self._leader(robot, policy, settings.hz)
-        found = Takeover(leader, motion, robot.dim, limits, self.align, self.shadow)
+            leader = self._leader(plan)
+        found = Takeover(leader, motion, plan.dim, limits, self.align, self.shadow)
         stack.callback(found.close if machine is not leader else (lambda: None))
         if self.takeover is not None and limits is not None and not self.shadow:
             terminal.say(_bounds(limits))
         return machine, found
 
-    def _leader(self, robot: Driven, policy: Mapping[str, Any], hz: float) -> Any:
+    def _leader(self, plan: RunPlan) -> Any:
         assert self.takeover is not None
         options = json_object("--takeover-options", self.takeover_options) or {}
         kind, _, rest = self.takeover.partition(":")
@@ -115,17 +100,17 @@ class LeaderFlags:
             from sinew.eval.leader import ExpertLeader
             from sinew.eval.robot import SimulatedRobot
 
-            if not isinstance(robot.machine, SimulatedRobot):
+            if not isinstance(plan.robot, SimulatedRobot):
                 raise SinewError("--takeover expert: expected a simulated robot, whose state it reads")
             with SinewError.at("--takeover-options", TypeError):
-                return ExpertLeader(robot.machine, **options)
+                return ExpertLeader(plan.robot, **options)
         if kind == "lerobot" and rest:
-            names = joint_names(robot.machine, "action") or policy["action"].get("names")
+            names = plan.facts.names("action") or plan.policy["action"].get("names")
             if not names:
                 raise SinewError(
                     "--takeover lerobot: expected a policy or a robot that names its joints, got neither"
                 )
-            return open_lerobot_leader(rest, options, names, hz)
+            return open_lerobot_leader(rest, options, names, plan.settings.hz)
         if rest:
             return open_leader(self.takeover, options)
         raise SinewError(f"--takeover: expected lerobot:TYPE, expert or module:Class, got {self.takeover!r}")
@@ -134,24 +119,22 @@ class LeaderFlags:
 class FrameKeeper:
     """Keeps each control step with a command in a folder, until the disk has less than a gigabyte left."""
 
-    def __init__(self, folder: Path, robot: Driven, stack: ExitStack):
+    def __init__(self, folder: Path, plan: RunPlan, stack: ExitStack):
         from sinew.records.recorder import Recorder
 
-        self._folder, self._robot = folder, robot
+        self._folder, self._hz, self._episodes = folder, plan.settings.hz, plan.facts.episodes
         self.episode = ""  # its name; by the robot's own count if empty
         folder.mkdir(parents=True, exist_ok=True)
         free = max(0, shutil.disk_usage(folder).free - SPARE_BYTES)
-        self._recorder = Recorder(folder, free, robot.names)
+        self._recorder = Recorder(folder, free, plan.names)
         stack.callback(self._recorder.close)
 
     def __call__(self, seen: Mapping[str, Any], prompt: str, command: Command) -> None:
         images = {name: _pixels(name, frame) for name, frame in seen["images"].items()}
         prompt = prompt or str(seen.get("prompt", ""))
-        moment = Observation(
-            images, _copied(seen["state"]), prompt=prompt, time=command.step / self._robot.rate
-        )
+        moment = Observation(images, _copied(seen["state"]), prompt=prompt, time=command.step / self._hz)
         assert command.row is not None
-        episode = self.episode or f"episode {getattr(self._robot.machine, 'finished', 0)}"
+        episode = self.episode or f"episode {0 if self._episodes is None else self._episodes.finished}"
         self._recorder.put("run", episode, moment, ActionChunk(command.row[None]), by=command.by)
 
     def row(self) -> tuple[str, str]:
@@ -191,11 +174,6 @@ class EnvelopeFlags:
 
 
 ENVELOPE = EnvelopeFlags()
-
-
-def _motion(robot: Driven, given: Mapping[str, Any] | None, policy: Mapping[str, Any]) -> Motion:
-    """Return what actions are measured from, also where a hand-over plays them as they come."""
-    return parse_motion(given or stated(policy) or getattr(robot.machine, "motion", None))
 
 
 def _seconds(texts: Iterable[str]) -> dict[str, float]:

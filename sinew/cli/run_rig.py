@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from cyclopts import Parameter
-from sinew_client.control import Adapter, Loop, Settings, choose
-from sinew_client.control.defaults import HANDOVER, REPLAN, Choice
+from sinew_client.control import Adapter
+from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew_client.control.requester import Call
-from sinew_client.history import History
+from sinew_client.control.run import Run, RunPlan
 
-from sinew.cli.options import Count, Flag, Positive, Runs, motion_of
+from sinew.cli.options import Count, Flag, Positive, Runs
 from sinew.cli.run_connection import (
     ASSIST_TIMEOUT,
     ASSIST_WHEN,
@@ -23,8 +23,7 @@ from sinew.cli.run_connection import (
     open_connection,
 )
 from sinew.cli.run_leader import EnvelopeFlags, LeaderFlags
-from sinew.cli.run_robot import Driven, RobotFlags
-from sinew.core import SinewError
+from sinew.cli.run_robot import RobotFlags, plan_run
 
 
 @Parameter(name="*", group="Chunks")
@@ -80,26 +79,27 @@ CHUNKS = ChunkFlags()
 
 @dataclass(frozen=True)
 class Rig:
-    """A policy that is open, and the robot as it drives it. about: what is said of what runs it. server: where a
-    ``Reporter`` tells how the run goes. frames: how they travel there, None of a policy here."""
+    """An open policy, and the plan of how it drives the robot.
 
-    policy: dict[str, Any]
+    Attributes:
+        plan: The plan.
+        about: What the policy's server or engine states about itself.
+        connect: Opens a connection for requests.
+        server: Knows the server's present address, for reports.
+        frames: How frames travel to a server; None for a policy that computes here.
+        edge: The adapter that refines chunks in every control step, if any.
+    """
+
+    plan: RunPlan
     about: dict[str, Any]
     connect: Callable[[], Call]
     server: Any
     frames: Any
-    robot: Driven
-    settings: Settings
-    chosen: Choice
     edge: Adapter | None
 
-    def loop(self, machine: Any, connect: Callable[[], Call], **more: Any) -> Loop:
-        """Return a loop over the robot, or over what stands before it. more: of :class:`Loop`."""
-        history = History.of(self.policy)
-        return Loop(
-            machine, connect, self.settings, self.robot.dim, self.robot.prompt, adapter=self.edge,
-            history=history, **more,
-        )  # fmt: skip
+    def run(self, connect: Callable[[], Call], **more: Any) -> Run:
+        """Return a run of the plan. more: arguments of :class:`Run`."""
+        return Run(self.plan, connect, server=self.server, edge=self.edge, **more)
 
 
 def open_rig(
@@ -110,31 +110,29 @@ def open_rig(
     envelope: EnvelopeFlags,
     runs: Runs,
     key: str,
-    robot_of: Callable[[dict[str, Any]], Driven],
+    robot_of: Callable[[dict[str, Any]], Any],
 ) -> Rig:
-    """Open a policy for a robot. robot_of: what the policy says of itself -> the robot, open."""
+    """Open a policy for a robot.
+
+    Args:
+        robot_of: Opens the robot, given the policy's description.
+    """
     edge = None if by.edge_adapter is None else Adapter.read(by.edge_adapter)
     policy, about, connect = open_connection(target, runs, by.split, key, by.frames_as, by.timeout)
     server, sending = connect, getattr(connect, "frames", None)
     connect = conditioned(connect, about, by.advantage, by.guidance_scale)
     robot = robot_of(policy)
-    own = getattr(robot.machine, "motion", None)
-    try:
-        chosen = choose(by.handover, motion_of(on.motion), policy, edge is not None, own, by.replan)
-    except ValueError as error:
-        raise SinewError(f"--{error}") from error
-    check_guidance(chosen.handover, policy, about)
-    if edge is not None:
-        edge.check(policy, robot.rate)
-    settings = Settings(
-        hz=robot.rate, handover=chosen.handover, replan=chosen.replan, motion=chosen.motion,
-        limits=lead.limits(robot, chosen.motion, policy), max_age=by.max_age, deadline=by.timeout,
-        stale=on.stale, finish=by.finish, future=by.future, substeps=by.substeps,
-        committed_rows=int(policy.get("committed_rows") or 0),
-        refine=0 if edge is None else edge.form.max_age,
-        # A far policy's chunks may be longer, and nobody knows them while it is not there.
-        chunk_size=0 if by.assist is not None else int(policy.get("chunk_size") or 0), watchdog=on.watchdog,
-        **envelope.settings(),
-    )  # fmt: skip
-    settings.check_start(robot.dim, policy["state"].get("dim"))
-    return Rig(policy, about, connect, server, sending, robot, settings, chosen, edge)
+    settings = on.chosen(policy) | envelope.settings() | {
+        "handover": by.handover,
+        "replan": by.replan,
+        "max_age": by.max_age,
+        "deadline": by.timeout,
+        "finish": by.finish,
+        "future": by.future,
+        "substeps": by.substeps,
+    }  # fmt: skip
+    if by.assist is not None:
+        settings["chunk_size"] = 0  # the far policy's chunks may be longer, and it may not be there yet
+    plan = plan_run(policy, robot, settings, on.prompt, edge=edge, takeover=lead.wanted)
+    check_guidance(plan.choice.handover, policy, about)
+    return Rig(plan, about, connect, server, sending, edge)

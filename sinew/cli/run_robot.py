@@ -13,7 +13,7 @@ from typing import Any
 
 from cyclopts import Group, Parameter
 from sinew_client import ClientError
-from sinew_client.control import Journal, Limits, Loop, Reporter, Settings
+from sinew_client.control import Limits, Loop, SettingsError
 from sinew_client.control.end_effector import (
     EndEffector,
     KinematicsOptions,
@@ -21,20 +21,20 @@ from sinew_client.control.end_effector import (
     moves_joints,
     numbers_of,
 )
+from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.kinematics import read_chain
-from sinew_client.control.robots import Dry, find_class, joint_names, open_class, open_lerobot, ordered
+from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
+from sinew_client.control.run import Run, RunPlan
 from sinew_client.errors import Refused
 from sinew_client.signals import handled
 
 from sinew.bundle.rename import parse_renames, renames_for
 from sinew.cli import terminal
-from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object
+from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, motion_of
 from sinew.core import SinewError
 from sinew.core.hints import pairs
 from sinew.core.registry import place_of
 from sinew.eval.report.stats import wilson
-
-Opened = tuple[Any, str, "float | None"]
 
 
 @Parameter(name="*", group=Group("Robot", sort_key=-1))
@@ -91,10 +91,14 @@ class RobotFlags:
     report: bool = True
     adapter: str = ""
 
-    def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Opened]:
-        """Return what opens the robot for a policy: the robot, its own instruction and its own rate.
+    def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Any]:
+        """Return what opens the robot, given a policy's description.
 
-        What can be wrong without a policy is said here, before one is loaded. substeps: commands in each control step.
+        Args:
+            substeps: Commands in each control step.
+
+        Raises:
+            SinewError: A flag is wrong, whatever the policy is.
         """
         given = json_object("--robot-options", self.robot_options) or {}
         cameras = _of_policy("--rename", "camera", parse_renames(self.rename))
@@ -116,26 +120,21 @@ class RobotFlags:
         if kind == "gym" and rest:
             return _simulated(rest, self.adapter, given, cameras, self.episodes)
         if kind == "lerobot" and rest:
-            return lambda policy: (open_lerobot(rest, given, policy, cameras, places), "", None)
+            return lambda policy: open_lerobot(rest, given, policy, cameras, places)
         if text == "dry":
             if cameras:
                 raise SinewError("--rename: expected none with --robot dry, which has the policy's own")
-            return lambda policy: (Dry(policy), "", None)
+            return Dry
         if rest:
             find_class(text)
-
-            def own(policy: dict[str, Any]) -> Opened:
-                robot = ordered(open_class(text, given, cameras), policy, places)
-                return robot, str(getattr(robot, "task", "")), None
-
-            return own
+            return lambda policy: ordered(open_class(text, given, cameras), policy, places)
         raise SinewError(
             f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
         )
 
     def _posed(
         self, text: str, kinematics: Path, joints: Mapping[str, str], substeps: int
-    ) -> Callable[[dict[str, Any]], Opened]:
+    ) -> Callable[[dict[str, Any]], Any]:
         """Return what opens a robot of joints for a policy of poses, which become joints by ``kinematics``; with a
         policy of joints the arm is only shown."""
         if text.startswith("gym:"):
@@ -145,78 +144,65 @@ class RobotFlags:
             chosen = KinematicsOptions.parse(json_object("--kinematics-options", self.kinematics_options))
             chain = read_chain(kinematics, chosen.tip, chosen.base)
 
-        def posed(policy: dict[str, Any]) -> Opened:
+        def posed(policy: dict[str, Any]) -> Any:
             if not chosen.action and moves_joints(policy, chain, joints):
-                machine, task, rate = opener(policy)
+                machine = opener(policy)
                 about = policy["state"]
                 units = about.get("units") or ()
                 arm = KnownArm(machine, chain, about["names"], chosen.unit, joints, units=units)
                 terminal.say(arm.text())
-                return arm, task, rate
+                return arm
             own: dict[str, Any] = {}
             if text == "dry":
                 names = numbers_of(chain, chosen.parts(policy, "action"))
                 own = {"dim": len(names), "names": names}
-            machine, task, rate = opener({**policy, "state": own, "action": own})
+            machine = opener({**policy, "state": own, "action": own})
             if text == "dry":
                 machine.state[: len(chain.joints)] = chain.ready()
-            commands_hz = substeps * float(self.hz or rate or policy.get("control_hz") or 1.0)
+            hz = self.hz or facts_of(machine).hz or policy.get("control_hz") or 1.0
+            commands_hz = substeps * float(hz)
             robot = EndEffector(machine, chain, chosen, policy, commands_hz, joints)
             terminal.say(robot.text())
-            return robot, task, rate
+            return robot
 
         return posed
 
     def opened(
-        self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Opened], policy: dict[str, Any]
-    ) -> Driven:
-        """Return the robot, which the stack closes, and what a loop over it needs."""
-        found = open_robot(policy)
-        if hasattr(found[0], "close"):
-            stack.callback(found[0].close)
-        return self.driven(found, policy)
+        self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Any], policy: dict[str, Any]
+    ) -> Any:
+        """Return the open robot, which the stack closes."""
+        robot = open_robot(policy)
+        if (close := facts_of(robot).close) is not None:
+            stack.callback(close)
+        return robot
 
-    def driven(self, opened: Opened, policy: dict[str, Any]) -> Driven:
-        """Return what a loop over an open robot needs with a policy."""
-        machine, instruction, own_rate = opened
-        if not (rate := self.hz or own_rate or policy.get("control_hz")):
-            raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
-        dim, prompt = int(policy["action"]["dim"]), choose_prompt(self.prompt, instruction, policy)
-        found = Limits.from_metadata(policy) if self.limits is None else Limits.read(self.limits, dim)
-        own, posed = policy["action"].get("names"), isinstance(machine, EndEffector)
-        known = {  # joints are no numbers of a pose
-            part: list(policy[part].get("names") or (() if posed else joint_names(machine, part)))
-            for part in ("state", "action")
+    def chosen(self, policy: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that these flags choose, for :meth:`RunPlan.of`."""
+        settings: dict[str, Any] = {
+            "hz": self.hz,
+            "motion": motion_of(self.motion),
+            "stale": self.stale,
+            "watchdog": self.watchdog,
         }
-        names = known["action"]
-        if found is not None:
-            found = found.ordered(names, str(self.limits))
-        if not (posed or hasattr(machine, "finished") or isinstance(machine, Dry)):  # it may break something
-            if names and not own:
-                terminal.say(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
-            if free := ", ".join((found or Limits.parse({"names": names}, dim)).unpaced()):
-                terminal.say(f"limits: nothing bounds the speed of {free}; --limits FILE with velocity does")
-        return Driven(machine, prompt, float(rate), dim, None if found is None else found.to_dict(), known)
+        if self.limits is not None:
+            settings["limits"] = Limits.read(self.limits, int(policy["action"]["dim"]))
+        return settings
 
-    def follow(
-        self, stack: ExitStack, loop: Loop, robot: Driven, settings: Settings, target: str, **said: Any
-    ) -> None:
-        """Let a loop restart with the robot's episodes, and keep its journal if one is asked for. said: what stands in
-        its head beside."""
-        follow_episodes(robot.machine, loop.restart, self.prompt)
+    def follow(self, run: Run, target: str, **head: Any) -> None:
+        """Keep the decision log of a run, if one is requested.
+
+        Args:
+            run: The run.
+            target: The policy, as the user named it.
+            **head: What the first line of the log states in addition.
+        """
         if self.record is not None:
-            journal = Journal(
-                self.record, settings, robot.dim, robot=self.robot, target=target, prompt=robot.prompt, **said
-            )
-            stack.callback(journal.close)
-            loop.listeners.append(journal.put)
+            run.journal(self.record, robot=self.robot, target=target, **head)
 
-    def reports(
-        self, stack: ExitStack, loop: Loop, robot: Driven, where: Any, key: str, session: str = ""
-    ) -> None:
-        """Let a loop tell its server how it goes. where: of ``Reporter``; a policy that computes here has none."""
-        if self.report and hasattr(where, "present"):
-            stack.enter_context(Reporter(loop, where, key, session, self.robot, robot.machine))
+    def reports(self, run: Run, server: Any, key: str, session: str = "") -> None:
+        """Let a run tell its server how it goes. A policy that computes here has no server."""
+        if self.report and hasattr(server, "present"):
+            run.report_to(server, self.robot, key, session)
 
     def ticks(self, rate: float) -> int | None:
         """Return after how many control steps the run ends; None where it goes on."""
@@ -226,20 +212,27 @@ class RobotFlags:
 ROBOT = RobotFlags()
 
 
-@dataclass(frozen=True)
-class Driven:
-    """A robot that is open: its first instruction, its rate in Hz, the numbers of a command and their limits, and what
-    the numbers of its ``state`` and ``action`` are called, [] where nobody says it."""
+def plan_run(
+    policy: Mapping[str, Any], robot: Any, settings: Mapping[str, Any], prompt: str, **more: Any
+) -> RunPlan:
+    """Return the plan of a run and print what a person should know before the robot moves.
 
-    machine: Any
-    prompt: str
-    rate: float
-    dim: int
-    limits: dict[str, Any] | None
-    names: dict[str, list[str]]
+    Raises:
+        SinewError: A flag is missing, or does not fit the policy or the robot.
+    """
+    try:
+        plan = RunPlan.of(policy, robot, settings, prompt=prompt, **more)
+    except SettingsError as error:
+        flag = str(error).partition(":")[0]
+        if flag not in ("hz", "prompt", "handover"):
+            raise
+        raise SinewError(f"--{error}") from error
+    for note in plan.notes:
+        terminal.say(note)
+    return plan
 
 
-def drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) -> None:
+def drive(loop: Loop, robot: Any, policy: Mapping[str, Any], ticks: int | None) -> None:
     """Run a loop. A signal ends it after the present tick, with the robot holding and the journal complete."""
     with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()), of_robot():
         try:
@@ -247,7 +240,7 @@ def drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) 
         except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
             loop.stop()
         except Refused as error:
-            raise SinewError(refusal(str(error), robot.machine, policy)) from error
+            raise SinewError(refusal(str(error), robot, policy)) from error
 
 
 @contextmanager
@@ -276,17 +269,16 @@ GROUP = "sinew.robots"  # entry points of other distributions: name -> "module:C
 
 def _simulated(
     env_id: str, adapting: str, options: dict[str, Any], cameras: Mapping[str, str], episodes: int | None
-) -> Callable[[dict[str, Any]], Opened]:
+) -> Callable[[dict[str, Any]], Any]:
     from sinew.eval.adapters import make_env
     from sinew.eval.robot import SimulatedRobot
 
     env, adapter = make_env(env_id, adapting, options)
 
-    def simulated(policy: dict[str, Any]) -> Opened:
+    def simulated(policy: dict[str, Any]) -> SimulatedRobot:
         if fit := getattr(adapter, "fit_actions" if cameras else "fit", None):
             fit(policy)
-        robot = SimulatedRobot(env, adapter, episodes, cameras=cameras)
-        return robot, robot.task, adapter.control_hz
+        return SimulatedRobot(env, adapter, episodes, cameras=cameras)
 
     return simulated
 
@@ -300,48 +292,29 @@ def _of_policy(flag: str, what: str, names: Mapping[str, str]) -> dict[str, str]
     return found
 
 
-# ----------------------------------------------------------------------------- instruction and episodes
+# ----------------------------------------------------------------------------- episodes
 
 
-def choose_prompt(given: str, instruction: str, policy: dict[str, Any]) -> str:
-    """Return the first instruction: what --prompt says, else the robot's own, else the policy's. One that is not the
-    robot's own is announced."""
-    if given and instruction and given != instruction:
-        terminal.say(
-            f"prompt {given!r} in every episode, as --prompt says; the environment's own: {instruction!r}"
-        )
-    if not (chosen := given or instruction or str(policy.get("default_prompt") or "")):
-        raise SinewError("--prompt: expected an instruction; neither the policy nor the robot has one")
-    return chosen
-
-
-def follow_episodes(machine: Any, restart: Callable[..., None], given: str) -> None:
-    """Let a robot that has episodes restart its loop at each: with the episode's own instruction, unless one was given
-    for all of them."""
-    if hasattr(machine, "on_episode"):
-        machine.on_episode = lambda reason, prompt="": restart(reason, "" if given else prompt)
-
-
-def episodes_of(machine: Any) -> dict[str, int]:
-    """Return how many episodes a robot finished and how many succeeded; nothing where it knows none."""
-    if not hasattr(machine, "finished"):
+def episodes_of(facts: RobotFacts) -> dict[str, int]:
+    """Return how many episodes a robot finished and how many succeeded; {} if it has none."""
+    if facts.episodes is None:
         return {}
-    return {"episodes": machine.finished, "successes": machine.successes}
+    return {"episodes": facts.episodes.finished, "successes": facts.episodes.successes}
 
 
-def episodes_text(machine: Any) -> str:
-    """Return the episodes in words, with the interval of their success; "" where a robot knows none."""
-    if not (found := episodes_of(machine)):
+def episodes_text(facts: RobotFacts) -> str:
+    """Return the episodes in words, with the interval of their success rate; "" if the robot has none."""
+    if not (counts := episodes_of(facts)):
         return ""
-    played, won = found["episodes"], found["successes"]
+    played, won = counts["episodes"], counts["successes"]
     if not played:
         return "none finished yet"
     low, high = wilson(won, played)
     return f"{won} of {played} succeeded, {100 * won / played:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
 
 
-def episodes_row(machine: Any) -> list[tuple[str, str]]:
-    return [("episodes", text)] if (text := episodes_text(machine)) else []
+def episodes_row(facts: RobotFacts) -> list[tuple[str, str]]:
+    return [("episodes", text)] if (text := episodes_text(facts)) else []
 
 
 # ----------------------------------------------------------------------------- what does not fit
@@ -349,7 +322,7 @@ def episodes_row(machine: Any) -> list[tuple[str, str]]:
 _HINT = re.compile(r" \([^()]*(?:maps it|runs without)\)")  # of the policy, which may be a server's
 
 
-def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
+def refusal(text: str, machine: Any, policy: Mapping[str, Any]) -> str:
     """Return why a policy refused what a robot shows, with what to give on this command line."""
     text = _HINT.sub("", text)
     wanted = [camera["name"] for camera in policy["cameras"]]

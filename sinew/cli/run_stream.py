@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,20 +10,19 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from sinew_client.control import Loop, Planner, Settings, Stream, StreamController, StreamReport
-from sinew_client.control.defaults import stated, usual_guidance
+from sinew_client.control import Loop, Planner, Stream, StreamController, StreamReport
+from sinew_client.control.defaults import usual_guidance
 from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
-from sinew_client.control.settings import LARGEST_CHUNK
+from sinew_client.control.run import Run, RunPlan
 from sinew_client.control.stream import Watching
 from sinew_client.policy import is_address
-from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
 from sinew.cli import status, terminal
-from sinew.cli.options import Flag, Positive, Runs, motion_of
+from sinew.cli.options import Flag, Positive, Runs
 from sinew.cli.run_connection import ask_server, load_here
-from sinew.cli.run_robot import Driven, RobotFlags, drive, episodes_of, episodes_row
+from sinew.cli.run_robot import RobotFlags, drive, episodes_of, episodes_row, plan_run
 from sinew.cli.run_stream_view import StreamView, report_table
 from sinew.core import SinewError
 
@@ -70,7 +68,7 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
     """Drive a robot with a stream. Ends with rates, ages, misses and reaction times and, of gym:ENV, the episodes."""
     with ExitStack() as stack:
         open_robot = on.opener()  # before anything is loaded
-        plan = None if by.planner is None else open_planner(by.planner)
+        planner = None if by.planner is None else open_planner(by.planner)
         guidance: str = "none" if by.rtc == "auto" else by.rtc
         policy, open_link = _policy(target, runs, guidance, key)
         if by.rtc == "auto":
@@ -80,38 +78,30 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
         if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
             raise SinewError("--seconds: expected a number where there is no terminal to stop at")
         options = {"rtc": guidance, "interpolation": by.interpolation, "text_tokens": by.text_tokens}
-        said = motion_of(on.motion) or stated(policy) or getattr(robot.machine, "motion", None)
-        rows, hz = int(policy.get("chunk_size") or 0), float(policy.get("control_hz") or robot.rate)
-        most = max(
-            MAX_ROWS, min(math.ceil(rows * max(1.0, robot.rate / hz)) + 1, LARGEST_CHUNK)
-        )  # of a window
-        settings = Settings(
-            hz=robot.rate, motion=said, limits=robot.limits, stale=on.stale, chunk_size=most,
-            watchdog=on.watchdog, fusion=by.fusion,
-        )  # fmt: skip
-        settings.of_stream(robot.dim)  # what is wrong with it is said before a stream is opened
-        settings.check_start(robot.dim, policy["state"].get("dim"))
-        link = open_link(robot.rate, by.session, options, robot.prompt, most)
+        plan = plan_run(policy, robot, on.chosen(policy) | {"fusion": by.fusion}, on.prompt)
+        hz = plan.settings.hz
+        link = open_link(hz, by.session, options, plan.prompt, plan.settings.chunk_size)
         stack.callback(link.close)
-        loop = Loop(Watching(robot.machine, by.camera_hz), Stream(link), settings, robot.dim, robot.prompt)
-        on.follow(stack, loop, robot, settings, target)
-        on.reports(stack, loop, robot, link, key, by.session)
+        driving = stack.enter_context(Run(plan, Stream(link), robot=Watching(robot, by.camera_hz)))
+        loop = driving.loop
+        on.follow(driving, target)
+        on.reports(driving, link, key, by.session)
         planning = None
-        if plan is not None:
-            planning = Planner(plan, by.planner_hz, loop.seen, loop.say)
+        if planner is not None:
+            planning = Planner(planner, by.planner_hz, loop.seen, loop.say)
             stack.callback(planning.close)
-        report = _drive(loop, robot, policy, on.ticks(robot.rate))
+        report = _drive(loop, plan, on.ticks(hz))
     controller = loop.controller
     assert isinstance(controller, StreamController)
     histograms = {
         name: histogram(1e3 * each for each in controller.reactions.anywhere(name)) for name in LOOPS
     }
     result = {"schema": SCHEMA, "robot": on.robot, **report.to_dict(), "histograms_ms": histograms}
-    result |= {"prompt": on.prompt or loop.prompt, **episodes_of(robot.machine)}
+    result |= {"prompt": on.prompt or loop.prompt, **episodes_of(plan.facts)}
     if by.text_tokens:
         newest = controller.newest
         result["text"] = {"running": newest.text, "said": newest.said} if newest is not None else {}
-    terminal.console(stderr=True).print(report_table(report, episodes_row(robot.machine)))
+    terminal.console(stderr=True).print(report_table(report, episodes_row(plan.facts)))
     failed = status.problems(report.faults, report.executed, report.held, loop.stopped)
     if planning is not None:
         result["planner"] = {
@@ -157,12 +147,12 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
     return policy, here
 
 
-def _drive(loop: Loop, robot: Driven, policy: dict[str, Any], ticks: int | None) -> StreamReport:
+def _drive(loop: Loop, plan: RunPlan, ticks: int | None) -> StreamReport:
     """Run under the live view where there is a terminal."""
     if not sys.stdout.isatty():
         terminal.log(logging.WARNING, "%(message)s")
-        drive(loop, robot, policy, ticks)
+        drive(loop, plan.robot, plan.policy, ticks)
     else:
-        with terminal.drawn(StreamView(loop, robot.machine).picture, 4):
-            drive(loop, robot, policy, ticks)
+        with terminal.drawn(StreamView(loop, plan.facts).picture, 4):
+            drive(loop, plan.robot, plan.policy, ticks)
     return StreamReport.of(loop)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from sinew_client.control import Loop, Stream, StreamController, StreamReport
+from sinew_client.control.facts import RobotFacts
 from sinew_client.control.reaction import LOOPS, Reactions, histogram
 from sinew_client.control.report import gap
 
@@ -23,10 +23,10 @@ WIDEST = 40  # bins of a histogram
 class StreamView:
     """Draws a stream while it runs, for :func:`sinew.cli.terminal.drawn`."""
 
-    def __init__(self, loop: Loop, machine: Any = None):
+    def __init__(self, loop: Loop, robot: RobotFacts):
         assert isinstance(loop.source, Stream)
         assert isinstance(loop.controller, StreamController)
-        self.loop, self.machine, self.link, self.controller = loop, machine, loop.source.link, loop.controller
+        self.loop, self.robot, self.link, self.controller = loop, robot, loop.source.link, loop.controller
         self._before = (time.monotonic(), 0, 0)
         self._rates = (0.0, 0.0)
 
@@ -39,7 +39,7 @@ class StreamView:
             self._before = (now, ticks, windows)
         facts = Table.grid(padding=(0, 2))
         facts.add_row("instruction", Text(loop.prompt or "-"))
-        if episodes := episodes_text(self.machine):
+        if episodes := episodes_text(self.robot):
             facts.add_row("episodes", Text(episodes))
         facts.add_row(
             "state", Text(f"holds: {loop.reason}", style="bold red") if loop.reason else Text("moves")

@@ -9,7 +9,7 @@ import inspect
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from sinew.cli.options import CAMERAS, CountIfAny, Flag, Runs, Texts, changed, j
 from sinew.cli.run_connection import asking
 from sinew.cli.run_leader import EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_rig import ChunkFlags, Rig, open_rig
-from sinew.cli.run_robot import EMBEDDED, Driven, RobotFlags, drive, of_robot
+from sinew.cli.run_robot import EMBEDDED, RobotFlags, drive, of_robot
 from sinew.cli.run_view import Keys
 from sinew.core import SinewError
 
@@ -111,12 +111,12 @@ def run_trials(
         asked, open_robot, rigs = _asked(target, by, trials, runs), on.opener(by.substeps), list[Rig]()
         variants = list[Variant]()
 
-        def robot_of(policy: Any) -> Driven:
+        def robot_of(policy: Any) -> Any:
             if not rigs:
                 return on.opened(stack, open_robot, policy)
-            _same_robot(rigs[0].policy, policy, trials.compare[len(rigs) - 1], on.kinematics is not None)
-            first = rigs[0].robot
-            return on.driven((first.machine, first.prompt, first.rate), policy)
+            first = rigs[0].plan
+            _same_robot(first.policy, policy, trials.compare[len(rigs) - 1], on.kinematics is not None)
+            return first.robot
 
         for variant in asked:
             own = replace(by, handover=variant.handover, replan=variant.show("replan"))
@@ -128,7 +128,7 @@ def run_trials(
             # A server may take another engine on the way.
             ran: dict[str, Any] = rig.about if here else {"engine": None, "device": "cpu"}
             made = replace(variant, engine=ran["engine"], device=str(ran["device"]))
-            variants.append(replace(made, handover=rig.chosen.handover))
+            variants.append(replace(made, handover=rig.plan.choice.handover))
         motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
         name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
@@ -169,11 +169,11 @@ def _asked(target: str, by: ChunkFlags, trials: TrialFlags, runs: Runs) -> list[
     return variants(base, (), trials.compare)
 
 
-def _same_robot(first: dict[str, Any], policy: dict[str, Any], name: str, posed: bool) -> None:
+def _same_robot(first: Mapping[str, Any], policy: Mapping[str, Any], name: str, posed: bool) -> None:
     """Raise :class:`SinewError` where two policies see another robot, or move another one. posed: by poses, which it
     reads as the first policy says them."""
 
-    def seen(by: dict[str, Any]) -> dict[str, Any]:
+    def seen(by: Mapping[str, Any]) -> dict[str, Any]:
         about: dict[str, Any] = {
             part: {key: by[part].get(key) for key in ("dim", "names", "units")}
             for part in ("state", "action")
@@ -206,11 +206,13 @@ class Room(Keys):
         from sinew.eval.trials.desk import Desk
 
         super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
-        self.on, self.rigs, self.key, self.machine = on, rigs, key, rigs[0].robot.machine
-        self.alone = hasattr(self.machine, "success") and hasattr(self.machine, "set_up")
-        if self.alone:
+        self.on, self.rigs, self.key = on, rigs, key
+        self.machine: Any = rigs[0].plan.robot
+        self.scenes = rigs[0].plan.facts.scenes
+        self.alone = self.scenes is not None
+        if self.scenes is not None:
             try:
-                inspect.signature(self.machine.set_up).bind(0)
+                inspect.signature(self.scenes.set_up).bind(0)
             except TypeError as error:
                 raise SinewError(
                     f"robot: expected a method set_up(seed), which sets a scene up: {error}"
@@ -222,14 +224,14 @@ class Room(Keys):
                 "--trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
                 f" (set_up, success), got {'--go' if by.go else 'a standard input that is no terminal'}"
             )
-        limit = on.ticks(rigs[0].robot.rate)
+        limit = on.ticks(rigs[0].plan.settings.hz)
         if limit is None and not (self.keyboard or self.alone):
             raise SinewError(
                 "--seconds: expected the longest time of a trial where there is no keyboard, got none"
             )
         self.desk = Desk(waits, self.keyboard and waits, limit, trials.judge)
         stack.callback(self.desk.close)
-        self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].robot, stack)
+        self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].plan, stack)
 
     def play(self, sitting: Sitting) -> list[str]:
         """Play what is due; return what failed, a sentence each."""
@@ -270,7 +272,7 @@ class Room(Keys):
         """Write what was played so far, and return it."""
         from sinew.eval.trials.report import write_report
 
-        return write_report(sitting, self.rigs[0].robot.rate, terminal.typed())
+        return write_report(sitting, self.rigs[0].plan.settings.hz, terminal.typed())
 
     def _set_up(self, own: ExitStack, sitting: Sitting) -> Callable[[], Episode]:
         """Set a trial up; return what makes its episode once it is over."""
@@ -281,38 +283,38 @@ class Room(Keys):
         # A reason begun for the last one is not this one's
         turn, machine, self.typing = self.turn, self.machine, None
         rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
-        if self.alone:
+        if self.scenes is not None:
             # No loop runs yet that a signal could end: whatever is open is closed on the way out.
             with (
                 handled((signal.SIGTERM, signal.SIGHUP), lambda number, _: sys.exit(128 + number)),
                 of_robot(),
             ):
-                machine.set_up(turn.seed)
+                self.scenes.set_up(turn.seed)
         latencies: list[float] = []
         connect = asking(rig.connect, scene_noise(turn.seed, variant.solver_steps), latencies)
         simulated = isinstance(machine, SimulatedRobot)
         # A world that stands still between its steps is late for none of them.
-        pace = StepByStep(rig.settings.period / rig.settings.substeps) if simulated else None
+        pace = StepByStep(rig.plan.settings.period / rig.plan.settings.substeps) if simulated else None
         if self.kept is not None:
             self.kept.episode = sitting.take(turn.name)
-        self.loop = loop = rig.loop(machine, connect, pace=pace, keep=self.kept)
-        own.callback(loop.close)
-        loop.prompt = self.on.prompt or getattr(machine, "task", "") or loop.prompt
+        driving = own.enter_context(rig.run(connect, pace=pace, keep=self.kept))
+        self.loop = loop = driving.loop
+        loop.prompt = self.on.prompt or rig.plan.facts.task() or loop.prompt
         task = machine.adapter.task(machine.info) if simulated else loop.prompt
         journal = None if self.on.record is None else self.on.record / f"{turn.name}.jsonl"
         on = replace(self.on, record=journal)
-        on.follow(own, loop, rig.robot, rig.settings, variant.target)
-        on.reports(own, loop, rig.robot, rig.server, self.key)
+        on.follow(driving, variant.target)
+        on.reports(driving, rig.server, self.key)
         self.desk.begin(loop)
         if self.desk.waits:
             self._tell("waits for go")
-        return lambda: self.desk.episode(turn, task, int(rig.policy.get("chunk_size") or 0), latencies)
+        return lambda: self.desk.episode(turn, task, int(rig.plan.policy.get("chunk_size") or 0), latencies)
 
     def _drive(self, rig: Rig) -> list[str]:
         """Let a trial go on until it is over, or was left before that; return what failed."""
         loop = self.loop
         while not loop.stopped:
-            drive(loop, rig.robot, rig.policy, None)
+            drive(loop, rig.plan.robot, rig.plan.policy, None)
             if not loop.stopped:
                 self.desk.ended()
         report = loop.report()

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from sinew_client.control import Command, Controller, Loop
+from sinew_client.control.facts import facts_of
 
 from sinew.cli.run_robot import episodes_text
 
@@ -121,9 +122,9 @@ class RunView:
             state += f", {who}"
         facts = Table.grid(padding=(0, 2))
         facts.add_row("instruction", Text(loop.prompt or "-"))
-        if (own := getattr(loop.robot, "task", "")) and own != loop.prompt:
+        if (own := facts_of(loop.robot).task()) and own != loop.prompt:
             facts.add_row("the robot's own", Text(own, style="dim"))
-        if episodes := episodes_text(loop.robot):
+        if episodes := episodes_text(facts_of(loop.robot)):
             facts.add_row("episodes", Text(episodes))
         if self.keys.typing is not None:
             facts.add_row("new instruction", Text(f"{self.keys.typing}_", style="bold"))

@@ -129,6 +129,7 @@ class InProcess(EpisodePolicy):
         policy = load(bundle, **options)
         policy.warm_up()
         super().__init__(policy, solver_steps)
+        self.served = policy.metadata()["policy"]
 
 
 class ServerPolicy(EpisodePolicy):

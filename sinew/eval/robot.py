@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.control import Stopped
+from sinew_client.control.facts import RobotFacts
 from sinew_client.control.robots import renamed
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ class SimulatedRobot:
     """
 
     _seen: dict[str, Any] | None  # of this step, once somebody has looked
-    concurrent_hold = False  # a hold is a step of its world, which it takes one after the other
 
     def __init__(
         self,
@@ -49,6 +49,18 @@ class SimulatedRobot:
         self._seed, self.episodes, self._waits, self.success = seed, 1, True, None
         self.finished = self.successes = 0
         self._begin()
+
+    def facts(self) -> RobotFacts:
+        """Return the facts of a simulation. A hold is a step of its world, so no other thread may hold it."""
+        return RobotFacts(
+            hz=self.adapter.control_hz,
+            physical=False,
+            task=lambda: self.task,
+            concurrent_hold=False,
+            episodes=self,
+            scenes=self,
+            success=lambda: self.success,
+        )
 
     def observe(self) -> dict[str, Any]:
         """Return what the environment shows, drawn once per step. ``age`` is that of what a chunk counts its rows

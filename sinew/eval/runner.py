@@ -20,18 +20,16 @@ from sinew_client.control import (
     Command,
     Loop,
     Pace,
-    Settings,
     SimulatedPace,
     Stream,
     StreamController,
-    choose,
 )
 from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.report import percentiles
+from sinew_client.control.run import Run
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.windows import OUT_OF_NODES
-from sinew_client.history import History
 from sinew_client.untrusted import named, shown
 
 from sinew.core import SinewError, machine
@@ -171,24 +169,31 @@ def run_episode(
     robot = SimulatedRobot(env, adapter, 1, seed, options=conduct.reset_options)
     task = adapter.task(robot.info)
     policy.start(env)
-    settings, edge = _settings(adapter, policy, conduct)
+    hz = adapter.control_hz
     pace: Pace
     source: Measured | Simulated
     if conduct.realtime:
-        pace, source = StepByStep(settings.period), Measured(policy, conduct.noise, seed)
+        pace, source = StepByStep(1.0 / hz), Measured(policy, conduct.noise, seed)
     else:
-        pace = SimulatedPace(settings.hz)
-        source = Simulated(policy, conduct.noise, seed, conduct.latency, settings.hz)
+        pace = SimulatedPace(hz)
+        source = Simulated(policy, conduct.noise, seed, conduct.latency, hz)
+    edge = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
     tally = Tally()
-    dim = int(policy.served["action"]["dim"]) if conduct.envelope else 0  # filters and limits have to know
-    loop = Loop(robot, source, settings, dim, pace=pace, adapter=edge, history=History.of(policy.served))
-    loop.listeners.append(tally.hear)
-    if watch is not None:
-        loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))
-    try:
-        report = loop.run()
-    finally:
-        loop.close()
+    driving = Run.open(
+        _description(policy),
+        robot,
+        _settings(policy, conduct),
+        prompt=None,
+        source=source,
+        edge=edge,
+        pace=pace,
+    )
+    with driving:
+        loop = driving.loop
+        loop.listeners.append(tally.hear)
+        if watch is not None:
+            loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))
+        report = driving.run()
     seam, jerk = smoothness(robot.actions, tally.seams)
     return Episode(
         seed=seed,
@@ -235,34 +240,25 @@ def ages_of(loop: Loop) -> dict[str, int]:
     return {str(age): count for age, count in sorted(loop.controller.ages.items())}
 
 
-def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tuple[Settings, Adapter | None]:
-    """Return how the robot is controlled, and the edge adapter beside it."""
+def _description(policy: EvalPolicy) -> dict[str, Any]:
+    """Return what a policy states about itself. A foreign server may state nothing but its chunks."""
+    own = {"motion": policy.motion, "chunk_size": policy.chunk_size, "committed_rows": policy.committed_rows}
+    return {**policy.served, **own}
+
+
+def _settings(policy: EvalPolicy, conduct: Conduct) -> dict[str, Any]:
+    """Return the settings that an evaluation chooses for the robot's controller."""
     replan = conduct.replan
     if isinstance(replan, int):
         replan = str(rows_between(replan, policy.chunk_size))
-    edge = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
-    if edge is not None and policy.served:  # a foreign server says nothing of its policy
-        edge.check(policy.served, adapter.control_hz)
-    chosen = choose(
-        conduct.handover,
-        conduct.motion,
-        {**policy.served, "motion": policy.motion},
-        refined=edge is not None,
-        replan=replan,
-    )
-    settings = Settings(
-        adapter.control_hz,
-        chosen.handover,
-        chosen.replan,
-        motion=chosen.motion,
-        future=conduct.future,
-        committed_rows=policy.committed_rows,
-        refine=0 if edge is None else edge.form.max_age,
-        chunk_size=policy.chunk_size,
-        stale=NEVER_S,
+    return {
+        "handover": conduct.handover,
+        "replan": replan,
+        "motion": conduct.motion,
+        "future": conduct.future,
+        "stale": NEVER_S,
         **conduct.envelope,
-    )
-    return settings, edge
+    }
 
 
 def run_stream_episode(
@@ -280,9 +276,13 @@ def run_stream_episode(
     settings = StreamSettings(hz, costs.guidance, seed=chunk_seed(conduct.noise, seed, 0) >> 2)
     session = Session(policy, settings, robot.task, clock=lambda: 0.0)
     link = SimulatedLink(session, costs, pace.now, way(conduct.latency))
-    played = Settings(hz, stale=NEVER_S, fusion="latest_only", chunk_size=LARGEST_CHUNK)
-    loop = Loop(robot, Stream(link), played, policy.spec.action.dim, robot.task, pace)
-    report, controller = loop.run(), loop.controller
+    chosen = {"stale": NEVER_S, "fusion": "latest_only", "chunk_size": LARGEST_CHUNK}
+    described = policy.metadata()["policy"]
+    with Run.open(
+        described, robot, chosen, prompt=robot.task or None, source=Stream(link), pace=pace
+    ) as driving:
+        report, loop = driving.run(), driving.loop
+    controller = loop.controller
     assert isinstance(controller, StreamController)
     reactions = {
         name: [round(1e3 * each, 3) for each in controller.reactions.of(name, [at])]

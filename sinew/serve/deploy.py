@@ -12,11 +12,11 @@ from sinew.core import machine
 from sinew.policy import Policy
 from sinew.processing import Processor
 from sinew.processing.limits import unit_sizes
+from sinew.processing.safety import Safety
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
-from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import STUCK_S, Supervisor

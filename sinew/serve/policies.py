@@ -11,8 +11,8 @@ from typing import Any
 
 from sinew.bundle.schema import Manifest
 from sinew.core import PolicySpec, RequestError, SinewError, did_you_mean
+from sinew.processing.safety import Safety
 from sinew.serve.decode.frames import pixel_limit
-from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 
 DEFAULT = "default"  # the name of what requests get that name no policy

@@ -12,8 +12,8 @@ from sinew.core import ActionChunk, Observation, SinewError
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
 
 if TYPE_CHECKING:
+    from sinew.processing.safety import Safety
     from sinew.serve.policies import Deployment
-    from sinew.serve.safety import Safety
     from sinew.serve.scheduler import Scheduler
 
 

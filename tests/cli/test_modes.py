@@ -15,9 +15,9 @@ from sinew_client.control import Stopped
 
 from sinew.cli import main
 from sinew.policy import Policy, load
+from sinew.processing.safety import Safety
 from sinew.serve import contexts
 from sinew.serve.deploy import PolicyHost
-from sinew.serve.safety import Safety
 from tests.serve.puppet import WAIT_S, desk
 
 ROOT = Path(__file__).resolve().parents[2]

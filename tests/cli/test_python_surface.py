@@ -25,7 +25,7 @@ SEEN = {"images": FRAMES, "state": STATE, "prompt": "go", "session": "arm"}
 
 def test_names_are_there_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sinew, "convert", raising=False)  # which others have imported
-    names = ("load", "connect", "convert", "evaluate", "quantize", "record", "serve")
+    names = ("load", "connect", "convert", "evaluate", "quantize", "record", "run", "serve")
     assert set(names) <= set(dir(sinew)) == set(sinew.__all__)
     for name in names:
         function = getattr(sinew, name)

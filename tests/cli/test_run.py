@@ -21,11 +21,13 @@ import pytest
 from rich.console import Console
 from sinew_client import ClientError
 from sinew_client.control import Loop, Settings, Stopped, repeat
+from sinew_client.control.facts import facts_of
 from sinew_client.control.robots import Dry, LeRobotArm
+from sinew_client.control.run import RunPlan
 
 from sinew.cli import main
 from sinew.cli.run_connection import check_guidance
-from sinew.cli.run_robot import RobotFlags
+from sinew.cli.run_robot import RobotFlags, plan_run
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
@@ -149,11 +151,16 @@ def test_an_environment_of_ones_own_is_driven_through_an_adapter(
     pytest.importorskip("gymnasium")
     mapping, reach = tmp_path / "map.json", f"gym:{__name__}:Reach"
     mapping.write_text(json.dumps({"images": {"front": "top"}, "state": ["agent_pos"], "prompt": "reach"}))
-    machine, prompt, rate = RobotFlags(reach, adapter=str(mapping)).opener()(
+    machine = RobotFlags(reach, adapter=str(mapping)).opener()(
         {"architecture": "act", **POLICY, "action": {"dim": 2, "units": []}}
     )
-    seen = machine.observe()
-    assert (prompt, rate, seen["images"]["front"].mean(), [*seen["state"]]) == ("reach", 30.0, 7, [1, 2])
+    seen, facts = machine.observe(), facts_of(machine)
+    assert (facts.task(), facts.hz, seen["images"]["front"].mean(), [*seen["state"]]) == (
+        "reach",
+        30.0,
+        7,
+        [1, 2],
+    )
     assert main(["run", str(BLOCKS), "--robot", "dry", "--adapter", str(mapping)]) == 1
     assert "--adapter: belongs to --robot gym:ENV" in capsys.readouterr().err
 
@@ -173,23 +180,25 @@ def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
 ) -> None:
     limits = tmp_path / "arm.json"
     limits.write_text(json.dumps({"low": -1, "velocity": [1, None]}))
-    flags = RobotFlags(robot=f"{__name__}:Bench", hz=20, prompt="go", limits=limits)
-    with ExitStack() as stack:
-        robot = flags.opened(stack, flags.opener(), POLICY)
-    assert robot.limits is not None
-    assert robot.limits["names"] == ["pan", "lift"]
+    flags = RobotFlags(robot=f"{__name__}:Bench", hz=20, prompt="go", limits=limits, motion="absolute")
+
+    def plan(policy: dict[str, Any]) -> RunPlan:
+        with ExitStack() as stack:
+            robot = flags.opened(stack, flags.opener(), policy)
+            return plan_run(policy, robot, flags.chosen(policy), flags.prompt)
+
+    made = plan(POLICY).settings.limits
+    assert made is not None
+    assert made["names"] == ["pan", "lift"]
     assert capsys.readouterr().err.splitlines() == [
         "joints pan, lift: in the robot's order, as the policy names none",
         "limits: nothing bounds the speed of lift; --limits FILE with velocity does",
     ]
     limits.write_text(json.dumps({"velocty": 1}))
-    with ExitStack() as stack, pytest.raises(ClientError, match="velocty: .* did you mean 'velocity'"):
-        flags.opened(stack, flags.opener(), POLICY)
-    with (
-        ExitStack() as stack,
-        pytest.raises(ClientError, match="joints: expected 3 names of its state, got 2"),
-    ):
-        flags.opened(stack, flags.opener(), {**POLICY, "state": {"dim": 3}})
+    with pytest.raises(ClientError, match="velocty: .* did you mean 'velocity'"):
+        plan(POLICY)
+    with pytest.raises(ClientError, match="joints: expected 3 names of its state, got 2"):
+        plan({**POLICY, "state": {"dim": 3}})
 
 
 class Broken(Bench):

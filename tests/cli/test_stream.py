@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from sinew_client import ClientError
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamReport
+from sinew_client.control.facts import facts_of
 from sinew_client.control.pace import Pace
 from sinew_client.control.planner import open_planner
 from sinew_client.control.stream import Watching
@@ -188,7 +189,7 @@ def test_what_the_view_and_the_report_show() -> None:
     assert report.measured["image_age_ms"]["max"] == pytest.approx(40.0)  # a frame's period
     assert report.measured["sensor_reaction_ms"]["max"] <= 20.0
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(StreamView(loop).picture())
+    console.print(StreamView(loop, facts_of(loop.robot)).picture())
     console.print(report_table(report))
     text = console.export_text()
     assert (report.frames, report.frames_used) == (10, 10)

@@ -17,9 +17,9 @@ from sinew_client import ClosedError, Observation, PolicySpec, RequestTimeout, c
 import sinew
 from sinew.core import SinewError
 from sinew.policy import load
+from sinew.processing.safety import Safety
 from sinew.serve import contexts
 from sinew.serve.deploy import PolicyHost
-from sinew.serve.safety import Safety
 from sinew.sim import blocks_expert
 from tests import processes
 from tests.engine.test_batches import observations

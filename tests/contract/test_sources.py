@@ -41,9 +41,9 @@ from sinew.core import ObservationError, SinewError
 from sinew.eval.settings import Latency
 from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts
 from sinew.policy import load
+from sinew.processing.safety import Safety
 from sinew.serve import contexts
 from sinew.serve.deploy import PolicyHost
-from sinew.serve.safety import Safety
 from sinew.serve.transport.listen import Listen
 from sinew.stream import LocalLink, Window
 from sinew.stream.split import SplitCalls

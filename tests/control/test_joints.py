@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from sinew_client.control import LeaderError, Limits, LimitsError, Stopped
+from sinew_client.control.facts import facts_of
 from sinew_client.control.leaders import open_lerobot_leader
 from sinew_client.control.robots import (
     Dry,
@@ -24,7 +25,6 @@ from sinew_client.control.robots import (
     Pair,
     Renamed,
     RobotError,
-    joint_names,
     joints_of,
     lerobot_choice,
     match_joints,
@@ -73,27 +73,29 @@ def test_a_robot_in_another_order_is_matched_by_name() -> None:
     seen = found.observe()
     np.testing.assert_array_equal(seen["state"], np.float32([0.1, 0.2, 0.3]))
     np.testing.assert_array_equal(seen["action"], np.float32([1, 2, 3]))
-    np.testing.assert_array_equal(found.sense(), np.float32([0.1, 0.2, 0.3]))
+    sense = facts_of(found).sense
+    assert sense is not None
+    np.testing.assert_array_equal(sense(), np.float32([0.1, 0.2, 0.3]))
     found.act(np.float32([1, 2, 3]))  # pan, lift, grip
     np.testing.assert_array_equal(robot.sent[0], [3, 1, 2])
-    assert found.joints == ["pan", "lift", "grip"]
+    assert facts_of(found).names("action") == ["pan", "lift", "grip"]
     same = Arm(["pan", "lift", "grip"])
     assert ordered(same, POLICY, {}) is same
     assert (
         ordered(robot, {"state": {"dim": 3}, "action": {"dim": 3}}, {}) is robot
     )  # of a policy without names
-    assert joint_names(robot, "action") == ["grip", "pan", "lift"]
-    assert joint_names(Arm({"state": ["a"], "action": ["b"]}), "action") == ["b"]
-    assert joint_names(Arm(None), "state") == []
+    assert facts_of(robot).names("action") == ["grip", "pan", "lift"]
+    assert facts_of(Arm({"state": ["a"], "action": ["b"]})).names("action") == ["b"]
+    assert facts_of(Arm(None)).names("state") == []
 
 
 def test_a_robot_without_hardware_has_names_where_the_policy_names_all_and_counts() -> None:
     dry = Dry({**POLICY, "cameras": [{"name": "front", "height": 48, "width": 64}]})
     frame = dry.observe()["images"]["front"]
     assert (frame.shape, frame.dtype, frame.min(), frame.max()) == ((48, 64, 3), np.uint8, 0, 255)
-    assert dry.joints["action"] == ["pan", "lift", "grip"]
+    assert facts_of(dry).names("action") == ["pan", "lift", "grip"]
     for part in ("state", "action"):
-        assert not hasattr(Dry({**POLICY, part: {"dim": 3}}), "joints")
+        assert facts_of(Dry({**POLICY, part: {"dim": 3}})).joints is None
     dry.act(np.float32([1, 2, 3, 4]))
     dry.hold()
     np.testing.assert_array_equal(dry.observe()["state"], [1, 2, 3])
@@ -181,7 +183,7 @@ def test_lerobots_joints_are_taken_by_name() -> None:
 
 def test_cameras_are_called_as_the_policy_calls_them() -> None:
     seen = {"images": {"cam0": 0, "cam1": 1}, "state": np.zeros(1)}
-    robot = SimpleNamespace(observe=lambda: seen)
+    robot = SimpleNamespace(observe=lambda: seen, act=None, hold=None)
     assert Renamed(robot, {"front": "cam1"}).observe() == {**seen, "images": {"cam0": 0, "front": 1}}
     swapped = Renamed(robot, {"cam0": "cam1", "cam1": "cam0"}).observe()
     assert swapped["images"] == {"cam0": 1, "cam1": 0}
@@ -315,8 +317,6 @@ def test_a_class_is_opened_by_its_name() -> None:
     assert isinstance(open_class(name, {"joints": ["a"]}), Arm)
     found = open_class(name, {}, {"front": "cam"})
     assert isinstance(found, Renamed)
-    found.state = 5
-    assert found._robot.state == found.state == 5
     for text, options, message in (
         (name, {"soon": 1}, f"robot {name}: TypeError: "),
         ("builtins:list", {}, "robot builtins:list: expected the methods observe, act and hold; observe is missing"),
@@ -334,8 +334,6 @@ def test_numbers_without_names_keep_their_order() -> None:
     np.testing.assert_array_equal(found.observe()["state"], robot.state)
     found.act(np.float32([1, 2, 3]))
     np.testing.assert_array_equal(robot.sent[0], [3, 1, 2])
-    found.state = 2
-    assert found.state == robot.state == 2
     unnamed = {"state": {"dim": 3}, "action": {"dim": 3}}
     said = "--rename-joint: expected joints of the policy, which names none, got grip"
     refused(RobotError, said, ordered, robot, unnamed, {"grip": "jaw"})

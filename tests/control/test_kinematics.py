@@ -25,6 +25,7 @@ from sinew_client.control.end_effector import (
     parse_parts,
     parts_of,
 )
+from sinew_client.control.facts import facts_of
 from sinew_client.control.kinematics import Chain, KinematicsError, read_chain
 from sinew_client.control.robots import RobotError
 from sinew_client.rotations import (
@@ -543,7 +544,7 @@ def test_the_commands_of_a_control_step_share_its_velocity() -> None:
     """Of two commands in a control step each may go half as far as the one of a step."""
     for substeps, taken in ((1, True), (2, False)):
         opener = RobotFlags("dry", kinematics=UR5E, hz=20.0).opener(substeps)
-        robot: Any = opener({**POSES, "control_hz": 5.0})[0]
+        robot: Any = opener({**POSES, "control_hz": 5.0})
         start = robot.chain.ready()
         robot.observe()
         start[0] += 0.75 * robot.chain.velocity[0] / 20.0
@@ -721,9 +722,10 @@ def test_a_pose_moves_the_joints_and_the_gripper_and_nothing_else() -> None:
     arm.hold()
     with pytest.raises(NoCommand, match="a would have to move faster than 2/s: by 2.5/s"):
         arm.act(np.float32([*tip_at(0.45, 1.0), 0.9]))
-    assert arm.sent is robot.sent  # what is the robot's own is had through it
     robot.sense = lambda: np.array([1.1, 0.4, 0.1])  # type: ignore[attr-defined]
-    np.testing.assert_allclose(arm.sense(), [*tip_at(0.1, 1.1), 0.4], atol=1e-6)
+    sense = facts_of(arm).sense
+    assert sense is not None
+    np.testing.assert_allclose(sense(), [*tip_at(0.1, 1.1), 0.4], atol=1e-6)
     del robot.sense  # type: ignore[attr-defined]
     robot.did = np.array([1.1, 0.4, 0.1])
     np.testing.assert_allclose(arm.observe()["action"], [*tip_at(0.1, 1.1), 0.4], atol=1e-6)
@@ -874,7 +876,7 @@ def test_where_an_arm_is_is_known_of_any_robot() -> None:
     for units, got in ((("deg", "", "rad"), "deg or rad"), (("turns", "", "turns"), "turns")):
         with pytest.raises(RobotError, match=f"robot: expected joints in radians or degrees, got {got};"):
             KnownArm(robot, planar(), ("b", "jaw", "a"), units=units)
-    assert KnownArm(robot, planar(), ("b.pos", "jaw", "a.pos"), spare=1).sent is robot.sent
+    assert facts_of(KnownArm(robot, planar(), ("b.pos", "jaw", "a.pos"), spare=1)).points is not None
     for spare, got in ((0, "jaw"), (2, "jaw")):
         with pytest.raises(RobotError, match=f"expected {spare} numbers beside the arm's.*, got {got}$"):
             KnownArm(robot, planar(), ("b", "jaw", "a"), spare=spare)

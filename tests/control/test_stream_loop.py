@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sinew_client.control import (
     repeat,
 )
 from sinew_client.control.controller import AHEAD_S
+from sinew_client.control.facts import facts_of
 from sinew_client.control.stream import Watching
 from sinew_client.control.takeover import ALIGNING, HUMAN, POLICY
 from sinew_client.control.windows import MAX_DELAY
@@ -175,8 +176,13 @@ def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool, why: 
     assert len(link.sent) == (8 if fast_state else 4)
 
 
-def of(rate: float = 10.0, **given: Any) -> tuple[Loop, Robot, Link, list[float]]:
+def of(
+    rate: float = 10.0, sense: Callable[[Robot], np.ndarray] | None = None, **given: Any
+) -> tuple[Loop, Robot, Link, list[float]]:
+    """Return a loop over a stream. sense: the robot's own, which is read when the loop is made."""
     robot, link, clock = Robot(), Link(), [0.0]
+    if sense is not None:
+        robot.sense = lambda: sense(robot)  # type: ignore[attr-defined]
     return looped(robot, link, rate, paced(rate, clock), rate, **given), robot, link, clock
 
 
@@ -301,9 +307,9 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
         motion={"kind": "absolute"},
         stale=0.4,
         fusion="latest_only" if not limited else fusion,
+        sense=lambda robot: robot.at,  # type: ignore[attr-defined]
     )
     robot.at, robot.moved = np.float32([1, 2.5]), np.zeros(2)  # type: ignore[attr-defined]
-    robot.sense = lambda: robot.at  # type: ignore[attr-defined]
     frames: list[float] = []
     done: list[bool] = []
 
@@ -540,9 +546,13 @@ def test_nothing_is_known_before_the_first_sample() -> None:
 
 
 def test_limits_begin_anew_where_the_robot_stands_in_another_world() -> None:
-    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"}, stale=9.0)
-    robot.sense = lambda: np.full(2, at, np.float32)  # type: ignore[attr-defined]
     at = 0.0
+    loop, robot, link, _ = of(
+        limits={"velocity": 1.0},
+        motion={"kind": "absolute"},
+        stale=9.0,
+        sense=lambda _: np.full(2, at, np.float32),
+    )
     link.ready = [StreamWindow(0, np.full((9, 2), 5.0, np.float32), 0.0, 0.0)]
     loop.run(2)
     at = 3.0
@@ -577,8 +587,8 @@ def test_a_report_counts_what_was_sent_and_what_came() -> None:
     assert link.closed == 0
     loop.close()
     assert link.closed == 1
-    assert loop.robot.concurrent_hold is False  # type: ignore[attr-defined]
-    assert Watching(Robot(), 1.0).concurrent_hold
+    assert facts_of(loop.robot).concurrent_hold is False
+    assert facts_of(Watching(Robot(), 1.0)).concurrent_hold
 
 
 def test_each_error_between_two_ticks_is_counted() -> None:

@@ -27,6 +27,7 @@ from sinew_client.control import (
     repeat,
 )
 from sinew_client.control.controller import UNKNOWN
+from sinew_client.control.facts import facts_of
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.takeover import ALIGNS, SILENT, HandedOver, agreement_rows
 
@@ -559,7 +560,7 @@ def test_what_a_leader_fails_with_is_said_once_each_and_a_hundred_times(
 def test_an_onlooker_knows_what_was_done_where_all_of_it_is_known() -> None:
     robot = Robot([0.5] * DIM)
     seen = Onlooker(robot, Relative((0,), (0,)), DIM)
-    assert not seen.concurrent_hold
+    assert not facts_of(seen).concurrent_hold
     assert "action" not in seen.observe()
     assert seen.read() is None
     seen.close()  # a robot that has no end

@@ -241,7 +241,7 @@ def test_a_policy_in_this_process_is_asked_for_its_gripper_too(
     cameras = {"cameras": {camera.name: "agentview_image" for camera in spec.cameras}}
     player = campaign.EpisodePlayer(Task("libero_spatial/0", env_options={**cameras, "max_steps": 2}))
     player.play(Variant(str(bundle)), 0)
-    robot, *_ = RobotFlags("gym:libero_spatial/0", json.dumps(cameras)).opener()(spec.to_dict())
+    robot = RobotFlags("gym:libero_spatial/0", json.dumps(cameras)).opener()(spec.to_dict())
     robot.act(np.full(6, 0.9, np.float32))
     assert robot.env.told == [-1.0 if unit == "opening" else pytest.approx(0.9)]
     assert all(abs(each) == 1.0 for each in player.env.told) == (unit == "opening")

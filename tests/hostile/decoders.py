@@ -28,10 +28,10 @@ from sinew_client.untrusted import UntrustedError, parse_npy
 
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.policy import load
+from sinew.processing.safety import Safety
 from sinew.serve.decode.array import dump_npy, pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.robots import Robots
-from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, http, openpi, vla_eval
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.lerobot.features import agree

@@ -46,11 +46,11 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.eval.dataset.records import episodes
 from sinew.perf.hardware import hardware
 from sinew.policy import Policy, load
+from sinew.processing.safety import Safety
 from sinew.records.recorder import Recorder, read_record, read_records
 from sinew.records.viewers.mcap_file import write_mcap
 from sinew.serve.fleet.config import read as read_fleet
 from sinew.serve.replay import Replay
-from sinew.serve.safety import Safety
 from sinew.serve.wires.native import NativeCodec
 from tests.control.test_adapter import FORM, tensors
 from tests.hostile.meter import gave

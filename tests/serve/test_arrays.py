@@ -22,9 +22,9 @@ from sinew.core import Observation, ObservationError, SinewError
 from sinew.policy import load
 from sinew.processing import given
 from sinew.processing.arrays import numbers
+from sinew.processing.safety import Safety
 from sinew.serve.decode.array import pack
 from sinew.serve.request import WireMessage
-from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, field_names, http, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.lerobot.features import Agreement

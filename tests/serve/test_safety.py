@@ -18,7 +18,7 @@ from sinew.core import ActionChunk, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.processing.limits import ranges
 from sinew.processing.normalize import Normalizer
-from sinew.serve.safety import Safety, UnsafeActionError
+from sinew.processing.safety import Safety, UnsafeActionError
 from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.threshold import Threshold
@@ -245,7 +245,7 @@ def test_actions_beyond_the_limits(policy, value):
 def test_old_observations_are_refused_before_and_after(policy, monkeypatch):
     """The age counts where the client gives it, on the server's clock, until the answer leaves."""
     now = [1e9]
-    monkeypatch.setattr("sinew.serve.safety.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("sinew.processing.safety.time", SimpleNamespace(time=lambda: now[0]))
     safety, plain = Safety(policy.processor, max_age=2.0), policy.dummy_observation()
     chunk = ActionChunk(np.zeros((policy.spec.chunk_size, policy.spec.action.dim), np.float32))
     assert safety.check(plain) == ()  # it does not say

@@ -13,12 +13,12 @@ from sinew_client import Client, ClientError, ServerError
 
 from sinew.core import Moment, RequestError, SinewError
 from sinew.policy import Policy, load
+from sinew.processing.safety import Safety
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import Recorder, read_records
 from sinew.serve import contexts
 from sinew.serve.deploy import PolicyHost
 from sinew.serve.replay import Replay
-from sinew.serve.safety import Safety
 from sinew.stream.split import SplitCalls, SplitPolicy, template_of
 from tests.engine.test_batches import observations
 from tests.serve.puppet import WAIT_S, desk

@@ -28,11 +28,11 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.core import SinewError
 from sinew.policy import Policy, load
+from sinew.processing.safety import Safety
 from sinew.serve.deploy import deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.launch import ServingLimits
 from sinew.serve.policies import DEFAULT, Deployment
-from sinew.serve.safety import Safety
 from sinew.serve.swap import Need, Swapper
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import streams

@@ -27,6 +27,7 @@ from sinew.cli import main, top_view
 from sinew.convert import convert
 from sinew.core import ActionChunk, Observation, ObservationError, Timing, VectorSpec
 from sinew.policy import Policy, load
+from sinew.processing.safety import Safety
 from sinew.records.recorder import read_records
 from sinew.serve.contexts import ContextPolicy
 from sinew.serve.dashboard.feed import MAX_TEXT, Feed
@@ -35,7 +36,6 @@ from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
 from sinew.serve.opening import open_policy
 from sinew.serve.request import Request
-from sinew.serve.safety import Safety
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec
 from tests import processes

@@ -11,26 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from sinew_client import Client
 from sinew_client.auth import key_from_environment
-from sinew_client.control import (
-    Cadence,
-    Command,
-    Controller,
-    Limits,
-    Loop,
-    Reporter,
-    Servers,
-    Settings,
-    choose,
-)
+from sinew_client.control import Cadence, Command, Controller, Reporter, Servers, SettingsError
 from sinew_client.control.end_effector import EndEffector
-from sinew_client.history import History
+from sinew_client.control.run import FOLLOWS, Run, RunPlan
 from sinew_client.protocol import MAX_ROWS
 
 from sinew_ros import messages
@@ -62,19 +51,6 @@ class Transport(Protocol):
         """Return seconds of ROS time."""
 
 
-def _as_checkpoint(settings: Settings, policy: Mapping[str, Any]) -> Settings:
-    """Return the settings with the temporal ensembling that a checkpoint was made for, where the contract has no
-    hand-over of its own; print how the bridge differs from the checkpoint."""
-    stated = {key: policy.get(key) for key in ("temporal_ensemble", "n_action_steps", "chunk_size")}
-    chosen = choose(settings.handover, settings.motion, stated, bool(settings.refine), replan=settings.replan)
-    if stated["temporal_ensemble"] is not None:
-        logger.info("%s", chosen)
-        settings = replace(settings, handover=chosen.handover, replan=chosen.replan)
-    if chosen.replan_reason:
-        logger.info("requests %s: %s", chosen.replan, chosen.replan_reason)
-    return settings
-
-
 class Bridge:
     """Runs a policy on a robot of topics.
 
@@ -97,41 +73,36 @@ class Bridge:
         with Client(list(contract.servers), timeout=timeout, api_key=key) as client:
             policy = client.metadata()["policy"]
         contract.check(policy)
-        settings = contract.settings
-        if settings.limits is None and (settings.motion or {}).get("kind") != "offsets":
-            stated = Limits.from_metadata(policy)
-            if stated is not None:
-                settings = type(settings)(**{**settings.to_dict(), "limits": stated.to_dict()})
-        settings = replace(settings, chunk_size=int(policy.get("chunk_size") or 0))
-        settings = _as_checkpoint(settings, policy)
-        self.prompt = contract.prompt or str(policy.get("default_prompt") or "")
-        if not self.prompt and goals is None:
-            raise ContractError("prompt: expected an instruction; the policy has none of its own")
         publish = [transport.publisher(output.topic, output.type) for output in contract.outputs]
         robot: Any = TopicRobot(contract, publish, transport.now)
-        self.robot, dim = robot, contract.action_dim
+        self.robot = robot
+        settings = contract.settings
         if contract.kinematics is not None:
             robot = EndEffector(robot, *contract.kinematics, policy, settings.hz * settings.substeps)
-            dim = int(policy["action"]["dim"])
             logger.info("%s", robot.text())
+        chosen = {name: value for name, value in settings.to_dict().items() if name not in FOLLOWS}
+        if settings.limits is None and (settings.motion or {}).get("kind") == "offsets":
+            chosen["limits"] = {}  # the policy's limits are those of offsets, and topics may carry positions
+        # A goal brings its own instruction.
+        prompt = contract.prompt or (None if goals is not None and not policy.get("default_prompt") else "")
+        try:
+            plan = RunPlan.of(policy, robot, chosen, prompt=prompt)
+        except SettingsError as error:
+            raise ContractError(str(error)) from error
+        self.prompt = plan.prompt
+        logger.info("%s", plan.choice)
+        if plan.choice.replan_reason:
+            logger.info("requests %s: %s", plan.choice.replan, plan.choice.replan_reason)
         servers = Servers(
             contract.servers,
             key,
             without=("time",),  # of another clock: only the loop reads it
-            max_rows=max(MAX_ROWS, settings.chunk_size),
+            max_rows=max(MAX_ROWS, plan.settings.chunk_size),
             policy=policy,
         )
         self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")
-        self.loop = Loop(
-            robot,
-            servers,
-            settings,
-            dim,
-            self.prompt,
-            watch=self._watch,
-            hold_refused=True,  # a node's status says why it holds
-            history=History.of(policy),
-        )
+        # A refused first request holds the robot, and the node's status has the reason.
+        self.loop = Run(plan, servers, server=servers, watch=self._watch, hold_refused=True).loop
         self.ended = False  # the loop is over, and the robot holds
         self._enabled = contract.start and not managed
         if not self._enabled:

@@ -21,7 +21,7 @@ GAIN = 12.0  # of the sum of squared deviations that an explanation has to save,
 LEFT = 0.5  # of the sum before it, that it may leave at most,
 FITS = 3.0  # and standard deviations within which a number fits its place
 OUTSIDE = 2.0  # half ranges from their middle beyond which a joint is where it never was
-REFUSED = 20.0  # beyond which a server refuses it (sinew.serve.safety)
+REFUSED = 20.0  # beyond which a server refuses it (sinew.processing.safety)
 NARROW = 0.1 / DEVIATIONS  # of the mean or of 1: spread of joints that never moved in training
 SCALES = {  # what values are multiplied by -> words
     np.pi / 180: "degrees, where training has radians",

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from sinew_client.control import NoObservation, Stopped
+from sinew_client.control.facts import facts_of
 
 from sinew.bundle.schema import Manifest, Seen
 from sinew.checks.wiring import WRONG, Finding, WiringWatch, findings, mismatch
@@ -147,7 +148,7 @@ def closing(robot: Any) -> Iterator[Any]:
     try:
         yield robot
     finally:
-        if callable(close := getattr(robot, "close", None)):
+        if (close := facts_of(robot).close) is not None:
             ending = threading.Thread(target=close, name="sinew-close", daemon=True)
             ending.start()
             ending.join(PATIENCE_S)

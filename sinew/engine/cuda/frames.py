@@ -17,7 +17,7 @@ from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 Size = tuple[int, int]  # height, width
 
 
-class Run(NamedTuple):
+class FrameGroup(NamedTuple):
     """Neighbouring views of one size: one launch."""
 
     first: int
@@ -29,12 +29,12 @@ class Run(NamedTuple):
         return (self.views, *self.size, 3)
 
 
-def runs(sizes: Sequence[Size]) -> list[Run]:
+def runs(sizes: Sequence[Size]) -> list[FrameGroup]:
     """Views in their order, neighbours of one size together."""
     found, first = [], 0
     for size, members in groupby(sizes):
         views = len(list(members))
-        found.append(Run(first, views, size))
+        found.append(FrameGroup(first, views, size))
         first += views
     return found
 

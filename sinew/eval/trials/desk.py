@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.control.controller import PAUSED
+from sinew_client.control.facts import facts_of
 
 from sinew.core import SinewError, progress
 from sinew.eval.robot import SimulatedRobot
@@ -121,7 +122,7 @@ class Desk:
             os.close(self._file)
 
     def _ask_robot(self) -> None:
-        found = getattr(self.loop.robot, "success", None)
+        found = facts_of(self.loop.robot).success()
         if self.state == RUNS and found is not None:
             if not isinstance(found, (bool, np.bool_)):
                 raise SinewError(f"success of the robot: expected True, False or None, got {found!r}")

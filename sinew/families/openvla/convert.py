@@ -36,7 +36,7 @@ from sinew.families.openvla.prismatic import (
     ROBOTS,
     STATE,
     PrismaticCheckpoint,
-    RobotFacts,
+    RobotConstants,
     towers,
 )
 from sinew.layers.decoder import DecoderConfig
@@ -196,7 +196,7 @@ def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]
     return (f"no action head: OFT's action tokens, a chunk at once{read if state else ''}",)
 
 
-def notes(checkpoint: PrismaticCheckpoint, robot: RobotFacts) -> tuple[str, ...]:
+def notes(checkpoint: PrismaticCheckpoint, robot: RobotConstants) -> tuple[str, ...]:
     """What no file says and was inferred or given."""
     return (
         f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
@@ -231,7 +231,7 @@ def sizes(
 
 def robot_of(
     path: Path, options: ConvertOptions, action_dim: int, state_dim: int, chunked: bool
-) -> RobotFacts:
+) -> RobotConstants:
     robot = ROBOTS.get((action_dim, state_dim)) if chunked else OPENVLA
     if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
         raise ConvertError(
@@ -316,7 +316,7 @@ def adapter_head(
     return HeadPart("vla_adapter", config, rules, ("film_gen.", "language_model.lm_head."), sentence(CHAT))
 
 
-def spec(checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotFacts) -> PolicySpec:
+def spec(checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotConstants) -> PolicySpec:
     return PolicySpec(
         architecture=head.architecture,
         name=checkpoint.name,
@@ -335,7 +335,7 @@ def spec(checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotFacts) -> 
 
 
 def processing(
-    checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotFacts, pad: int, image: ImageRecipe
+    checkpoint: PrismaticCheckpoint, head: HeadPart, robot: RobotConstants, pad: int, image: ImageRecipe
 ) -> Processing:
     action_dim, state_dim = head.config.max_action_dim, head.config.max_state_dim
     # OpenVLA's own 1e-8 is missing in its first version.

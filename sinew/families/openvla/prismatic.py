@@ -34,7 +34,7 @@ TOWERS = ("vision_backbone.featurizer.", "vision_backbone.fused_featurizer.")
 
 
 @dataclass(frozen=True)
-class RobotFacts:
+class RobotConstants:
     """What upstream fixes for a robot outside of its files: chunk, statistics, cameras, and the size of its frames."""
 
     chunk: int
@@ -43,11 +43,11 @@ class RobotFacts:
 
 
 ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/constants.py
-    (7, 8): RobotFacts(8, "bounds_q99", ("full_image", "wrist_image")),  # LIBERO
-    (14, 14): RobotFacts(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
-    (7, 7): RobotFacts(5, "bounds_q99", ("full_image",)),  # Bridge
+    (7, 8): RobotConstants(8, "bounds_q99", ("full_image", "wrist_image")),  # LIBERO
+    (14, 14): RobotConstants(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
+    (7, 7): RobotConstants(5, "bounds_q99", ("full_image",)),  # Bridge
 }
-OPENVLA = RobotFacts(1, "bounds_q99", ("full_image",))  # of OpenVLA itself, whatever the robot
+OPENVLA = RobotConstants(1, "bounds_q99", ("full_image",))  # of OpenVLA itself, whatever the robot
 
 
 class PrismaticCheckpoint:

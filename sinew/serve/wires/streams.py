@@ -24,12 +24,12 @@ from sinew_client.schema import PredictRequest, PredictResponse
 
 from sinew.core import RTC, ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
+from sinew.processing.safety import Safety
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
 from sinew.serve.device_lock import Beside
 from sinew.serve.policies import Deployment
 from sinew.serve.request import SupersededError
-from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import STREAMED, Service, printable
 from sinew.stream import Loops, Session, StreamSettings, Window

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from sinew_client import Policy, PolicySpec, RequestTimeout
-from sinew_client.control import Loop, Settings, choose, parse_handover, parse_rule
+from sinew_client.control import parse_handover, parse_rule
 from sinew_client.control.defaults import REPLAN, stated
 from sinew_client.control.motion import parse_motion
+from sinew_client.control.run import Run, RunPlan, described
 from sinew_client.form import Fitted
-from sinew_client.history import History
 
 from lerobot_policy_sinew.rtc import LONGEST, refuse_unguided, said
 
@@ -85,24 +85,23 @@ class Ahead:
             parse_rule(replan or REPLAN)
         except ValueError as error:
             raise ValueError(f"policy.replan: {error}") from None
-        chosen = choose(handover, given, policy, replan=replan or REPLAN)
-        played = parse_handover(chosen.handover)
+        settings = {
+            "hz": float(spec.control_hz or HZ),
+            "handover": handover,
+            "replan": replan or REPLAN,
+            "motion": given,
+            "deadline": min(timeout, LONGEST_ANSWER),
+            "watchdog": False,
+        }
+        self._plan = RunPlan.of(described(backend), _Body(), settings, prompt=None)
+        played = parse_handover(self._plan.choice.handover)
         if played.method == "rtc":
             kind = played.guidance or ("trained" if spec.committed_rows else "guided")
             refuse_unguided(
                 spec, said(backend), kind, f"policy.handover: expected one without rtc, got {handover}"
             )
-        self._settings = Settings(
-            hz=float(spec.control_hz or HZ),
-            handover=chosen.handover,
-            replan=chosen.replan,
-            motion=chosen.motion,
-            deadline=min(timeout, LONGEST_ANSWER),
-            committed_rows=spec.committed_rows,
-            chunk_size=spec.chunk_size,
-            watchdog=False,
-        )
-        logger.info("sinew: %s; asks by the rule %s", chosen, self._settings.replan)
+        self._settings = self._plan.settings
+        logger.info("sinew: %s; asks by the rule %s", self._plan.choice, self._settings.replan)
         self.begin()
 
     def begin(self) -> None:
@@ -110,13 +109,7 @@ class Ahead:
         if hasattr(self, "_loop"):
             self.close()
         self._body, self._number = _Body(), 0
-        self._loop = Loop(
-            self._body,
-            lambda: self._ask,
-            self._settings,
-            self._spec.action.dim,
-            history=History.of(self._spec.to_dict()),
-        )
+        self._loop = Run(self._plan, lambda: self._ask, robot=self._body).loop
         self._last: np.ndarray | None = None
         self._held: float | None = None  # since when
 

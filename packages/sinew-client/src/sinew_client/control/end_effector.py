@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.interfaces import NoCommand, NoObservation
 from sinew_client.control.kinematics import Chain, KinematicsError
 from sinew_client.control.robots import RobotError, match_joints
@@ -268,7 +269,7 @@ class KnownArm:
         self.chain, self._robot = chain, robot
         self._places = _matched(chain, names, joints or {}, spare)
         stated = {units[at] for at in self._places if at < len(units)}
-        unit = unit or getattr(robot, "joint_unit", "") or " or ".join(sorted(stated)) or "rad"
+        unit = unit or facts_of(robot).joint_unit or " or ".join(sorted(stated)) or "rad"
         if unit not in ("rad", "deg"):
             raise RobotError(
                 f"robot: expected joints in radians or degrees, got {unit}; LeRobot's arms have degrees with"
@@ -302,10 +303,15 @@ class KnownArm:
         """Return the chain's joints, radians or metres, of the robot's numbers."""
         return np.asarray(whole)[self._places] * self._radians
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_robot":  # before there is one, as while it is copied
-            raise AttributeError(name)
-        return getattr(self._robot, name)
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself, and where its arm is."""
+        return replace(facts_of(self._robot), points=self.arm_points)
+
+    def act(self, row: np.ndarray) -> None:
+        self._robot.act(row)
+
+    def hold(self) -> None:
+        self._robot.hold()
 
 
 class EndEffector(KnownArm):
@@ -320,8 +326,6 @@ class EndEffector(KnownArm):
     pose that no joints are sent for.
     """
 
-    joints = None  # its numbers are no joints
-
     def __init__(
         self,
         robot: Any,
@@ -331,7 +335,7 @@ class EndEffector(KnownArm):
         hz: float,
         joints: Mapping[str, str] | None = None,
     ):
-        names = getattr(robot, "joints", None)
+        names = facts_of(robot).joints
         names = names["action"] if isinstance(names, Mapping) else names
         size = len(chain.joints)
         self.options, self._period = options, 1.0 / hz
@@ -388,6 +392,13 @@ class EndEffector(KnownArm):
 
     # ------------------------------------------------------------------------- the robot's methods
 
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself, except that its numbers are poses and it bounds its own speed."""
+        own = super().facts()
+        sense = own.sense
+        posed = None if sense is None else lambda: self._encoded(sense())
+        return replace(own, joints=None, sense=posed, bounds_speed=True, needs_state=lambda: self.needs_state)
+
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())
         found = {**seen, "state": self._encoded(seen["state"])}
@@ -422,11 +433,6 @@ class EndEffector(KnownArm):
     def hold(self) -> None:
         self._sent = self._now = None
         self._robot.hold()
-
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        # The robot's own, where it has one: else the whole is looked at.
-        return (lambda: self._encoded(found())) if name == "sense" else found
 
     # ------------------------------------------------------------------------- poses
 
@@ -471,7 +477,7 @@ class EndEffector(KnownArm):
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the joints that a command begins from, and all numbers of the robot."""
         if self._now is None and self.needs_state:  # nobody has looked: no loop drives it
-            sense = getattr(self._robot, "sense", None)
+            sense = facts_of(self._robot).sense
             try:
                 self._encoded(sense() if sense is not None else self._robot.observe()["state"])
             except NoObservation as blind:

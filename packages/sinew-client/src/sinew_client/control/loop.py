@@ -14,6 +14,7 @@ import numpy as np
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.controller import AHEAD_S, LATE, UNKNOWN, BaseController, Command, Controller
+from sinew_client.control.facts import facts_of
 from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
 from sinew_client.control.motion import interpolate, state_of
 from sinew_client.control.pace import Pace, SimulatedPace
@@ -81,6 +82,7 @@ class Loop:
             )
             raise SettingsError(f"fusion: expected {wanted}, got {settings.fusion!r}")
         self.robot, self.settings, self.prompt = robot, settings, prompt
+        self._facts = facts_of(robot)
         self.controller: BaseController = settings.controller(dim)
         self._dim = dim
         self._edge: Refinement | None = None
@@ -243,7 +245,7 @@ class Loop:
     def _act(self, command: Command, row: np.ndarray) -> None:
         """Send a command, or part of it; the robot holds where it does not take it, and for the rest of the step."""
         try:
-            if self._robot_needs_state and self._seen[0] != command.step:
+            if self._facts.needs_state() and self._seen[0] != command.step:
                 raise NoCommand(UNKNOWN, self._unseen)
             self.robot.act(row)
         except NoCommand as refused:
@@ -253,10 +255,6 @@ class Loop:
             self._command = replace(command, row=None, reason=refused.reason)
             self._last = None
             self.controller.unsent(command, refused.reason)
-
-    @property
-    def _robot_needs_state(self) -> bool:
-        return getattr(self.robot, "needs_state", False)
 
     def _prepare(self, step: int) -> None:
         """Do all that may take its time before a control step's command: look, ask, take what has come."""
@@ -278,7 +276,7 @@ class Loop:
             self._adapted(step, self._edge.refine, step, seen)
         self._follow(step, now, seen)
         lost = self.controller.wants_position(step)
-        if seen is None and (lost or (self._robot_needs_state and self.controller.due(step))):
+        if seen is None and (lost or (self._facts.needs_state() and self.controller.due(step))):
             seen = self._observe(step, now)
         if lost and seen is not None:
             self.controller.stands(self._measured(self._state))

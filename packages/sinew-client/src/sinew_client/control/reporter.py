@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sinew_client.client import Client
+from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.loop import Loop
 from sinew_client.control.report import percentiles
 from sinew_client.control.safety import RATES
@@ -34,9 +35,8 @@ class Reporter:
     A report has a connection of its own for a moment: it holds no place at the server and no request up. One without an
     answer is dropped; a server that refuses one is told nothing more, which is logged.
 
-    where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: for people. robot: with
-    ``finished`` and ``successes`` of episodes, and ``arm_points`` where it knows its arm
-    (:class:`~sinew_client.control.end_effector.KnownArm`); the loop's own if absent. sent: so many. refused: by these
+    where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: for people. facts: of the
+    robot, with its episodes and its arm; those of the loop's robot if absent. sent: so many. refused: by these
     addresses.
     """
 
@@ -47,11 +47,11 @@ class Reporter:
         api_key: str = "",
         session: str = "",
         name: str = "",
-        robot: Any = None,
+        facts: RobotFacts | None = None,
         period: float = PERIOD_S,
     ):
         self._loop, self._where, self._key, self._session = loop, where, api_key, session
-        self._robot, self._name, self._period = loop.robot if robot is None else robot, name, period
+        self._facts, self._name, self._period = facts or facts_of(loop.robot), name, period
         self._number = random.SystemRandom().getrandbits(64)
         self.refused: set[str] = set()
         self._recent: deque[tuple[float, int, dict[int, int]]] = deque(maxlen=RECENT)
@@ -74,6 +74,7 @@ class Reporter:
         span, ms = max(now - then, 1e-6), 1e3 / loop.settings.hz
         rows = Counter({age: count - old_ages.get(age, 0) for age, count in ages.items()})
         found = percentiles(ms * age for age in rows.elements())
+        successes, episodes = self._facts.counts
         state = "holds" if loop.reason else "moves" if loop.steps else "starting"
         state = state if loop.driver == POLICY else loop.driver
         limits = None if controller.guard is None else controller.guard.limits
@@ -97,9 +98,9 @@ class Reporter:
             failed_requests=loop.source.failures,
             takeovers=controller.handed.to_human,
             steps_by_hand=max(0, controller.handed.steps),
-            successes=_count(self._robot, "successes"),  # first: an episode ends before it has succeeded
-            episodes=_count(self._robot, "finished"),
-            arm=_points(self._robot),
+            successes=successes,
+            episodes=episodes,
+            arm=_points(self._facts),
         )
 
     def _note(self) -> tuple[float, int, dict[int, int]]:
@@ -127,14 +128,8 @@ class Reporter:
                 logger.debug("a report was not taken: %s", error)
 
 
-def _count(robot: Any, name: str) -> int | None:
-    found = getattr(robot, name, None)  # which may be anything of a robot that knows no episodes
-    return int(found) if isinstance(found, (int, np.integer)) else None
-
-
-def _points(robot: Any) -> tuple[float, ...]:
-    found = getattr(robot, "arm_points", None)
-    points = found() if callable(found) else None
+def _points(facts: RobotFacts) -> tuple[float, ...]:
+    points = facts.points() if facts.points is not None else None
     if points is None or np.shape(points)[1:] != (3,) or len(points) > MAX_POINTS:
         return ()
     return tuple(np.ravel(points).tolist()) if np.all(np.abs(points) < FARTHEST) else ()  # NaN is not

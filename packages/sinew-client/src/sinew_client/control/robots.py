@@ -6,10 +6,12 @@ import contextlib
 import importlib
 import pkgutil
 import time
+from dataclasses import replace
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
+from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.interfaces import Robot
 from sinew_client.errors import ClientError
 from sinew_client.modules import load_named
@@ -26,6 +28,8 @@ class Dry:
     policy: what a server says about its policy (``metadata()["policy"]``).
     """
 
+    physical = False
+
     def __init__(self, policy: Mapping[str, Any]):
         rng = np.random.default_rng(0)
         self._images = {
@@ -33,6 +37,7 @@ class Dry:
             for camera in policy["cameras"]
         }
         self.state = np.zeros(int(policy["state"]["dim"]), np.float32)
+        self.joints: dict[str, list[str]] | None = None
         if all(policy[what].get("names") for what in ("state", "action")):
             self.joints = {what: list(policy[what]["names"]) for what in ("state", "action")}
         self.commands = self.holds = 0
@@ -328,7 +333,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     given: joint of the policy -> the robot's. Raises :class:`RobotError` where they do not fit, and where joints are
     given and the robot has no names.
     """
-    names = getattr(robot, "joints", None)
+    names = facts_of(robot).joints
     if names is None:
         if given:
             raise RobotError(
@@ -357,12 +362,6 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     return Ordered(robot, places, [actions.index(name) for name in each["action"]], actions)
 
 
-def joint_names(robot: Any, part: str) -> list[str]:
-    """Return what a robot calls the numbers of its ``state`` or of an ``action``; [] where it has no names for them."""
-    own = getattr(robot, "joints", None) or ()
-    return list(own[part] if isinstance(own, Mapping) else own)
-
-
 class Renamed:
     """A robot whose cameras are called as the policy calls them; everything else of it is its own.
 
@@ -370,17 +369,16 @@ class Renamed:
     """
 
     def __init__(self, robot: Any, cameras: Mapping[str, str]):
-        vars(self).update(_robot=robot, _cameras=dict(cameras))
+        self._robot, self._cameras = robot, dict(cameras)
+        self.act, self.hold = robot.act, robot.hold
+
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself."""
+        return facts_of(self._robot)
 
     def observe(self) -> dict[str, Any]:
         seen = self._robot.observe()
         return {**seen, "images": renamed(seen["images"], self._cameras)}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._robot, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._robot, name, value)
 
 
 class Ordered:
@@ -391,7 +389,20 @@ class Ordered:
     """
 
     def __init__(self, robot: Any, states: Sequence[int], actions: Sequence[int], joints: Sequence[str]):
-        vars(self).update(_robot=robot, _states=list(states), _actions=list(actions), joints=list(joints))
+        self._robot, self._states, self._actions, self._joints = (
+            robot,
+            list(states),
+            list(actions),
+            list(joints),
+        )
+        self.hold = robot.hold
+
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself, its joints in the policy's order."""
+        own = facts_of(self._robot)
+        sense = own.sense
+        reordered = None if sense is None else lambda: np.asarray(sense())[self._states]
+        return replace(own, joints=self._joints, sense=reordered)
 
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())
@@ -403,15 +414,6 @@ class Ordered:
 
     def act(self, row: np.ndarray) -> None:
         self._robot.act(np.asarray(row)[self._actions])
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "sense":
-            sense = self._robot.sense  # no such method: the whole is looked at
-            return lambda: np.asarray(sense())[self._states]
-        return getattr(self._robot, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._robot, name, value)
 
 
 def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Protocol
 
 import numpy as np
 
+from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.interfaces import NoObservation
 from sinew_client.control.loop import Loop
 from sinew_client.control.report import percentiles
@@ -121,17 +122,17 @@ class Watching:
         self.robot, self._period, self._now = robot, 1.0 / camera_hz, now
         self._due = float("-inf")  # when the next frame is to go out
         self.act, self.hold = robot.act, robot.hold
-        self.concurrent_hold = getattr(robot, "concurrent_hold", True)
+        self._facts = facts_of(robot)
 
-    @property
-    def needs_state(self) -> bool:
-        return getattr(self.robot, "needs_state", False)
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself."""
+        return self._facts
 
     def observe(self) -> Mapping[str, Any]:
         """Return the robot's observation, the state alone between frames; ``blind`` says why a frame that is due cannot
         be had."""
-        if hasattr(self.robot, "sense"):
-            seen, state = None, self.robot.sense()
+        if self._facts.sense is not None:
+            seen, state = None, self._facts.sense()
         else:
             seen = self.robot.observe()
             state = seen["state"]

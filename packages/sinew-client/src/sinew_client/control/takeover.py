@@ -8,13 +8,13 @@ last, and a limit of velocity or acceleration bounds the step.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Mapping, Protocol
 
 import numpy as np
 
+from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.interfaces import Robot
 from sinew_client.control.motion import Motion, state_of
 from sinew_client.control.safety import Limits, RowsError, checked_rows
@@ -239,11 +239,13 @@ class Onlooker:
     What was done is the ``action`` of its observations, float [D], else where its state is, of actions that are places.
     """
 
-    concurrent_hold = False
-
     def __init__(self, robot: Robot, motion: Motion, dim: int):
         self.robot, self._motion, self._dim = robot, motion, dim
         self._did: np.ndarray | None = None
+
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself. It is never held, so from no other thread either."""
+        return replace(facts_of(self.robot), concurrent_hold=False)
 
     def observe(self) -> Mapping[str, Any]:
         self._did = None
@@ -266,8 +268,8 @@ class Onlooker:
 
     def close(self) -> None:
         """Close the robot, where it can be."""
-        with contextlib.suppress(AttributeError):
-            self.robot.close()  # type: ignore[attr-defined]
+        if (close := facts_of(self.robot).close) is not None:
+            close()
 
 
 class ShadowAgreement:

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any, Callable
 
+from sinew_client.control.facts import facts_of
+
 logger = logging.getLogger(__name__)
 
 PERIODS = 2.0  # without a command or a hold before a robot is held
@@ -105,4 +107,4 @@ class Watchdog:
 def watchdog_of(robot: Any, period: float, wanted: bool, real: bool) -> Watchdog:
     """Return the watchdog of a robot. wanted: what the settings say. real: the loop goes by the machine's clock. A
     robot whose ``concurrent_hold`` is False is not held from another thread."""
-    return Watchdog(robot.hold, period, wanted and real and bool(getattr(robot, "concurrent_hold", True)))
+    return Watchdog(robot.hold, period, wanted and real and facts_of(robot).concurrent_hold)

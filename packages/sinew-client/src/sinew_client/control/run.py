@@ -1,0 +1,396 @@
+"""One robot's run: the only place that assembles a control loop.
+
+The command line, :func:`sinew.run`, the evaluation, the ROS node and the LeRobot plugin all open a :class:`Run`. So the
+same policy on the same robot has the same limits, rate, chunk merging and action prefix, wherever it is started.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Callable, Mapping, Sequence, Union
+
+from sinew_client.control.adapter import Adapter
+from sinew_client.control.controller import Command
+from sinew_client.control.defaults import AUTO, REPLAN, Choice, choose, stated
+from sinew_client.control.facts import RobotFacts, facts_of
+from sinew_client.control.interfaces import Robot, Source
+from sinew_client.control.journal import Journal
+from sinew_client.control.loop import Loop
+from sinew_client.control.pace import Pace
+from sinew_client.control.report import Cadence
+from sinew_client.control.requester import Call
+from sinew_client.control.safety import Limits
+from sinew_client.control.servers import Servers
+from sinew_client.control.settings import LARGEST_CHUNK, Settings, SettingsError
+from sinew_client.control.takeover import Takeover
+from sinew_client.history import History
+from sinew_client.protocol import MAX_ROWS
+
+Sources = Union[Source, Callable[[], Call]]
+# Settings that follow from the policy. Nobody chooses the first two.
+FOLLOWS = ("committed_rows", "refine", "chunk_size")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """How a policy will drive a robot, before anything moves.
+
+    Attributes:
+        policy: The policy's description: ``metadata()["policy"]`` of a server, or ``spec.to_dict()``.
+        robot: The robot.
+        facts: What the robot states about itself.
+        settings: All settings of the controller.
+        choice: How chunks are merged, and why.
+        prompt: The first instruction; "" if observations bring it.
+        dim: D, numbers of a command; 0 if the policy does not state it.
+        names: Names of the numbers of "state" and "action"; [] if neither policy nor robot names them.
+        fixed_prompt: True if a person chose the instruction for all episodes.
+        notes: What a person should know before the robot moves, a sentence each.
+    """
+
+    policy: Mapping[str, Any]
+    robot: Robot
+    facts: RobotFacts
+    settings: Settings
+    choice: Choice
+    prompt: str
+    dim: int
+    names: Mapping[str, list[str]]
+    fixed_prompt: bool = False
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        policy: Mapping[str, Any],
+        robot: Robot,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        prompt: str | None = "",
+        edge: Adapter | None = None,
+        takeover: bool = False,
+    ) -> RunPlan:
+        """Derive all settings of a run from a policy, a robot and what a person chose.
+
+        Args:
+            policy: The policy's description.
+            robot: The robot.
+            settings: Fields of :class:`Settings` that a person chose. ``limits`` is a mapping or :class:`Limits`;
+                absent or None takes the policy's own, {} takes none. ``hz`` is the robot's or the policy's if absent.
+            prompt: The instruction for all episodes. "" takes the robot's own, or else the policy's. None leaves it to
+                the observations.
+            edge: An adapter that refines chunks in every control step.
+            takeover: True if somebody may drive in the policy's place. The robot's steps are then always measured.
+
+        Raises:
+            SettingsError: A setting is missing, unknown, or does not fit the policy. The message begins with its name.
+            LimitsError: The limits do not fit the policy's actions.
+        """
+        chosen = dict(settings or {})
+        allowed = {field.name for field in fields(Settings)} - set(FOLLOWS[:2])
+        for name in chosen:
+            if name not in allowed:
+                raise SettingsError(f"{name:.80}: expected one of {', '.join(sorted(allowed))}")
+        facts = facts_of(robot)
+        hz = chosen.pop("hz", None) or facts.hz or policy.get("control_hz")
+        if not hz:
+            raise SettingsError("hz: expected a rate; neither the policy nor the robot states one")
+        instruction, notes = _prompt(prompt, facts, policy)
+        action = policy.get("action") or {}
+        state = policy.get("state") or {}
+        dim = int(action.get("dim") or 0)
+        own = {"state": list(state.get("names") or ()), "action": list(action.get("names") or ())}
+        names = {part: given or facts.names(part) for part, given in own.items()}
+        motion, handover = chosen.pop("motion", None), chosen.pop("handover", AUTO)
+        replan = chosen.pop("replan", REPLAN)
+        continuous = bool(chosen.get("fusion"))
+        try:
+            way = AUTO if continuous else handover
+            choice = choose(way, motion, policy, edge is not None, facts.motion, replan)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        # A stream has no late chunks; its motion only says where the robot is before the first command.
+        played = (motion or stated(policy) or facts.motion) if continuous else choice.motion
+        measured = motion or stated(policy) or facts.motion
+        limits = _limits(chosen.pop("limits", None), policy, dim, names["action"])
+        notes += _joint_notes(facts, names["action"], own["action"], limits, dim)
+        if not continuous:
+            chosen["handover"], chosen["replan"] = choice.handover, choice.replan
+            chosen["committed_rows"] = int(policy.get("committed_rows") or 0)
+            chosen["refine"] = 0 if edge is None else edge.form.max_age
+        rows = int(policy.get("chunk_size") or 0)
+        chosen.setdefault("chunk_size", _window(rows, policy, float(hz)) if continuous else rows)
+        resolved = Settings(
+            hz=float(hz),
+            motion=played,
+            limits=_measured(limits, measured, names["action"], dim) if takeover else _plain(limits),
+            **chosen,
+        )
+        if edge is not None and dim:
+            edge.check(policy, resolved.hz)
+        resolved.check_start(dim, state.get("dim"))
+        if dim:
+            resolved.controller(dim)  # raises for what does not fit, before anything is opened or moves
+        return cls(
+            policy, robot, facts, resolved, choice, instruction, dim, names, bool(prompt), tuple(notes)
+        )
+
+
+def _window(rows: int, policy: Mapping[str, Any], hz: float) -> int:
+    """Return the most nodes of a stream's window: a whole chunk at the robot's rate."""
+    own = float(policy.get("control_hz") or hz)
+    return max(MAX_ROWS, min(math.ceil(rows * max(1.0, hz / own)) + 1, LARGEST_CHUNK))
+
+
+def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return the first instruction, and a note if it replaces the robot's own."""
+    if prompt is None:
+        return "", ()
+    own = facts.task()
+    chosen = prompt or own or str(policy.get("default_prompt") or "")
+    if not chosen:
+        raise SettingsError("prompt: expected an instruction; neither the policy nor the robot has one")
+    if prompt and own and prompt != own:
+        return (
+            chosen,
+            (f"prompt {prompt!r} in every episode, as --prompt says; the environment's own: {own!r}",),
+        )
+    return chosen, ()
+
+
+def _limits(
+    given: Mapping[str, Any] | Limits | None, policy: Mapping[str, Any], dim: int, names: Sequence[str]
+) -> Limits | None:
+    """Return the limits of a run: those that a person gave, or else the policy's own."""
+    if isinstance(given, Limits):
+        limits: Limits | None = given
+    elif given is None:
+        limits = Limits.from_metadata(policy) if dim else None
+    else:
+        limits = Limits.parse(given, dim) if given else None
+    return None if limits is None else limits.ordered(names)
+
+
+def _plain(limits: Limits | None) -> dict[str, Any] | None:
+    return None if limits is None else limits.to_dict()
+
+
+def _measured(
+    limits: Limits | None, motion: Mapping[str, Any] | None, names: Sequence[str], dim: int
+) -> dict[str, Any]:
+    """Return limits under which each step is measured, so that a hand-over between human and policy has a size."""
+    from sinew_client.control.motion import parse_motion
+
+    plain = dict(_plain(limits) or {"names": list(names)})
+    if not any(value is not None for value in plain.get("still") or ()):
+        still = parse_motion(motion).still(dim)
+        plain["still"] = [None if value != value else float(value) for value in still]
+    return plain
+
+
+def _joint_notes(
+    facts: RobotFacts, names: Sequence[str], own: Sequence[str], limits: Limits | None, dim: int
+) -> tuple[str, ...]:
+    """Return what a person should know about joints and speeds of a robot that may break something."""
+    if not facts.physical or facts.bounds_speed or not dim:
+        return ()
+    notes = []
+    if names and not own:
+        notes.append(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
+    if free := ", ".join((limits or Limits.parse({"names": list(names)}, dim)).unpaced()):
+        notes.append(f"limits: nothing bounds the speed of {free}; --limits FILE with velocity does")
+    return tuple(notes)
+
+
+class Run:
+    """A policy that drives a robot.
+
+    Attributes:
+        plan: All that was chosen, and why.
+        loop: The control loop, for pause, take-over and the instruction.
+        server: What knows the server's present address, for a :class:`Reporter`; None without a server.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        source: Sources,
+        *,
+        robot: Robot | None = None,
+        server: Any = None,
+        edge: Adapter | None = None,
+        takeover: Takeover | None = None,
+        keep: Callable[[Mapping[str, Any], str, Command], None] | None = None,
+        watch: Callable[[Command], None] | None = None,
+        pace: Pace | None = None,
+        hold_refused: bool = False,
+    ):
+        """Assemble the loop of a plan.
+
+        Args:
+            plan: What :meth:`RunPlan.of` returned.
+            source: A source of actions, or what opens a connection for requests.
+            robot: What the loop drives if it is not the plan's robot itself, such as a wrapper around it.
+            server: Where a reporter sends how the run goes.
+            edge, takeover, keep, watch, pace, hold_refused: See :class:`Loop`.
+        """
+        self.plan, self.server = plan, server
+        self.loop = Loop(
+            plan.robot if robot is None else robot,
+            source,
+            plan.settings,
+            plan.dim,
+            plan.prompt,
+            pace=pace,
+            watch=watch,
+            adapter=edge,
+            hold_refused=hold_refused,
+            history=History.of(plan.policy),
+            takeover=takeover,
+            keep=keep,
+        )
+        self._stack = ExitStack()
+        self._stack.callback(self.loop.close)
+        if (episodes := plan.facts.episodes) is not None:
+            fixed = plan.fixed_prompt
+            episodes.on_episode = lambda reason, prompt="": self.loop.restart(reason, "" if fixed else prompt)
+
+    @classmethod
+    def open(
+        cls,
+        policy: Any,
+        robot: Robot,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        prompt: str | None = "",
+        api_key: str = "",
+        source: Sources | None = None,
+        edge: Adapter | None = None,
+        takeover: Callable[[RunPlan], Takeover] | None = None,
+        keep: Callable[[Mapping[str, Any], str, Command], None] | None = None,
+        watch: Callable[[Command], None] | None = None,
+        pace: Pace | None = None,
+        hold_refused: bool = False,
+    ) -> Run:
+        """Open a run: derive its settings and assemble its loop. Nothing moves before :meth:`run`.
+
+        Args:
+            policy: The address of a server ("tcp://host:port", or a list of them), an open policy, or a policy's
+                description together with ``source``.
+            robot: The robot, with the methods observe, act and hold.
+            settings: Fields of :class:`Settings` that you choose, such as ``{"hz": 30, "limits": {...}}``. Everything
+                else follows from the policy and the robot.
+            prompt: The instruction; see :meth:`RunPlan.of`.
+            api_key: Key of the server.
+            source: Where actions come from, if ``policy`` is a description.
+            takeover: Makes what lets a human drive, given the plan.
+            edge, keep, watch, pace, hold_refused: See :class:`Loop`.
+
+        Raises:
+            SettingsError: See :meth:`RunPlan.of`.
+            ClientError: The server cannot be reached or asked.
+
+        Example:
+            >>> run = Run.open("tcp://server:5555", Arm(), {"limits": {"velocity": 1.5}}, prompt="stack the cups")
+            >>> print(run.plan.choice)
+            >>> report = run.run()
+        """
+        description, opener, server = _opened(policy, source, api_key)
+        plan = RunPlan.of(
+            description, robot, settings, prompt=prompt, edge=edge, takeover=takeover is not None
+        )
+        return cls(
+            plan,
+            opener,
+            server=server,
+            edge=edge,
+            takeover=None if takeover is None else takeover(plan),
+            keep=keep,
+            watch=watch,
+            pace=pace,
+            hold_refused=hold_refused,
+        )
+
+    def journal(self, path: Path, **head: Any) -> None:
+        """Write the decision log of this run to a new file.
+
+        Args:
+            path: The file; it must not exist yet.
+            **head: What its first line states besides the settings, such as the name of the robot.
+        """
+        journal = Journal(path, self.plan.settings, self.plan.dim, prompt=self.plan.prompt, **head)
+        self._stack.callback(journal.close)
+        self.loop.listeners.append(journal.put)
+
+    def report_to(self, server: Any, name: str, api_key: str = "", session: str = "") -> None:
+        """Tell a server once a second how the run goes (docs/dashboard.md#robots).
+
+        Args:
+            server: What knows the server's present address: ``Servers`` or ``StreamLink``.
+            name: Name of the robot, for people.
+            api_key: Key of the server.
+            session: Name of the robot's stream, if it has one.
+        """
+        from sinew_client.control.reporter import Reporter
+
+        self._stack.enter_context(Reporter(self.loop, server, api_key, session, name, facts=self.plan.facts))
+
+    def run(self, steps: int | None = None) -> Cadence:
+        """Drive until ``steps`` control steps were taken, the robot ends the run, or :meth:`stop`.
+
+        Returns:
+            The report of the run so far. The robot holds at the end, whatever ended the run.
+        """
+        return self.loop.run(steps)
+
+    def stop(self) -> None:
+        """End after the present control step, from any thread. The robot holds."""
+        self.loop.stop()
+
+    def close(self) -> None:
+        """End the connection, the decision log and the reports. Safe to call twice."""
+        self._stack.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+
+def described(policy: Any) -> Mapping[str, Any]:
+    """Return the description of an open policy, with the limits of its actions if it states them."""
+    stated: Mapping[str, Any] = (
+        policy.metadata()["policy"] if hasattr(policy, "metadata") else policy.spec.to_dict()
+    )
+    return stated
+
+
+def _opened(policy: Any, source: Sources | None, api_key: str) -> tuple[Mapping[str, Any], Sources, Any]:
+    """Return a policy's description, what actions come from, and what knows the server's present address."""
+    if source is not None:
+        description = policy if isinstance(policy, Mapping) else described(policy)
+        return description, source, source if hasattr(source, "present") else None
+    from sinew_client.policy import is_address
+
+    if is_address(policy):
+        from sinew_client.client import Client
+
+        addresses = policy.split(",") if isinstance(policy, str) else list(policy)
+        with Client(addresses, api_key=api_key) as client:
+            description = client.metadata()["policy"]
+        most = max(MAX_ROWS, min(int(description.get("chunk_size") or 0), LARGEST_CHUNK))
+        servers = Servers(addresses, api_key, max_rows=most, policy=description)
+        return description, servers, servers
+    if isinstance(policy, str):
+        raise SettingsError(
+            f"policy: expected tcp://HOST:PORT or an open policy, got {policy!r:.80}; sinew.run opens bundles and names"
+        )
+
+    def connect() -> Call:
+        return lambda observation, seconds: policy.infer(observation, timeout=seconds).actions
+
+    return described(policy), connect, None

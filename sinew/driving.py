@@ -1,0 +1,54 @@
+"""``sinew.run``: a policy drives a robot, from Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sinew_client.control import Cadence, Robot
+from sinew_client.control.run import Run
+from sinew_client.policy import Policy, is_address
+
+from sinew.serve.opening import open_policy
+
+
+def run(
+    policy: str | Policy,
+    robot: Robot,
+    *,
+    prompt: str = "",
+    seconds: float | None = None,
+    api_key: str = "",
+    **settings: Any,
+) -> Cadence:
+    """Drive a robot with a policy, with the same settings and limits as ``sinew run``.
+
+    Args:
+        policy: What :func:`sinew.connect` takes (an address, a bundle, a checkpoint, a hub name), or an open policy,
+            which stays open.
+        robot: An object with the methods ``observe``, ``act`` and ``hold``
+            (:class:`sinew_client.control.Robot`).
+        prompt: The instruction. "" takes the robot's own, or else the policy's.
+        seconds: End after this long. None drives until the robot ends the run, or until Ctrl-C.
+        api_key: Key of the server.
+        **settings: Fields of :class:`sinew_client.control.Settings` that you choose, such as ``hz``, ``limits``,
+            ``handover`` and ``replan``. Everything else follows from the policy and the robot.
+
+    Returns:
+        The report of the run. The robot holds when this function returns, whatever ended the run.
+
+    Raises:
+        SettingsError: A setting is missing, unknown, or does not fit the policy.
+        SinewError: The policy cannot be opened.
+
+    Example:
+        >>> report = sinew.run("blocks", Arm(), prompt="pick up the red cube", seconds=10)
+        >>> report.executed
+    """
+    opened: Any = policy if not isinstance(policy, str) or is_address(policy) else open_policy(policy)
+    try:
+        with Run.open(opened, robot, settings, prompt=prompt, api_key=api_key) as driving:
+            hz = driving.plan.settings.hz
+            return driving.run(None if seconds is None else max(1, round(seconds * hz)))
+    finally:
+        if opened is not policy:
+            opened.close()
