@@ -163,7 +163,6 @@ SERVED = {
     "perf/fleet.py",  # its choice of batches
     "perf/policy_memory.py",  # how it starts processes
     "eval/farm/hosts.py",  # who may use a port
-    "eval/model_server.py",  # arrays in messages
 }
 
 
