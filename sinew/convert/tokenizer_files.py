@@ -22,8 +22,8 @@ from sinew.core.extras import install
 from sinew.steps.tokenizer import open_tokenizer
 
 # Names of folders below a checkpoint, and of the hub: no part begins with a dot.
-INSIDE = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+INSIDE = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
+HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 # Organisations of the hub whose models the published policies build on: a checkpoint may name these.
 PUBLISHERS = ("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google", "microsoft")
 

@@ -248,6 +248,9 @@ def parse_motion(values: Mapping[str, Any] | None) -> Motion:
         columns = {
             name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
         }
+        for value in given.values():
+            if isinstance(value, int):
+                float(value)  # one beyond float64 would end the loop later
         return kinds[kind](**columns, **given)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"motion: {error!s:.300}") from error
