@@ -1,7 +1,7 @@
 """``make test-isa``: what depends on arithmetic, under the instruction sets that are here, and always the lowest.
 
 ``python -m tests.isa [NAME ...]`` runs TESTS once per combination and prints a table; NAME is one of those that
-``--list`` shows, all of them where none is given. ``by-shape`` is no instruction set: it runs TESTS and BATCHES with
+``--list`` shows, all of them where none is given. ``by-shape`` is no instruction set: it runs BATCHES with
 products that round by the shape of their batch, as Intel's MKL computes them (``shape_rounding.py``). The program ends
 with 1 where a test failed. Emulated instruction sets and other processors are ``make test-kernels``.
 """
@@ -36,7 +36,7 @@ TESTS = (
     *("tests/contract/test_family_engines.py", "tests/engine/test_guidance.py", "tests/engine/test_plan.py"),
     *("tests/engine/test_quantize.py", "tests/engine/test_upcast.py"),
 )
-# What else computes in batches, in other processes too, or compares answers that were computed in different ones.
+# What computes in batches, in other processes too, or compares answers that were computed in different ones.
 BATCHES = (
     *(f"tests/engine/test_{name}.py" for name in ("adapters", "batches", "classifier_free", "onnx_batches")),
     *(f"tests/engine/test_{name}.py" for name in ("committed", "reuse", "speakers", "threads")),
@@ -122,7 +122,7 @@ def run(each: Combination, workers: int, more: list[str]) -> tuple[bool, str, li
         MARKS,
         "-k",
         CHOSEN,
-        *(more or TESTS + each.by_shape * BATCHES),
+        *(more or (BATCHES if each.by_shape else TESTS)),
     ]
     if workers > 1:
         command += ["--workers", str(workers)]
