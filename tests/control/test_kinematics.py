@@ -9,13 +9,23 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client.control import Journal, Loop, NoCommand, NoObservation, Settings, repeat
+from sinew_client.control import (
+    Journal,
+    Loop,
+    NoCommand,
+    NoObservation,
+    Settings,
+    SimulatedPace,
+    Takeover,
+    repeat,
+)
 from sinew_client.control.end_effector import (
     EndEffector,
     KinematicsOptions,
@@ -27,6 +37,7 @@ from sinew_client.control.end_effector import (
 )
 from sinew_client.control.facts import facts_of
 from sinew_client.control.kinematics import Chain, KinematicsError, read_chain
+from sinew_client.control.motion import parse_motion
 from sinew_client.control.robots import RobotError
 from sinew_client.rotations import (
     from_6d,
@@ -1064,3 +1075,39 @@ def test_a_pose_after_a_hold_counts_from_where_the_arm_is_then() -> None:
     bench.state = bench.state + np.array([*[0.5] * 6, 0.0])  # somebody has moved it
     with pytest.raises(NoCommand, match="would have to move faster"):
         robot.act(row)
+
+
+def test_a_person_who_drives_poses_is_held_where_the_arm_is_not_seen_after_a_hold() -> None:
+    """Its joints count from where they are seen then, whoever drives."""
+    robot, bench = arm_of()
+    place = np.asarray(robot.observe()["state"])
+
+    class Hand:
+        def read(self) -> Any:
+            return place
+
+    motion = {"kind": "absolute"}
+    loop = Loop(
+        robot,
+        lambda: None,  # type: ignore[arg-type, return-value]
+        Settings(20.0, handover="aligned", motion=motion),
+        7,
+        "go",
+        SimulatedPace(20.0),
+        takeover=Takeover(Hand(), parse_motion(motion), 7, None, 0.1),
+    )
+    loop.source = SimpleNamespace(  # type: ignore[assignment]
+        ready=lambda now: False, poll=lambda now: None, cancel=lambda: None, continuous=False
+    )
+    loop.take_over()
+    for _ in range(4):
+        loop.tick(loop.pace.next())
+    assert loop.driver == "human"
+    sent = len(bench.sent)
+    assert sent > 1
+    bench.observe = lambda: {"images": {}, "state": bench.state, "age": 5.0}  # type: ignore[method-assign]
+    robot.hold()  # as a watchdog does
+    for _ in range(3):
+        loop.tick(loop.pace.next())
+    assert len(bench.sent) == sent
+    assert loop.reason == "the state is not known"

@@ -584,12 +584,16 @@ Hostile.TestCase.settings = settings(
 TestHostile = Hostile.TestCase
 
 
+FOUND = {"take-over": (2028, 3500)}  # what campaigns have found
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_of_whole_loops_keeps_its_promises(kind: str) -> None:
     """``python -m benchmarks.promises`` plays as many as you like."""
     happened: Counter = Counter()
-    for seed in range(30):
+    seeds = [*range(30), *FOUND.get(kind, ())]
+    for seed in seeds:
         happened += play(seed, kind)
-    assert happened["scenarios"] == 30
+    assert happened["scenarios"] == len(seeds)
     assert happened["commands"] > 100
     assert happened["holds"] > 100

@@ -617,3 +617,35 @@ def test_a_human_who_drives_a_stream_leaves_it_alone_in_another_world() -> None:
         assert controller.driver == HUMAN
         controller.fault(0, "a new episode", moved=True)
         assert controller.driver == driver
+
+
+@pytest.mark.parametrize("old", ["the observation", "the state"])
+def test_limits_of_a_stream_do_not_begin_where_an_old_state_stood(old: str) -> None:
+    """It was moved by hand meanwhile; a stream takes frames of any age, but they do not say where it is."""
+    robot, link, clock = Robot(), Link(), [0.0]
+    shown = {"time": 0.0}
+
+    def observe() -> dict[str, Any]:
+        seen = {"images": {"front": None}, "state": np.zeros(2, np.float32)}
+        times = {"time": shown["time"]}
+        if old == "the state" and "time" in shown:
+            times = {"times": {"front": clock[0], "state": shown["time"]}}
+        return {**seen, **times}
+
+    robot.observe = observe  # type: ignore[method-assign]
+    limits = {"velocity": 1.0}
+    loop = looped(robot, link, 10.0, paced(10.0, clock), 10.0, motion={"kind": "absolute"}, limits=limits)
+    loop.pause()
+    for _ in range(12):
+        loop.tick(loop.pace.next())
+    loop.resume()
+    for step in range(12, 18):
+        link.ready = [window(step, step, clock[0], 1.0, clock[0])]
+        loop.tick(loop.pace.next())
+    assert robot.done[12:] == [None] * 6
+    assert bool(link.sent) == (old == "the observation")  # no sample of an old state leaves
+    for step in (18, 19):
+        shown["time"] = clock[0] + 0.1
+        link.ready = [window(step, step, clock[0], 1.0, clock[0])] * (step == 19)
+        loop.tick(loop.pace.next())
+    assert robot.done[-1] == pytest.approx(0.1)
