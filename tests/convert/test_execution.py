@@ -138,13 +138,14 @@ def test_an_action_queue_averages_the_chunks_of_all_steps(coefficient):
 
 
 def test_the_protocol_that_executes_rows_averages_them():
+    from sinew.serve.request import WireMessage
     from sinew.serve.wires.vla_eval import Conversation, unpack
 
     talk = Conversation(spec_of(0.01), {})
     policy, answers = Counting(0.01), []
     for _ in range(5):
         talk._seq = 0
-        answer = talk.answer(None, [policy.infer(None)], 0.0, None)
+        answer = talk.answer(WireMessage(), [policy.infer(None)], 0.0, None)
         answers.append(unpack(answer)["payload"]["actions"])
     np.testing.assert_allclose(np.ravel(answers), [expected(k, 0, 0.01) for k in range(5)], rtol=1e-5)
     assert talk._hello({})["temporal_ensemble"] == 0.01
