@@ -517,7 +517,8 @@ def test_a_checkpoint_whose_values_have_other_kinds(golden, tmp_path):
     [
         ({"std": [0.0] * 6}, "processing.action: no value varied in training, so every chunk is the same"),
         ({"std": [1e30] * 6}, "processing.action: statistics up to 1e+30, expected at most 1e+09"),
-        ({"std": [0.0] + [1.0] * 5}, None),
+        ({"std": [0.0] + [1.0] * 5}, "processing.action: value 0 did not vary in training"),
+        ({"std": [0.5] + [1.0] * 5}, None),
     ],
 )
 def test_statistics_that_no_robot_has_are_told_at_serve(checkpoint, caplog, stats, said):
