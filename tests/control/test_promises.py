@@ -584,7 +584,7 @@ Hostile.TestCase.settings = settings(
 TestHostile = Hostile.TestCase
 
 
-FOUND = {"take-over": (2028, 3500)}  # what campaigns have found
+FOUND = {"take-over": (2028, 3500), "assist": (10875,)}  # what campaigns have found
 
 
 @pytest.mark.parametrize("kind", KINDS)

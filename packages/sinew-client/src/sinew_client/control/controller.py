@@ -100,9 +100,9 @@ class BaseController:
         # The last of those that was sent, or where the robot was when the leader was aligned with it; and the step.
         self.followed: tuple[int, np.ndarray] | None = None
         self._before = self.followed
-        self._ahead: tuple[np.ndarray, np.ndarray] | None = (
-            None  # a pose, and what was sent since it is the same
-        )
+        # A pose, and what was sent since the state says the same one; now, and before the last command.
+        self._ahead: tuple[np.ndarray, np.ndarray] | None = None
+        self._ahead_before = self._ahead
 
     # ------------------------------------------------------------------------- what a subclass says
 
@@ -224,11 +224,15 @@ class BaseController:
     def stands(self, position: np.ndarray | None) -> None:
         """Take note of where the robot is, standing still: in the numbers of a command, NaN where it is not known."""
         self._tell("stands", {"position": position})
-        self._begins(position)
+        if position is None:  # its last command was not sent
+            self._ahead = self._ahead_before
+        if self.guard is not None:
+            self.guard.start(position)
 
     def _begins(self, position: np.ndarray | None) -> None:
-        """Let limits count from ``position``, in the numbers of a command; None: not known."""
-        self._ahead = None
+        """Let limits count from ``position``, where it may have been moved to: in the numbers of a command, None where
+        that is not known."""
+        self._ahead = self._ahead_before = None
         if self.guard is not None:
             self.guard.start(position)
 
@@ -384,6 +388,7 @@ class BaseController:
         """Note that a robot whose state says ``pose`` was sent to ``target``."""
         if not self.needs_state:
             return
+        self._ahead_before = self._ahead
         before, sent = self._ahead or (pose, np.zeros(len(pose)))
         self._ahead = pose, np.where(pose == before, sent, 0.0) + (target - pose)
 
