@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinew_client.policy import connect
+    from sinew_client.target import connect
 
     from sinew.convert import convert
     from sinew.driving import run
@@ -41,7 +41,7 @@ _LATER = {
     "RolloutPolicy": "sinew.eval.learning.rollouts",
     "RolloutSample": "sinew.eval.learning.rollouts",
     "Server": "sinew.serve.wires.server",
-    "connect": "sinew_client.policy",
+    "connect": "sinew_client.target",
     "convert": "",  # a package, which is called as its function of this name
     "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",

@@ -6,9 +6,8 @@ from typing import Any
 
 from sinew_client.control import Cadence, Robot
 from sinew_client.control.run import Run
-from sinew_client.policy import Policy, is_address
-
-from sinew.serve.opening import open_policy
+from sinew_client.policy import Policy
+from sinew_client.target import ADDRESS, Target
 
 
 def run(
@@ -44,7 +43,8 @@ def run(
         >>> report = sinew.run("blocks", Arm(), prompt="pick up the red cube", seconds=10)
         >>> report.executed
     """
-    opened: Any = policy if not isinstance(policy, str) or is_address(policy) else open_policy(policy)
+    named = isinstance(policy, str) and Target.parse(policy).kind != ADDRESS
+    opened: Any = Target.parse(policy).open() if named else policy
     try:
         with Run.open(opened, robot, settings, prompt=prompt, api_key=api_key) as driving:
             hz = driving.plan.settings.hz

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.policy import Limit, OpenPolicy, asking
+from sinew_client.open_policy import Limit, OpenPolicy, asking
 
 from sinew.bundle import EXPORTED, Bundle, statistics
 from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
@@ -36,7 +36,8 @@ from sinew.core import (
 )
 from sinew.core.hints import option
 from sinew.engine.backend import ASKED, BACKENDS, REFERENCE, choose, other_precision
-from sinew.engine.engine import Engine, Watch
+from sinew.engine.engine import Engine
+from sinew.engine.watch import Watch
 from sinew.processing import (
     Allowed,
     BatchKey,

@@ -10,7 +10,8 @@ import torch
 
 from sinew.core import Timing
 from sinew.engine.eager.engine import EagerEngine
-from sinew.engine.engine import Engine, Trace, Watch
+from sinew.engine.engine import Engine
+from sinew.engine.watch import Trace, Watch
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
 from tests.closeness import Rounding, rounding

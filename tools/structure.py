@@ -43,6 +43,7 @@ MAY_IMPORT = {
 ROOMS = [
     {"cli"},
     {"eval", "perf", "driving"},
+    {"targets"},
     {"checks", "serve", "sim"},
     {"stream"},
     {"policy"},

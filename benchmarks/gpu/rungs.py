@@ -24,7 +24,7 @@ from sinew.bundle.schema import Processing
 from sinew.core import Timing
 from sinew.engine.cuda.kernels import preprocess
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.models.base import Model
 from sinew.models.solvers import solve
 from sinew.perf.trace import STAGES

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.policy import is_address
+from sinew_client.target import is_address
 from sinew_client.untrusted import read_json
 
 from sinew.cli import terminal

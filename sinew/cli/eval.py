@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
-from sinew_client.policy import is_address
+from sinew_client.target import LOCAL, Target
 
 from sinew.cli import status, terminal
 from sinew.cli.options import (
@@ -41,7 +41,6 @@ from sinew.eval import campaign, suites
 from sinew.eval.evidence import plots, run_page
 from sinew.eval.evidence import repeat as repetition
 from sinew.eval.outside import TypedNames, say_names
-from sinew.eval.policies import EXPERT
 from sinew.eval.report import stats
 from sinew.eval.report.gate import Gate, read_gate, record
 from sinew.eval.report.report import conditions, document, markdown, tables
@@ -510,7 +509,7 @@ def _join(run: str, typed: TypedNames, workers: int | None, hosts: str | None) -
     if hosts is not None:
         raise SinewError("--hosts: expected the run itself; --join helps one from this machine")
     policies = tuple(
-        each if each == EXPERT or is_address(each) else str(resolve(each)) for each in typed.policies
+        each if Target.parse(each).kind != LOCAL else str(resolve(each)) for each in typed.policies
     )
     played = join(run, workers or usual_workers(), replaced(typed, policies=policies))
     terminal.console().print(f"played here  {played} episodes", markup=False)

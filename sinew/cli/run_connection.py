@@ -12,8 +12,8 @@ from sinew_client.control import Assist, AssistRule, Frames, Servers, Settings, 
 from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.form import COMMANDS
-from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
+from sinew_client.target import is_address
 
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs, changed

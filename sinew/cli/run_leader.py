@@ -17,13 +17,13 @@ from sinew_client.control.defaults import stated
 from sinew_client.control.leaders import open_leader, open_lerobot_leader
 from sinew_client.control.motion import parse_motion
 from sinew_client.control.run import RunPlan
+from sinew_client.target import EXPERT
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.core.hints import pairs
 
-EXPERT = "expert"
 SPARE_BYTES = 1 << 30  # of the disk, that frames leave free
 
 

@@ -16,8 +16,8 @@ from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.run import Run, RunPlan
 from sinew_client.control.stream import Watching
-from sinew_client.policy import is_address
 from sinew_client.streams import StreamLink
+from sinew_client.target import is_address
 
 from sinew.cli import status, terminal
 from sinew.cli.options import Flag, Positive, Runs

@@ -19,8 +19,8 @@ from cyclopts import Parameter, validators
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
-from sinew_client.policy import is_address
 from sinew_client.signals import handled
+from sinew_client.target import is_address
 
 from sinew.cli import status, terminal
 from sinew.cli.eval import print_report

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.processing import ModelInputs
 
 VIEWS, CONTEXTS = 8, 2  # that are kept, the newest

@@ -9,11 +9,11 @@ from typing import Unpack
 
 import gymnasium
 import numpy as np
+from sinew_client.target import LOCAL, Target
 
 from sinew.bundle.rename import parse_renames, rename_cameras, renames_for
 from sinew.core import Observation, PolicySpec, SinewError
 from sinew.eval.adapters import Direct, EnvAdapter, make_env
-from sinew.eval.policies import EXPERT
 from sinew.eval.settings import Task, Variant
 from sinew.policy import open_bundle
 from sinew.processing import Allowed, Processor
@@ -46,7 +46,7 @@ def check_variants(task: Task, variants: Sequence[Variant]) -> float:
     processors = [
         _processor(target, rename, allow_missing_cameras=missing, allow_empty_prompt=empty)
         for target, rename, missing, empty in sorted(targets)
-        if target != EXPERT and "://" not in target
+        if Target.parse(target).kind == LOCAL
     ]
     try:
         return check_observation(task, processors)

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sinew_client.target import Target
 from sinew_client.untrusted import named, raw_array, shown, unpack_msgpack
 
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
-from sinew.eval.policies import MODEL_SERVER
 
 if TYPE_CHECKING:
     import gymnasium
@@ -50,7 +50,7 @@ class ModelServer:
         self._loop = asyncio.new_event_loop()
         self._aiohttp, self._msgpack = aiohttp, msgpack
         try:
-            self._loop.run_until_complete(self._connect(f"ws://{address.removeprefix(MODEL_SERVER)}"))
+            self._loop.run_until_complete(self._connect(f"ws://{Target.parse(address).place}"))
             self.hello: dict[str, Any] = self._ask("hello", {"protocol_version": PROTOCOL}, "hello")
         except BaseException:
             self.close()

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sinew_client.policy import is_address
+from sinew_client.target import EXPERT, LOCAL, Target
 from sinew_client.typed_names import (
     OutsideName,
     comparable,
@@ -27,7 +27,7 @@ from sinew.convert.sources import ASSETS, embedded
 from sinew.core import progress
 from sinew.core.registry import place_of
 from sinew.eval import suites
-from sinew.eval.policies import EXPERT, file_hash
+from sinew.eval.policies import file_hash
 from sinew.eval.settings import ADAPTERS, TASKS_GROUP, Task, Variant
 
 _OWN = re.compile(r"sinew/[A-Za-z]+-v\d+")  # ids of the tasks in sinew.sim
@@ -125,7 +125,7 @@ def allowed(
     """
     names = [*task_names(task)]
     changes: list[tuple[int | None, str]] = [(None, name.field.removeprefix("task.")) for name in names]
-    addresses = [each for each in typed.policies if is_address(each)]
+    addresses = [each for each in typed.policies if Target.parse(each).remote]
     for index, (variant, about) in enumerate(zip(variants, facts, strict=True)):
         for field, name in _policy_names(index, variant, about, addresses, bundles):
             names.append(name)
@@ -205,8 +205,10 @@ def _table(
 
     Files are hashed if a record has a hash to compare. A file whose whole path is the recorded one is not hashed: it is
     that of a run which was typed on this machine."""
-    policies: dict[str, Any] = dict(typed_values(each for each in typed.policies if is_address(each)))
-    files = [each for each in typed.policies if not is_address(each) and each != EXPERT]
+    policies: dict[str, Any] = dict(
+        typed_values(each for each in typed.policies if Target.parse(each).remote)
+    )
+    files = [each for each in typed.policies if Target.parse(each).kind == LOCAL]
     pending = set[str]()
     for variant, about in zip(variants, facts, strict=True):
         if about.kind == "bundle":
@@ -231,7 +233,7 @@ def _table(
 
 def own_hashes(typed: TypedNames) -> set[str]:
     """Return the SHA-256 of the policies that are here: those of this package, and the typed bundles."""
-    typed_files = [each for each in typed.policies if not is_address(each) and each != EXPERT]
+    typed_files = [each for each in typed.policies if Target.parse(each).kind == LOCAL]
     return {file_hash(each) for each in (*map(str, embedded().values()), *typed_files)}
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+from sinew_client.target import EXPERT, LOCAL, Target
 
 from sinew.core import SinewError
 from sinew.engine.backend import BACKENDS
 from sinew.eval.adapters import EnvAdapter, make_env
 from sinew.eval.lockstep import Seat, play_together
 from sinew.eval.policies import (
-    EXPERT,
     EpisodePolicy,
     EvalPolicy,
     InProcess,
@@ -149,8 +149,7 @@ class one_thread:  # noqa: N801 - used as a context
     def __init__(self, variants: Sequence[Variant]):
         # A run that computes elsewhere, or without torch, should not import it for this.
         self.needed = any(
-            "://" not in variant.target
-            and variant.target != EXPERT
+            Target.parse(variant.target).kind == LOCAL
             and (variant.engine is None or BACKENDS[variant.engine].needs_torch)
             and not Path(variant.target).is_dir()
             for variant in variants

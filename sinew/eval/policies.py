@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from sinew_client import Client
 from sinew_client.auth import key_from_environment
+from sinew_client.target import ADDRESS, EXPERT, MODEL_SERVER, Target
 from sinew_client.types import MOST_TOGETHER
 from sinew_client.untrusted import named, open_regular
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
     from sinew.engine.backend import EngineChoice
     from sinew.policy import Policy as LoadedPolicy
-
-EXPERT = "expert"
-MODEL_SERVER = "vla-eval://"  # sinew.eval.model_server
 
 
 class EvalPolicy(Protocol):
@@ -166,13 +164,14 @@ class ServerPolicy(EpisodePolicy):
 
 def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
     """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
-    if variant.target == EXPERT:
-        return EpisodePolicy(open_expert(env_id))
-    if variant.target.startswith(MODEL_SERVER):
+    target = Target.parse(variant.target)
+    if target.kind == EXPERT:
+        return EpisodePolicy(open_expert(target.place or env_id))
+    if target.kind == MODEL_SERVER:
         from sinew.eval.model_server import ModelServer
 
         return ModelServer(variant.target)
-    if "://" in variant.target:
+    if target.kind == ADDRESS:
         return ServerPolicy(variant.target, variant.solver_steps)
     from sinew.bundle.rename import parse_renames
 
@@ -219,7 +218,7 @@ def stated_facts(target: str, env_id: str) -> dict[str, Any]:
     if target == EXPERT:
         found = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
         whole: Mapping[str, Any] = next(found, {})
-    elif "://" in target:
+    elif Target.parse(target).remote:
         whole = identity(target)
     else:
         from sinew.policy import open_bundle
@@ -236,14 +235,15 @@ def identity(target: str) -> dict[str, Any]:
     """
     if target == EXPERT:
         return {"kind": "expert", "id": EXPERT}
-    if target.startswith(MODEL_SERVER):
+    kind = Target.parse(target).kind
+    if kind == MODEL_SERVER:
         from sinew.eval.model_server import said
 
         hello = said(target)
         name = named(hello.get("model_server", ""), 100)
         text = f"{name} {named(hello.get('harness_version', ''), 40)}"
         return {"kind": "server", "id": text, "dtype": "", "motion": None, "name": name, "architecture": ""}
-    if "://" in target:
+    if kind == ADDRESS:
         from sinew_client import Client
 
         with Client(target, timeout=30.0, api_key=key_from_environment()) as client:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from sinew_client.control import Settings, choose, parse_rule
 from sinew_client.control.defaults import HANDOVER, REPLAN
-from sinew_client.policy import is_address
+from sinew_client.target import EXPERT, MODEL_SERVER, Target
 from sinew_client.typed_names import file_name, portable
 from sinew_client.untrusted import named, shown
 
@@ -120,8 +120,8 @@ class Variant:
             raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
         if self.batch < 1:
             raise SinewError(f"batch: expected 1 or more, got {self.batch}")
-        foreign = "://" in self.target and not self.target.startswith(("tcp://", "ipc://"))
-        if self.batch > 1 and (self.stream or self.target == "expert" or foreign):
+        alone = Target.parse(self.target).kind in (MODEL_SERVER, EXPERT)
+        if self.batch > 1 and (self.stream or alone):
             got = "a stream" if self.stream else self.target
             raise SinewError(f"batch: expected a bundle or a server that is asked for chunks, got {got}")
         if self.engine not in (None, AUTO, *BACKENDS):
@@ -148,7 +148,7 @@ class Variant:
         if name == "replan" and value == 0:
             return "full"
         if name == "target":
-            return value if "://" in value else file_name(value)
+            return value if Target.parse(value).remote else file_name(value)
         if value is None:
             return "default"
         if name in ("stream", "edge_adapter"):
@@ -170,7 +170,10 @@ class Variant:
         values = self.to_dict()
         if self.edge_adapter:
             values["edge_adapter"] = file_name(self.edge_adapter)
-        return {**values, "target": portable(self.target) if is_address(self.target) else self.show("target")}
+        return {
+            **values,
+            "target": portable(self.target) if Target.parse(self.target).remote else self.show("target"),
+        }
 
     @classmethod
     def from_dict(cls, values: Any) -> Variant:
@@ -195,7 +198,7 @@ def distinct_names(targets: Sequence[str]) -> list[str]:
     paths = {each: [part for part in re.split(r"[\\/]", each) if part] or [each] for each in targets}
 
     def name(target: str) -> str:
-        if is_address(target):
+        if Target.parse(target).remote:
             return target
         parts = paths[target]
         for count in range(1, len(parts) + 1):

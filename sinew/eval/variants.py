@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Unpack
 from sinew_client import ClientError
 from sinew_client.control import Adapter, choose
 from sinew_client.control.defaults import AUTO
-from sinew_client.policy import is_address
+from sinew_client.target import LOCAL, Target
 
 from sinew.convert.sources import resolve
 from sinew.core import SinewError, machine, progress
 from sinew.core.extras import MissingPackageError
-from sinew.eval.policies import EXPERT, InProcess, ServerPolicy, chosen, open_policy, stated_facts
+from sinew.eval.policies import InProcess, ServerPolicy, chosen, open_policy, stated_facts
 from sinew.eval.settings import Task, Variant, parse_replan
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.processing import Allowed
@@ -30,7 +30,7 @@ ENV = "sinew/Blocks-v0"  # where nothing says which task a policy fits
 def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
     """Return the task to play where none was asked for: the embedded one whose observations the policy takes. allowed:
     as of :class:`sinew.processing.Processor`."""
-    if target == EXPERT or is_address(target):
+    if Target.parse(target).kind != LOCAL:
         return ENV
     try:
         from sinew.eval.fitting import task_of
@@ -75,7 +75,7 @@ def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] 
             Adapter.read(path)
     return [
         variant
-        if variant.target == EXPERT or is_address(variant.target)
+        if Target.parse(variant.target).kind != LOCAL
         else replaced(variant, target=str(resolve(variant.target)))
         for variant in found
     ]
@@ -84,7 +84,8 @@ def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] 
 def settled(variant: Variant, task: Task | None = None, said: set[str] | None = None) -> Variant:
     """Return the variant with the hand-over, the engine and the device that will play it, so that logs and reports name
     them. said: reasons that were printed before."""
-    if "://" in variant.target:
+    kind = Target.parse(variant.target)
+    if kind.remote:
         device = None if variant.device == "auto" else variant.device
         flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
         if any(flags) or variant.allow_missing_cameras or variant.allow_empty_prompt:
@@ -92,7 +93,7 @@ def settled(variant: Variant, task: Task | None = None, said: set[str] | None = 
                 "engine, dtype, device, cameras and empty prompts belong to the server; start it with them"
             )
     variant = _handed_over(variant, task, set() if said is None else said)
-    if "://" in variant.target or variant.target == EXPERT:
+    if kind.kind != LOCAL:
         return replaced(variant, device="cpu")
     found = chosen(variant)
     return replaced(variant, engine=found.engine, device=found.options.device)

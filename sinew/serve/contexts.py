@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from sinew_client.policy import refuse_words
+from sinew_client.open_policy import refuse_words
 
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
 from sinew.engine.fingerprint import fingerprint

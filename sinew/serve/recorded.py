@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sinew_client.policy import OpenPolicy, Policy
+from sinew_client.open_policy import OpenPolicy
+from sinew_client.policy import Policy
 
 from sinew.core import ActionChunk, Observation, PolicySpec, SinewError
 from sinew.processing import given

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.policy import Limit, OpenPolicy, refuse_words
+from sinew_client.open_policy import Limit, OpenPolicy, refuse_words
 
 from sinew.bundle.adapter import unknown
 from sinew.bundle.schema import Manifest

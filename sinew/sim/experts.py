@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from sinew_client.policy import OpenPolicy, refuse_words
+from sinew_client.open_policy import OpenPolicy, refuse_words
 from sinew_client.solver import SINGLE
 
 from sinew.core import (
@@ -96,6 +96,19 @@ EXPERTS: dict[str, tuple[PolicySpec, Callable[[Any], Act]]] = {  # how environme
     "sinew/Pen": (PEN, _pen),
     "sinew/Egg": (expert_spec("egg expert", VectorSpec(1)), _egg),
 }
+
+
+def open_target(place: str, **options: Any) -> Expert:
+    """Open the expert that ``expert:ENV`` names (entry point of ``sinew.targets``).
+
+    Raises:
+        SinewError: No environment is named, it has no expert, or an option is given.
+    """
+    if not place:
+        raise SinewError("expert: expected expert:ENV, such as expert:sinew/Blocks-v0")
+    if options:
+        raise SinewError(f"expert:{place}: an expert takes no option {next(iter(options))}")
+    return open_expert(place)
 
 
 def open_expert(env_id: str) -> Expert:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinew_client import Client
 from sinew_client.control.servers import PolicyCall
-from sinew_client.policy import OpenPolicy, refuse_words
+from sinew_client.open_policy import OpenPolicy, refuse_words
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.engine.clone import on_meta

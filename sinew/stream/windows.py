@@ -15,7 +15,8 @@ from sinew_client.control import Node, Trajectory
 from sinew_client.solver import Solver
 
 from sinew.core import Observation, SinewError
-from sinew.engine.engine import Engine, Watch
+from sinew.engine.engine import Engine
+from sinew.engine.watch import Watch
 from sinew.processing import Processor
 from sinew.processing.continuation import Continuation, continuation
 from sinew.stream.text import SILENT, StreamedText

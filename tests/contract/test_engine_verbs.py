@@ -13,7 +13,7 @@ import pytest
 
 from sinew.core import CancelledError, ObservationError, SinewError
 from sinew.engine.backend import BACKENDS, GROUP, ORDER
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs, stack

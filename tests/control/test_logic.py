@@ -29,6 +29,7 @@ from sinew_client.control import (
     parse_handover,
     parse_rule,
 )
+from sinew_client.control.authority import ALIGNS, SILENT
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
@@ -37,7 +38,6 @@ from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fa
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import ReplanState, disagreement
 from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, _braking, checked_rows
-from sinew_client.control.takeover import ALIGNS, SILENT
 from sinew_client.control.trajectory import Trajectory
 from sinew_client.streams import StreamWindow
 

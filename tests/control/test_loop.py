@@ -30,12 +30,12 @@ from sinew_client.control import (
     Stopped,
     repeat,
 )
+from sinew_client.control.authority import HandedOver
 from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import RATES, UNPLACED
 from sinew_client.control.smoothing import parse_filter
-from sinew_client.control.takeover import HandedOver
 from sinew_client.control.watchdog import Watchdog
 from sinew_client.errors import Refused, SinewError
 from sinew_client.faults import PERMANENT

@@ -23,10 +23,10 @@ from sinew_client.control import (
     StreamReport,
     repeat,
 )
+from sinew_client.control.authority import ALIGNING, HUMAN, POLICY
 from sinew_client.control.controller import AHEAD_S
 from sinew_client.control.facts import facts_of
 from sinew_client.control.stream import Watching
-from sinew_client.control.takeover import ALIGNING, HUMAN, POLICY
 from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow

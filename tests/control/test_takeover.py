@@ -26,10 +26,11 @@ from sinew_client.control import (
     Takeover,
     repeat,
 )
+from sinew_client.control.authority import ALIGNS, SILENT, HandedOver
 from sinew_client.control.controller import UNKNOWN
 from sinew_client.control.facts import facts_of
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
-from sinew_client.control.takeover import ALIGNS, SILENT, HandedOver, agreement_rows
+from sinew_client.control.takeover import agreement_rows
 
 from tests.control.test_promises import BAD
 

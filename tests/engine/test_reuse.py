@@ -15,8 +15,8 @@ from sinew_client import Client
 import sinew
 from sinew.cli import main
 from sinew.core import Observation, SinewError
-from sinew.engine.engine import Watch
 from sinew.engine.reuse import Reuse
+from sinew.engine.watch import Watch
 from sinew.policy import Policy
 from sinew.processing import ModelInputs
 from tests.serve.test_server import serving

@@ -24,7 +24,7 @@ from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import BundleError, CancelledError, ConvertError, ObservationError, SinewError
 from sinew.core.fields import problems
 from sinew.engine.eager.engine import EagerEngine
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.families.pi.model import PI05, PI05Config
 from sinew.layers.decoder import DecoderConfig
 from sinew.models.expert import Prefix

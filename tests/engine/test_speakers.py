@@ -16,11 +16,12 @@ from sinew.core.fields import from_json, to_json
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.eager.engine import EagerEngine
-from sinew.engine.engine import Engine, Watch
+from sinew.engine.engine import Engine
 from sinew.engine.example import Shapes
 from sinew.engine.onnx.graphs import GraphSet, operators
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import Plan
+from sinew.engine.watch import Watch
 from sinew.models.base import Model
 from sinew.perf.trace import trace
 from sinew.processing import ModelInputs, stack

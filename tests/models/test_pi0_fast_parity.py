@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sinew.core import ObservationError, SinewError
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.eval.quantize.quantization import measure
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import Client, ServerError
-from sinew_client.policy import OpenPolicy
+from sinew_client.open_policy import OpenPolicy
 
 import sinew
 from sinew.core import ActionChunk, Observation, SinewError

@@ -21,6 +21,7 @@ from PIL import Image
 from rich.console import Console
 from sinew_client import Client, InvalidObservation, ServerError, schema
 from sinew_client.aio import AsyncClient
+from sinew_client.target import connect
 from websockets.sync import client as websockets
 
 from sinew.cli import main, top_view
@@ -34,7 +35,6 @@ from sinew.serve.dashboard.feed import MAX_TEXT, Feed
 from sinew.serve.dashboard.follow import ServerSeen
 from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
-from sinew.serve.opening import open_policy
 from sinew.serve.request import Request
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec
@@ -354,7 +354,7 @@ def test_who_says_no_words_refuses_by_name(
             each.actions is not None for each in read_records(at.records)
         ):
             client.health()
-    recorded = open_policy(at.records)
+    recorded = connect(at.records)
     given = {**seen(policy), "question": QUESTION}
     with pytest.raises(
         ObservationError, match=r"^question: expected nothing, as only a policy.*got a replay"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sinew.core import Observation, SinewError
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.models.solvers import Solver
 from sinew.policy import Policy, load
 from sinew.stream import windows

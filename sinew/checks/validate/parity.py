@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, upcast_text
-from sinew.engine.engine import Trace
+from sinew.engine.watch import Trace
 from sinew.policy import Policy
 
 STAGES = ("vision", "prefix", "head", "actions")

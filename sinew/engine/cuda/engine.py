@@ -28,9 +28,10 @@ from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.eager.engine import precision_of
-from sinew.engine.engine import Audited, Engine, Facts, Watch
+from sinew.engine.engine import Audited, Engine, Facts
 from sinew.engine.plan.plan import Plan
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
+from sinew.engine.watch import Watch
 from sinew.models.base import Speaker, Spoken
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs

@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import DTYPES, RTC, SinewError, did_you_mean, machine
-from sinew.engine.engine import Context, Engine, Facts, Watch
+from sinew.engine.engine import Context, Engine, Facts
 from sinew.engine.example import Inputs
 from sinew.engine.reuse import Reuse
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
+from sinew.engine.watch import Watch
 from sinew.layers.stores.plain import PLAIN
 from sinew.models.base import Model, Said, Speaker
 from sinew.models.solvers import Guidance, solve

@@ -17,7 +17,7 @@ from sinew_client.untrusted import UntrustedError, read_npy
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, ObservationError, SinewError, machine
-from sinew.engine.engine import Engine, Facts, Trace, Watch
+from sinew.engine.engine import Engine, Facts
 from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import weights
 from sinew.engine.onnx.graphs import CONTEXT, NEWEST, ONE_SCALE, PROMPT, STAGES, GraphSet, renewed, table_path
@@ -34,6 +34,7 @@ from sinew.engine.onnx.providers import (
     session_options,
 )
 from sinew.engine.reuse import Reuse
+from sinew.engine.watch import Trace, Watch
 from sinew.models.solvers import Guidance, Solver, drawn, solve
 from sinew.processing import ModelInputs
 from sinew.steps.action_tokens.base import ActionTokens

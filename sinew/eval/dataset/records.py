@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
-from sinew_client.control.takeover import HUMAN
+from sinew_client.control.authority import HUMAN
 
 from sinew.core import SinewError
 from sinew.eval.dataset.writer import DatasetFrame

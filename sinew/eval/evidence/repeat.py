@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sinew_client.policy import is_address
+from sinew_client.target import LOCAL, Target
 from sinew_client.typed_names import portable
 from sinew_client.untrusted import named, parse_json, read_text, shown
 
@@ -15,7 +15,7 @@ from sinew.convert.sources import resolve
 from sinew.core import SinewError
 from sinew.eval.evidence.page import record_in
 from sinew.eval.outside import PolicyFacts, TypedNames, allowed
-from sinew.eval.policies import EXPERT, file_hash, identity
+from sinew.eval.policies import file_hash, identity
 from sinew.eval.report.report import SCHEMA
 from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Episode
@@ -60,7 +60,7 @@ class Recorded:
         files = {each: _place(each) for each in typed.policies}
         hashes = {about.sha256 for about in self.facts if about.kind == "bundle"}
         for each, place in files.items():
-            if place != EXPERT and not is_address(place) and (found := file_hash(place)) not in hashes:
+            if Target.parse(place).kind == LOCAL and (found := file_hash(place)) not in hashes:
                 ids = ", ".join(sorted(each[:16] for each in hashes)) or "none"
                 raise SinewError(
                     f"{each}: expected a policy of {self.path} (SHA-256 {ids}), got {found[:16]}"
@@ -211,7 +211,7 @@ def policy_of(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(name: str) -> str:
-    return name if is_address(name) or name == EXPERT else str(resolve(name))
+    return name if Target.parse(name).kind != LOCAL else str(resolve(name))
 
 
 # ----------------------------------------------------------------------------- comparison

@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sinew_client.policy import is_address
+from sinew_client.target import EXPERT, LOCAL, Target
 from sinew_client.untrusted import named, open_regular, parse_json, read_bytes, read_text, shown
 
 from sinew.core import SinewError
 from sinew.eval.episode_log import episodes_of, line, write_whole
 from sinew.eval.outside import PolicyFacts, TypedNames, allowed
 from sinew.eval.player import groups, key
-from sinew.eval.policies import EXPERT
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 
@@ -184,7 +183,7 @@ def _facts(variant: Variant, text: str) -> PolicyFacts:
     target = about.get("target") if isinstance(about, dict) else None
     if edge is None or (edge and not (isinstance(edge, str) and SHA256.fullmatch(edge))):
         raise SinewError(f"keys: expected an object with the SHA-256 of its files, got {shown(text)}")
-    if variant.target == EXPERT or is_address(variant.target):
+    if Target.parse(variant.target).kind != LOCAL:
         return PolicyFacts("expert" if variant.target == EXPERT else "server", "", edge)
     if not isinstance(target, str) or not SHA256.fullmatch(target):
         raise SinewError(f"keys: expected the SHA-256 of {named(variant.target)}, got {shown(target)}")

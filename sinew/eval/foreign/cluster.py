@@ -25,6 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sinew_client.target import Target
+
 from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.eval import episode_log
@@ -114,7 +116,7 @@ class Guest:
             try:
                 self.plan.check(index)
             except (SinewError, OSError):
-                if "://" in variant.target:
+                if Target.parse(variant.target).remote:
                     raise
                 if not (kept := self._kept(index)).is_file():
                     found.setdefault(kept, index)

@@ -22,13 +22,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import sinew_client
+from sinew_client.target import LOCAL, Target
 from sinew_client.untrusted import parse_json, shown
 
 from sinew.convert.tokenizer_files import download
 from sinew.core import SinewError, machine, progress
 from sinew.eval import suites
 from sinew.eval.foreign import worker as foreign_worker
-from sinew.eval.policies import EXPERT
 from sinew.eval.runner import Episode
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant
@@ -196,7 +196,7 @@ class Foreign:
     @contextmanager
     def _address(self, variant: Variant) -> Iterator[str]:
         """What the interpreter is given as the variant's policy."""
-        if variant.target == EXPERT or "://" in variant.target:
+        if Target.parse(variant.target).kind != LOCAL:
             yield variant.target
             return
         with nullcontext() if self.log else tempfile.TemporaryDirectory() as scratch:

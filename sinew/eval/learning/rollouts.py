@@ -13,7 +13,7 @@ import numpy as np
 
 from sinew.bundle.writer import ArraySlice, TensorSource, write_bundle
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.eval.learning.exploration import (
     DenoisingChain,
     Exploration,

@@ -21,8 +21,8 @@ from sinew.convert.lowbit.recipes import parse_bytes, parse_recipe, stored_bytes
 from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS, choose
-from sinew.engine.engine import Watch
 from sinew.engine.onnx.cache import graphs_folder
+from sinew.engine.watch import Watch
 from sinew.eval.observations import RANDOM
 from sinew.eval.observations import observations as observations_of
 from sinew.eval.report.gate import read_gate

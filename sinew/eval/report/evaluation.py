@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from sinew_client.control.defaults import HANDOVER, REPLAN
-from sinew_client.policy import Policy, is_address
+from sinew_client.policy import Policy
+from sinew_client.target import EXPERT, LOCAL, Target
 
 from sinew.convert.sources import resolve
 from sinew.core import SinewError
@@ -20,7 +21,7 @@ from sinew.eval.adapters import Direct, EnvAdapter, Mapped, make_env, mapping_of
 from sinew.eval.fitting import check_variants
 from sinew.eval.lockstep import Seat, play_together
 from sinew.eval.player import EpisodePlayer, groups, one_thread
-from sinew.eval.policies import EXPERT, EpisodePolicy, EvalPolicy, chosen
+from sinew.eval.policies import EpisodePolicy, EvalPolicy, chosen
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant
@@ -159,7 +160,7 @@ def evaluate(
     )
     options = {"replan": replan, "latency": Latency(str(latency)), "handover": handover}
     variant = Variant(target, **options, solver_steps=solver_steps, batch=batch)  # type: ignore[arg-type]
-    if named and target != EXPERT and not is_address(target):
+    if named and Target.parse(target).kind == LOCAL:
         found = chosen(variant)
         variant = replace(variant, engine=found.engine, device=found.options.device)
     if named and isinstance(env, str) and (adapter is None or isinstance(adapter, str)):
@@ -301,7 +302,7 @@ def adapted(env: gymnasium.Env, adapter: Adapter) -> EnvAdapter:
 
 def _target(policy: Any) -> str:
     text = os.fspath(policy)
-    return text if text == EXPERT or is_address(text) else str(resolve(text))
+    return text if Target.parse(text).kind != LOCAL else str(resolve(text))
 
 
 def _checked(policy: Any) -> Policy:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sinew import __version__
 from sinew.core import Moment, Observation, PolicySpec, Timing, machine
-from sinew.engine.engine import Watch
+from sinew.engine.watch import Watch
 from sinew.perf.machine.achieved import roofline_record
 
 if TYPE_CHECKING:

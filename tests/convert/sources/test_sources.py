@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sinew_client.policy import is_address
+from sinew_client.target import is_address
 
 from sinew.bundle import Bundle
 from sinew.cli import main

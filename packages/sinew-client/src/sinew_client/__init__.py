@@ -16,7 +16,8 @@ from sinew_client.errors import (
     SinewError,
     UnsafeChunk,
 )
-from sinew_client.policy import Policy, connect
+from sinew_client.policy import Policy
+from sinew_client.target import connect
 from sinew_client.types import ActionChunk, Observation, PolicySpec, Timing
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
 from sinew_client.link import MAX_REPLY, check_owner, payload_of, set_options, unconnected, unix_place
-from sinew_client.policy import asking
+from sinew_client.open_policy import asking
 from sinew_client.types import ActionChunk, Observation
 
 

@@ -15,7 +15,7 @@ from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.episode import ActionQueue
 from sinew_client.errors import ClientError, ConnectionLost
 from sinew_client.link import Link
-from sinew_client.policy import asking
+from sinew_client.open_policy import asking
 from sinew_client.robot_report import RobotReport
 from sinew_client.types import ActionChunk, Observation, PolicySpec
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sinew.engine.cuda.fused.ops import Ops, ResidualStream
-from sinew.engine.cuda.fused.rows import Operand, RowOps, Target
+from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget
 from sinew.engine.cuda.kernels.tiles import SOME_ROWS
 from sinew.engine.plan.packing import PackedMLP
 from sinew.engine.plan.prefix_end import KeyValueLayer
@@ -199,7 +199,7 @@ def modulation(m: Modulated, eps: float) -> Norm:
 def rotated(
     rows: RowOps, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int], **norm: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, operand = rows.norm(x, Target.of(linear), **norm)
+    _, operand = rows.norm(x, RowTarget.of(linear), **norm)
     cos, sin = tables(rotate)
     q, k, v = rows.rope(rows.product(operand, linear, bias=False), cos, sin, heads, linear.bias)
     return q[None], k[None], v[None]
@@ -208,11 +208,11 @@ def rotated(
 def rowwise(rows: RowOps, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> tuple[Tensor, Operand]:
     """The stream after the attention, memory of its own, and what the MLP's last product reads."""
     out, up, down = layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
-    branch = rows.product(rows.convert(attended, Target.of(out)), out, bias=False)
-    stream, operand = rows.norm(x, Target.of(up), branch=branch, branch_bias=out.bias, **norm)
+    branch = rows.product(rows.convert(attended, RowTarget.of(out)), out, bias=False)
+    stream, operand = rows.norm(x, RowTarget.of(up), branch=branch, branch_bias=out.bias, **norm)
     packed = rows.product(operand, up, bias=False)
     kind = activation(layer.mlp)
-    return stream, rows.activate(packed, Target.of(down), activation=kind, gated=True, bias=up.bias)
+    return stream, rows.activate(packed, RowTarget.of(down), activation=kind, gated=True, bias=up.bias)
 
 
 def activation(module: PackedMLP) -> Any:

@@ -18,7 +18,7 @@ from sinew.engine.cuda.kernels import activate, fp8_quantize, rope, row_norm
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 
 
-class Target(NamedTuple):
+class RowTarget(NamedTuple):
     """The operand that a product reads: a dtype, and for e4m3 the scale of the tensor (float32 scalar), or None: rows
     find their own."""
 
@@ -26,7 +26,7 @@ class Target(NamedTuple):
     scale: Tensor | None = None
 
     @classmethod
-    def of(cls, linear: Any) -> Target:
+    def of(cls, linear: Any) -> RowTarget:
         """Return the operand that a ``Linear`` or an ``Fp8Linear`` reads."""
         if isinstance(linear, fp8.Fp8Linear):
             return cls(E4M3, linear.x_scale)
@@ -45,19 +45,19 @@ class RowOps(ABC):
 
     @abstractmethod
     def norm(
-        self, x: Tensor, to: Target, *, branch: Tensor | None = None, **norm: Any
+        self, x: Tensor, to: RowTarget, *, branch: Tensor | None = None, **norm: Any
     ) -> tuple[Tensor, Operand]:
         """(x + gate * (branch + branch_bias), its norm). norm: eps, kind, weight, offset, shift, gate, branch_bias, as
         ``row_norm.reference``."""
 
     @abstractmethod
     def activate(
-        self, packed: Tensor, to: Target, *, activation: Any, gated: bool, bias: Tensor | None = None
+        self, packed: Tensor, to: RowTarget, *, activation: Any, gated: bool, bias: Tensor | None = None
     ) -> Operand:
         """activation(gate) * up of [M, 2 N], or activation of [M, N], after the bias."""
 
     @abstractmethod
-    def convert(self, x: Tensor, to: Target) -> Operand:
+    def convert(self, x: Tensor, to: RowTarget) -> Operand:
         """x: [M, K] as a product reads it."""
 
     @abstractmethod

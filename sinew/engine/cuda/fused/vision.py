@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.cuda.fused.ends import PatchTower
-from sinew.engine.cuda.fused.rows import Operand, RowOps, Target
+from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.layers.vit import ViTLayer
 
@@ -35,10 +35,10 @@ class RowwiseViTLayer(ViTLayer):
         packed = rows.product(normed, qkv).view(views, -1, 3, attn.o_proj.in_features)
         q, k, v = (part.unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for part in packed.unbind(2))
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
-        out = branch(rows, rows.convert(attended, Target.of(attn.o_proj)), attn.o_proj)
+        out = branch(rows, rows.convert(attended, RowTarget.of(attn.o_proj)), attn.o_proj)
         x, normed = layer_norm(rows, x, out, self.norm2, mlp.fc1)
         packed = rows.product(normed, mlp.fc1, bias=False)
-        to = Target.of(mlp.fc2)
+        to = RowTarget.of(mlp.fc2)
         hidden = rows.activate(packed, to, activation="gelu_tanh", gated=False, bias=mlp.fc1.bias)
         return x, branch(rows, hidden, mlp.fc2)
 
@@ -56,7 +56,7 @@ class RowwiseTower(PatchTower):
         if not isinstance(norm, UnitLayerNorm):  # its readers are not known, so it kept its weight
             total = sum((part for part in added.values() if part is not None), x)
             return norm(total.unflatten(0, (views, -1)))
-        _, normed = self.rows.norm(x, Target(norm.dtype), eps=norm.eps, kind="layer", **added)
+        _, normed = self.rows.norm(x, RowTarget(norm.dtype), eps=norm.eps, kind="layer", **added)
         return normed.data.unflatten(0, (views, -1))
 
 
@@ -65,4 +65,4 @@ def branch(rows: RowOps, operand: Operand, linear: Any) -> Added:
 
 
 def layer_norm(rows: RowOps, x: Tensor, added: Added, norm: Any, reader: Any) -> tuple[Tensor, Operand]:
-    return rows.norm(x, Target.of(reader), eps=norm.eps, kind="layer", **added)
+    return rows.norm(x, RowTarget.of(reader), eps=norm.eps, kind="layer", **added)

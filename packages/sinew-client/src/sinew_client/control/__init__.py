@@ -10,6 +10,7 @@ from __future__ import annotations
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.assist import Assist, AssistRule, parse_assist
+from sinew_client.control.authority import HandedOver, Leader, LeaderError
 from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.defaults import AS_IS, Choice, choose
@@ -33,14 +34,7 @@ from sinew_client.control.servers import Servers
 from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.smoothing import Filter, parse_filter
 from sinew_client.control.stream import Stream, StreamReport
-from sinew_client.control.takeover import (
-    HandedOver,
-    Leader,
-    LeaderError,
-    Onlooker,
-    ShadowAgreement,
-    Takeover,
-)
+from sinew_client.control.takeover import Onlooker, ShadowAgreement, Takeover
 from sinew_client.control.trajectory import Node, Trajectory
 from sinew_client.control.windows import StreamController
 

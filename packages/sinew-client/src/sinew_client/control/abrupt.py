@@ -7,8 +7,8 @@ from typing import Any, Sequence
 
 import numpy as np
 
+from sinew_client.control.authority import POLICY
 from sinew_client.control.controller import Command
-from sinew_client.control.takeover import POLICY
 
 KEPT = 5  # of each number of a command, and told in the end
 

@@ -9,12 +9,12 @@ from typing import Any, Callable
 
 import numpy as np
 
+from sinew_client.control.authority import ALIGNING, ALIGNS, HUMAN, POLICY, SILENT, HandedOver
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
 from sinew_client.control.player import ChunkRequest, Player
 from sinew_client.control.safety import Guard, Limits, RowsError, checked_rows
 from sinew_client.control.smoothing import Smoothing
-from sinew_client.control.takeover import ALIGNING, ALIGNS, HUMAN, POLICY, SILENT, HandedOver
 from sinew_client.control.trajectory import Trajectory
 from sinew_client.faults import Faults
 from sinew_client.protocol import MAX_ROWS

@@ -8,8 +8,8 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from sinew_client.control.authority import LeaderError
 from sinew_client.control.robots import lerobot_choice, lerobot_config
-from sinew_client.control.takeover import LeaderError
 from sinew_client.modules import load_named
 
 SHARE = 0.1  # of the way to the robot, which a leader with motors goes in each control step

@@ -13,6 +13,7 @@ import numpy as np
 
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
+from sinew_client.control.authority import ALIGNING, HUMAN, POLICY
 from sinew_client.control.controller import AHEAD_S, LATE, UNKNOWN, BaseController, Command, Controller
 from sinew_client.control.facts import facts_of
 from sinew_client.control.interfaces import NoCommand, NoObservation, Robot, Source, Stopped
@@ -22,7 +23,7 @@ from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, SourceAges, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
-from sinew_client.control.takeover import ALIGNING, HUMAN, POLICY, Onlooker, ShadowAgreement, Takeover
+from sinew_client.control.takeover import Onlooker, ShadowAgreement, Takeover
 from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
 from sinew_client.faults import PERMANENT

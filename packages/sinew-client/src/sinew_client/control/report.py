@@ -9,9 +9,10 @@ from typing import Any, Iterable, Mapping
 
 import numpy as np
 
+from sinew_client.control.authority import HandedOver
 from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
-from sinew_client.control.takeover import KEPT, HandedOver, ShadowAgreement, agreement_rows
+from sinew_client.control.takeover import KEPT, ShadowAgreement, agreement_rows
 from sinew_client.control.watchdog import Watchdog
 
 LISTED = 8  # limits of single joints that a report lists

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from sinew_client.client import Client
+from sinew_client.control.authority import POLICY
 from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.loop import Loop
 from sinew_client.control.report import percentiles
 from sinew_client.control.safety import RATES
-from sinew_client.control.takeover import POLICY
 from sinew_client.errors import ClientError, ServerError
 from sinew_client.faults import kind_of
 from sinew_client.robot_report import FARTHEST, MAX_POINTS, RobotReport

@@ -374,7 +374,7 @@ def _opened(policy: Any, source: Sources | None, api_key: str) -> tuple[Mapping[
     if source is not None:
         description = policy if isinstance(policy, Mapping) else described(policy)
         return description, source, source if hasattr(source, "present") else None
-    from sinew_client.policy import is_address
+    from sinew_client.target import is_address
 
     if is_address(policy):
         from sinew_client.client import Client

@@ -1,0 +1,138 @@
+"""The text with which a person names a policy: one parser, and one way to open what it names.
+
+========================  ==============================================================
+text                      kind
+========================  ==============================================================
+``tcp://host:port``       ``address``: a server; ``ipc://`` and a list ``A,B`` as well
+``vla-eval://host:port``  ``model-server``: a model server of another project
+``expert``                ``expert``: the scripted expert of a simulated task
+``expert:ENV``            the same, of this environment
+anything else             ``local``: a bundle, a checkpoint, a hub name or recordings
+========================  ==============================================================
+
+This package opens addresses. The others need a package with an entry point ``sinew.targets`` of the kind's name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Sequence
+
+from sinew_client.errors import ClientError
+from sinew_client.policy import Policy
+from sinew_client.untrusted import named
+
+ADDRESS, MODEL_SERVER, EXPERT, LOCAL = "address", "model-server", "expert", "local"
+GROUP = "sinew.targets"  # entry points: kind -> a function (place, **options) that returns an open policy
+_MODEL_SERVER, _HUB = "vla-eval://", "hf://"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a text names.
+
+    Attributes:
+        kind: "address", "model-server", "expert" or "local".
+        text: The text as it was typed; addresses of several servers are joined by commas.
+        place: The text without the name of its kind.
+    """
+
+    kind: str
+    text: str
+    place: str
+
+    @classmethod
+    def parse(cls, source: Any) -> Target:
+        """Return what a text, a path or a list of addresses names. Nothing is opened or looked up.
+
+        Raises:
+            ClientError: It is a list of something other than addresses.
+        """
+        if isinstance(source, (list, tuple)):
+            parts = [cls.parse(each) for each in source]
+            if not parts or any(part.kind != ADDRESS for part in parts):
+                raise ClientError(f"policy: expected a list of addresses, got {named(source)}")
+            text = ",".join(part.text for part in parts)
+            return cls(ADDRESS, text, text)
+        text = os.fspath(source)
+        if text.startswith(_MODEL_SERVER):
+            return cls(MODEL_SERVER, text, text[len(_MODEL_SERVER) :])
+        if "://" in text and not text.startswith(_HUB):
+            return cls(ADDRESS, text, text)
+        if text == EXPERT or text.startswith(f"{EXPERT}:"):
+            return cls(EXPERT, text, text[len(EXPERT) + 1 :])
+        return cls(LOCAL, text, text)
+
+    @property
+    def remote(self) -> bool:
+        """True if another process computes: a server of this project, or a model server."""
+        return self.kind in (ADDRESS, MODEL_SERVER)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the servers, the first that answers counts; [] of anything else."""
+        return self.place.split(",") if self.kind == ADDRESS else []
+
+    def open(self, **options: Any) -> Policy:
+        """Open the policy.
+
+        Args:
+            **options: Of :class:`sinew_client.Client` for an address, else those of the kind's opener, such as
+                :func:`sinew.load`.
+
+        Raises:
+            SinewError: The policy cannot be opened, or the package that opens this kind is not installed.
+        """
+        if self.kind == ADDRESS:
+            from sinew_client.client import Client
+
+            return Client(self.addresses, **options)
+        opener = _opener(self.kind)
+        if opener is None:
+            if self.kind == MODEL_SERVER:
+                raise ClientError(
+                    f"{named(self.text)}: `sinew eval` plays model servers; nothing else opens them"
+                )
+            raise ClientError(
+                f"{named(self.text)}: expected tcp://HOST:PORT; opening anything else needs the package sinew-vla"
+            )
+        policy: Policy = opener(self.place, **options)
+        return policy
+
+
+def _opener(kind: str) -> Any:
+    """Return what opens a kind of policy; None if no installed package does."""
+    points = metadata.entry_points()
+    # Python before 3.10 returns a mapping of groups.
+    group = points.get(GROUP, ()) if isinstance(points, dict) else points.select(group=GROUP)
+    return next((point.load() for point in group if point.name == kind), None)
+
+
+def is_address(source: Any) -> bool:
+    """Return True for the address of a server of this project, ``tcp://host:port``, and for a list of them."""
+    if not isinstance(source, (str, list, tuple)):
+        return False
+    try:
+        return Target.parse(source).kind == ADDRESS
+    except (ClientError, TypeError):
+        return False
+
+
+def connect(source: str | os.PathLike | Sequence[str], **options: Any) -> Policy:
+    """Open the policy that a text names.
+
+    Args:
+        source: The address of a server, or a list of them, of which the first that answers is asked. With the package
+            sinew-vla also a bundle, a checkpoint, a name of the hub, a folder of recordings, or ``expert:ENV``.
+        **options: See :meth:`Target.open`.
+
+    Raises:
+        SinewError: The policy cannot be opened.
+
+    Example:
+        >>> with sinew_client.connect("tcp://server:5555") as policy:
+        ...     chunk = policy.infer(observation)
+    """
+    return Target.parse(source).open(**options)
