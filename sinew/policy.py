@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sinew.bundle import EXPORTED, Bundle, statistics
 from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.gguf_file import watch
 from sinew.bundle.rename import rename_cameras, renamed
+from sinew.bundle.schema import KEY_HEADER
 from sinew.convert.sources import resolve
 from sinew.core import (
     RTC,
@@ -37,6 +39,7 @@ from sinew.core import (
 from sinew.core.hints import option
 from sinew.engine.backend import ASKED, BACKENDS, REFERENCE, choose, other_precision
 from sinew.engine.engine import Engine
+from sinew.engine.fingerprint import fingerprint
 from sinew.engine.watch import Watch
 from sinew.processing import (
     Allowed,
@@ -72,7 +75,9 @@ def load(
             raise TypeError(
                 f"sinew.load: expected {', '.join(known)}, got {word!r}{did_you_mean(word, known)}"
             )
-    return Policy(open_bundle(path), device, dtype, engine, **options)
+    policy = Policy(open_bundle(path), device, dtype, engine, **options)
+    policy.source = str(path)
+    return policy
 
 
 def open_bundle(path: str | Path) -> Bundle:
@@ -87,6 +92,23 @@ def open_adapters(bundle: Bundle, given: Mapping[str, str | Path]) -> dict[str, 
     for name in given:
         check_name(name)
     return {name: open_adapter(Path(file), bundle) for name, file in given.items()}
+
+
+def identity(bundle: Bundle) -> dict[str, str]:
+    """Return what tells a bundle from another, ready for JSON.
+
+    Returns:
+        ``hash``: SHA-256 of the header, which has the hash of every tensor in it; of a bundle without hashes,
+        :func:`sinew.engine.fingerprint.fingerprint`. ``version``: of Sinew that wrote it. ``date``: of the
+        file, in UTC.
+    """
+    written = datetime.fromtimestamp(bundle.path.stat().st_mtime, UTC)
+    header = bundle.file.metadata.get(KEY_HEADER)
+    return {
+        "hash": fingerprint(bundle.path) if bundle.hashes is None else str(header),
+        "version": bundle.manifest.provenance.converter,
+        "date": written.isoformat(timespec="seconds"),
+    }
 
 
 class Policy(OpenPolicy):
@@ -141,6 +163,8 @@ class Policy(OpenPolicy):
         stream: str | None = None,
     ):
         self.bundle = bundle
+        self.source = str(bundle.path)  # as the user typed it
+        self._identity = identity(bundle)  # of the file as it was opened
         self.adapters = open_adapters(bundle, adapters or {})
         self._files = [bundle.file.in_use, *(each.file.in_use for each in self.adapters.values())]
         self.manifest = own = bundle.manifest
@@ -214,9 +238,19 @@ class Policy(OpenPolicy):
         """Return False: frames are not looked at any more once the actions are there."""
         return False
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """Return which bundle this is: its ``hash``, ``source``, ``version`` and ``date`` (:func:`identity`).
+
+        ``source`` is what was typed to load it. Of an absolute path it has the last part, as clients may read it.
+        """
+        source = Path(self.source).name if Path(self.source).is_absolute() else self.source
+        return {**self._identity, "source": source}
+
     def describe(self) -> dict[str, Any]:
         """Return what runs the policy and why, ready for JSON: for metadata, reports and ``sinew doctor``."""
         return {
+            "identity": self.identity,
             "engine": self.engine_name,
             "engine_reason": self.choice.engine_reason,
             "device": self.device,
@@ -237,7 +271,10 @@ class Policy(OpenPolicy):
             "reuse": self.reuse_reason,
             "lm_head": self.manifest.config.get("lm_head", ""),
             "says": list(self.says),
-            "adapters": {name: {"policy": each.manifest.name} for name, each in self.adapters.items()},
+            "adapters": {
+                name: {"policy": each.manifest.name, "hash": identity(each)["hash"]}
+                for name, each in self.adapters.items()
+            },
         }
 
     def metadata(self) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from sinew_client.control import choose
 from sinew_client.untrusted import UntrustedError, parse_json
 from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 
+from sinew.bundle.schema import KEY_HEADER
+
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.adapter import AdapterBase
@@ -59,7 +61,7 @@ def words(bundle: Bundle) -> dict[str, str]:
         else f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
         "quantised": _quantised(manifest.quantization),
         "seen": _seen(manifest.seen),
-        "hashes": _hashes(bundle.hashes),
+        "hashes": _hashes(bundle),
         "compat": manifest.processing.compat or "-",
         "converted": f"by {source.converter} from {source.format}",
         "sources": "\n".join(f"{s.name}, {s.bytes:,} bytes, sha256 {s.sha256[:12]}" for s in source.sources)
@@ -122,8 +124,12 @@ def _text(text: TextRecipe | None) -> str:
     return f"{', '.join(asked)}; at most {text.most} tokens where a request says no number"
 
 
-def _hashes(found: dict[str, str] | None) -> str:
-    return "none" if found is None else f"SHA-256 of the header (checked) and of {len(found)} tensors"
+def _hashes(bundle: Bundle) -> str:
+    found = bundle.hashes
+    if found is None:
+        return "none"
+    header = bundle.file.metadata[KEY_HEADER]
+    return f"{header} (SHA-256 of the header, checked), and of {len(found)} tensors"
 
 
 def _seen(found: Seen | None) -> str:

@@ -19,6 +19,7 @@ from sinew.serve.dashboard.follow import ServerSeen
 
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
 COLOURS = ("magenta", "blue", "green", "yellow", "bright_cyan", "red", "cyan")
+HASH = 12  # digits of a hash that are shown
 BAR, JOINTS, SESSIONS = 60, 16, 8  # columns of a bar; rows of tables
 
 
@@ -58,6 +59,8 @@ def _title(seen: ServerSeen) -> Text:
 def _policy(about: dict[str, Any]) -> Table:
     server, policy = about.get("server", {}), about.get("policy", {})
     rows = [("policy", f"{policy.get('name')} ({policy.get('architecture')})")]
+    if text := identity_text(server.get("identity")):
+        rows.append(("bundle", text))
     for name, key in (
         ("engine", "engine"),
         ("device", "device"),
@@ -67,6 +70,14 @@ def _policy(about: dict[str, Any]) -> Table:
         reason = server.get(f"{key}_reason")
         rows.append((name, f"{server.get(key)}" + (f"  ({reason})" if reason else "")))
     return terminal.facts(rows)
+
+
+def identity_text(identity: Any) -> str:
+    """Return the identity of a served bundle in words; "" for a server that states none."""
+    if not isinstance(identity, dict) or not identity.get("hash"):
+        return ""
+    words = {name: str(identity.get(name, ""))[:100] for name in ("hash", "source", "date", "version")}
+    return f"{words['hash'][:HASH]} from {words['source']}, file of {words['date']}, by {words['version']}"
 
 
 def _latency(seen: ServerSeen) -> RenderableType:

@@ -250,6 +250,10 @@ def identity(target: str) -> dict[str, Any]:
             served = client.metadata()
         server, policy = served["server"], served["policy"]
         text = f"{policy['name']} {policy['architecture']} {server['dtype']} {server['device']} {server['version']}"
+        bundle = server.get("identity")
+        hash_ = bundle.get("hash") if isinstance(bundle, dict) else None
+        if isinstance(hash_, str) and hash_:
+            text += f" {named(hash_, 64)}"
         return {
             "kind": "server",
             "id": text,

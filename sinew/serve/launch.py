@@ -65,7 +65,9 @@ def loader(
 
     def load() -> Policy:
         logger.info("loading %s", found)
-        return sinew.load(found, threads=threads, adapters=adapters, **options)
+        policy = sinew.load(found, threads=threads, adapters=adapters, **options)
+        policy.source = str(bundle)
+        return policy
 
     return load
 

@@ -20,7 +20,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -52,6 +52,24 @@ class KeptRecords(Collector):
         for name, counts in self._stats().items():
             for outcome in ("written", "dropped", "failed"):
                 found.add_metric([name, outcome], counts[outcome])
+        yield found
+
+
+class PolicyIdentities(Collector):
+    """Which bundle runs under each name, so that an update and a rollback show in a graph.
+
+    identities: what :meth:`sinew.serve.policies.Policies.identities` returns.
+    """
+
+    def __init__(self, identities: Callable[[], Mapping[str, Mapping[str, str]]]):
+        self._identities = identities
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one info metric with a sample for each name."""
+        found = InfoMetricFamily("sinew_policy", "The bundle that runs under each name", labels=["policy"])
+        for name, identity in self._identities().items():
+            labels = {key: identity.get(key, "") for key in ("hash", "source", "version", "date")}
+            found.add_metric([name], {"name": identity["policy"], **labels})
         yield found
 
 

@@ -57,6 +57,11 @@ class Deployment:
     pixels: int = field(init=False)
     number: int = field(default_factory=lambda: secrets.randbits(63) or 1, init=False)
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """Return which bundle this is (:attr:`sinew.policy.Policy.identity`); empty for what has no bundle."""
+        return self.metadata.get("server", {}).get("identity", {})
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "pixels", self.max_pixels or pixel_limit(self.spec))
 
@@ -151,11 +156,16 @@ class Policies:
                 found[name] = count if name not in found else found[name] + count
         return found
 
+    def identities(self) -> dict[str, dict[str, str]]:
+        """Return the policy's name and the identity of its bundle, by the name under which it runs."""
+        return {name: {"policy": each.spec.name, **each.identity} for name, each in self._deployed.items()}
+
     def describe(self) -> dict[str, Any]:
         """Return what runs under each name, with its counts, ready for JSON."""
         return {
             name: {
                 "policy": each.spec.name,
+                **({"identity": each.identity} if each.identity else {}),
                 **each.scheduler.stats(),
                 **({} if each.state is None else each.state()),
                 **({"changed": each.changed} if each.changed else {}),

@@ -23,7 +23,7 @@ from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve import access
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.metrics import KeptRecords, Metrics
+from sinew.serve.metrics import KeptRecords, Metrics, PolicyIdentities
 from sinew.serve.policies import DEFAULT, MAX_NAME, Deployment, Policies
 from sinew.serve.renewed import Keys
 from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, WireMessage, bare
@@ -75,6 +75,7 @@ class Service:
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
         self.robots = Robots()  # what they say of themselves
         self.metrics.add(self.robots)
+        self.metrics.add(PolicyIdentities(self.policies.identities))
         self._listeners: tuple[Listener, ...] = ()
         self._quiet: dict[str, RateLimitedLog] = {}
         self._keys = api_key if callable(api_key) else lambda: (api_key,) if api_key else ()
@@ -252,9 +253,9 @@ class Service:
         return {name: record.stats() for name, record in self._records.items()}
 
     def _engine(self) -> dict[str, Any]:
-        """Return what computes the first policy at present and why, and what becomes of a faster form of it."""
+        """Return the first policy's bundle, what computes it and why, and the state of a faster form of it."""
         server = self.policies.get().metadata.get("server", {})
-        found = {name: server[name] for name in ("engine", "engine_reason") if name in server}
+        found = {name: server[name] for name in ("identity", "engine", "engine_reason") if name in server}
         return found if self.preparing is None else {**found, "prepare": self.preparing.describe()}
 
     def problems(self) -> list[str]:

@@ -110,6 +110,7 @@ class Swapper:
         took: dict[str, Any] = {
             "name": name,
             "policy": found.spec.name,
+            **({"identity": found.identity} if found.identity else {}),
             "memory_mib": round(need.total / 2**20, 1),
             "load_s": round(loaded - begun, 3),
             "drain_s": round(time.perf_counter() - loaded, 3),

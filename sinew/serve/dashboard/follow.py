@@ -37,6 +37,13 @@ class _Policy(TypedDict, total=False):
     action: _Action
 
 
+class _Identity(TypedDict, total=False):
+    hash: str
+    source: str
+    version: str
+    date: str
+
+
 class _About(TypedDict, total=False):
     server: dict[str, Any]
     policy: _Policy
@@ -68,6 +75,7 @@ class _Robot(TypedDict):
 
 
 class _Health(TypedDict, total=False):
+    identity: _Identity
     status: str
     problems: list[str]
     uptime_s: float
@@ -144,7 +152,11 @@ class ServerSeen:
             elif event == "health":
                 self.health = record
                 if "engine" in record and self.about.get("server"):  # which may have been exchanged
-                    now = {name: record[name] for name in ("engine", "engine_reason") if name in record}
+                    now = {
+                        name: record[name]
+                        for name in ("identity", "engine", "engine_reason")
+                        if name in record
+                    }
                     self.about = {**self.about, "server": {**self.about["server"], **now}}
             else:
                 self._answer(record)
@@ -184,6 +196,7 @@ class ServerSeen:
             "address": self.address,
             "server": self.about.get("server", {}),
             "policy": self.about.get("policy", {}).get("name"),
+            "identity": self.about.get("server", {}).get("identity", {}),
             "health": self.health,
             "answers": self.count,
             "missed": self.missed,

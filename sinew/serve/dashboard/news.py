@@ -172,19 +172,20 @@ class News(Broadcast):
     def __init__(self, service: Service, feed: Feed):
         super().__init__(service, feed)
         self._host = Host()
-        self._health: tuple[float, bytes] = (float("-inf"), b"")
+        self._health: tuple[float, int, bytes] = (float("-inf"), 0, b"")  # when, of which policy
 
     def health(self) -> bytes:
-        """Return the event of the server's health, not older than the time between two of them."""
-        now = time.monotonic()
-        if now >= self._health[0] + HEALTH_S:
+        """Return the event of the server's health, not older than the time between two of them, of the policy that
+        runs now."""
+        now, policy = time.monotonic(), self._service.policies.get().number
+        if now >= self._health[0] + HEALTH_S or policy != self._health[1]:
             service = self._service
             found = {"memory_bytes": _resident(), "viewers": self._feed.viewers, "host": self._host.look()}
             if (wiring := self._feed.wiring) is not None:
                 found["wiring"] = wiring.report()
             found["robots"] = service.robots.rows()
-            self._health = now, encoded("health", service.health() | found)
-        return self._health[1]
+            self._health = now, policy, encoded("health", service.health() | found)
+        return self._health[2]
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:
         new = self._feed.since(told)

@@ -549,11 +549,11 @@ function drawArm({ canvas, points, trail, turn, tilt }) {
 }
 
 // What computes, which a faster form may take over from while the page is open.
-function engine(about, { engine, engine_reason, prepare }) {
+function engine(about, { identity, engine, engine_reason, prepare }) {
   const { server } = about;
   const faster = prepare ? `${prepare.state}: ${prepare.text}` : "";
-  if (!engine || (server.engine === engine && server.engine_reason === engine_reason && (server.faster || "") === faster)) return;
-  Object.assign(server, { engine, engine_reason, faster });
+  if (!engine || (server.engine === engine && server.engine_reason === engine_reason && (server.faster || "") === faster && server.identity?.hash === identity?.hash)) return;
+  Object.assign(server, { identity, engine, engine_reason, faster });
   card(about);
 }
 
@@ -561,6 +561,7 @@ function card({ server, policy, deadline_ms: deadline }) {
   $("policy-line").textContent = `${policy.name} (${policy.architecture}), engine ${server.engine}, ${server.dtype} on ${server.device}`;
   const rows = [
     ["bundle", `${policy.name} (${policy.architecture})`],
+    ...(server.identity ? [["identity", `${server.identity.hash.slice(0, 12)} from ${server.identity.source}, file of ${server.identity.date}, by ${server.identity.version}`]] : []),
     ["engine", `${server.engine}: ${server.engine_reason}`],
     ...(server.faster ? [["faster form", server.faster]] : []),
     ["device", `${server.device}: ${server.device_reason}`],
