@@ -18,7 +18,7 @@ from sinew_client.errors import ConnectionLost
 from sinew import __version__
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle, hashes
-from sinew.core import SinewError, machine
+from sinew.core import SinewError, machine, progress
 from sinew.core.extras import DISTRIBUTION, install
 from sinew.core.registry import families
 from sinew.engine.backend import AUTO, BACKENDS, installed
@@ -52,32 +52,23 @@ FEATURES = {
 
 
 def installation(engine: str = "") -> list[Check]:
-    """All checks that need no bundle. engine: that shall run. torch may be absent where that needs none, and, where
-    nobody says which, where there is an engine that does without."""
+    """Run all checks that need no bundle, and report the progress.
+
+    Args:
+        engine: to run. torch may be absent if that engine needs none, or if no engine is named and one does without.
+    """
     results: list[Check] = []
     without_torch = not installed("torch") and (
         installed("onnxruntime") if engine in ("", AUTO) else not BACKENDS[engine].needs_torch
     )
-    for check in (
-        python,
-        packages,
-        torch_build,
-        devices,
-        threads,
-        onnxruntime,
-        cuda_engine,
-        cpu_kernels,
-        memory,
-        simd,
-        extras,
-        temporary_disk,
-        loopback,
-        golden,
-    ):
-        if without_torch and check in NEED_TORCH:
-            results.append(Check(NEED_TORCH[check], "ok", f"skipped: {SKIPPED}"))
-        else:
-            results += _guarded(check)
+    with progress.task("checking the installation", len(INSTALLATION)) as advance:
+        for index, check in enumerate(INSTALLATION):
+            if without_torch and check in NEED_TORCH:
+                results.append(Check(NEED_TORCH[check], "ok", f"skipped: {SKIPPED}"))
+            else:
+                results += _guarded(check)
+            following = [each.__name__.replace("_", " ") for each in INSTALLATION[index + 1 :]]
+            advance(f"checking the installation: {following[0]}" if following else "")
     return results
 
 
@@ -307,6 +298,22 @@ def golden() -> list[Check]:
     ]
 
 
+INSTALLATION: tuple[Callable[[], Check | list[Check]], ...] = (
+    python,
+    packages,
+    torch_build,
+    devices,
+    threads,
+    onnxruntime,
+    cuda_engine,
+    cpu_kernels,
+    memory,
+    simd,
+    extras,
+    temporary_disk,
+    loopback,
+    golden,
+)
 # What says nothing where torch is absent, by the name of its line.
 NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
     cpu_kernels: "cpu kernels",

@@ -90,8 +90,7 @@ def doctor(
     asked: str = runs.engine
     if asked == AUTO and bundle is not None and bundle.is_dir():  # graphs alone
         asked = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
-    with progress.task("checking the installation"):
-        results[:0] = checks.installation(asked)
+    results[:0] = checks.installation(asked)
     if bundle is not None and verify:
         with progress.task(f"reading {bundle}"):
             results.append(checks.hashes(bundle))

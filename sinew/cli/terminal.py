@@ -35,6 +35,7 @@ from sinew.core import SinewError
 WIDTH = 120  # columns where there is neither a terminal nor COLUMNS to ask; tables of 80 are cut to pieces
 WORD = 14  # characters that a column has room for, before rows stand one below the other
 PATIENCE_S = 2.0  # what takes longer is announced
+MAX_SILENCE_S = 10.0  # between two lines of a task whose parts go on
 
 # What steers a terminal, turns the direction of writing, or cannot be encoded; tabs and new lines stay.
 _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -242,20 +243,29 @@ def bars(*columns: Any) -> Iterator[Progress]:
 
 @contextmanager
 def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a task: a spinner or a bar on a terminal, elsewhere one line once it takes longer than two seconds.
+    """Show a task: a spinner or a bar on a terminal, elsewhere a line once it takes longer than two seconds, and
+    then, less and less often, a line with the part that it has come to.
 
-    The line stands before whatever follows the task, or not at all.
+    A line is printed before whatever follows the task, or not at all.
     """
     where = console(stderr=True)
     if not where.is_terminal:
-        said = threading.Timer(PATIENCE_S, lambda: where.print(f"{text} ...", markup=False))
-        said.daemon = True
-        said.start()
+        current, ended = [text], threading.Event()
+
+        def report() -> None:
+            shown, patience = "", PATIENCE_S
+            while not ended.wait(patience):
+                if (now := current[0]) != shown:
+                    where.print(f"{now} ...", markup=False)
+                shown, patience = now, min(2 * patience, MAX_SILENCE_S)
+
+        reporter = threading.Thread(target=report, name="sinew-progress", daemon=True)
+        reporter.start()
         try:
-            yield lambda _: None
+            yield lambda more: current.__setitem__(0, more or text)
         finally:
-            said.cancel()
-            said.join()  # a line that has begun ends before what comes next is printed
+            ended.set()
+            reporter.join()  # a line that has begun ends before what comes next is printed
         return
     if _bars is None:
         with bars(*_columns(total)), show_task(text, total) as advance:

@@ -31,19 +31,21 @@ def top(
 ) -> int:
     """Show what a server does: latency by stage, deadlines, sessions, the last chunk, and why each choice was made.
 
-    Ends with Ctrl-C; a server that restarts is found again. With --json or in a pipe the last view is all that is
-    printed, so give --seconds or --answers. Exit status 1: nothing was heard of the server.
+    In a terminal it ends with Ctrl-C, and finds a server that restarts. With --json or in a pipe it prints one view
+    and ends. With --seconds or --answers it prints the last view of that time. Exit status 1: no
+    answer.
 
     Args:
         address: of an openpi or http port, http://HOST:PORT; its dashboard must be on.
         api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
-        seconds: end after this long.
-        answers: end after so many.
+        seconds: end after this many seconds.
+        answers: end after this many answers.
     """
     host, port, tls = parse_address(address)
     key = api_key_of(api_key_file)
     seen = ServerSeen(f"{host}:{port}")
     console = terminal.console()
+    once = seconds is None and answers is None and (terminal.output.json or not console.is_terminal)
     live = Live(
         get_renderable=lambda: view(seen),  # drawn when it is shown, not when an event comes
         console=console,
@@ -54,11 +56,11 @@ def top(
     with live:
         end = None if seconds is None else time.monotonic() + seconds
         try:
-            while not _done(seen, end, answers):
+            while not _done(seen, end, answers, once):
                 try:
                     for event, record in events(host, port, tls, key, end):
                         seen.hear(event, record, view)
-                        if _done(seen, end, answers):
+                        if _done(seen, end, answers, once):
                             break
                 except (OSError, http.client.HTTPException) as error:
                     over = end is not None and time.monotonic() >= end
@@ -66,6 +68,9 @@ def top(
                         break  # the wait was cut short, which is no problem of the server's
                     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
                     why += _other_scheme(error, tls)
+                    if once:
+                        seen.lost(why)
+                        break
                     if not console.is_terminal and why != seen.problem:  # which shows it otherwise
                         terminal.say(f"{address}: {why}; asked again until it answers")
                     seen.lost(why)
@@ -87,5 +92,7 @@ def _other_scheme(error: Exception, tls: bool) -> str:
     return ""
 
 
-def _done(seen: ServerSeen, end: float | None, answers: int | None) -> bool:
+def _done(seen: ServerSeen, end: float | None, answers: int | None, once: bool) -> bool:
+    if once and seen.about and seen.health:
+        return True
     return (end is not None and time.monotonic() >= end) or (answers is not None and seen.count >= answers)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from PIL import Image
 from rich.console import Console
 
 import sinew
+from sinew import checks
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.core import ObservationError, SinewError, extras, progress
@@ -126,6 +127,39 @@ def test_what_takes_long_is_announced_before_what_follows(monkeypatch: pytest.Mo
     monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
     with a_task(wait=True) as heard:
         assert heard.getvalue() == "exporting pen.gguf ...\n"
+
+
+def test_a_long_task_announces_the_part_that_it_has_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
+    before = progress.listen(terminal.show_task)
+    try:
+        with contextlib.redirect_stderr(Listened()) as heard, progress.task("checking", 2) as advance:
+            for part in ("checking: memory", "checking: loopback", ""):
+                end, lines = time.monotonic() + 60, heard.getvalue().count("\n")
+                while heard.getvalue().count("\n") == lines and time.monotonic() < end:
+                    time.sleep(0.01)
+                advance(part or "checking: loopback")
+        assert heard.getvalue() == "checking ...\nchecking: memory ...\nchecking: loopback ...\n"
+    finally:
+        progress.listen(before)
+
+
+def test_the_doctor_reports_each_check_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "INSTALLATION", (checks.python, checks.packages, checks.temporary_disk))
+    reported: list[object] = []
+
+    @contextlib.contextmanager
+    def listener(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
+        reported.append((text, total))
+        yield reported.append
+
+    before = progress.listen(listener)
+    try:
+        assert [check.name for check in checks.installation()] == ["python", "packages", "temporary disk"]
+    finally:
+        progress.listen(before)
+    name = "checking the installation"
+    assert reported == [(name, 3), f"{name}: packages", f"{name}: temporary disk", ""]
 
 
 def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,23 @@ def test_top_says_why_it_shows_nothing(
     assert "expected http://HOST:PORT of the openpi or http wire" in said("tcp://127.0.0.1:5555")
     assert "expected http://HOST:PORT" in said("http://host:port")
     assert "refused" in said(f"127.0.0.1:{processes.free_port()}", "--seconds", "0.1")
+    assert "refused" in said(
+        f"127.0.0.1:{processes.free_port()}", "--json"
+    )  # one view: it does not wait for a server
+
+
+def test_top_as_json_ends_after_one_view_of_an_idle_server(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SINEW_API_KEY", KEY)
+    for words in (["--json"], []):  # capsys is no terminal
+        assert main(["top", f"http://127.0.0.1:{served.web}", *words]) == 0
+        shown = capsys.readouterr().out
+        assert "records" in shown
+        if words:
+            found = json.loads(shown)
+            assert (found["answers"], found["latency_ms"]) == (0, None)
+            assert found["health"]["status"] == "ok"
 
 
 @pytest.mark.parametrize(
