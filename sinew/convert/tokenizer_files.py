@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sinew_client.typed_names import OutsideName, require_typed
-from sinew_client.untrusted import parse_json
-from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 from tokenizers import AddedToken, Tokenizer
 
 from sinew.convert.options import ConvertOptions
@@ -19,7 +17,7 @@ from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
 from sinew.core.extras import install
-from sinew.steps.tokenizer import open_tokenizer
+from sinew.steps.tokenizer import open_tokenizer, tokenizer_record
 
 # Names of folders below a checkpoint, and of the hub: no part begins with a dot.
 INSIDE = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
@@ -90,8 +88,7 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
     named = read_json(config) if config.exists() else {}
     pad, eos = (_token(named.get(key)) for key in ("pad_token", "eos_token"))
     if pad is None:
-        record = parse_json(text, max_values=MAX_TOKENIZER_VALUES, finite=False)  # as open_tokenizer did
-        padding = record.get("padding")
+        padding = tokenizer_record(text).get("padding")
         pad = padding.get("pad_token") if isinstance(padding, dict) else None
     ids = [tokenizer.token_to_id(token) if isinstance(token, str) else None for token in (pad, eos)]
     return TokenizerFiles(text, path, ids[0], tokenizer, ids[1], named)

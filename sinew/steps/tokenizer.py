@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 MAX_GROWTH = 64  # characters that normalisation may make of one
 MAX_SPECIAL = 256  # tokens that post-processing may add
 MAX_DEPTH = 32
+MAX_NESTING = 4 * MAX_DEPTH  # containers of its JSON, a list and an object for each of these and more
 TRIAL = "Pick up the red cube, then stop.\n" + "a" * 200 + " " * 200 + "1" * 200 + "!" * 200 + "é中"
+
+
+def tokenizer_record(text: str) -> Any:
+    """Return the values of a ``tokenizer.json``, in which scores may be infinite. Raises UntrustedError."""
+    return parse_json(text, max_depth=MAX_NESTING, max_values=MAX_TOKENIZER_VALUES, finite=False)
 
 
 def open_tokenizer(
@@ -31,7 +37,7 @@ def open_tokenizer(
     from tokenizers import Tokenizer  # imported here: clients that send token ids need no tokenizers package
 
     try:
-        record = parse_json(text, max_values=MAX_TOKENIZER_VALUES, finite=False)
+        record = tokenizer_record(text)
         if not isinstance(record, dict):
             raise ValueError(f"expected a JSON object, got {type(record).__name__}")
         record["truncation"] = record["padding"] = None

@@ -215,7 +215,7 @@ def test_tensors_are_those_of_the_form_and_within_bounds(tmp_path: Path) -> None
         Adapter(form, {**good, "action.std": np.array([0.0, 1.0])})
     for size, message in (
         (1 << 24, "its header is not JSON"),
-        ((1 << 24) + 1, "expected at most 16777216 bytes, got 16777217"),
+        ((1 << 24) + 1, "expected at most 16777216 bytes, got more"),
     ):
         with (tmp_path / "large").open("wb") as large:
             large.truncate(size)

@@ -160,8 +160,7 @@ def test_who_interrupts_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     for ask in (lambda: encode(failing, "pick", False), lambda: decode(failing, [1])):
         with pytest.raises(KeyboardInterrupt):
             ask()
-    monkeypatch.setattr("sinew.steps.tokenizer.json", failing)
-    failing.loads = failing.encode
+    monkeypatch.setattr("sinew.steps.tokenizer.tokenizer_record", failing.encode)
     with pytest.raises(KeyboardInterrupt):
         open_tokenizer("{}")
 

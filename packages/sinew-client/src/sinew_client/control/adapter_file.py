@@ -120,7 +120,7 @@ def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
     """Return the form and the tensors of a file's bytes. Raises :class:`AdapterError`."""
     header, body = _split(data)
     try:
-        form = Form.parse(parse_json(header.pop("__metadata__")[KEY]))
+        form = Form.parse(parse_json(header.pop("__metadata__")[KEY], finite=False))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, AdapterError):
             raise
@@ -151,7 +151,7 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     try:
         header = parse_json(data[8 : 8 + length])
     except UntrustedError as error:
-        raise AdapterError(f"the header of the safetensors file: {error}") from None
+        raise AdapterError(f"expected a safetensors file, its header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise AdapterError(f"expected a safetensors file with an object as header, got {shown(header)}")
     return header, data[8 + length :]

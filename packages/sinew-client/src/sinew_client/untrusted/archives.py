@@ -231,7 +231,8 @@ def _is_inside(name: str) -> bool:
 
 
 def _none(error: BaseException) -> UntrustedError:
-    return UntrustedError("a zip archive", f"a file that is none ({type(error).__name__}: {reason(error)})")
+    got = f"a file that is not a zip archive ({type(error).__name__}: {reason(error)})"
+    return UntrustedError("a zip archive", got)
 
 
 class _Stepwise:

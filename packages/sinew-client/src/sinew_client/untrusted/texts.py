@@ -72,7 +72,7 @@ def parse_json(
     except RecursionError:
         raise UntrustedError(f"at most {max_depth} levels of containers", "more") from None
     except ValueError as error:
-        raise UntrustedError("JSON", f"text that is none ({reason(error)})") from None
+        raise UntrustedError("JSON", f"text that is not JSON ({reason(error)})") from None
     # Escapes can spell half a character, which nothing can print.
     halves = not text.isascii() or "\\ud" in text or "\\uD" in text
     check_values(value, max_depth=max_depth, finite=finite, texts=halves)
@@ -200,7 +200,7 @@ def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) ->
     except RecursionError:
         raise UntrustedError(f"at most {max_depth} levels of containers", "more") from None
     except (ValueError, OverflowError, TypeError) as error:
-        raise UntrustedError("TOML", f"text that is none ({reason(error)})") from None
+        raise UntrustedError("TOML", f"text that is not TOML ({reason(error)})") from None
     check_values(value, max_depth=max_depth, finite=finite)
     return value
 
@@ -250,7 +250,7 @@ def parse_yaml(text: str, *, finite: bool = True) -> Any:
     except (
         Exception
     ) as error:  # its constructors raise KeyError, AttributeError and more for tags of their own
-        raise UntrustedError("YAML of plain values", f"text that is none ({reason(error)})") from error
+        raise UntrustedError("YAML of plain values", f"another text ({reason(error)})") from error
     check_values(value, finite=finite)
     return value
 
