@@ -205,7 +205,7 @@ def test_archives_are_bounded(tmp_path: Path) -> None:
     for bounds, message in (
         ({"max_entries": 1}, "at most 1 entries, got 2"),
         ({"max_unpacked": 1 << 20}, "at most 1048576 unpacked bytes, got 1048580"),
-        ({"methods": (0,)}, "expected stored, got method 8"),
+        ({"methods": (0,)}, "expected an entry that is stored, got method 8"),
     ):
         with pytest.raises(UntrustedError, match=message):
             untrusted.open_archive(path, **bounds)

@@ -147,7 +147,7 @@ class Archive:
                 words = " or ".join(
                     {STORED: "stored", DEFLATED: "deflated"}.get(each, str(each)) for each in methods
                 )
-                raise UntrustedError(words, f"method {info.compress_type}", where)
+                raise UntrustedError(f"an entry that is {words}", f"method {info.compress_type}", where)
             most = DENSEST * info.compress_size + STEP
             if info.file_size > most:
                 packed = f"at most {most} bytes of {info.compress_size} packed ones"
