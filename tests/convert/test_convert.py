@@ -243,7 +243,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
             run(checkpoint)
         config.write_text(original)
     config.write_text("{")
-    with pytest.raises(ConvertError, match="expected JSON, got text that is none"):
+    with pytest.raises(ConvertError, match="expected JSON, got text that is not JSON"):
         run(checkpoint)
     config.unlink()
     with pytest.raises(ConvertError, match=r"a folder with config\.json, got a folder without one$"):
