@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from sinew_client.untrusted import parse_json
+from sinew_client.untrusted import open_regular, parse_json
 
-from sinew.core import scratch
+from sinew.core import SinewError, scratch
 from sinew.eval import episode_log
 from sinew.eval.adapters import make_env
 from sinew.eval.player import EpisodePlayer, groups, key, one_thread
@@ -139,7 +140,12 @@ def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
 
 def open_log(log: Path) -> BinaryIO:
     """Opened for appending, with the last line ended."""
-    cut_short = log.is_file() and not log.read_bytes().endswith(b"\n") and log.stat().st_size > 0
+    cut_short = False
+    if log.exists():  # appending to a FIFO waits for its reader
+        with SinewError.at(log, OSError), open_regular(log) as old:
+            size = old.seek(0, io.SEEK_END)
+            old.seek(max(size - 1, 0))
+            cut_short = old.read(1) not in (b"", b"\n")
     file = log.open("ab", buffering=0)
     if cut_short:
         file.write(b"\n")

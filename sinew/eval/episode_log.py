@@ -84,7 +84,7 @@ def sole(out: Path, hint: str = "`sinew eval --join {}` helps it") -> Iterator[N
     except ImportError:  # Windows
         yield
         return
-    held = os.open(out, os.O_RDONLY)
+    held = os.open(out, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

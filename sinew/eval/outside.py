@@ -22,6 +22,7 @@ from sinew_client.typed_names import (
     require_typed,
     typed_values,
 )
+from sinew_client.untrusted import parse_json
 
 from sinew.convert.sources import ASSETS, embedded
 from sinew.core import progress
@@ -71,7 +72,7 @@ class TypedNames:
     @classmethod
     def from_json(cls, text: str) -> TypedNames:
         """Return the names that the process which started this one was given."""
-        values = json.loads(text)  # own text: from the command line of this process
+        values = parse_json(text)
         lists = {name: tuple(values[name]) for name in ("edge_adapters", "policies")}
         return cls(**{**values, **lists})
 

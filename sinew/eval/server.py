@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sinew_client.untrusted import read_bytes
+
 from sinew.core import SinewError
 from sinew.core.scratch import ended_by_signals
 
+MAX_LOG = 1 << 28  # bytes of the server's log
 READY = "ready on "
 STOP_SECONDS = 30
 
@@ -58,7 +61,7 @@ def _wait_until_ready(server: subprocess.Popen[str], log: Path) -> str:
         if line.startswith(READY):
             return line.removeprefix(READY).strip()
     server.wait()
-    tail = "\n".join(log.read_text().splitlines()[-5:])
+    tail = "\n".join(read_bytes(log, MAX_LOG).decode(errors="replace").splitlines()[-5:])
     raise SinewError(f"the server did not start (exit code {server.returncode}):\n{tail}")
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from sinew_client.untrusted import read_npz
 
 from sinew.eval.adapters import EnvAdapter, make_env
 from sinew.eval.player import EpisodePlayer, one_thread
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 
+MAX_FILM = 1 << 34  # bytes of the frames of one episode
 CAMERA = "camera/"  # before a camera's name in a file of moments
 
 
@@ -141,8 +143,7 @@ def write_moments(path: Path, moments: Sequence[WatchedMoment]) -> None:
 
 def read_moments(path: Path) -> list[WatchedMoment]:
     """Return what :func:`write_moments` wrote."""
-    with np.load(path) as stored:
-        found = {name: stored[name] for name in stored.files}
+    found = read_npz(path, max_unpacked=MAX_FILM)
     scenes = found.get("scene", [None] * len(found["step"]))
     cameras = {name.removeprefix(CAMERA): each for name, each in found.items() if name.startswith(CAMERA)}
     return [

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from sinew_client.untrusted import parse_json
+
 from sinew.core import SinewError
 from sinew.engine.backend import BACKENDS, installed
 
@@ -63,7 +65,7 @@ def _counted_apart(
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=COUNT_S,
             env={**os.environ, **ONE_THREAD}, check=False,
         )  # fmt: skip
-        return CountedMemory(*map(int, json.loads(child.stdout.splitlines()[-1])))
+        return CountedMemory(*map(int, parse_json(child.stdout.splitlines()[-1])))
     except subprocess.TimeoutExpired:
         raise SinewError(f"{path}: its memory was not counted within {COUNT_S:g} s") from None
     except (OSError, ValueError, IndexError, TypeError) as error:
@@ -129,4 +131,4 @@ def _gib(size: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(counted(*json.loads(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(counted(*parse_json(sys.argv[1]))) + "\n")

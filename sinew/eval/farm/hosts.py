@@ -36,11 +36,11 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from sinew_client.auth import KEY_VARIABLE, key_from_environment
-from sinew_client.untrusted import parse_json
+from sinew_client.untrusted import open_regular, parse_json, read_text
 
 from sinew.core import SinewError
 from sinew.eval.episode_log import line
-from sinew.eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job
+from sinew.eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job, read_file
 from sinew.eval.outside import TypedNames, allowed, own_hashes
 from sinew.eval.policies import file_hash
 from sinew.eval.runner import Episode
@@ -49,6 +49,7 @@ from sinew.serve.transport.listen import AddressError, Listen
 
 logger = logging.getLogger(__name__)
 
+MAX_KEY = 4096  # bytes of the file with a run's key
 SCHEME = "http://"
 ANSWER_S = 10.0  # for an answer, until it is asked again
 AWAY_S = 60.0  # without one, until a worker gives up
@@ -152,12 +153,12 @@ class QueueServer:
         self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes
     ) -> BinaryIO:
         if verb == "GET" and place[0] == "bundle":
-            return Path(self._plan.variants[int(place[1])].target).open("rb")
+            return open_regular(self._plan.variants[int(place[1])].target)
         return io.BytesIO(self._said(verb, place, query, body))
 
     def _said(self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes) -> bytes:
         if verb == "GET" and place == ["plan"]:
-            return (self._folder / PLAN).read_bytes()
+            return read_file(self._folder / PLAN)
         if verb == "POST" and place == ["claim"]:
             return json.dumps(self._claimed(_worker(parse_json(body)["worker"]))).encode()
         if verb == "POST" and place == ["beat"]:
@@ -199,7 +200,7 @@ class QueueServer:
 def _drawn_key(path: Path) -> str:
     """Return the key that this run has drawn, which only this user can read. Raises :class:`SinewError`."""
     try:
-        if path.is_file() and (key := path.read_text().strip()):
+        if path.is_file() and (key := read_text(path, MAX_KEY).strip()):
             return key
         key = secrets.token_urlsafe(24)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sinew_client.auth import KEY_VARIABLE
+from sinew_client.untrusted import open_regular, read_bytes
 
 from sinew.core import SinewError
 from sinew.eval.episode_log import episodes_of
@@ -33,6 +34,7 @@ from sinew.eval.settings import Task, Variant
 
 logger = logging.getLogger(__name__)
 
+MAX_LOG = 1 << 28  # bytes of a shard's log
 BEATS = 5  # signs of life in the time of a lease
 LOOK_S = 0.05  # between two looks at the queue
 DEATHS = 5  # of shards in the same group, or before their first one, until the run gives up
@@ -214,7 +216,7 @@ class Crew:
 
     def _hear(self, name: str) -> None:
         """Hand on what a shard has said to people since the last look."""
-        with self._log(name).open("rb") as log:
+        with open_regular(self._log(name)) as log:
             log.seek(self._heard[name])
             whole, end, _ = log.read().rpartition(b"\n")
         self._heard[name] += len(whole + end)
@@ -277,7 +279,7 @@ def _shut(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines()
+    return read_bytes(log, MAX_LOG).decode(errors="replace").splitlines()
 
 
 # ----------------------------------------------------------------------------- a shard

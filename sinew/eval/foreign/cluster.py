@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew_client.target import Target
+from sinew_client.untrusted import open_regular
 
 from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
@@ -138,7 +139,7 @@ class Guest:
                 file.write(block)
             if not last:
                 return
-            with part.open("rb") as file:
+            with open_regular(part) as file:
                 got = hashlib.file_digest(file, "sha256").hexdigest()
             if got != kept.stem:
                 target = self.plan.variants[index].target
@@ -344,7 +345,7 @@ class Hosts:
             raise RefusedError(f"{path}: expected it there as well, as only bundles of one file are sent")
         size, place = path.stat().st_size, 0
         logger.warning("%s is sent %s, %.1f MB", seat.name, path.name, size / 1e6)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while block := file.read(BLOCK):
                 last = place + len(block) >= size
                 if problem := (yield seat.actor.receive.remote(index, block, place, last)):

@@ -23,7 +23,7 @@ from typing import Any
 
 import sinew_client
 from sinew_client.target import LOCAL, Target
-from sinew_client.untrusted import parse_json, shown
+from sinew_client.untrusted import parse_json, read_text, shown
 
 from sinew.convert.tokenizer_files import download
 from sinew.core import SinewError, machine, progress
@@ -129,14 +129,14 @@ def interpreter(simulator: str) -> Path:
 
 
 def _stamp(place: Path) -> str:
-    return (place / STAMP).read_text() if (place / STAMP).is_file() else ""
+    return read_text(place / STAMP) if (place / STAMP).is_file() else ""
 
 
 def _recipe_stamp(simulator: str) -> str:
     recipe = suites.SIMULATORS[simulator]
-    text = repr((recipe.packages, recipe.data, recipe.meshes)) + (VERSIONS / f"{simulator}.txt").read_text()
+    text = repr((recipe.packages, recipe.data, recipe.meshes)) + read_text(VERSIONS / f"{simulator}.txt")
     if recipe.meshes is not None:
-        text += (VERSIONS / f"{simulator}-meshes.txt").read_text()
+        text += read_text(VERSIONS / f"{simulator}-meshes.txt")
     return hashlib.sha256(text.encode()).hexdigest()
 
 

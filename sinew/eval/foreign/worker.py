@@ -56,6 +56,8 @@ def main(sinew, client):
     try:
         _adopt("sinew_client", client)
         _adopt("sinew", sinew)
+        from sinew_client.untrusted import parse_json
+
         from sinew.core import SinewError
         from sinew.eval.player import EpisodePlayer
         from sinew.eval.settings import Task, Variant
@@ -66,7 +68,7 @@ def main(sinew, client):
 
     player = None
     for line in sys.stdin:
-        request = json.loads(line)
+        request = parse_json(line)
         try:
             if player is None:
                 fps = request.pop("fps", None)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickletools
-import zipfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from sinew_client.untrusted import open_archive
 
 from sinew.core import SinewError, VectorSpec
 from sinew.eval.suites import LIBERO, SIMULATORS, libero_expert
@@ -224,10 +224,10 @@ def read_states(path: Path) -> np.ndarray:
     The pickle is looked at, not run: its opcodes hold the shape, the type and one text with the numbers' bytes.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            data = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
-        found = [(op.name, value) for op, value, _ in pickletools.genops(data)]
-    except (OSError, zipfile.BadZipFile, StopIteration, ValueError) as error:
+        with open_archive(path) as archive:
+            data = archive.read(next(name for name in archive.names if name.endswith("/data.pkl")))
+        found = [(op.name, value) for op, value, _ in pickletools.genops(bytes(data))]
+    except (OSError, StopIteration, ValueError) as error:
         raise SinewError(f"{path}: not a file of initial states ({error})") from error
     integers = [value for name, value in found if "BININT" in name and isinstance(value, int)]
     texts = [value for name, value in found if "UNICODE" in name and isinstance(value, str)]

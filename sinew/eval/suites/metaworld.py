@@ -9,13 +9,13 @@ is installed for this one file.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+from sinew_client.untrusted import read_json
 
 from sinew.core import SinewError, VectorSpec
 from sinew.eval.suites import METAWORLD
@@ -119,7 +119,7 @@ def _sentences() -> dict[str, str]:
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "envs" / "metaworld_config.json"
         if path.is_file():
-            return json.loads(path.read_text())["TASK_DESCRIPTIONS"]
+            return read_json(path)["TASK_DESCRIPTIONS"]
     raise SinewError(
         "the tasks' sentences are missing: pip install --no-deps lerobot into this interpreter, or make it with"
         " sinew eval --setup metaworld"

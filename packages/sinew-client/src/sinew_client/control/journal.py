@@ -394,7 +394,8 @@ def _arithmetic() -> dict[str, str]:
     """Return what decides the last bits of a command, beside the settings."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+        text = Path("/proc/cpuinfo").read_text(errors="replace")  # own file: of the operating system
+        for line in text.splitlines():
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
