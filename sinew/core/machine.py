@@ -40,6 +40,18 @@ ISA_SETTINGS = (
 LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 
 
+def busy(load: float | None = None) -> str:
+    """Return a note if other processes compute beside a measurement; "" on an idle machine.
+
+    Args:
+        load: the load average of the last minute when the measurement began; None: the present one.
+    """
+    if load is None:
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    count = cores().physical
+    return "" if load <= count else f"load average {load:.2f} on {count} cores: others were computing"
+
+
 def step_back() -> None:
     """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
     holds the other end of standard input."""

@@ -103,10 +103,13 @@ def _prepare(
             problem, proof = _prove(bundle, form, candidate, observations)
             if problem:
                 return refused(f"engine {name} is not taken: {problem}")
+            note = machine.busy()
             seconds = _measure(bundle, form, choice, candidate)
             times = ", ".join(f"{each} {1e3 * took:.3g}" for each, took in seconds.items())
             unit = "processor ms" if candidate.options.kind == "cpu" else "ms"
             words = f"{unit} of a chunk, measured on this machine: {times}"
+            if note:
+                words += f" ({note}; `sinew prepare {bundle.path.name} --again` measures again when idle)"
             if seconds[against] < MARGIN * seconds[name]:
                 why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
                 return refused(why, seconds)

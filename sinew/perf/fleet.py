@@ -1,13 +1,14 @@
 """Robots that one machine serves: what a batch takes by the roofline, and how many robots that answers in time.
 
 A batch of n reads each weight once and everything else n times; it computes n times as much, in as many calls. How
-many robots follow is played out: each asks at its own phase of a steady rate, and the server forms batches with the
-very rules of :mod:`sinew.serve.batching`.
+many robots follow is played out at a steady rate, and the server forms batches with the very rules of
+:mod:`sinew.serve.batching`. Robots request at different times (staggered), or all at once (in step).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,12 +61,14 @@ def play(
     deadline_s: float,
     max_batch: int,
     overhead_s: float = 0.0,
+    in_step: bool = False,
     seed: int = 0,
 ) -> Served:
     """Let so many robots ask one server, which needs ``seconds(n)`` for a batch of n.
 
     overhead_s: what else a request takes between the robot and the policy and back. A robot whose answer is not there
-    at its next moment skips it, and a request that the server cannot begin before its deadline is refused.
+    at its next moment skips it, and a request that the server cannot begin before its deadline is refused. in_step: all
+    robots ask at the same moment; else each at a random one of the period.
     """
     if not (robots >= 1 and hertz > 0 and deadline_s > 0 and max_batch >= 1 and overhead_s >= 0):
         raise SinewError("robots, hertz, deadline and max_batch must be above 0, overhead not below")
@@ -73,7 +76,7 @@ def play(
     for size in range(1, max_batch + 1):
         batcher.costs.learn(KIND, size, seconds(size))
     period = 1 / hertz
-    phases = np.random.default_rng(seed).uniform(0, period, robots)
+    phases = np.zeros(robots) if in_step else np.random.default_rng(seed).uniform(0, period, robots)
     ticks = [(float(phase), robot) for robot, phase in enumerate(phases)]
     heapq.heapify(ticks)
     waiting: deque[tuple[Request, float, int]] = deque()  # job, its robot's tick, the robot
@@ -124,6 +127,7 @@ def most_robots(
     max_batch: int,
     overhead_s: float = 0.0,
     share: float = 0.99,
+    in_step: bool = False,
 ) -> Served | None:
     """Return the largest fleet of which ``share`` of all moments are answered in time; None where one robot is not."""
 
@@ -135,6 +139,7 @@ def most_robots(
             deadline_s=deadline_s,
             max_batch=max_batch,
             overhead_s=overhead_s,
+            in_step=in_step,
         )
 
     best = at(1)
@@ -150,6 +155,39 @@ def most_robots(
         else:
             high = middle
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """Why not even one robot is answered in time. text: the reason. hertz, deadline_s: the nearest rate and deadline
+    that work, where one robot has the server for itself."""
+
+    text: str
+    hertz: float
+    deadline_s: float
+
+
+def shortfall(alone_s: float, *, hertz: float, deadline_s: float, overhead_s: float = 0.0) -> Shortfall:
+    """Return why one robot is not answered in time, and which rate and deadline work.
+
+    Args:
+        alone_s: seconds of one inference.
+        hertz: the robot's requests per second.
+        deadline_s: from the robot's frame to its answer.
+        overhead_s: what a request takes beside the inference.
+    """
+    took = alone_s + overhead_s
+    missed = []
+    if took > deadline_s:
+        missed.append(f"more than the deadline of {1e3 * deadline_s:.4g} ms")
+    if took > 1 / hertz:
+        missed.append(f"more than the {1e3 / hertz:.4g} ms between two requests at {hertz:g} Hz")
+    text = f"one answer takes {1e3 * took:.4g} ms, {' and '.join(missed) or 'which leaves no reserve'}"
+    milliseconds = math.ceil(1.05e3 * took)  # 5 %: answers are not all equally fast
+    rate = 1e3 / milliseconds
+    step = 10.0 ** (math.floor(math.log10(rate)) - 1)  # two digits
+    rate = float(f"{math.floor(rate / step * (1 + 1e-9)) * step:.12g}")
+    return Shortfall(text, min(hertz, rate), max(deadline_s, milliseconds / 1e3))
 
 
 def between(measured: Mapping[int, float]) -> Callable[[int], float]:

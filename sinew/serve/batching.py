@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import SinewError, machine
 from sinew.serve.request import Request
 from sinew.serve.served import ServedPolicy
 
@@ -120,6 +120,7 @@ class Batcher:
         self.limit = limit or LARGEST
         self._auto = limit is None
         self.reason = "asked for"
+        self.busy = ""  # what else computed while batches were timed
         self.costs = costs or Costs()
 
     def calibrate(self, policy: ServedPolicy) -> None:
@@ -132,6 +133,7 @@ class Batcher:
                 raise SinewError(f"--max-batch {self.limit}: {policy.unbatched}")
             self.limit, self.reason = 1, policy.unbatched
             return
+        self.busy = machine.busy()
         kind = policy.batch_key(policy.prepare(policy.dummy_observation()))
         found, best, size = time_batches(policy, [1]), 1, 2
         while size <= self.limit and found[best] <= LONGEST_S:
@@ -155,7 +157,8 @@ class Batcher:
             if pays > 1
             else "a batch is no faster than its members one by one"
         )
-        return f"measured {times}; {words}"
+        note = f" ({self.busy}; restart when idle, or name a number)" if self.busy else ""
+        return f"measured {times}; {words}{note}"
 
     def describe(self) -> dict[str, Any]:
         """Return the largest batch and why, ready for JSON."""

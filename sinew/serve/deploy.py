@@ -61,7 +61,8 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
     )
     if scheduler.batcher is not None:
         about["server"] |= scheduler.batcher.describe()
-        logger.info("batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
+        level = logging.WARNING if scheduler.batcher.busy else logging.INFO
+        logger.log(level, "batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
     safety = None  # what a recording holds was sent to a robot before
     adapters: dict[str, Safety | None] = {}
     if isinstance(policy, Policy):

@@ -235,6 +235,14 @@ def test_auto_grows_while_it_pays(table, limit, tried, monkeypatch):
         assert "no faster than its members one by one" in made.reason
 
 
+@pytest.mark.parametrize(("load", "noted"), [(0.0, False), (999.0, True)])
+def test_a_busy_machine_is_named_beside_the_times(load, noted, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    made, _ = calibrated({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}, None, monkeypatch)
+    assert ("others were computing" in made.describe()["max_batch_reason"]) is noted
+    assert bool(made.busy) is noted
+
+
 def test_a_size_is_tried_until_once_takes_too_long(monkeypatch):
     steps, policy = iter([2.0, 2.5]), Timed({})
 

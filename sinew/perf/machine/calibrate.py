@@ -172,10 +172,8 @@ def random_weights(model: Model) -> Model:
 
 def disturbed(found: Calibration) -> str:
     """Return what speaks against a calibration: that others computed beside it; "" for nothing."""
-    load, cores = found.speeds.load, machine.cores().physical
-    if load <= cores:
-        return ""
-    return f"load average {load} on {cores} cores: others were computing; calibrate again when idle"
+    note = machine.busy(found.speeds.load)
+    return note and f"{note}; calibrate again when idle"
 
 
 def errors_by_stage(fitted: Calibration) -> dict[str, float]:
