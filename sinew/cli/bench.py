@@ -17,6 +17,7 @@ from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
 from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed
 from sinew.core import ObservationError, SinewError, progress
+from sinew.core.hints import short_reason
 from sinew.engine.backend import AUTO, BACKENDS
 from sinew.eval.report.stats import p99_of, ratio_of_medians, stage_statistics
 from sinew.perf.machine.bench import PHASES, PROMPT, SCHEMA, hardware, make_observation, measure
@@ -193,8 +194,8 @@ def print_report(result: dict[str, Any]) -> None:
         f" {policy['device']},"
         f" {result['threads']} threads, {policy['views']} views, {policy['solver_steps']} solver steps,"
         f" {policy['prompt_tokens']} prompt tokens",
-        f"engine: {policy['engine_reason']}; device: {policy['device_reason']}; dtype: {policy['dtype_reason']}"
-        f"{'; ' if policy['assigned'] else ''}{policy['assigned']}",
+        f"engine: {short_reason(policy['engine_reason'])}; device: {policy['device_reason']};"
+        f" dtype: {policy['dtype_reason']}{'; ' if policy['assigned'] else ''}{policy['assigned']}",
         f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores,"
         f" {', '.join(f'{name} {version}' for name, version in result['software'].items())},"
         f" sinew {result['sinew']}",

@@ -13,6 +13,7 @@ from rich.markup import escape
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
 from sinew.core import ActionChunk, Observation, progress
+from sinew.core.hints import short_reason
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -133,6 +134,6 @@ def running(policy: Policy | Replay) -> str:
     about = policy.describe()
     assigned = f", {about['assigned']}" if about.get("assigned") else ""
     return (
-        f"engine {about['engine']} ({about['engine_reason']}), {about['dtype']} ({about['dtype_reason']}),"
-        f" device {about['device']} ({about['device_reason']}){assigned}"
+        f"engine {about['engine']} ({short_reason(about['engine_reason'])}),"
+        f" {about['dtype']} ({about['dtype_reason']}), device {about['device']} ({about['device_reason']}){assigned}"
     )

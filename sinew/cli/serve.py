@@ -200,7 +200,12 @@ def serve(
                     lambda found: partial(
                         say,
                         ready_text(
-                            found.spec, found.describe(), tuple(process.wires), more, keyed=bool(api_key)
+                            found.spec,
+                            found.describe(),
+                            tuple(process.wires),
+                            more,
+                            bool(api_key),
+                            on.verbose,
                         ),
                     ),
                 )

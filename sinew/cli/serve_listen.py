@@ -40,7 +40,7 @@ class Listening:
         tls_key: PEM file.
         allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
         access_log: file for one JSON line per request, or - for standard error.
-        verbose: log more.
+        verbose: log more, and print the whole reason of the engine.
     """
 
     wire: Texts = ()

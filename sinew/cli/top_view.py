@@ -14,6 +14,7 @@ from rich.text import Text
 
 from sinew.cli import terminal
 from sinew.cli.terminal import BARS
+from sinew.core.hints import short_reason
 from sinew.eval.report.stats import summarize
 from sinew.serve.dashboard.follow import ServerSeen
 
@@ -67,7 +68,7 @@ def _policy(about: dict[str, Any]) -> Table:
         ("precision", "dtype"),
         ("threads", "threads"),
     ):
-        reason = server.get(f"{key}_reason")
+        reason = short_reason(str(server.get(f"{key}_reason") or ""))
         rows.append((name, f"{server.get(key)}" + (f"  ({reason})" if reason else "")))
     return terminal.facts(rows)
 

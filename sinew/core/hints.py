@@ -27,6 +27,12 @@ def read_by(reader: Reader) -> Iterator[None]:
         _reader = before
 
 
+def short_reason(reason: str) -> str:
+    """Return the first clause of an engine's reason. The rest concerns other engines and measurements: ``sinew doctor``
+    and ``sinew serve --verbose`` print it."""
+    return reason.partition("; ")[0]
+
+
 def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[True] = True) -> str:
     """Return how the reader writes an option of :func:`sinew.load` with a value. True: it is a switch.
 

@@ -449,6 +449,9 @@ def test_the_server_says_where_its_page_is(shown: bool, monkeypatch: pytest.Monk
     try:
         policy = load(ASSETS / "pen.gguf", "cpu")
         text = ready_text(policy.spec, policy.describe(), wires)
+        about = policy.describe() | {"engine_reason": "the fastest; another one lacks graphs"}
+        assert "the fastest\n" in ready_text(policy.spec, about, wires)
+        assert "another one lacks graphs\n" in ready_text(policy.spec, about, wires, verbose=True)
         port = wires[1].address.rpartition(":")[2]
         said = f"  page     http://127.0.0.1:{port}/ shows what it does\n"
         assert (said in text) is shown

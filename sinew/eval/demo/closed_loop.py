@@ -19,6 +19,7 @@ from sinew_client.control import choose
 
 from sinew.convert.sources import ASSETS
 from sinew.core import SinewError
+from sinew.core.hints import short_reason
 from sinew.eval.adapters import make_env
 from sinew.eval.demo.film import shoot, write_film
 from sinew.eval.demo.view import ReportView
@@ -108,7 +109,8 @@ def _drive(
     task, base = Task(played), Variant(address)
     env, adapter = make_env(task.env, render_mode="rgb_array", render_size=256)
     policy = ServerPolicy(address, None)
-    console.print(f"engine     {policy.engine['engine']}: {policy.engine['engine_reason']}", soft_wrap=True)
+    reason = short_reason(policy.engine["engine_reason"])
+    console.print(f"engine     {policy.engine['engine']}: {reason}", soft_wrap=True)
     try:
         view = ReportView(console, policy, env, adapter)
         results = view.play([base], range(FIRST_SEED, FIRST_SEED + episodes), film=0 if film else FILMED)

@@ -9,6 +9,7 @@ from urllib import request
 from urllib.parse import urlsplit
 
 from sinew.core import PolicySpec, VectorSpec
+from sinew.core.hints import short_reason
 from sinew.serve.transport.listen import reachable
 
 if TYPE_CHECKING:
@@ -21,19 +22,22 @@ def ready_text(
     wires: Sequence[Listener],
     more: Mapping[str, str] = MappingProxyType({}),
     keyed: bool = False,
+    verbose: bool = False,
 ) -> str:
     """Return the addresses, what the bundle expects, and for each wire a program that asks for one chunk.
 
     about: what the policy describes of its engine. more: name -> source of further policies. keyed: it wants a key.
+    verbose: with the whole reason of the engine.
     """
     sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
     cameras = [
         f"{camera.name}: uint8 [{camera.height}, {camera.width}, 3] RGB, {sizes}" for camera in spec.cameras
     ]
+    reason = about["engine_reason"] if verbose else short_reason(about["engine_reason"])
     lines = [
         f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
         f"  policy   {spec.name} ({spec.architecture}), {about['dtype']} on {about['device']}",
-        f"  engine   {about['engine']}: {about['engine_reason']}",
+        f"  engine   {about['engine']}: {reason}",
         *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
