@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,6 +134,7 @@ def test_spinning_is_not_claimed_where_torch_came_first() -> None:
 
 LOAD = """
 import sys
+import threading
 import sinew
 policy = sinew.load({bundle!r})
 policy.infer(policy.dummy_observation())
@@ -179,3 +181,18 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         machine.write_whole(path.parent / "folder", b"newer")
     assert sorted(each.name for each in path.parent.iterdir()) == ["folder", "record.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+def test_work_beside_others_has_a_low_priority_and_nothing_else_has():
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = priority()
+    assert machine.beside_others(priority) == 19
+    child = [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"]
+    ran = machine.beside_others(lambda: subprocess.run(child, capture_output=True, text=True, check=True))
+    assert ran.stdout == "19\n"  # what it starts has it, too
+    assert priority() == before
+    with pytest.raises(ZeroDivisionError):
+        machine.beside_others(lambda: 1 // 0)

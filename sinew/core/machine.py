@@ -13,12 +13,15 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sinew import WAITING
 
+Result = TypeVar("Result")
 PROC = Path("/proc")
 SYS = Path("/sys")
 HALF_UNITS = {
@@ -52,13 +55,35 @@ def busy(load: float | None = None) -> str:
     return "" if load <= count else f"load average {load:.2f} on {count} cores: others were computing"
 
 
-def step_back() -> None:
-    """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
-    holds the other end of standard input."""
+def lower_priority() -> None:
+    """Let other work go first: on Linux that of other threads than this one, elsewhere that of other processes."""
     # What `chrt -r 1 sinew serve` starts is in real time too, where nice counts for nothing.
     if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    os.nice(19)
+    os.nice(19)  # of the calling thread, and of those that it starts
+
+
+def beside_others(call: Callable[[], Result]) -> Result:
+    """Return what ``call`` returns, computed on a thread that lets the other threads of this process go first.
+
+    Raises what ``call`` raises. Elsewhere than on Linux, where a thread has no priority of its own, it is called here.
+    """
+    if sys.platform != "linux":
+        return call()
+
+    def run() -> Result:
+        lower_priority()
+        return call()
+
+    # A thread cannot take its priority back without privileges, so it ends with the call.
+    with ThreadPoolExecutor(1, "sinew-beside") as pool:
+        return pool.submit(run).result()
+
+
+def step_back() -> None:
+    """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
+    holds the other end of standard input."""
+    lower_priority()
     # Linux alone has these. In a session of its own a process is weighed as the session is, whatever its own priority.
     for name, value in (("autogroup", 19), ("oom_score_adj", 1000)):
         with contextlib.suppress(OSError):

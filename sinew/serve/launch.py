@@ -87,14 +87,30 @@ def swapper(
     need: the bytes of a policy's weights and of what it computes: of its source, ``options``, ``threads`` and the
     requests of a batch.
     """
+    from sinew.engine.backend import choose, chosen_by
+    from sinew.policy import open_bundle
     from sinew.serve.deploy import deploy
     from sinew.serve.swap import Need, Swapper
+
+    def opened(source: str) -> Policy:
+        load = loader(Path(source), options, threads)
+        choice = choose(open_bundle(source), threads=threads, **chosen_by(options))
+        # Other engines start threads of their own as they load, which would keep the low priority for good.
+        if choice.engine not in ("eager", "plan") or choice.options.device != "cpu":
+            return load()
+
+        def tried() -> Policy:
+            policy = load()
+            policy.infer(policy.dummy_observation())  # reads the weights and compiles, before the warm-up
+            return policy
+
+        return machine.beside_others(tried)
 
     batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
     return Swapper(
         service,
-        lambda source: deploy(loader(Path(source), options, threads)(), bounds, host),
-        lambda source: Need(*need(source, options, threads, batch)),
+        lambda source: deploy(opened(source), bounds, host),
+        lambda source: machine.beside_others(lambda: Need(*need(source, options, threads, batch))),
         str(bundle),
         *memory_budget(memory_gib, options),
     )
