@@ -453,3 +453,30 @@ def test_a_type_whose_driver_is_missing_says_so(tmp_path, monkeypatch) -> None:
     (package / "with_driver" / "__init__.py").write_text("")
     with pytest.raises(KeyError):
         lerobot_choice(arms, base, "toaster")
+
+
+def test_an_installed_plugin_of_lerobot_is_found(tmp_path, monkeypatch) -> None:
+    """As LeRobot's own commands find it: by the distribution's name, or by the module's in releases up to 0.4."""
+    registered: dict[str, type] = {}
+    (tmp_path / "arms2").mkdir()
+    (tmp_path / "arms2" / "__init__.py").write_text("types = {}\n")
+    for name in ("lerobot_robot_dry", "lerobot_teleoperator_dry"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"import arms2; arms2.types[{name[8:]!r}] = int\n")
+    (tmp_path / "lerobot_robot_broken.py").write_text("raise RuntimeError('no bus')\n")
+    (tmp_path / "not_a_plugin_of_lerobot.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arms = importlib.import_module("arms2")
+    registered = arms.types
+    base = SimpleNamespace(get_choice_class=registered.__getitem__, get_known_choices=lambda: registered)
+    assert lerobot_choice(arms, base, "robot_dry") is int
+    assert lerobot_choice(arms, base, "teleoperator_dry") is int
+    with pytest.raises(ImportError, match="lerobot_robot_broken: RuntimeError: no bus"):
+        lerobot_choice(arms, base, "robot_broken")
+    (tmp_path / "lerobot_robot_broken.py").unlink()
+    importlib.invalidate_caches()
+    with pytest.raises(KeyError) as caught:
+        lerobot_choice(arms, base, "robot_dri")
+    assert str(caught.value).startswith(
+        "expected one of robot_dry, teleoperator_dry, got 'robot_dri'; a type"
+    )

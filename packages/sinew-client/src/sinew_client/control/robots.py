@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import pkgutil
 import time
 from dataclasses import replace
@@ -263,6 +264,8 @@ def open_lerobot(
         robot.connect()
     except ClientError:
         raise
+    except UnknownTypeError as error:
+        raise RobotError(f"lerobot: {error}") from error
     except (
         Exception
     ) as error:  # whatever a driver raises: no servo, no calibration and nobody to ask, a port that went
@@ -280,13 +283,50 @@ def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
+PLUGINS = (
+    "lerobot_robot_",
+    "lerobot_camera_",
+    "lerobot_teleoperator_",
+)  # how LeRobot names packages of others
+
+
+class UnknownTypeError(KeyError):
+    """No class of LeRobot's configurations has this type."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def import_plugins() -> dict[str, str]:
+    """Import the installed plugins of LeRobot, which register their types, as LeRobot's own commands do.
+
+    Releases up to 0.4 find them by the names of modules, later ones by the names of distributions.
+
+    Returns:
+        Why a plugin could not be imported, by its name.
+    """
+    names = {module.name for module in pkgutil.iter_modules()}
+    names.update(each.metadata["Name"] or "" for each in importlib.metadata.distributions())
+    tried = {name: _problem_of(name) for name in sorted(names) if name.startswith(PLUGINS)}
+    return {name: why for name, why in tried.items() if why}
+
+
+def _problem_of(plugin: str) -> str:
+    """Import a plugin, and return why that failed; "" if it did not."""
+    try:
+        importlib.import_module(plugin)
+    except Exception as error:  # noqa: BLE001 - code of others; another plugin may be the one that is needed
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
     """Return the class of LeRobot's configurations that a type names. package: where types lie, each of which is
-    registered when its module is imported; one may hold several (``so_follower``), and somebody's own type is
-    registered by whoever imported it. Raises KeyError where none is called so, ImportError where it may be that of a
+    registered when its module is imported; one may hold several (``so_follower``), and a plugin's type is registered
+    when the plugin is imported. Raises UnknownTypeError where none is called so, ImportError where it may be that of a
     module which cannot be imported, as without its driver."""
     folders = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
-    broken = {}
+    broken = import_plugins()
     for name in ("", kind, *folders):
         module = f"{package.__name__}.{name}"
         try:
@@ -300,7 +340,11 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
     if broken:
         others = "; ".join(f"{name}: {why}" for name, why in broken.items())
         raise ImportError(f"expected a type that is known, got {kind}; these could not be imported: {others}")
-    raise KeyError(kind)
+    known = sorted(base.get_known_choices()) if hasattr(base, "get_known_choices") else folders
+    raise UnknownTypeError(
+        f"expected one of {', '.join(known)}, got {kind!r}; a type of your own comes with an installed package named"
+        f" {PLUGINS[0]}NAME"
+    )
 
 
 def find_class(text: str) -> Callable[..., Robot]:
