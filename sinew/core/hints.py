@@ -54,6 +54,11 @@ def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[T
     return text if _reader == "command line" else f"`sinew serve ... {text}`"
 
 
+def choice(python: str, flags: str) -> str:
+    """Return what this process's reader types: in Python, or on the command line."""
+    return python if _reader == "python" else flags
+
+
 def pairs(flag: str, form: str, texts: Iterable[str]) -> dict[str, str]:
     """Return name -> value of a flag that is given as ``NAME=VALUE``, repeatedly. form: that, in its own words.
 

@@ -20,7 +20,7 @@ import numpy as np
 from sinew_client.modules import ModuleError, load_module, load_named
 from sinew_client.untrusted import read_json, shown
 
-from sinew.core import SinewError
+from sinew.core import SinewError, hints
 from sinew.core.registry import action_units, place_of, plain
 from sinew.eval import suites
 from sinew.eval.settings import ADAPTERS, TASKS_GROUP
@@ -71,9 +71,12 @@ class Direct:
 
     def observation(self, raw: Any) -> dict[str, Any]:
         if not isinstance(raw, dict) or not {"images", "state"} <= raw.keys():
+            names = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+            parts = "{'images': {'front': 'PART'}, 'state': ['PART'], 'prompt': 'what to do'}"
+            way = hints.choice(f"adapter={parts}", "--adapter mapping.json")
             raise SinewError(
                 "observation: expected a dict with images, state and prompt, as Sinew's environments give;"
-                f" got {sorted(raw) if isinstance(raw, dict) else type(raw).__name__}. Choose an --adapter"
+                f" got {names}. Name its parts: {way} (docs/eval.md)"
             )
         return dict(raw)
 

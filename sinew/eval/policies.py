@@ -100,11 +100,26 @@ class EpisodePolicy:
         return {**observation, "seed": seed, "solver_steps": self.solver_steps}
 
     def _infer(self, request: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-        self.last = self.policy.infer(request)
+        self.last = checked_chunk(self.policy.infer(request), self.policy)
         return self.last.actions, self.last.round_trip_ms or self.last.timing.total_ms
 
     def close(self) -> None:
         self.policy.close()
+
+
+def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
+    """Return what ``infer`` of a policy returned. Raises SinewError for what is no chunk of its actions."""
+    dim = policy.spec.action.dim
+    wanted = f"expected sinew_client.ActionChunk(actions) with actions of [rows, {dim}]"
+    actions = getattr(answer, "actions", None)
+    if actions is None or not hasattr(answer, "timing"):
+        shape = f" of {list(np.shape(answer))}" if isinstance(answer, (np.ndarray, list, tuple)) else ""
+        raise SinewError(f"{type(policy).__name__}.infer: {wanted}, got {type(answer).__name__}{shape}")
+    shape = np.shape(actions)
+    if len(shape) != 2 or not shape[0] or shape[1] != dim:
+        raise SinewError(f"{type(policy).__name__}.infer: {wanted}, got actions of {list(shape)}")
+    found: ActionChunk = answer
+    return found
 
 
 def _caught(call: Callable[[Any], Any], what: Any) -> Any:

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ import sinew  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, SinewError, Timing, VectorSpec  # noqa: E402
 from sinew.eval import campaign  # noqa: E402
 from sinew.eval.lockstep import INFER, ORDER, RESET, STEP, Meeting  # noqa: E402
-from sinew.eval.report import stats  # noqa: E402
+from sinew.eval.report import evaluation, stats  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
 from sinew.sim.experts import expert_spec  # noqa: E402
 from sinew.sim.pen import PenEnv  # noqa: E402
@@ -222,6 +223,96 @@ def test_sessions_of_a_policy_of_ones_own(mode: AutoresetMode) -> None:
     assert len(policy.begun) == 9
 
 
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (np.zeros((3, 1)), r"got ndarray of \[3, 1\]"),
+        ([[0.0]], r"got list of \[1, 1\]"),
+        ({"actions": 1}, "got dict"),
+        (None, "got NoneType"),
+        (ActionChunk(np.zeros((3, 2), np.float32)), r"got actions of \[3, 2\]"),
+        (ActionChunk(np.zeros(3, np.float32)), r"got actions of \[3\]"),
+        (ActionChunk(np.zeros((0, 1), np.float32)), r"got actions of \[0, 1\]"),
+    ],
+)
+def test_what_infer_returns_is_checked(answer: Any, got: str) -> None:
+    class Own(Towards):
+        def infer(self, observation: Any, *, timeout: float | None = None) -> Any:
+            return answer
+
+    wanted = r"Own.infer: expected sinew_client.ActionChunk\(actions\) with actions of \[rows, 1\], "
+    with pytest.raises(SinewError, match=wanted + got):
+        sinew.evaluate(Own(), Reach(), episodes=1, **OWN)
+
+
+def test_a_notebook_shows_a_short_text_and_a_plot() -> None:
+    found = sinew.evaluate(Towards(), Reach(), episodes=20, **OWN)
+    assert repr(found) == f"<Evaluation {found}>"
+    page = ElementTree.fromstring(found._repr_html_())
+    assert [row[0].text for row in page.findall("tr")[1:]] == ["all", "left", "right"]
+    for row, each in zip(page.findall("tr")[1:], [found, *found.by_task().values()], strict=True):
+        assert row[1].text == f"{each.successes}/{len(each.episodes)}"
+        bar = row[2][0].findall("rect")[1]
+        assert float(bar.get("width", "")) == pytest.approx(160 * each.success, abs=0.1)
+    hostile = replace(
+        found, policy="<script>", episodes=(replace(found.episodes[0], task="</td><b>", success=False),)
+    )
+    assert "<script>" not in hostile._repr_html_()
+    assert "<b>" not in hostile._repr_html_()
+
+
+def test_hints_are_in_the_words_of_python() -> None:
+    with pytest.raises(SinewError, match=r"Name its parts: adapter=\{'images'") as caught:
+        sinew.evaluate(Towards(), lambda: gymnasium.wrappers.TimeLimit(Reach(), 20), episodes=1)
+    assert "--" not in str(caught.value)
+    words = "--replan 3 needs --solver-steps; `sinew eval --env x`, --setup"
+    assert evaluation._in_python(words) == "replan 3 needs solver_steps; `sinew eval --env x`, --setup"
+
+
+def test_an_installed_id_of_a_suite_plays_in_this_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gym_pusht.py").write_text(PUSHT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        policy = Towards()
+        policy.spec = replace(policy.spec, action=VectorSpec(2), cameras=(CameraSpec("image", 96, 96),))
+        policy.infer = lambda observation, timeout=None: ActionChunk(np.full((1, 2), 256, np.float32))  # type: ignore[method-assign]
+        found = sinew.evaluate(policy, "gym_pusht/PushT-v0", episodes=2, replan=1, handover="naive")
+    finally:
+        gymnasium.registry.pop("gym_pusht/PushT-v0", None)
+        sys.modules.pop("gym_pusht", None)
+    assert found.success == 1.0
+    assert found.env == "gym_pusht/PushT-v0"
+
+
+PUSHT = """
+import gymnasium
+import numpy as np
+
+
+class PushT(gymnasium.Env):
+    metadata = {"render_fps": 10}
+    action_space = gymnasium.spaces.Box(0, 512, (2,), np.float32)
+
+    def __init__(self, **options):
+        self.observation_space = gymnasium.spaces.Dict()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.seen(), {}
+
+    def step(self, action):
+        return self.seen(), 0.0, True, False, {"is_success": bool(action[0] == 256)}
+
+    def seen(self):
+        return {"pixels": np.zeros((96, 96, 3), np.uint8), "agent_pos": np.zeros(2)}
+
+
+gymnasium.register("gym_pusht/PushT-v0", PushT, max_episode_steps=300)
+"""
+
+
 def test_an_error_of_an_episode_ends_all_of_them() -> None:
     class Broken(Towards):
         def infer(self, observation: Any, *, timeout: float | None = None) -> ActionChunk:
@@ -258,7 +349,8 @@ def test_an_error_of_an_episode_ends_all_of_them() -> None:
         ),
         ((PEN, pen), {"env_options": {"image_size": 32}}, "env_options: expected a gymnasium id"),
         ((PEN, "sinew/Blocks-v0"), {}, "sinew/Blocks-v0 and pen do not fit"),
-        ((PEN, "libero_10"), {}, "`sinew eval --env libero_10` plays suites"),
+        ((PEN, "libero_10"), {}, "needs a simulator of its own .* `sinew eval --env libero_10`"),
+        ((PEN, "gym_pusht/PushT-v0"), {}, "needs the package gym_pusht in this interpreter"),
         ((PEN, "sinew/Pen-v0"), {"episodes": 0}, "episodes: expected a number from 1 on"),
         ((PEN, "sinew/Pen-v0"), {"episodes": [1, 1]}, "or different seeds"),
         ((PEN, Reach), {}, "observation: expected a dict with images, state and prompt|max_episode_steps"),

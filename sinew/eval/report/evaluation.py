@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
+import inspect
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +38,10 @@ if TYPE_CHECKING:
 Adapter = str | Mapping[str, Any] | Callable[[gymnasium.Env], EnvAdapter] | None
 
 
-@dataclass(frozen=True)
+WIDTH = 160  # pixels of a bar in a notebook
+
+
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What :func:`evaluate` has found. episodes: a row for each seed, in their order. batch: episodes that were played
     at once, and one_by_one why they were answered one after the other all the same, "" where they were not.
@@ -86,12 +93,47 @@ class Evaluation:
         found = {"policy": self.policy, "env": self.env, "control_hz": self.control_hz, "batch": self.batch}
         return {**found, **stats.success([e.success for e in self.episodes]), "rows": self.rows()}
 
+    def __repr__(self) -> str:
+        return f"<Evaluation {self}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: the success of each task, its 95 % interval as a plot, and the mean steps."""
+        tasks = self.by_task()
+        parts = {"all": self, **(tasks if len(tasks) > 1 else {})}
+        rows = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{each.successes}/{len(each.episodes)}</td><td>{_bar(each)}</td>"
+            f"<td>{100 * each.interval[0]:.1f} to {100 * each.interval[1]:.1f} %</td><td>{_mean_steps(each)}</td></tr>"
+            for name, each in parts.items()
+        )
+        head = "".join(
+            f"<th>{name}</th>"
+            for name in ("task", "success", "0 to 100 %", "95 % interval", "steps to success")
+        )
+        title = html.escape(f"{self.policy} on {self.env}")
+        return f"<table><caption>{title}</caption><tr>{head}</tr>{rows}</table>"
+
     def __str__(self) -> str:
         low, high = self.interval
         return (
             f"{self.policy} on {self.env}: {self.successes}/{len(self.episodes)} ({100 * self.success:.1f} %),"
             f" 95 % interval {100 * low:.1f} to {100 * high:.1f} %"
         )
+
+
+def _bar(found: Evaluation) -> str:
+    """Return the success as a bar and its interval as a line, an inline SVG."""
+    low, high = (WIDTH * each for each in found.interval)
+    return (
+        f'<svg role="img" width="{WIDTH}" height="16" viewBox="0 0 {WIDTH} 16"><title>{html.escape(str(found))}'
+        f'</title><rect width="{WIDTH}" height="16" fill="#8883"/><rect width="{WIDTH * found.success:.1f}"'
+        f' height="16" fill="#4a90d9"/><path d="M{low:.1f} 8H{high:.1f}M{low:.1f} 4V12M{high:.1f} 4V12"'
+        ' stroke="currentColor" stroke-width="2" fill="none"/></svg>'
+    )
+
+
+def _mean_steps(found: Evaluation) -> str:
+    steps = [episode.steps for episode in found.episodes if episode.success]
+    return f"{sum(steps) / len(steps):.1f}" if steps else "-"
 
 
 def evaluate(
@@ -121,9 +163,11 @@ def evaluate(
 
     policy: a bundle, a checkpoint, a name of the hub, the address of a server, ``expert``; or an open one, of
         ``sinew.load``, ``sinew.connect``, or anything with its ``spec``, ``infer``, ``reset`` and ``close``
-        (:class:`sinew_client.Policy`). What is given open stays open.
-    env: a gymnasium id; an environment; a vectorised one, whose parts ask for actions in one batch; or what makes an
-        environment, called as often as ``batch`` says. None: of a policy by name, the embedded task that it fits.
+        (:class:`sinew_client.Policy`). ``infer`` returns ``sinew_client.ActionChunk(actions)``: numbers of
+        ``[rows, action.dim]`` in world units. What is given open stays open.
+    env: a gymnasium id, which may be a suite's such as ``gym_pusht/PushT-v0`` if its package is installed here; an
+        environment; a vectorised one, whose parts ask for actions in one batch; or what makes an environment, called as
+        often as ``batch`` says. None: of a policy by name, the embedded task that it fits.
     episodes: how many, one per seed from ``seed`` on; or the seeds.
     adapter: what the parts of the environment's observation are: a mapping as in docs/eval.md, its .json file, or a
         class as in ``package.module:Class``; None for an environment whose observation is images, state and prompt.
@@ -136,13 +180,65 @@ def evaluate(
 
     Raises :class:`sinew.core.SinewError` for what does not fit, with what was expected, and what an episode raises.
     """
+    try:
+        return _evaluate(
+            policy, env, episodes, seed, adapter, replan, latency, handover, motion, solver_steps, noise,
+            env_options, reset_options, batch, workers, out, on_episode,
+        )  # fmt: skip
+    except SinewError as error:
+        words = _in_python(str(error))
+        if (
+            words != str(error) and type(error) is SinewError
+        ):  # others have their fields in places of their own
+            raise SinewError(words) from error
+        raise
+
+
+FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])")
+
+
+def _in_python(text: str) -> str:
+    """Return a message with the flags of ``sinew eval`` as parameters of :func:`evaluate`, but in backticks."""
+    known = inspect.signature(evaluate).parameters
+
+    def parameter(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return name if name in known else flag[0]
+
+    parts = text.split("`")
+    return "`".join(FLAG.sub(parameter, part) if not index % 2 else part for index, part in enumerate(parts))
+
+
+def _evaluate(
+    policy: str | os.PathLike[str] | Policy,
+    env: str | Env | Callable[[], gymnasium.Env] | None,
+    episodes: int | Sequence[int],
+    seed: int,
+    adapter: Adapter,
+    replan: int | str,
+    latency: int | str,
+    handover: str,
+    motion: Mapping[str, Any] | None,
+    solver_steps: int | None,
+    noise: int,
+    env_options: dict[str, Any] | None,
+    reset_options: dict[str, Any] | None,
+    batch: int,
+    workers: int,
+    out: str | os.PathLike[str] | None,
+    on_episode: Callable[[Episode], None] | None,
+) -> Evaluation:
     seeds = list(range(seed, seed + episodes)) if isinstance(episodes, int) else list(episodes)
     if not seeds or len(set(seeds)) < len(seeds):
         raise SinewError(f"episodes: expected a number from 1 on, or different seeds, got {episodes!r}")
     if isinstance(env, str) and suites.find(env) is not None:
-        raise SinewError(
-            f"env: expected an environment of this interpreter; `sinew eval --env {env}` plays suites"
-        )
+        module, slash, _ = env.partition("/")
+        if not slash or importlib.util.find_spec(module) is None:
+            package = f"the package {module}" if slash else "a simulator of its own"
+            raise SinewError(
+                f"env: {env} needs {package} in this interpreter, which has none; install it, pass an environment"
+                f" object, or run `sinew eval --env {env}`, which plays suites in interpreters of their own"
+            )
     named = isinstance(policy, (str, os.PathLike))
     target = _target(policy) if named else type(policy).__name__
     if env is None:
@@ -199,7 +295,10 @@ def _single(
 
     def make() -> tuple[gymnasium.Env, EnvAdapter]:
         if isinstance(env, str):
-            made: Any = make_env(env, "", task.env_options)[0]
+            made: Any
+            made, own = make_env(env, "", task.env_options)
+            if adapter is None:
+                return made, own  # of a suite that of its simulator
         else:
             made = env if isinstance(env, gymnasium.Env) else env()
         if not isinstance(made, gymnasium.Env):
