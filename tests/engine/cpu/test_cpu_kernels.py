@@ -479,7 +479,7 @@ def test_a_server_takes_what_resizes_frames_when_it_is_there(
     made = tmp_path / "sinew" / "cpu" / library.parent.name
     command = [sys.executable, "-c", WORK[work], str(library.parent), str(made)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(prepare, "_python", lambda: command)
+    monkeypatch.setattr(prepare, "python_module", lambda: command)
     popen = subprocess.Popen
 
     def seen(given, *args, **options):  # beside it, the compiler is asked for its version
