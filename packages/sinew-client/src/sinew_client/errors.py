@@ -75,7 +75,9 @@ class ObservationError(SinewError):
     @classmethod
     def unknown(cls, key: object, known: Iterable[str], expected: str = "") -> ObservationError:
         """Return the error of a key that is not among those that are known. expected: these in other words."""
-        name = key[:100] if isinstance(key, str) else type(key).__name__
+        # A key of another type may be as long as it likes, so only short numbers are written out.
+        short = isinstance(key, int) and key.bit_length() < 64
+        name = key[:100] if isinstance(key, str) else str(key) if short else type(key).__name__
         names = list(known)
         return cls(
             name, expected or f"one of {', '.join(names)}", f"an unknown key{did_you_mean(name, names)}"
