@@ -34,7 +34,8 @@ class Listening:
             socket, for robots of this user on this machine: native:ipc:///PATH.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
         deadline_ms: refuse requests that would begin later than this after their arrival.
-        api_key_file: a file with the key that clients must send, or several, one a line; SINEW_API_KEY in the
+        api_key_file: a file with the key that clients must send, or several, one a line, each of which
+            may have a role before it: robot:KEY, metrics:KEY, admin:KEY (docs/deployment.md); SINEW_API_KEY in the
             environment if absent.
         tls_cert: PEM file; encrypts openpi, http and lerobot.
         tls_key: PEM file.

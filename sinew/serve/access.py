@@ -2,6 +2,8 @@
 
 **Keys.** A server with keys refuses a request without one of them. Keys travel in the header ``Authorization`` or
 ``X-API-Key``, in gRPC's metadata, or in a field of the native wire; never in an address, a cookie or a body of HTTP.
+A key of the role ``metrics`` reads ``/metrics`` alone. One of the role ``robot`` does everything but that and the
+change of policies. One of the role ``admin``, or without a role, does everything.
 
 **Web pages** must not drive a robot, nor use its cameras. A server without a key is open to every page that a browser
 on this machine shows. The browser marks such requests itself: it sends ``Origin`` with WebSockets and with POST. A page
@@ -26,9 +28,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from sinew_client.auth import ADMIN, METRICS, ROBOT, role_and_key
+
 from sinew.core import SinewError
 
 OPEN = ("/healthz", "/metrics")
+POLICIES = "/v1/policies"  # before the name of a policy, which WebSockets take too
 
 
 class UnauthorizedError(SinewError):
@@ -52,14 +57,33 @@ class PortAddress(Protocol):
 # ----------------------------------------------------------------------------- keys
 
 
-def check_key(key: str | bytes | None, keys: Sequence[str]) -> None:
-    """Raise :class:`UnauthorizedError` unless ``key`` is one of ``keys``, or there are none. Takes the same time for
-    every wrong key."""
+def check_key(key: str | bytes | None, keys: Sequence[str], role: str = ROBOT) -> None:
+    """Raise :class:`UnauthorizedError` unless ``key`` is one of ``keys`` and may do what ``role`` does, or there are no
+    keys. Takes the same time for every wrong key.
+
+    Args:
+        key: of the request.
+        keys: of the server, each a key that may do everything, or ``role:key``. The role ``admin`` may do everything.
+        role: that the request needs.
+    """
     if not keys:
         return
     got = key.encode(errors="surrogateescape") if isinstance(key, str) else key or b""
-    if not sum(hmac.compare_digest(got, each.encode()) for each in keys):
+    entries = map(role_and_key, keys)
+    roles = [own for own, each in entries if hmac.compare_digest(got, each.encode())]
+    if not roles:
         raise UnauthorizedError("this server requires an API key, and the request has none or a wrong one")
+    if not {"", ADMIN, role} & set(roles):
+        raise UnauthorizedError(
+            f"this request requires a key of the role {role}, and its key has the role {roles[0]}"
+        )
+
+
+def role_for(method: str, path: str) -> str:
+    """Return the role that a request over HTTP needs."""
+    if path == "/metrics":
+        return METRICS
+    return ADMIN if path.startswith(POLICIES) and method in ("PUT", "DELETE") else ROBOT
 
 
 def key_of(authorization: str) -> str:

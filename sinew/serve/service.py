@@ -223,9 +223,9 @@ class Service:
 
     # ------------------------------------------------------------------------- everything else
 
-    def authorize(self, key: str | bytes | None) -> None:
-        """Raises :class:`UnauthorizedError` unless ``key`` is the server's, or the server has none."""
-        access.check_key(key, self._keys())
+    def authorize(self, key: str | bytes | None, role: str = access.ROBOT) -> None:
+        """Raise :class:`UnauthorizedError` unless ``key`` is one of the server's for ``role``, or it has none."""
+        access.check_key(key, self._keys(), role)
 
     @property
     def wants_key(self) -> bool:

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from sinew_client import Client, ServerError
+from sinew_client.auth import api_key_of, keys_in
+from sinew_client.errors import SinewError
 
 from sinew.eval.farm import files, hosts
 from sinew.eval.settings import Task, Variant
@@ -221,6 +223,37 @@ def test_loopback_and_keys_in_headers() -> None:
         assert not is_loopback(host)
     assert key_of("Bearer a") == key_of("api-key a") == key_of("Basic OmE=") == "a"
     assert key_of("Digest a") == key_of("Basic !") == key_of("a") == ""
+
+
+def test_keys_of_roles_open_what_their_role_needs(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("metrics:mmm\nrobot: rrr\nadmin:aaa\nold:with:colons\n")
+    lines = keys_in(file)
+    assert api_key_of(file) == "rrr"
+    needs = [
+        ("GET", "/metrics", "METRICS"), ("POST", "/v1/actions", "ROBOT"), ("GET", "/v1/policies", "ROBOT"),
+        ("GET", "/v1/metadata", "ROBOT"), ("PUT", "/v1/policies/default", "ADMIN"),
+        ("DELETE", "/v1/policies/b", "ADMIN"), ("POST", "/v1/policies/b/actions", "ROBOT"),
+    ]  # fmt: skip
+    may = {"mmm": {"METRICS"}, "rrr": {"ROBOT"}, "aaa": {"METRICS", "ROBOT", "ADMIN"}}
+    may["old:with:colons"] = may["aaa"]
+    with desk(("web", "native"), api_key=lambda: lines) as at:
+        address = at.web.replace("ws://", "http://")
+        for key, allowed in may.items():
+            for method, path, need in needs:
+                got = status(address, method, path, {"X-API-Key": key})
+                assert (got != 401) is (need in allowed), (key, method, path, got)
+            with Client(at.native, timeout=WAIT_S, api_key=key) as client:
+                if "ROBOT" in allowed:
+                    client.infer(GOOD)
+                else:
+                    with pytest.raises(ServerError, match="requires a key of the role robot"):
+                        client.infer(GOOD)
+        for wrong in ("", "robot:rrr", "metrics", "with:colons"):
+            assert status(address, "GET", "/metrics", {"X-API-Key": wrong}) == 401
+    file.write_text("metrics:\n")
+    with pytest.raises(SinewError, match="expected a key after the role metrics:"):
+        keys_in(file)
 
 
 # ----------------------------------------------------------------------------- the structure

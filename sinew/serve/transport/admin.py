@@ -10,9 +10,9 @@ from aiohttp import web
 from sinew_client.untrusted import parse_json
 
 from sinew.core import BundleError, ConvertError, RequestError
-from sinew.serve.access import UnauthorizedError, is_loopback
+from sinew.serve.access import POLICIES, UnauthorizedError, is_loopback
 from sinew.serve.service import Service
-from sinew.serve.transport.routes import POLICIES, Guard, read_body
+from sinew.serve.transport.routes import Guard, read_body
 
 MAX_SOURCE = 4096  # characters: a path's longest on Linux
 MAX_BODY = 1 << 16  # bytes around it

@@ -17,7 +17,6 @@ from sinew.serve.request import Outcome, WireMessage
 from sinew.serve.service import Service
 from sinew.serve.transport.connections import connection_of
 
-POLICIES = "/v1/policies"  # before the name of a policy, which WebSockets take too
 JSON = "application/json"
 PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
 MAX_REASON = 123  # bytes, of RFC 6455's close frame

@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import CancelledError, Observation, PolicySpec, RequestError, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
-from sinew.serve.access import key_in, refused_page
+from sinew.serve.access import POLICIES, key_in, refused_page, role_for
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT, Deployment
@@ -33,7 +33,6 @@ from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.routes import (
     JSON,
     MAX_REASON,
-    POLICIES,
     Dialect,
     Guard,
     Handler,
@@ -204,7 +203,7 @@ class WebServer:
     async def _metrics(self, request: web.Request) -> web.Response:
         try:
             with self._service.reading("http", request.remote or ""):
-                self._service.authorize(key_in(request.headers))
+                self._service.authorize(key_in(request.headers), role_for(request.method, request.path))
         except SinewError as error:
             return web.Response(status=401, text=f"{error}\n")
         response = web.Response(
@@ -219,7 +218,7 @@ class WebServer:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 with self._service.reading("http", request.remote or ""):
-                    self._service.authorize(key_in(request.headers))
+                    self._service.authorize(key_in(request.headers), role_for(request.method, request.path))
                 if self._service.wants_key:
                     connection_of(request).prove()
                 response = await handler(request)

@@ -10,11 +10,12 @@ from functools import partial
 from aiohttp import web
 
 from sinew.core import Observation, PolicySpec, RequestError
+from sinew.serve.access import POLICIES
 from sinew.serve.request import Request
 from sinew.serve.service import Service
 from sinew.serve.transport import admin
 from sinew.serve.transport.connections import connection_of
-from sinew.serve.transport.routes import POLICIES, Guard, read_body
+from sinew.serve.transport.routes import Guard, read_body
 from sinew.serve.wires import http
 
 

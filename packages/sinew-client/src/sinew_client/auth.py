@@ -9,6 +9,17 @@ from sinew_client.errors import SinewError
 
 MAX_KEYS = 1 << 16  # characters
 KEY_VARIABLE = "SINEW_API_KEY"
+ROBOT, METRICS, ADMIN = ROLES = (
+    "robot",
+    "metrics",
+    "admin",
+)  # what a line ``role:key`` of a key file may name
+
+
+def role_and_key(line: str) -> tuple[str, str]:
+    """Return the role and the key of a line of a key file; the role is "" for a key without one, which may do all."""
+    role, colon, key = line.partition(":")
+    return (role, key.strip()) if colon and role in ROLES else ("", line)
 
 
 def key_from_environment() -> str:
@@ -17,14 +28,18 @@ def key_from_environment() -> str:
 
 
 def api_key_of(path: Path | None) -> str:
-    """Return the first key in a file, or the environment's where none is named. Raises as :func:`keys_in`."""
-    return key_from_environment() if path is None else keys_in(path)[0]
+    """Return the key that a client sends: the first in a file that robots may use, else the first; without a file the
+    environment's. Raises as :func:`keys_in`."""
+    if path is None:
+        return key_from_environment()
+    found = [role_and_key(line) for line in keys_in(path)]
+    return next((key for role, key in found if role in ("", ROBOT)), found[0][1])
 
 
 def keys_in(path: Path) -> tuple[str, ...]:
-    """Return the keys in a file, one a line.
+    """Return the lines of a key file: a key, or ``role:key`` (:data:`ROLES`).
 
-    Raises :class:`SinewError` for a file that cannot be read or is empty.
+    Raises :class:`SinewError` for a file that cannot be read or is empty, and for a role without a key.
     """
     try:
         with open(path, encoding="utf-8") as file:  # own file: named by the person at this machine
@@ -35,4 +50,7 @@ def keys_in(path: Path) -> tuple[str, ...]:
         raise SinewError(f"--api-key-file {path}: {why}") from error
     if not keys:
         raise SinewError(f"--api-key-file {path}: the file is empty")
+    for line in keys:
+        if not role_and_key(line)[1]:
+            raise SinewError(f"--api-key-file {path}: expected a key after the role {line}")
     return keys
