@@ -11,10 +11,13 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
+from sinew_client.auth import ROLES, keys_in, role_and_key
 from sinew_client.robot_report import RobotReport
 
 from sinew.cli import build_app, settings
@@ -148,6 +151,87 @@ def test_compose_names_files_and_flags_that_exist() -> None:
     source = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
     board = json.loads((DOCKER / "grafana" / "sinew.json").read_text())
     assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["datasources"][0]["uid"]}
+
+
+def served_with(variables: dict[str, str]) -> tuple[Any, dict[str, int | str]]:
+    """Return the settings of `sinew serve` under these variables, and its ports by protocol."""
+    for variable in variables:
+        assert_flag(variable)
+    words = [
+        word
+        for variable, value in variables.items()
+        for part in (value.split() if variable == "SINEW_SERVE_WIRE" else [value])
+        for word in (f"--{variable.removeprefix('SINEW_SERVE_').lower().replace('_', '-')}", part)
+    ]
+    _, found, _ = build_app().parse_args(["serve", "p.gguf", *words], exit_on_error=False, print_error=False)
+    return found.arguments["on"], wires.parse(found.arguments["on"].wire)
+
+
+def test_compose_with_key_and_tls_names_files_and_secrets_that_exist(tmp_path: Path) -> None:
+    more = yaml.safe_load((DOCKER / "compose.tls.yaml").read_text())
+    assert more["services"].keys() <= COMPOSE["services"].keys()
+    secrets = {f"/run/secrets/{name}" for name in more["secrets"]}
+    server, prometheus = more["services"]["sinew"], more["services"]["prometheus"]
+    on, _ = served_with({**COMPOSE["services"]["sinew"]["environment"], **server["environment"]})
+    own = {f"/run/secrets/{name}" for name in server["secrets"]}
+    assert {str(each) for each in (on.api_key_file, on.tls_cert, on.tls_key)} == own <= secrets
+    for volume in prometheus["volumes"]:
+        source, target, *_ = volume.split(":")
+        assert (DOCKER / source).exists() or source in COMPOSE["volumes"]
+        assert target in {each.split(":")[1] for each in COMPOSE["services"]["prometheus"]["volumes"]}
+    settings_of = yaml.safe_load((DOCKER / "prometheus-tls.yml").read_text())
+    plain = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    (scrape,) = settings_of["scrape_configs"]
+    named = {scrape["authorization"]["credentials_file"], scrape["tls_config"]["ca_file"]}
+    assert named == {f"/run/secrets/{name}" for name in prometheus["secrets"]} <= secrets
+    assert (scrape["scheme"], scrape["authorization"]["type"]) == ("https", "Bearer")
+    assert settings_of["rule_files"] == plain["rule_files"]
+    assert {key: scrape[key] for key in plain["scrape_configs"][0]} == plain["scrape_configs"][0]
+    # The page has the commands that make these files.
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    for secret in more["secrets"].values():
+        assert f"docker/{secret['file'].removeprefix('./')}" in page
+    assert "/docker/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    subprocess.run(
+        [sys.executable, "-c", f"compile({server['healthcheck']['test'][-1]!r}, 'h', 'exec')"], check=True
+    )
+
+
+def test_the_deployment_of_kubernetes_names_what_the_program_takes(tmp_path: Path) -> None:
+    secret, deployment, service = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+    (tmp_path / "keys").write_text(secret["stringData"]["keys"])
+    assert {role_and_key(line)[0] for line in keys_in(tmp_path / "keys")} == set(ROLES)
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    on, ports = served_with({each["name"]: each["value"] for each in container["env"]})
+    assert container["args"][0] == "serve"
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in template["spec"]["volumes"]}
+    assert set(mounts.values()) == volumes.keys()
+    assert volumes[mounts["/etc/sinew"]]["secret"]["secretName"] == secret["metadata"]["name"]
+    for file in (on.api_key_file, on.tls_cert, on.tls_key):
+        assert file.parent == Path("/etc/sinew")
+        assert file.name in secret["stringData"]
+    assert str(Path(container["args"][1]).parent) in mounts
+    assert "/cache" in mounts  # Dockerfile: XDG_CACHE_HOME
+    # Nothing but what encrypts, on the port of Service and probes.
+    assert set(ports) == {"openpi", "http"}
+    (port,) = container["ports"]
+    assert set(ports.values()) == {port["containerPort"]}
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[name]["httpGet"] == {"path": "/healthz", "port": port["name"], "scheme": "HTTPS"}
+    (published,) = service["spec"]["ports"]
+    assert published["targetPort"] == port["name"]
+    assert (
+        service["spec"]["selector"]
+        == template["metadata"]["labels"]
+        == deployment["spec"]["selector"]["matchLabels"]
+    )
+    assert f"USER {template['spec']['securityContext']['runAsUser']}" in DOCKERFILE
+    with desk(("web",), api_key="secret") as at:  # a probe has no key
+        address = at.web.replace("ws://", "http://")
+        with urllib.request.urlopen(f"{address}/healthz", timeout=60) as reply:
+            assert reply.status == 200
 
 
 def test_the_example_of_a_file_is_taken() -> None:
