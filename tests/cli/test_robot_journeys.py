@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from sinew_client import ClientError, RequestTimeout
 from sinew_client.control import Loop, Settings, Stopped
+from sinew_client.control.facts import facts_of
 from sinew_client.control.robots import Dry
 from sinew_client.faults import Faults, kind_of
 
@@ -127,7 +128,7 @@ def test_a_new_instruction_of_an_episode_is_streamed(said: Any, monkeypatch: pyt
 
 def test_the_view_counts_episodes_while_it_runs() -> None:
     class Played(Dry):
-        finished, successes, task = 4, 3, "the environment's"
+        finished, successes, episodes, on_episode, task = 4, 3, None, None, "the environment's"
 
     policy = {"cameras": [], "state": {"dim": 2}, "action": {"dim": 2}}
     loop = Loop(Played(policy), lambda: lambda *_: np.zeros((4, 2)), Settings(50.0, replan="1"), 2, "mine")
@@ -138,7 +139,7 @@ def test_the_view_counts_episodes_while_it_runs() -> None:
     text = console.export_text()
     assert "3 of 4 succeeded, 75 %" in text
     assert "the environment's" in text
-    assert episodes_text(Dry(policy)) == ""
+    assert episodes_text(facts_of(Dry(policy))) == ""
 
 
 # ----------------------------------------------------------------------------- streams with every guidance

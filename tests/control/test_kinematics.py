@@ -1056,7 +1056,7 @@ def test_a_pose_that_counts_from_a_state_that_is_not_known_is_held(kind: str, by
         return {"images": {}, "state": bench.state.copy(), "age": 5.0 * wrong}
 
     bench.observe = observe  # type: ignore[method-assign]
-    bench.position = np.zeros(7)  # type: ignore[attr-defined]
+    robot.position = np.zeros(7)  # of what `driven` takes the width of a command
     loop = driven(robot, [rows], 4)  # which holds it at its end
     assert len(bench.sent) > 1
     wrong = True

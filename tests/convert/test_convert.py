@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sinew_client.typed_names import UntypedNameError
 
 from sinew.bundle import Bundle
 from sinew.cli import main
@@ -323,7 +324,7 @@ def test_missing_statistics_tokenizer_and_vlm_say_what_to_give(checkpoint):
     for each, text in zip(pipelines, texts, strict=True):
         each.write_text(text)
     (checkpoint.parent / "vlm").rename(checkpoint.parent / "elsewhere")
-    with pytest.raises(ConvertError, match=r"'vlm'.*--vlm DIR"):
+    with pytest.raises(UntypedNameError, match="model vlm.* add: --vlm vlm"):
         run(checkpoint)
     shutil.rmtree(checkpoint / "tokenizer")
     with pytest.raises(ConvertError, match=r"no tokenizer.json found.*--tokenizer FILE_OR_DIR"):

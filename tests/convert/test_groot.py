@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sinew_client.typed_names import UntypedNameError
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
@@ -300,7 +301,7 @@ def test_the_neighbours_vision_language_model_is_refused(golden, tmp_path):
 
 def test_the_base_of_a_fine_tune(golden, tmp_path):
     home = golden / "groot-n15"
-    with pytest.raises(ConvertError, match="'base'.*--base DIR"):
+    with pytest.raises(UntypedNameError, match="model base.* add: --base base"):
         converted(home, copy(home / "checkpoint", tmp_path), tmp_path, base=None)
     with pytest.raises(ConvertError, match="expected the base of a GR00T N1.5 fine-tune"):
         converted(home, home / "checkpoint", tmp_path, base=golden / "groot-n16" / "checkpoint")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sinew_client.typed_names import UntypedNameError
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
@@ -218,5 +219,5 @@ def test_the_neighbours_language_model_is_refused(golden, source):
     ):
         converted(source, vlm=golden / "groot-n17" / "vlm")
     shutil.rmtree(source / "vlm")
-    with pytest.raises(ConvertError, match="--vlm DIR"):
+    with pytest.raises(UntypedNameError, match="add: --vlm"):
         converted(source, vlm=None)

@@ -199,7 +199,7 @@ def test_stages_and_answers_are_summed_up_by_name() -> None:
         "wins": 1,
         "episodes": 2,
         "success": 0.5,
-        "interval": [0.094531, 0.905469],
+        "interval": [0.094531206, 0.905468794],
     }
     for count in range(1, 201):  # one interval is printed alike wherever it is printed
         for wins in range(count + 1):

@@ -434,7 +434,7 @@ def test_a_board_ranks_and_pairs_what_reports_say(
         assert math.isclose(
             each["step_ms"], told["latency_ms"]["p50"] / told["actions_per_chunk"], rel_tol=1e-3
         )
-        assert each["interval"] == [round(end, 4) for end in stats.wilson(each["wins"], 3)]
+        assert each["interval"] == [round(end, 9) for end in stats.wilson(each["wins"], 3)]
         assert each["size_bytes"] == PEN.stat().st_size
         assert each["peak_bytes"] > PEN.stat().st_size
         assert each["backbone"] == "SmolVLM2 in other sizes"
@@ -447,7 +447,7 @@ def test_a_board_ranks_and_pairs_what_reports_say(
     order = won if board["entries"][0]["label"].endswith(" 0ms") else won[::-1]
     difference, low, high = stats.paired_difference(*order)
     assert pair["difference"] == round(difference, 4)
-    assert pair["interval"] == [round(low, 4), round(high, 4)]
+    assert pair["interval"] == [round(low, 6), round(high, 6)]
     assert pair["pairs"] == 3
 
 

@@ -179,7 +179,7 @@ def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int, most: int = 0) -> N
     """my_robot.py: the class of docs/control.md over a camera and a bus that are simulated. most: commands after which
     it ends a run itself, however long that takes here; 0: as many as come."""
     body = programs("docs/control.md")[0]
-    arm_class = body[body.index("class Arm") : body.index("settings = ")]
+    arm_class = body[body.index("class Arm") : body.index("report = ")]
     images = ", ".join(f'"{name}": camera.read()' for name in cameras)
     assert '"images": {"front": camera.read()}' in arm_class
     arm_class = arm_class.replace('{"front": camera.read()}', f"{{{images}}}")
@@ -381,8 +381,14 @@ def control(walk: Walk) -> None:
         walk.program(
             0,
             ('{"front": camera.read()}', '{"front": camera.read(), "wrist": camera.read()}'),
-            ('dim=6, prompt="stack the cups").run()', 'dim=4, prompt="stack the cups").run(90)'),
+            ("seconds=60", "seconds=3"),
             before=simulated,
+            after="assert report.executed > 0, report",
+        )
+        walk.program(
+            1,
+            ("report = run.run()", "report = run.run(90)"),
+            before="from my_robot import Arm",
             after="assert report.executed > 0, report",
         )
     walk.type("sinew recording replay run.jsonl", says=("0 differ",))
@@ -608,11 +614,18 @@ def evaluation(walk: Walk) -> None:
     evaluated(compared, 0.8)
     assert len(compared.result["variants"]) == 3, compared
     walk.type("sinew eval A.gguf --compare B.gguf --out runs/a-and-b --films 2", adds="--episodes 4")
-    walk.type("sinew eval --repeat runs/a-and-b/report.html", says=("equal: every command of every episode",))
+    walk.type(
+        "sinew eval A.gguf --compare B.gguf --repeat runs/a-and-b/report.html",
+        says=("equal: every command of every episode",),
+    )
     walk.type(
         "sinew eval B.gguf --compare A.gguf --repeat report.json",
         instead=("report.json", "runs/a-and-b/report.json"),
         says=("equal: every command of every episode",),
+    )
+    walk.leaves(
+        "sinew eval A.gguf --env lab.tasks:Reach --repeat report.json",
+        "a report of one's own environment; tests/eval/test_outside.py types its names",
     )
     walk.copy(walk.folder / "runs" / "a-and-b" / "report.html", "more/report.html")
     walk.type("sinew leaderboard runs/ more/report.html --out board.html", says=("SmolVLM2",))
@@ -652,8 +665,9 @@ def evaluation(walk: Walk) -> None:
     )
     evaluated(lockstep, 0.9)
     walk.program(0, after="assert found.success >= 0.9")
+    walk.program(1, before="import numpy as np\nimport sinew_client", after="assert infer")
     walk.program(
-        1, after="assert policy.version == 1\nsinew.load('tuned.gguf').infer(policy.dummy_observation())"
+        2, after="assert policy.version == 1\nsinew.load('tuned.gguf').infer(policy.dummy_observation())"
     )
     walk.type("sinew recording dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
     written(walk, "build/episodes", 3)

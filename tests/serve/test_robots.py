@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from sinew_client import Client, ConnectionLost, ServerError, schema
 from sinew_client.control import Loop, Reporter, Servers, Settings
+from sinew_client.control.facts import facts_of
 from sinew_client.control.reporter import _in_force
 from sinew_client.control.robots import Dry
 from sinew_client.control.safety import Limits
@@ -109,10 +110,10 @@ def test_what_is_no_arm_is_not_reported() -> None:
         loop = looped(lambda: lambda *_: np.zeros((4, 2), np.float32))
         for given in (points, lambda points=points: points):
             robot = SimpleNamespace(arm_points=given)
-            assert Reporter(loop, Servers("tcp://a:1"), robot=robot).look().arm == ()
+            assert Reporter(loop, Servers("tcp://a:1"), facts=facts_of(robot)).look().arm == ()
         loop.close()
     robot = SimpleNamespace(arm_points=lambda: np.full((MAX_POINTS, 3), -9.5))
-    assert Reporter(loop, Servers("tcp://a:1"), robot=robot).look().arm == (-9.5,) * 3 * MAX_POINTS
+    assert Reporter(loop, Servers("tcp://a:1"), facts=facts_of(robot)).look().arm == (-9.5,) * 3 * MAX_POINTS
 
 
 def test_a_server_that_was_away_is_told_why_its_robot_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +169,9 @@ def test_a_server_that_takes_no_reports_is_asked_once(
 def test_what_a_report_says_of_a_run() -> None:
     chunk = np.full((4, 2), 3.0, np.float32)
     loop = looped(lambda: lambda *_: chunk, 200.0, limits={"high": [1.0, 9.0], "velocity": 1000.0})
-    reporter = Reporter(loop, Servers("tcp://a:1"), robot=SimpleNamespace(finished=4, successes=print))
+    reporter = Reporter(
+        loop, Servers("tcp://a:1"), facts=facts_of(SimpleNamespace(finished=4, successes=print))
+    )
     assert reporter.look().state == "starting"
     until(lambda: loop.run(loop.steps + 1) and loop.controller.chunks)
     loop.run(loop.steps + 3)
@@ -193,7 +196,7 @@ def test_rates_and_ages_are_those_of_the_last_ten_reports(monkeypatch: pytest.Mo
     controller = loop.controller
     loop.steps, controller.ages[2] = 100, 50
     reporter = Reporter(
-        loop, Servers("tcp://a:1"), robot=SimpleNamespace(finished=np.int64(7), successes=True)
+        loop, Servers("tcp://a:1"), facts=facts_of(SimpleNamespace(finished=np.int64(7), successes=True))
     )
     assert reporter.look().rate_hz == 0.0  # of no time
     now[0], loop.steps = 10.5, 110

@@ -42,8 +42,10 @@ def resolve(source: str | Path) -> Path:
 
     name = hub.parse(str(source))
     if name is None:
-        known = [*own, *([f"tcp://{source}"] if re.fullmatch(r"[\w.-]+:\d+", str(source)) else [])]
-        raise BundleError(f"{source}: no such file or folder{did_you_mean(str(source), known)}")
+        hint = did_you_mean(str(source), own)
+        if re.fullmatch(r"[\w.-]+:\d+", str(source)):
+            hint = f"; did you mean 'tcp://{source}'?"
+        raise BundleError(f"{source}: no such file or folder{hint}")
     fetched = hub.fetch(name)
     return fetched if fetched.is_file() else _folder(fetched, str(name), name.repository.split("/")[-1])
 

@@ -217,4 +217,4 @@ def success(outcomes: Sequence[bool]) -> dict[str, Any]:
     wins, count = sum(outcomes), len(outcomes)
     low, high = wilson(wins, count)
     rate = wins / count if count else None
-    return {"wins": wins, "episodes": count, "success": rate, "interval": [round(low, 6), round(high, 6)]}
+    return {"wins": wins, "episodes": count, "success": rate, "interval": [round(low, 9), round(high, 9)]}
