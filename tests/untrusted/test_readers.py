@@ -16,6 +16,8 @@ import pytest
 from sinew_client import untrusted
 from sinew_client.untrusted import TornLineError, UntrustedError
 
+from tests.work import lines_of
+
 
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -154,6 +156,14 @@ def test_toml_within_its_bounds() -> None:
     value = untrusted.parse_toml(text)
     assert (value["a"], value["c.d"]) == ({"b": 1}, "." * 500)
     assert untrusted.parse_toml("a = inf", finite=False)["a"] == float("inf")
+
+
+def test_yaml_stops_at_its_depth() -> None:
+    """The scanner of the library took a second for levels that nobody needs."""
+    assert untrusted.parse_yaml("[" * 64 + "]" * 64) is not None
+    for text in ("[" * 65 + "]" * 65, "[" * 260_000, "{a: " * 60_000, "- " * 130_000, "[a," * 80_000):
+        with pytest.raises(UntrustedError, match="at most 64 levels of containers, got more"):
+            lines_of(lambda text=text: untrusted.parse_yaml(text), 200_000)  # type: ignore[misc]
 
 
 def npz(path: Path, entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> Path:

@@ -257,15 +257,24 @@ def parse_yaml(text: str, *, finite: bool = True) -> Any:
 
 def _load(yaml: Any, text: str) -> Any:
     class Loader(yaml.SafeLoader):
-        """Stops where there are too many values, before they are all read."""
+        """Stops at too many values or levels, before the rest is read."""
 
-        count = 0
+        count = depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            self.count += 1
+            self.count, self.depth = self.count + 1, self.depth + 1
             if self.count > MAX_NODES:
                 raise UntrustedError(f"at most {MAX_NODES} values", "more")
-            return super().compose_node(parent, index)
+            if self.depth > MAX_DEPTH + 1:  # a value inside of the last container
+                raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+        def fetch_flow_collection_start(self, kind: Any) -> None:  # the scanner is ahead of the composer
+            if self.flow_level >= MAX_DEPTH:
+                raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more")
+            super().fetch_flow_collection_start(kind)
 
     loader = Loader(text)
     try:
