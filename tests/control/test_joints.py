@@ -270,7 +270,7 @@ def test_lerobots_arms_and_leaders_are_opened_by_their_type() -> None:
     for kind, options, message in (
         ("arm", {"device": Side(log, "left", silent=True)}, "lerobot:arm: ConnectionError: no servo answers"),
         ("arm", {"turns": 1}, "lerobot:arm: ValueError: "),
-        ("toaster", {}, "lerobot:toaster: KeyError: 'toaster'"),
+        ("toaster", {}, "lerobot: expected one of the types that LeRobot registers, got 'toaster'"),
         ("arm", {"device": Pair(left, right)}, "robot: the policy's state has 3 numbers, the robot has 6"),
         ("arm+arm+arm", each, f"lerobot:arm+arm+arm: {two} 3 and right, left"),
         ("arm+arm", {}, f"lerobot:arm+arm: {two} 2 and none"),
@@ -278,7 +278,7 @@ def test_lerobots_arms_and_leaders_are_opened_by_their_type() -> None:
         refused(RobotError, message, open_lerobot, kind, options, POLICY)
     for kind, options, message in (
         ("arm", {"turns": 1}, "--takeover lerobot:arm: ValueError: "),
-        ("toaster", {}, "--takeover lerobot:toaster: KeyError: 'toaster'"),
+        ("toaster", {}, "--takeover lerobot:toaster: UnknownTypeError: expected one of the types"),
     ):
         refused(LeaderError, message, open_lerobot_leader, kind, options, [])
 

@@ -176,7 +176,7 @@ def test_a_data_set_of_version_2_1_gives_its_statistics(case, tmp_path, name, fl
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "line 2: expected JSON, got text that is none"),
+        ("{", "line 2: expected JSON, got text that is not JSON"),
         ('{"episode_index": 1}', "line 2: not the statistics of an episode"),
         ('{"stats": {"action": {"mean": [0], "std": [1]}}}', "not a table of statistics"),
         (

@@ -254,7 +254,9 @@ def test_auto_says_why_it_takes_which(adapters: Make) -> None:
     policy = opened(adapters(CASE))
     assert policy.engine_name == "plan"
     assert "of those that compute adapters (arm, kitchen)" in policy.choice.engine_reason
-    assert policy.describe()["adapters"] == {"arm": {"policy": "arm"}, "kitchen": {"policy": "kitchen"}}
+    described = policy.describe()["adapters"]
+    assert {name: each["policy"] for name, each in described.items()} == {"arm": "arm", "kitchen": "kitchen"}
+    assert len({each["hash"] for each in described.values()}) == 2
 
 
 def written(file: Path, out: Path, **changes: Any) -> Path:

@@ -133,7 +133,9 @@ def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tup
     encoded: list[str] = []
     written = news.encoded
     monkeypatch.setattr(news, "encoded", lambda name, record: encoded.append(name) or written(name, record))
-    policies = SimpleNamespace(stats=lambda: {"waiting": 0, "running": busy})
+    policies = SimpleNamespace(
+        stats=lambda: {"waiting": 0, "running": busy}, get=lambda: SimpleNamespace(number=1)
+    )
     service = SimpleNamespace(feed=feed, policies=policies, health=dict, robots=Robots())
     return News(service, feed), encoded  # type: ignore[arg-type]
 

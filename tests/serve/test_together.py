@@ -25,6 +25,7 @@ import sinew
 from benchmarks.wire_clients import OpenPI, _pack, _unpack
 from sinew.cli import main
 from sinew.core import ActionChunk, BusyError, CancelledError, Observation
+from sinew.serve import fair_queue
 from sinew.serve import scheduler as scheduling
 from sinew.serve.admission import Admission
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
@@ -45,6 +46,12 @@ def observation(seed: int, size: int = 1) -> dict[str, Any]:
 
 
 ASKED = [observation(1), observation(2, size=3), observation(3), observation(4)]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count no client of an earlier test as active: beside one, a message is computed in smaller batches."""
+    monkeypatch.setattr(fair_queue, "ACTIVE_S", 0.0)
 
 
 @pytest.fixture(scope="module")

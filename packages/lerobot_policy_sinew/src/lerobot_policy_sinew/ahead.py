@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from sinew_client import Policy, PolicySpec, RequestTimeout
-from sinew_client.control import parse_handover, parse_rule
+from sinew_client.control import SettingsError, parse_handover, parse_rule
 from sinew_client.control.defaults import REPLAN, stated
 from sinew_client.control.motion import parse_motion
 from sinew_client.control.run import Run, RunPlan, described
@@ -93,7 +93,10 @@ class Ahead:
             "deadline": min(timeout, LONGEST_ANSWER),
             "watchdog": False,
         }
-        self._plan = RunPlan.of(described(backend), _Body(), settings, prompt=None)
+        try:
+            self._plan = RunPlan.of(described(backend), _Body(), settings, prompt=None)
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
         played = parse_handover(self._plan.choice.handover)
         if played.method == "rtc":
             kind = played.guidance or ("trained" if spec.committed_rows else "guided")

@@ -341,8 +341,9 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
         others = "; ".join(f"{name}: {why}" for name, why in broken.items())
         raise ImportError(f"expected a type that is known, got {kind}; these could not be imported: {others}")
     known = sorted(base.get_known_choices()) if hasattr(base, "get_known_choices") else folders
+    types = ", ".join(known) or "the types that LeRobot registers"
     raise UnknownTypeError(
-        f"expected one of {', '.join(known)}, got {kind!r}; a type of your own comes with an installed package named"
+        f"expected one of {types}, got {kind!r}; a type of your own comes with an installed package named"
         f" {PLUGINS[0]}NAME"
     )
 
