@@ -152,7 +152,7 @@ lock: $(READY) ## write constraints.txt again, after a change of pyproject.toml;
 	$(BIN)/python -m tests.installs --lock $(LOCK)
 
 graphs: $(READY) ## the graphs by which the embedded policies play without torch, after one of them was trained again
-	$(BIN)/python -m train.graphs
+	$(BIN)/python -m research.policies.graphs
 
 docs: $(READY) ## the documentation as a site: build/site/index.html
 	$(PIP) install -q -c constraints.txt mkdocs-material mkdocstrings-python

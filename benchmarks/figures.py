@@ -1,10 +1,10 @@
 """Draw the figures of docs/figures: ``python -m benchmarks.figures [NAME ...]``.
 
-Sweeps come from the tables of docs/log/measurements-closed-loop.md, so page and figure cannot differ; learning curves
-from docs/log/training, hand-overs and the pen's streams from benchmarks/results, the two of the roofline are computed,
-and ``concepts.png`` is a drawing. None of them measures. The README's film is an episode that is played for it, and
-shows how long the machine took: ``film.webp`` is drawn only when it is named, on a machine with EGL that does nothing
-else.
+Sweeps come from the tables of research/log/measurements-closed-loop.md, so page and figure cannot differ; learning
+curves from research/log/training, hand-overs and the pen's streams from benchmarks/results, the two of the roofline
+are computed, and ``concepts.png`` is a drawing. None of them measures. The README's film is an episode that is played
+for it, and shows how long the machine took: ``film.webp`` is drawn only when it is named, on a machine with EGL that
+does nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
+from research.vla_perf.__main__ import main as vla_perf
 from sinew.cli import main as sinew
 from sinew.core import figures
 from sinew.eval.adapters import make_env
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "figures"
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
 FILMED_SEED = 5003
-PAGE = ROOT / "docs" / "log" / "measurements-closed-loop.md"
+PAGE = ROOT / "research" / "log" / "measurements-closed-loop.md"
 EPISODES = 100  # of every point of its two sweeps
 
 
@@ -110,7 +111,7 @@ def roofline(path: Path) -> None:
 
 def placements(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        sinew(["perf", "paper", "--plot", folder])
+        vla_perf(["--plot", folder])
         path.write_bytes((Path(folder) / path.name).read_bytes())
 
 
@@ -198,7 +199,7 @@ def film(path: Path) -> None:
     )  # fmt: skip
 
 
-LOGS = ROOT / "docs" / "log" / "training"
+LOGS = ROOT / "research" / "log" / "training"
 FIGURES: dict[str, Callable[[Path], None]] = {
     "blocks_replan.png": lambda path: replan("sinew/Blocks-v0", path),
     "shove_replan.png": lambda path: replan("sinew/BlocksShove-v0", path),

@@ -50,7 +50,7 @@ from sinew.policy import load
 ROOT = Path(__file__).parents[1]
 ASSETS, RESULTS = ROOT / "sinew" / "assets", ROOT / "benchmarks" / "results" / "handovers"
 # A unit of action sets a target 2 cm away (sinew.sim.blocks), and a control step gets 1.7 cm of it: least squares over
-# 21,154 frames of train.committed_demos, 17.3, 16.9 and 16.9 mm.
+# 21,154 frames of research.policies.committed_demos, 17.3, 16.9 and 16.9 mm.
 COLUMNS = [0, 1, 2]
 OFFSETS = {"kind": "offsets", "action": COLUMNS, "state": COLUMNS, "scale": 0.017, "low": -1.0, "high": 1.0}
 TASKS: dict[str, dict[str, Any]] = {

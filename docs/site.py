@@ -14,7 +14,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = "repository"  # the folder of the site for what lies beside docs/
 LINK = re.compile(r"(\]\()([^)#\s:]+)([^)]*\))")
+WHOLE = re.compile(r"\[([^\[\]]*)\]\(([^)#\s:]+)[^)]*\)")
 PLAIN = {"", ".sh", ".service"}  # shown as text rather than downloaded
+RESEARCH = "research/"  # no part of the site: what a page links to there is named, without a link
 
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,8 +29,8 @@ ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):(?=<code>|`)")
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of the program into the menu, behind those that are written."""
-    config.nav.insert(-1, reference.menu())
+    """Put the pages of the program at the end of the menu."""
+    config.nav.append(reference.menu())
     return config
 
 
@@ -83,7 +85,7 @@ def _targets(path: Path) -> set[str]:
     return {
         name
         for name in found
-        if not name.startswith("docs/") and name != "README.md" and (ROOT / name).is_file()
+        if not name.startswith(("docs/", RESEARCH)) and name != "README.md" and (ROOT / name).is_file()
     }
 
 
@@ -103,4 +105,8 @@ def _moved(text: str, folder: str, page: str = "index.md") -> str:
             name = f"{BESIDE}/{name}" + ".txt" * (Path(name).suffix in PLAIN)
         return before + posixpath.relpath(name, posixpath.dirname(page) or ".") + after
 
-    return LINK.sub(move, text)
+    def name_research(found: re.Match[str]) -> str:
+        name = posixpath.normpath(posixpath.join(folder, found[2]))
+        return f"{found[1]} (`{name}` of the source)" if name.startswith(RESEARCH) else found[0]
+
+    return LINK.sub(move, WHOLE.sub(name_research, text))

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from sinew.serve.wires.server import Server as serve  # noqa: N813 - the package is called as it
 
 # How OpenMP threads wait. Those that spin while they wait for one another take the time that other programs need to
-# finish (docs/log has the measurement), so they sleep at once, unless the user has said otherwise. Here, because the
-# OpenMP runtime of torch (GNU's on Linux, LLVM's or Intel's elsewhere) reads the environment once, when it is loaded.
+# finish (research/log has the measurement), so they sleep at once, unless the user has said otherwise. Here, because
+# the OpenMP runtime of torch (GNU's on Linux, LLVM's or Intel's elsewhere) reads the environment once, when it is
+# loaded.
 WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
 if "torch" not in sys.modules and not WAITING & os.environ.keys():
     os.environ |= {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}

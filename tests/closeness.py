@@ -19,8 +19,8 @@ for an element with the s of its row where that is larger. s is never below u ti
 each number is rounded to float32 at the end, also where noise moves nothing. FACTOR: two computations differ by sqrt(2)
 errors, and s comes from one sample of many numbers or a few of few. TAIL: how far the largest of a million normal
 numbers lies outside their root mean square. The largest ratios that golden cases have with SSE and with AVX-512 (what
-lies between was not measured) are in docs/log: 0.94 and 4.9, of 2 and 10. A bound above LOOSE of the magnitude of the
-tensor would pass what is wrong: that fails too.
+lies between was not measured) are in research/log: 0.94 and 4.9, of 2 and 10. A bound above LOOSE of the magnitude of
+the tensor would pass what is wrong: that fails too.
 
 What this sees is shown for every family in tests/models/test_planted_errors.py.
 """

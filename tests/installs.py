@@ -154,7 +154,7 @@ def parse(where: str, text: str) -> Line:
 
 
 def pages() -> list[Path]:
-    """Return the documents; docs/log tells of the past."""
+    """Return the documents; research/log tells of the past."""
     found = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
     return [*found, *sorted((ROOT / "packages").glob("*/README.md"))]
 

@@ -125,7 +125,7 @@ def bill(packages: Sequence[dict[str, Any]], own: Sequence[Path]) -> dict[str, A
     }
 
 
-def changelog(log: Path = ROOT / "docs" / "log") -> str:
+def changelog(log: Path = ROOT / "research" / "log") -> str:
     """Return the days of the log, newest first: what each is about, and its topics."""
     rows = re.findall(
         r"^\| \[(\d{4}-\d\d-\d\d)\]\(\S+\) \| (.+) \|$", (log / "README.md").read_text(), re.MULTILINE
@@ -133,7 +133,7 @@ def changelog(log: Path = ROOT / "docs" / "log") -> str:
     lines = [
         f"# Sinew {__version__}",
         "",
-        "What was tried, measured, kept and dropped: `docs/log` of the source.",
+        "What was tried, measured, kept and dropped: `research/log` of the source.",
         "",
     ]
     for day, about in rows:

@@ -43,7 +43,7 @@ def test_the_changelog_is_the_log() -> None:
     text = release.changelog()
     days = re.findall(r"^## (\S+)$", text, re.MULTILINE)
     assert days == sorted(days, reverse=True)
-    assert {path.stem for path in (release.ROOT / "docs" / "log").glob("20*.md")} == set(days)
+    assert {path.stem for path in (release.ROOT / "research" / "log").glob("20*.md")} == set(days)
 
 
 def test_a_bill_of_materials(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/log/requirements.md, what the project started from: what it names is there, and what it says is so."""
+"""requirements.md, what the project started from: what it names is there, and what it says is so."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from cyclopts import App
 
+from research.vla_perf.__main__ import main as vla_perf
 from sinew.cli import build_app, main
 from tests.covering import some
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "log" / "requirements.md"
+PAGE = ROOT / "tests" / "requirements.md"
 OPEN = ("partial", "absent")
 WHY_OPEN = (
     "missing: ",
@@ -31,12 +32,13 @@ WHY_OPEN = (
     "research: ",
 )
 STATES = ("works", *OPEN, "needs a GPU", "needs a board", "not to build")
+KINDS = ("sinew ", "python -m benchmarks.", "python -m research.", "tests/", "research/tests/")
 OUTSIDE = r"pytest\.mark\.(slow|kernels|gpu)\b"  # marks of tests that `make test` leaves out
 DOCUMENTS = (36, 23, 52, 74, 44)  # rows of each, in the page's order
 # Commands of the table that cost little, and what they exit with: each is run.
 CHEAP = {
-    "sinew perf paper": 0,
-    "sinew perf paper realtime-vla": 0,
+    "python -m research.vla_perf": 0,
+    "python -m research.vla_perf realtime-vla": 0,
     "sinew perf machines": 0,
     "sinew perf run pi0 --hardware rtx5070 --cameras 2": 0,
     "sinew perf run pi0-xl --hardware b100": 0,
@@ -140,7 +142,7 @@ def is_proved(row: Requirement) -> None:
         assert row.figure.startswith(WHY_OPEN), row
     elif row.state == "not to build":
         assert not row.proofs, row
-    assert all(proof.startswith(("sinew ", "python -m benchmarks.", "tests/")) for proof in row.proofs), row
+    assert all(proof.startswith(KINDS) for proof in row.proofs), row
     for path, name in row.tests:
         assert name in functions(path), f"{path} has no {name}"
     for program in row.programs:
@@ -149,7 +151,7 @@ def is_proved(row: Requirement) -> None:
 
 
 def test_every_capability_has_a_proof_or_a_source() -> None:
-    """docs/log/capabilities.md: a test or command of ours in each row; a file of theirs, or that nothing was found."""
+    """tests/capabilities.md: a test or command of ours in each row; a file of theirs, or that nothing was found."""
     table = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in (PAGE.parent / "capabilities.md").read_text(encoding="utf-8").splitlines()
@@ -188,20 +190,21 @@ def ran() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     "command",
     some(
-        CHEAP, "sinew perf paper", "sinew perf machines", "sinew perf sync", "sinew doctor"
+        CHEAP, "python -m research.vla_perf", "sinew perf machines", "sinew perf sync", "sinew doctor"
     ),  # others: tests/perf
 )
 def test_what_costs_little_runs(command: str, ran: dict[str, dict[str, Any]], capsys: Any) -> None:
-    assert any(command in row.commands for row in rows()), "the page does not name it any more"
-    assert main([*shlex.split(command)[1:], "--json"]) == CHEAP[command]
+    assert any(command in row.proofs for row in rows()), "the page does not name it any more"
+    program, words = (vla_perf, 3) if command.startswith("python") else (main, 1)
+    assert program([*shlex.split(command)[words:], "--json"]) == CHEAP[command]
     ran[command] = json.loads(capsys.readouterr().out)
 
 
 def test_verdicts_are_those_that_are_printed(ran: dict[str, dict[str, Any]], capsys: Any) -> None:
     """Rows of VLA-Perf's takeaways say what the verb says: as published, then where a correction changes it."""
-    if "sinew perf paper" not in ran:
-        test_what_costs_little_runs("sinew perf paper", ran, capsys)
-    judged = {each["number"]: each["verdicts"] for each in ran["sinew perf paper"]["takeaways"]}
+    if "python -m research.vla_perf" not in ran:
+        test_what_costs_little_runs("python -m research.vla_perf", ran, capsys)
+    judged = {each["number"]: each["verdicts"] for each in ran["python -m research.vla_perf"]["takeaways"]}
     told = {row.what: row.figure for row in rows() if row.what.startswith("takeaway ")}
     assert len(told) == len(judged) == 15
     for number, verdicts in judged.items():
@@ -232,7 +235,7 @@ def test_shares_and_intensities_are_those_that_are_printed(capsys: Any) -> None:
 def test_figures_of_the_papers_are_those_that_are_printed(number: int, command: str, tmp_path: Path) -> None:
     """Each number of such a row is one of the verb's, rounded as the row rounds it."""
     path = tmp_path / "rows.csv"
-    assert main(["perf", "paper", command, "--table", str(path)]) == 0
+    assert vla_perf([command, "--table", str(path)]) == 0
     with path.open(newline="", encoding="utf-8") as file:
         ours = [float(row["ours"]) for row in csv.DictReader(file) if re.fullmatch(r"\d+\.\d+", row["ours"])]
     figures = re.findall(r"\d+\.\d+", rows()[number - 1].figure)

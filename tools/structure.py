@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "sinew": {"sinew_client"},
     "sinew_perf": {"sinew", "sinew_client"},
     "sinew_eval": {"sinew", "sinew_client"},
-    "research": {"sinew_eval", "sinew_perf", "sinew", "sinew_client"},
+    "research": {"sinew_eval", "sinew_perf", "sinew", "sinew_client", "lerobot_policy_sinew"},
 }
 # The folders of `sinew`, highest first. A file imports from its own line and from the lines below.
 ROOMS = [

@@ -42,7 +42,7 @@ INPUTS = 4  # that rotate
 SHORT = 100  # calls
 CALLS = {"engine": (500, 8.0), "fp8": (500, 8.0)}  # of a target, and the seconds that they may take
 NARROW_NEEDS = (8, 9)  # compute capability of e4m3 products
-NARROW = ("language",)  # in FP8: the vision tower loses by it (docs/log/2026-11-27.md)
+NARROW = ("language",)  # in FP8: the vision tower loses by it (research/log/2026-11-27.md)
 ROOM = 1.3  # times the weights that a reference in float32 needs beside the model
 
 

@@ -66,7 +66,6 @@ PERF = {
     "sync": Verb("What lies between two kernels here.", "perf sync --products 1378", "perf.machine:sync"),
     "tiers": Verb("Seven policies on three boards, printed and traced.", "perf tiers", "perf.tiers:tiers"),
     "machines": Verb("The machines and networks that are known.", "perf machines", "perf.need:machines"),
-    "paper": Verb("VLA-Perf's printed numbers against ours.", "perf paper --correct all", "perf.paper:paper"),
 }
 RECORDING = {
     "replay": Verb(

@@ -24,7 +24,7 @@ PRECISIONS = {
 @dataclass(frozen=True, slots=True)
 class TaskClass:
     """Control steps per second, the fewest and the most, and the latency that a policy which is asked for every step
-    may have, milliseconds: the survey's table of latency budgets (docs/log/requirements.md, row 113)."""
+    may have, milliseconds: the survey's table of latency budgets (tests/requirements.md, row 113)."""
 
     low_hz: float
     high_hz: float

@@ -88,7 +88,7 @@ def _entries(part: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*PAGES.values(), *(ROOT / "docs" / "log").glob("*.md")]:
+    for page in [*PAGES.values(), *(ROOT / "research" / "log").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -151,9 +151,12 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
 
 @pytest.mark.slow
 def test_a_policy_learns_from_corrections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The lines of train/corrections.py, with so little of everything that nothing is learned."""
-    corrections = pytest.importorskip("train.corrections")
-    env, frames, fixes, out = f"train.corrections:{corrections.ENV}", *(tmp_path / name for name in "abc")
+    """The lines of research/policies/corrections.py, with so little of everything that nothing is learned."""
+    corrections = pytest.importorskip("research.policies.corrections")
+    env, frames, fixes, out = (
+        f"research.policies.corrections:{corrections.ENV}",
+        *(tmp_path / name for name in "abc"),
+    )
     run = ("run", "act", "--robot", f"gym:{env}", "--episodes", "2", "--handover", "freeze", "--replan", "8",
            "--takeover", "expert", "--takeover-options", '{"after": 20}', "--frames", str(frames))  # fmt: skip
     assert main([*run, "--json"]) == 0
@@ -164,7 +167,18 @@ def test_a_policy_learns_from_corrections(tmp_path: Path, capsys: pytest.Capture
     chunk, known = found.chunks(np.array([0, len(found.action) - 1]))
     np.testing.assert_array_equal(chunk[0][known[0]], found.action[: known[0].sum()])
     assert (known[0].sum() > 1, known[1].sum()) == (True, 1)
-    line = [sys.executable, "-m", "train.corrections", fixes, "--steps", "2", "--demos", "2", "--out", out]
+    line = [
+        sys.executable,
+        "-m",
+        "research.policies.corrections",
+        fixes,
+        "--steps",
+        "2",
+        "--demos",
+        "2",
+        "--out",
+        out,
+    ]
     subprocess.run(line, check=True, cwd=ROOT)
     assert main(["eval", str(out / "act.gguf"), "--env", env, "--replan", "8", "--episodes", "1"]) == 0
 

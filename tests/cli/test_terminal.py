@@ -422,7 +422,7 @@ def test_a_table_that_is_too_wide_stands_row_below_row(width: int, stands: bool)
 
 
 @pytest.mark.parametrize("width", [32, 38, 40, 44, 70])
-@pytest.mark.parametrize("place", ["-", "docs/log/measurements-of-a-long-name.md#and-its-heading"])
+@pytest.mark.parametrize("place", ["-", "research/log/measurements-of-a-long-name.md#and-its-heading"])
 def test_no_word_of_a_table_is_cut(width: int, place: str) -> None:
     """A path may be broken, as it would leave no table its shape, but it is whole, too."""
     rows = [("vision", "1032", "7.1", place)]

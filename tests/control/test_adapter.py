@@ -83,7 +83,7 @@ def test_safetensors_reads_the_file(file: Path) -> None:
 def test_numbers_are_those_of_the_network_that_is_trained(name: str, tmp_path: Path) -> None:
     """A packaged adapter's form with random weights, float16 in the file."""
     torch = pytest.importorskip("torch")
-    edge = pytest.importorskip("train.edge")
+    edge = pytest.importorskip("research.policies.edge")
     torch.manual_seed(0)
     network = edge.Network(edge.TASKS[name]).half().float()  # rounded as the file's
     rng, form = np.random.default_rng(1), network.form

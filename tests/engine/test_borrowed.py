@@ -14,6 +14,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from research.policies.graphs import POLICIES, write
 from sinew import load
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
@@ -25,7 +26,6 @@ from sinew.eval.adapters import make_env
 from tests.closeness import assert_close, rounding
 from tests.covering import some
 from tests.engines import eager_rounding, run_one
-from train.graphs import POLICIES, write
 
 ASSETS = SHIPPED.parent
 # Constants that torch computed (rotary tables, a product of two small weights), relative to the largest: another

@@ -93,7 +93,7 @@ def test_it_goes_on_where_rows_have_run_out() -> None:
 def test_training_makes_one_for_the_policy_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two episodes: the command alone. Its demonstrations close the jaws at one moment of an episode and never while
     the pen hangs."""
-    edge, shards = pytest.importorskip("train.edge"), pytest.importorskip("train.shard")
+    edge, shards = pytest.importorskip("research.policies.edge"), pytest.importorskip("train.shard")
     asked = ["edge", "--task", "pen", "--out", str(tmp_path), "--episodes", "2", "--cpu-seconds", "0.3"]
     monkeypatch.setattr("sys.argv", asked)
     edge.main()

@@ -12,7 +12,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in [
         ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),  # docs/log tells of the past
+        *sorted((ROOT / "docs").glob("*.md")),  # research/log tells of the past
         *sorted((ROOT / "packages").glob("*/README.md")),
     ]
 }

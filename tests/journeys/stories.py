@@ -874,9 +874,6 @@ def perf(walk: Walk) -> None:
     )
     walk.type("sinew perf sync", says=("one by one",))
     walk.type("sinew perf tiers", says=("GR00T-N1.5",))
-    paper = walk.type("sinew perf paper").result
-    assert len(paper["takeaways"]) == 15, paper
-    walk.type("sinew perf paper realtime-vla", says=("1378",))
     walk.type("sinew perf calibrate policy.gguf")
     walk.run("sinew perf predict policy.gguf", says=("head",))
     walk.run("sinew perf calibrate policy.gguf --engine plan")  # as docs/fleet.md has it
@@ -973,13 +970,13 @@ def ros(walk: Walk) -> None:
 def sim(walk: Walk) -> None:
     walk.program(0, after="assert info['is_success']")
     walk.type(
-        "python -m train.blocks --cpu-seconds 3000 --out runs/blocks",
+        "python -m research.policies.blocks --cpu-seconds 3000 --out runs/blocks",
         instead=("3000", "20"),
         adds="--episodes 40",  # of 3,600, which take eight minutes of a processor
         timeout=600,
     )
     played(walk.type("sinew eval runs/blocks/blocks.gguf --episodes 200", instead=("200", "2")), 2)
-    walk.type("python -m train.pen    --cpu-seconds 200  --out runs/pen", instead=("200 ", "20 "))
+    walk.type("python -m research.policies.pen    --cpu-seconds 200  --out runs/pen", instead=("200 ", "20 "))
     played(walk.type("sinew eval runs/pen/pen.gguf --env sinew/Pen-v0 --replan 2", adds="--episodes 2"), 2)
 
 

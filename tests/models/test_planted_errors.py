@@ -3,7 +3,7 @@ norm without its weight, one layer in bfloat16. The stage that refuses first is 
 
 An epsilon is planted as it is mistaken in practice, 1e-5 for 1e-6 or the other way round. Where a fixture's numbers are
 so large that this moves the norm's own output by less than EFFECT, rounding may hide it; it is then made large enough.
-Where that is so is in docs/log/2026-11-23.md."""
+Where that is so is in research/log/2026-11-23.md."""
 
 from __future__ import annotations
 

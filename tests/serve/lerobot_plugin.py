@@ -10,8 +10,8 @@ or why there is none.
 ADDRESS`` prints how many rows LeRobot's rtc engine gets around resets, ``ahead ADDRESS`` the rows of two episodes.
 ``guidance CASES...`` solves a toy head with LeRobot's real-time chunking and by what the plugin asks a server for.
 ``dataset FOLDER`` opens a data set with LeRobot's class and prints its frames. ``reference FLAGS`` is the plugin's
-module of that name, ``libero FLAGS`` train/libero_reference.py. ``lerobot-eval FLAGS`` is that command, by its entry
-point; so are its others.
+module of that name, ``libero FLAGS`` research/policies/libero_reference.py. ``lerobot-eval FLAGS`` is that command, by
+its entry point; so are its others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from lerobot.utils.import_utils import register_third_party_plugins
 from sinew_client import PolicySpec
 
-REFERENCES = {"reference": "lerobot_policy_sinew.reference", "libero": "train.libero_reference"}
+REFERENCES = {"reference": "lerobot_policy_sinew.reference", "libero": "research.policies.libero_reference"}
 
 
 def factory(file: str, *options: str) -> None:

@@ -76,9 +76,9 @@ def test_lerobots_inference_answers_a_client_as_the_bundle_does(
 
 @newest_release
 def test_a_policy_of_our_own_widths_is_lerobots_too(release: str, plugin: Path, tmp_path: Path) -> None:
-    """The ACT of train/libero.py as LeRobot's, with its backbone of groups and its smaller frames."""
+    """The ACT of research/policies/libero.py as LeRobot's, with its backbone of groups and its smaller frames."""
     pytest.importorskip("mujoco", reason="train/ needs the sim extra")
-    from train.libero import ACTION, STATE, LiberoAct
+    from research.policies.libero import ACTION, STATE, LiberoAct
 
     stats = {
         name: {"mean": np.zeros(dim, np.float32), "std": np.ones(dim, np.float32)}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import sinew.sim  # noqa: F401 - registers the environments
+from research.policies.egg import ROWS, EggTask, drawn_states, out_of_date
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
@@ -21,7 +22,6 @@ from sinew.eval.sources import SimulatedLink, StreamCosts, way
 from sinew.policy import load
 from sinew.sim.egg import CONTROL_HZ, CRUSH, SPEED, STIFFNESS, EggEnv, act
 from sinew.stream import Window
-from train.egg import ROWS, EggTask, drawn_states, out_of_date
 
 BUNDLE = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "egg.gguf"
 

@@ -212,25 +212,17 @@ def sync(
 
     Args:
         products: sums in a chain; `sinew perf run` says how many matrix products a policy has. 1378 is what Running
-            VLAs at Real-time Speed (arXiv 2510.26742) counts, whose table 3 stands beside.
+            VLAs at Real-time Speed (arXiv 2510.26742) counts.
         device: where they run.
         threads: of a CPU.
     """
     from sinew.perf.machine.sync import BASELINE, SHAPE, measure
-    from sinew.perf.paper.published import printed
 
     found = measure(products, device, threads)
     title = f"{products} sums of {SHAPE[0]} x {SHAPE[1]} numbers on this machine's {device}"
     table = terminal.table(title, "setting", ">ms", ">us each beyond one call")
     for setting in found:
         table.add_row(setting.name, f"{setting.ms:.2f}", f"{setting.us_each:.3f}")
-    table.add_section()
-    theirs = {quantity: number for where, quantity, number, _ in printed("realtime.tsv") if where == "T3"}
-    for quantity, number in theirs.items():
-        if quantity.endswith("overhead ms"):
-            name = quantity.removesuffix(" overhead ms")
-            each = 1e3 * float(number) / 1378
-            table.add_row(f"printed, RTX 4090: {name}", theirs[f"{name} ms"], f"{each:.3f}")
     terminal.console().print(table)
     chosen = min((each for each in found if each.name != BASELINE), key=lambda each: each.us_each)
     terminal.console().print(f"sinew perf run SOURCE --sync-us {chosen.us_each:.3f}  # {chosen.name}")

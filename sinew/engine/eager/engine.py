@@ -285,7 +285,7 @@ def tune_threads(
 
     Threads that wait for each other either sleep, and waking them costs tens of microseconds per matrix product, or
     spin, and lose everything once another program wants a core. A policy of a few million parameters spends less on a
-    product than on waking a thread for it; a large one gains from every core. docs/log has the measurements.
+    product than on waking a thread for it; a large one gains from every core. research/log has the measurements.
     """
     if many == 1:
         return 1, "this process may use one"

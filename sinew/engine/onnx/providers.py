@@ -153,13 +153,14 @@ def session_options(
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     # One arena for the three stages, which never run at once, that takes no more than it is asked for;
-    # and no plan of a whole run's memory, which another prompt length makes void (docs/log/measurements-engines.md).
+    # and no plan of a whole run's memory, which another prompt length makes void
+    # (research/log/measurements-engines.md).
     _share_arena(ort)
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.enable_mem_pattern = False
     # What `assigned` asks for
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    # Threads that wait shall sleep: other programs want the cores (docs/log/2026-11-21.md).
+    # Threads that wait shall sleep: other programs want the cores (research/log/2026-11-21.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 

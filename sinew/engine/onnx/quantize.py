@@ -6,7 +6,7 @@ that of ``onnxruntime.quantization.quantize_dynamic``, whose operators ONNX Runt
 because that function has no notion of components, copies the model through temporary files and stops at shapes
 that torch.export leaves open.) A token with activations far larger than the others' then leaves few of the 256 steps
 to the others. "int8-rows" gives every row, so every token, a scale of its own, symmetric about 128; its operators are
-not fused and take longer (docs/log/measurements-engines.md has both).
+not fused and take longer (research/log/measurements-engines.md has both).
 
 On x86 without VNNI two products are added in 16 bits that saturate: weights of 7 bits there cannot reach them.
 """

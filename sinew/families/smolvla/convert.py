@@ -69,7 +69,7 @@ def bundle_name(upstream: str) -> str:
 NAMES = ("smolvla",)
 recognises = of_type(*NAMES)
 OPTIONS = ("base", "vlm", "tokenizer", "arch", "stats", "stats_key", "dataset")
-OURS = ("state_in_head", "rolling")  # options of our own training (train/egg.py); absent upstream
+OURS = ("state_in_head", "rolling")  # options of our own training (research/policies/egg.py); absent upstream
 SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,
     "committed_rows": COMMITTED_ROWS_SETTING,

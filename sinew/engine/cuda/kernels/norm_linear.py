@@ -8,7 +8,7 @@ times the weight, read from a table; its scale is in the input already.
 The squares of the rows come from the kernel that wrote the input (:mod:`.splitk_linear`). Summing them here, in the
 loop of the product, would cost more instructions than multiplying, again for every block of columns; and a kernel that
 read each tile twice, for the tensor cores and for its squares, gave other sums at every run on an H100 (triton 3.6,
-docs/log/2026-11-26.md).
+research/log/2026-11-26.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tile of a launch: one for each kernel, architecture and regime, as data.
 
 Those of sm_90 come from sweeps on an H100 and an H200 over the problems of pi0, pi0.5 and SmolVLA, with weights that
-were not in the cache (docs/log/2026-11-26.md, 2026-11-27.md). Those of sm_80 and sm_89 have not been timed: they were
-chosen by the shared memory and registers that the compiler reports, and by the number of programs.
+were not in the cache (research/log/2026-11-26.md, 2026-11-27.md). Those of sm_80 and sm_89 have not been timed: they
+were chosen by the shared memory and registers that the compiler reports, and by the number of programs.
 
 ``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
 multiprocessors. ``some``: up to 256, the prefix of a small model. ``many``: a prefix that is limited by arithmetic, and

@@ -2,7 +2,8 @@
 
 After AsyncVLA (Hirose et al. 2026, arXiv 2602.13476): a large policy answers late from a distant machine, and a network
 that runs at every control step looks at its answer, at the frame that it answers and at the newest frame. Rows are
-first re-based on the newest state. numpy alone; training is ``train/edge.py``, the file ``adapter_file.py``.
+first re-based on the newest state. numpy alone; training is ``research/policies/edge.py``, the file
+``adapter_file.py``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // Threads that take numbered tasks from a counter. In between they look for the next job for PATIENCE and then sleep: on a
-// robot other programs want the cores, and a thread that spins takes their time (docs/log/2026-11-21.md), but a chunk has
+// robot other programs want the cores, and a thread that spins takes their time (research/log/2026-11-21.md), but a chunk has
 // thousands of jobs a few microseconds apart, and to wake a thread takes tens of them. Time bounds it, not turns: a thread
 // that was given no core meanwhile sleeps at once. Results do not depend on how many there are.
 #pragma once

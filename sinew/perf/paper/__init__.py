@@ -1,1 +1,0 @@
-"""Reproduction of the published VLA-Perf tables and figures."""
