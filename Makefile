@@ -37,7 +37,7 @@ CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu gpu-carry env clients \
+.PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all test-tools lint format bench gpu gpu-carry env clients \
 	ros lerobot journeys roles installs fresh release lock graphs docs clean
 
 help: ## show this list
@@ -59,15 +59,18 @@ sim-%: $(READY) ## a simulator in an interpreter of its own: sim-aloha sim-pusht
 test: $(READY) ## all tests that need no full-size weights
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
 
+test-tools: $(READY) ## the tests of tools/: the runner, releases, install lines, small faults, structure
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.conftest --workers $(WORKERS) -m "not slow" tools/tests $(PYTEST_ARGS)
+
 test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) --timeout 1600 -m "kernels and not slow and not gpu" \
 		tests/engine/cuda tests/engine/cpu tests/cli $(PYTEST_ARGS)
 
 test-isa: $(READY) ## what depends on arithmetic, under each instruction set that is here: ISA="lowest native" for some
-	$(BIN)/python -m tests.isa --workers $(WORKERS) $(ISA)
+	$(BIN)/python -m tools.isa --workers $(WORKERS) $(ISA)
 
 elsewhere: $(READY) ## the suite in fresh clones: another user, a path with blanks, LANG=C, no home, a busy machine: PLACES="guest"
-	$(BIN)/python -m tests.elsewhere $(PLACES)
+	$(BIN)/python -m tools.elsewhere $(PLACES)
 
 test-all: $(READY) ## slow tests too, full sizes and whole tables; hours
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
@@ -96,7 +99,7 @@ fuzz: $(READY) ## hostile inputs for all decoders, sockets and files: a million 
 	PYTHONPATH=packages/sinew_ros $(BIN)/python -m tests.hostile.fuzz $(FUZZ_ARGS)
 
 mutate: $(READY) ## do tests notice small faults? MODULE=part/of/a/path SAMPLE=20 (0: all mutants); hours for all modules
-	nice -n 10 $(BIN)/python -m tests.mutants $(MODULE) --sample $(SAMPLE) $(MUTATE_ARGS)
+	nice -n 10 $(BIN)/python -m tools.mutants $(MODULE) --sample $(SAMPLE) $(MUTATE_ARGS)
 
 # That machine has no network and its own torch: no environment is made, a checkout is enough (docs/gpu.md).
 gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of engines; ten minutes
@@ -137,19 +140,19 @@ journeys: $(READY) ## every line of every page, typed in an environment that the
 	$(BIN)/python -m tests.journeys $(JOURNEYS)
 
 roles: $(READY) ## wheels into empty environments, one per role, and the README's commands in them (minutes, 2 GB)
-	$(BIN)/python -m tests.roles
+	$(BIN)/python -m tools.roles
 
 installs: $(READY) ## every install line of the repository against the package index alone; downloads metadata only
-	$(BIN)/python -m tests.installs $(INSTALLS)
+	$(BIN)/python -m tools.installs $(INSTALLS)
 
 fresh: $(LIGHT) ## make demo of a fresh clone with an empty home, on the public index alone: bytes, seconds, successes
-	$(BIN)/python -m tests.fresh $(FRESH)
+	$(BIN)/python -m tools.fresh $(FRESH)
 
 release: $(READY) ## wheels, sdists, sums, a bill of materials, a changelog and an index in build/release; RELEASE=--try installs it
-	$(BIN)/python -m tests.release $(RELEASE)
+	$(BIN)/python -m tools.release $(RELEASE)
 
 lock: $(READY) ## write constraints.txt again, after a change of pyproject.toml; LOCK=--upgrade for the newest versions
-	$(BIN)/python -m tests.installs --lock $(LOCK)
+	$(BIN)/python -m tools.installs --lock $(LOCK)
 
 graphs: $(READY) ## the graphs by which the embedded policies play without torch, after one of them was trained again
 	$(BIN)/python -m research.policies.graphs

@@ -26,7 +26,7 @@ from tests.adapters import Adapters, make_adapters
 from tests.cases import cases, golden_cases
 from tests.proofs import Recorder
 from tests.shape_rounding import VARIABLE, RoundedByShape, begin_if_asked
-from tests.workers import Workers
+from tools.workers import Workers
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -240,7 +240,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="seed of a random order: of files, and of the tests in each; 0: as written",
     )
     parser.addoption(
-        "--workers", type=int, default=0, help="processes that share the files: tests/workers.py"
+        "--workers", type=int, default=0, help="processes that share the files: tools/workers.py"
     )
     parser.addoption("--proofs", type=Path, help="JSON file for what the passed tests prove: tests/proofs.py")
 

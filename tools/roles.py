@@ -1,4 +1,4 @@
-"""Wheels into empty environments, one per role, with the README's commands: ``python -m tests.roles`` (make roles).
+"""Wheels into empty environments, one per role, with the README's commands: ``python -m tools.roles`` (make roles).
 
 Builds the two wheels once, installs each role as docker/install.sh does, runs that role's lines of README.md as they
 stand there, and prints sizes and import times. It needs a package index and takes minutes. Files that the lines

@@ -7,7 +7,7 @@ import tomllib
 from types import ModuleType
 from typing import Any
 
-from tests.mutants import ROOT, TABLE, equivalents, mutants, noting, patches, values
+from tools.mutants import ROOT, TABLE, equivalents, mutants, noting, patches, values
 
 
 def test_the_table_names_what_is_there() -> None:

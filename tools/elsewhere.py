@@ -1,6 +1,6 @@
 """``make elsewhere``: the whole suite as other people run it, in fresh clones with environments of their own.
 
-``python -m tests.elsewhere [NAME ...]`` runs ``make test`` once per place and prints a table; NAME is one of those that
+``python -m tools.elsewhere [NAME ...]`` runs ``make test`` once per place and prints a table; NAME is one of those that
 ``--list`` shows, all of them where none is given. It ends with 1 where a test failed. A place that is another user's
 needs root, and interpreters that everybody may run.
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.notebooks import NOTEBOOKS, code_cells, execute
+from tools.notebooks import NOTEBOOKS, code_cells, execute
 
 CLOCK = re.compile(r"[\d.]+ ms")
 KB = 40  # of one with its pictures
@@ -43,7 +43,7 @@ def plain(outputs: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_gives_what_it_shows(path: Path) -> None:
-    """`python -m tests.notebooks` keeps the outputs anew."""
+    """`python -m tools.notebooks` keeps the outputs anew."""
     pytest.importorskip("matplotlib")
     cells = code_cells(json.loads(path.read_text()))
     found = execute(cells)

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests import installs
+from tools import installs
 
 ROOT = installs.ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,6 +1,6 @@
 """``make test-isa``: what depends on arithmetic, under the instruction sets that are here, and always the lowest.
 
-``python -m tests.isa [NAME ...]`` runs TESTS once per combination and prints a table; NAME is one of those that
+``python -m tools.isa [NAME ...]`` runs TESTS once per combination and prints a table; NAME is one of those that
 ``--list`` shows, all of them where none is given. ``by-shape`` is no instruction set: it runs BATCHES with
 products that round by the shape of their batch, as Intel's MKL computes them (``shape_rounding.py``). The program ends
 with 1 where a test failed. Emulated instruction sets and other processors are ``make test-kernels``.

@@ -12,7 +12,7 @@ from tests import processes
 SUITE = {
     "conftest.py": """
 from pathlib import Path
-from tests.workers import Workers
+from tools.workers import Workers
 def pytest_configure(config):
     config.pluginmanager.register(Workers(2))
 def pytest_runtest_setup(item):

@@ -1,4 +1,4 @@
-"""What a release consists of, made and tried: ``python -m tests.release`` (make release). Nothing is uploaded.
+"""What a release consists of, made and tried: ``python -m tools.release`` (make release). Nothing is uploaded.
 
 Into ``build/release``: a wheel and a source distribution of each distribution of this repository (all of pure Python:
 CPU and GPU kernels are compiled where they run), ``sbom.cdx.json`` (CycloneDX 1.6: what the widest install brings),
@@ -27,11 +27,11 @@ from typing import Any
 from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
 from sinew import __version__
-from tests import installs
+from tools import installs
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "packages/sinew-client", "packages/lerobot_policy_sinew", "packages/sinew_ros")
-ROLE = "full"  # of tests/installs.py: what the bill of materials is of
+ROLE = "full"  # of tools/installs.py: what the bill of materials is of
 TRIED = ("sinew --version", "sinew doctor", "sinew demo act --episodes 2 --sweep-episodes 0 --out OUT")
 UNPUBLISHED = (
     "not published: no package index has these files and no registry an image. Until then the"

@@ -1,4 +1,4 @@
-"""Every install line of this repository against the public index: ``python -m tests.installs`` (make installs).
+"""Every install line of this repository against the public index: ``python -m tools.installs`` (make installs).
 
 Lines are taken from the README, the pages, the packages, the Makefile (as ``make -n`` prints them) and
 docker/install.sh (as it runs, role by role, over a stand-in for Python). uv resolves each without local wheels and
@@ -144,7 +144,7 @@ def parse(where: str, text: str) -> Line:
         elif verb and not word.startswith("-"):
             line.names.append(word)
         else:
-            raise ValueError(f"{where}: {text}: {word!r} is not known to tests/installs.py")
+            raise ValueError(f"{where}: {text}: {word!r} is not known to tools/installs.py")
     if not verb or not (line.names or line.files):
         raise ValueError(f"{where}: {text}: expected an install of something")
     return line
@@ -267,7 +267,7 @@ def of_docker() -> list[Line]:
 def all_lines() -> list[Line]:
     """Raises ValueError for a line that nobody would check."""
     if missed := unseen():
-        raise ValueError("\n".join(["install lines that tests/installs.py does not see:", *missed]))
+        raise ValueError("\n".join(["install lines that tools/installs.py does not see:", *missed]))
     return [*of_documents(), *of_makefile(), *of_docker()]
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from sinew import __version__
-from tests import installs, release
+from tools import installs, release
 
 
 def wheel(folder: Path, name: str) -> Path:
@@ -104,7 +104,7 @@ def test_a_tag_makes_a_release() -> None:
         "steps"
     ]
     assert [each["run"] for each in steps if "run" in each] == ["make release RELEASE=--try"]
-    words = [sys.executable, "-m", "tests.release"]
+    words = [sys.executable, "-m", "tools.release"]
     done = subprocess.run(
         words, cwd=release.ROOT, env=os.environ | {"RELEASE_TAG": "v9.9.9"}, capture_output=True, text=True
     )
@@ -118,7 +118,7 @@ def test_a_tag_makes_a_release() -> None:
 def test_a_release_is_made_installed_and_tried(tmp_path: Path) -> None:
     if why := installs.reachable():
         pytest.skip(f"the package index does not answer: {why}")
-    words = [sys.executable, "-m", "tests.release", "--out", str(tmp_path / "out"), "--try"]
+    words = [sys.executable, "-m", "tools.release", "--out", str(tmp_path / "out"), "--try"]
     done = subprocess.run(words, cwd=release.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2/2" in done.stdout

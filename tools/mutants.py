@@ -1,8 +1,8 @@
 """Mutation testing: small faults, one at a time, in modules whose mistakes a robot would feel; do tests notice?
 
-``make mutate`` or ``python -m tests.mutants [MODULE ...] [--sample N] [--seed S] [--list]``. Each mutant is one change
+``make mutate`` or ``python -m tools.mutants [MODULE ...] [--sample N] [--seed S] [--list]``. Each mutant is one change
 of one expression or statement, written into a copy of the checkout, and run against the test files that
-tests/mutants.toml gives to its module. It is killed by a test that fails, or by one that takes too long. Survivors
+tools/mutants.toml gives to its module. It is killed by a test that fails, or by one that takes too long. Survivors
 whose change nobody could observe are listed there with the reason, and the run fails below 95 % of the others.
 
 A process that has imported torch and pytest is forked for each mutant, so that most take a second or two. Not used,
@@ -463,7 +463,7 @@ class Fast:
     ):
         self._plain, self._chosen, self._folder, self._quick = plain, chosen, folder, quick
         self._notes, self.out = folder / ".entries.json", folder / ".verdicts.json"
-        builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
+        builtins.entered_ = lambda _: None  # type: ignore[attr-defined]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -493,7 +493,7 @@ class Fast:
         if not self._notes.is_file():
             os._exit(1)
         session.config.pluginmanager.unregister(notes)
-        builtins.entered_ = lambda where: None  # type: ignore[attr-defined]
+        builtins.entered_ = lambda _: None  # type: ignore[attr-defined]
         entered, took, quiet, _ = json.loads(self._notes.read_text())
         verdicts: dict[str, dict[str, str]] = {module: {} for module in paths}
         record = Record(took)
