@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "sinew_client.hpp"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -13,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
@@ -410,6 +412,15 @@ Chunk decode_reply(const std::string& bytes, std::uint64_t request_id, const Opt
 
 // ---------------------------------------------------------------------------- the client
 
+// Return true for an address or a name that only this machine reaches.
+bool is_loopback(const std::string& host) {
+  unsigned char bytes[16];
+  if (inet_pton(AF_INET, host.c_str(), bytes) == 1) return bytes[0] == 127;
+  if (inet_pton(AF_INET6, host.c_str(), bytes) != 1) return host == "localhost";
+  const std::string all(reinterpret_cast<char*>(bytes), sizeof bytes);  // ::1 and ::ffff:127.0.0.1
+  return all == std::string(15, '\0') + '\1' || all.compare(0, 13, std::string(10, '\0') + "\xff\xff\x7f") == 0;
+}
+
 Socket::Socket(const std::string& address, Options options, std::string kind)
     : options_(std::move(options)), kind_(std::move(kind)) {
   std::string rest = address.rfind("tcp://", 0) == 0 ? address.substr(6) : address;
@@ -422,6 +433,12 @@ Socket::Socket(const std::string& address, Options options, std::string kind)
   bool digits = !port_.empty() && port_.size() < 6 && port_.find_first_not_of("0123456789") == std::string::npos;
   if (host_.empty() || !digits || std::stoi(port_) < 1 || std::stoi(port_) > 65535)
     throw Error("bad_address", "address: expected tcp://HOST:PORT, got " + address);
+  const char* allowed = std::getenv("SINEW_ALLOW_UNENCRYPTED_KEY");
+  if (!options_.api_key.empty() && !is_loopback(host_) && (!allowed || std::string(allowed) != "1"))
+    throw Error("bad_address", "address: expected encryption for the API key, got a plain connection to " + host_ +
+                                   "; run `ssh -N -L " + port_ + ":127.0.0.1:" + port_ + " " + host_ +
+                                   "` and use tcp://127.0.0.1:" + port_ +
+                                   ", or on a network that you trust set SINEW_ALLOW_UNENCRYPTED_KEY=1");
 }
 
 Socket::~Socket() { close(); }

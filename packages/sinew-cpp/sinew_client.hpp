@@ -103,7 +103,7 @@ struct Window {
 
 struct Options {
   double timeout_s = 10;  // of each call, connecting included
-  std::string api_key;    // travels unencrypted
+  std::string api_key;    // not encrypted: rejected for other machines, unless SINEW_ALLOW_UNENCRYPTED_KEY is 1
   std::uint32_t max_rows = 1024;
   std::vector<float> low, high;  // limits of each action; an answer outside is refused. Empty: none
 };
@@ -136,7 +136,7 @@ class Socket {
 // away and the next call opens another, so that a late reply answers nothing else.
 class Client : public Socket {
  public:
-  // address: [tcp://]HOST:PORT[/POLICY]. Throws Error bad_address.
+  // address: [tcp://]HOST:PORT[/POLICY]. Throws Error bad_address, also for a key that would travel unencrypted.
   explicit Client(const std::string& address, Options options = {});
 
   // Return the actions for one observation. timeout_s: for this call only, where above 0. Throws Error.

@@ -63,7 +63,10 @@ export interface Chunk {
 export interface Options {
   /** Milliseconds for each call, connecting included; 10,000 where nothing is said. */
   timeoutMs?: number;
-  /** Sent as a header, which Node can and browsers cannot: there it is refused. */
+  /**
+   * Sent as a header, which Node can and browsers cannot: there it is rejected. An address of another machine has to be
+   * wss://, unless SINEW_ALLOW_UNENCRYPTED_KEY is 1 in the environment.
+   */
   apiKey?: string;
   /** In the place of globalThis.WebSocket, for a Node without one. */
   WebSocket?: new (url: string, options?: any) => WebSocket;

@@ -244,6 +244,18 @@ export function decode(reply) {
 
 // ---------------------------------------------------------------------------- the client
 
+// True where nobody on a network can read what is sent. URL has brought all ways to write an address to one.
+function isPrivate(url) {
+  let found;
+  try {
+    found = new URL(url);
+  } catch { // the socket says what is wrong
+    return true;
+  }
+  const host = found.hostname;
+  return found.protocol === "wss:" || host === "localhost" || host === "[::1]" || /^127\.\d+\.\d+\.\d+$/.test(host) || host.startsWith("[::ffff:7f");
+}
+
 export class Client {
   #url; #options; #closed = false; #socket = null; #opened = null; #waiting = null; #turn = Promise.resolve();
 
@@ -300,6 +312,9 @@ export class Client {
     if (this.#opened) return this.#opened;
     const Socket = this.#options.WebSocket ?? globalThis.WebSocket, apiKey = this.#options.apiKey;
     if (!Socket) throw new SinewError("unsupported", "WebSocket: expected Node 22, `node --experimental-websocket`, or options.WebSocket, got none");
+    if (apiKey && !isPrivate(this.#url) && globalThis.process?.env.SINEW_ALLOW_UNENCRYPTED_KEY !== "1")
+      throw new SinewError("bad_address", `url: expected wss:// for the API key, got a plain connection to another machine: ${this.#url}; ` +
+        "start the server with --tls-cert, use an ssh tunnel, or on a network that you trust set SINEW_ALLOW_UNENCRYPTED_KEY=1");
     if (apiKey && globalThis.document)
       throw new SinewError("unsupported", "apiKey: a browser sends no header with a WebSocket; put a proxy that adds it before the server");
     let socket;

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from sinew_client.auth import key_from_environment, keys_in
+from sinew_client.tls import ALLOW_VARIABLE
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts
@@ -37,7 +38,7 @@ class Listening:
         api_key_file: a file with the key that clients must send, or several, one a line, each of which
             may have a role before it: robot:KEY, metrics:KEY, admin:KEY (docs/deployment.md); SINEW_API_KEY in the
             environment if absent.
-        tls_cert: PEM file; encrypts openpi, http and lerobot.
+        tls_cert: PEM file; encrypts native (tls://HOST:PORT), openpi, http and lerobot.
         tls_key: PEM file.
         allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
         access_log: file for one JSON line per request, or - for standard error.
@@ -87,7 +88,18 @@ def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool)
         logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
     plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
     if plain:
-        logger.warning("frames, actions and keys travel unencrypted on %s", ", ".join(plain))
+        choices = "a tunnel" if tls else "--tls-cert and --tls-key, or a tunnel"
+        logger.warning(
+            "frames, actions and keys travel unencrypted on %s; use %s, or only a network that you trust",
+            ", ".join(plain),
+            choices,
+        )
+    if key and "native" in plain:
+        logger.warning(
+            "native: clients on other machines reject this port, because they would send the key unencrypted,"
+            " unless %s=1 is in their environment",
+            ALLOW_VARIABLE,
+        )
 
 
 def set_up_logs(verbose: bool) -> None:

@@ -29,6 +29,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from sinew_client.auth import ADMIN, METRICS, ROBOT, role_and_key
+from sinew_client.tls import is_loopback
 
 from sinew.core import SinewError
 
@@ -104,17 +105,6 @@ def key_of(authorization: str) -> str:
 def key_in(headers: Mapping[str, str]) -> str:
     """Return the key in the headers of a request over HTTP, whose names have any case; empty without one."""
     return key_of(headers.get("Authorization", "")) or headers.get("X-API-Key", "")
-
-
-# ----------------------------------------------------------------------------- loopback
-
-
-def is_loopback(host: str | None) -> bool:
-    """Return True for an address or a name that only this machine reaches."""
-    try:
-        return host is not None and ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 # ----------------------------------------------------------------------------- web pages

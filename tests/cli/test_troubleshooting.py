@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from sinew.cli import main
+from sinew.serve.transport.listen import Listen
 from tests import processes
 from tests.cases import golden_cases
 from tests.journeys.pages import ROOT, blocks
@@ -139,6 +140,16 @@ def no_key(at: SimpleNamespace) -> str:
         return at.say("bench", server.native, "--runs", "1")
 
 
+def key_in_the_clear(at: SimpleNamespace) -> str:
+    at.patch.setenv("SINEW_API_KEY", "a key of twenty letters")
+    return at.say("bench", "tcp://server:5555", "--runs", "1")
+
+
+def untrusted_certificate(at: SimpleNamespace) -> str:
+    with desk(listen=Listen(tls_cert=at.certificate[0], tls_key=at.certificate[1])) as server:
+        return at.say("bench", server.native, "--runs", "1")
+
+
 def no_such_policy(at: SimpleNamespace) -> str:
     with desk() as server:
         return at.say("bench", f"{server.native}/other", "--runs", "1")
@@ -181,6 +192,8 @@ CAUSES: dict[str, Callable[[SimpleNamespace], str]] = {
     "error: no answer": nobody,
     "error: address": verb("run", "http://127.0.0.1:8000", "--robot", "dry", "--prompt", "go"),
     "error: this server requires": no_key,
+    "error: tcp://server": key_in_the_clear,
+    "error: tls://": untrusted_certificate,
     "error: policy: expected": no_such_policy,
     "error: robot my_robot": no_module,
     "error: aloha": no_simulator,
@@ -189,10 +202,14 @@ CAUSES: dict[str, Callable[[SimpleNamespace], str]] = {
 
 @pytest.mark.parametrize("message", QUOTED, ids=lambda message: message[:24])
 def test_a_quoted_message_is_what_is_said(
-    message: str, say: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message: str,
+    say: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    certificate: tuple[Path, Path],
 ) -> None:
     (cause,) = (cause for start, cause in CAUSES.items() if message.startswith(start))
-    said = cause(SimpleNamespace(say=say, folder=tmp_path, patch=monkeypatch))
+    said = cause(SimpleNamespace(say=say, folder=tmp_path, patch=monkeypatch, certificate=certificate))
     expected = ".*".join(re.escape(part) for part in message.split("..."))
     assert re.search(expected, said), said
 

@@ -718,6 +718,52 @@ def test_a_live_server_answers_other_languages(
     assert "[bad_observation]" in nowhere
 
 
+@pytest.mark.parametrize("language", ["cpp", "rust", "javascript"])
+def test_they_send_no_key_to_other_machines(
+    language: str, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command: list[Any]
+    scheme = "tcp"
+    if language == "javascript":
+        node = tool("node", "the JavaScript client's tests")
+        command, scheme = [node, "--experimental-websocket", JS / "ask.js"], "ws"
+    else:
+        command = [programs.built(CPP / "ask.cpp" if language == "cpp" else RUST / "examples" / "ask.rs")]
+    (tmp_path / "front.ppm").write_bytes(b"P6\n1 1\n255\nabc")
+    asked = ["go", "--state", "0,0,0,0,0,0", "--image", f"front={tmp_path / 'front.ppm'}"]
+    for host in (
+        "192.0.2.1",
+        "robot.example.org",
+        "127.0.0.1.example.org",
+        "[2001:db8::1]",
+        "[::ffff:192.0.2.1]",
+    ):
+        told = run(*command, f"{scheme}://{host}:5555", *asked, "--key", KEY, status=1)
+        assert "for the API key, got a plain connection" in told
+        assert "SINEW_ALLOW_UNENCRYPTED_KEY=1" in told
+        assert "[bad_address]" in told
+        assert KEY not in told
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def leave() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    listening.accept()[0].close()
+
+        threading.Thread(target=leave, daemon=True).start()
+        port = (
+            1 if language == "javascript" else port
+        )  # Node waits for a server that has closed the connection
+        for host in ("127.0.0.1", "127.0.0.2", "localhost", "[::ffff:127.0.0.1]"):
+            told = run(*command, f"{scheme}://{host}:{port}", *asked, "--key", KEY, status=1)
+            assert "[connection_lost]" in told, (host, told)
+        monkeypatch.setenv("SINEW_ALLOW_UNENCRYPTED_KEY", "1")
+        told = run(*command, f"{scheme}://0.0.0.0:{port}", *asked, "--key", KEY, status=1)
+        assert "[connection_lost]" in told, told
+        listening.shutdown(socket.SHUT_RDWR)
+
+
 def test_rust_asks_for_several_and_reports(programs: Programs, tmp_path: Path) -> None:
     fields = programs.built(HERE / "fields.rs")
     front = EVERYTHING["images"]["front"].reshape(1, 4, 3)  # type: ignore[index]

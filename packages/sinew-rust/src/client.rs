@@ -1,5 +1,6 @@
 //! Talks to one server.
 
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use crate::messages::{self, Control};
@@ -34,7 +35,7 @@ impl Client {
     /// # Errors
     /// [`Error::BadAddress`].
     pub fn with_options(address: &str, options: Options) -> Result<Self> {
-        let (place, policy) = split(address)?;
+        let (place, policy) = split(address, &options)?;
         Ok(Self { options, place, policy, last_id: 0, connection: None })
     }
 
@@ -145,9 +146,31 @@ impl Client {
     }
 }
 
-pub(crate) fn split(address: &str) -> Result<(Place, String)> {
-    place_of(address)
-        .ok_or_else(|| Error::BadAddress(format!("address: expected tcp://HOST:PORT or ipc:///PATH, got {address}")))
+pub(crate) fn split(address: &str, options: &Options) -> Result<(Place, String)> {
+    let (place, policy) = place_of(address)
+        .ok_or_else(|| Error::BadAddress(format!("address: expected tcp://HOST:PORT or ipc:///PATH, got {address}")))?;
+    let allowed = std::env::var("SINEW_ALLOW_UNENCRYPTED_KEY").is_ok_and(|value| value == "1");
+    if let Place::Tcp { host, port } = &place {
+        if !options.api_key.is_empty() && !allowed && !is_loopback(host) {
+            return Err(Error::BadAddress(format!(
+                "address: expected encryption for the API key, got a plain connection to {host}; run `ssh -N -L \
+                 {port}:127.0.0.1:{port} {host}` and use tcp://127.0.0.1:{port}, or on a network that you trust set \
+                 SINEW_ALLOW_UNENCRYPTED_KEY=1"
+            )));
+        }
+    }
+    Ok((place, policy))
+}
+
+/// Return true for an address or a name that only this machine reaches.
+fn is_loopback(host: &str) -> bool {
+    match host.parse::<IpAddr>() {
+        Ok(IpAddr::V4(address)) => address.is_loopback(),
+        Ok(IpAddr::V6(address)) => {
+            address.is_loopback() || address.to_ipv4_mapped().is_some_and(|inner| inner.is_loopback())
+        }
+        Err(_) => host == "localhost",
+    }
 }
 
 fn place_of(address: &str) -> Option<(Place, String)> {

@@ -9,7 +9,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
-    /// The address is none of a native wire.
+    /// The address is none of a native wire, or the key would travel unencrypted to it.
     BadAddress(String),
     /// An observation that cannot be sent. What the server refuses is [`Error::Server`], with the same code.
     BadObservation(String),

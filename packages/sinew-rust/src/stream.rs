@@ -31,7 +31,7 @@ impl Stream {
     /// # Errors
     /// [`Error::BadAddress`].
     pub fn new(address: &str, rate: f32, options: Options, interpolation: &str) -> Result<Self> {
-        let (place, policy) = split(address)?;
+        let (place, policy) = split(address, &options)?;
         let pace = Pace { rate, frame_time: None, interpolation: interpolation.into() };
         Ok(Self { options, place, policy, pace, session: String::new(), last_id: 0, ended: 0, connection: None })
     }

@@ -182,7 +182,8 @@ pub struct Window {
 pub struct Options {
     /// Of each call, connecting included. The look-up of a host's name is the system's and not within it.
     pub timeout: Duration,
-    /// Travels unencrypted; empty where the server wants none.
+    /// Empty where the server requires none. It is not encrypted, so an address of another machine is rejected, unless
+    /// `SINEW_ALLOW_UNENCRYPTED_KEY` is 1 in the environment.
     pub api_key: String,
     /// Longer chunks are refused.
     pub max_rows: usize,

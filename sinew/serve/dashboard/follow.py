@@ -12,6 +12,7 @@ from typing import Any, NotRequired, TypedDict
 from urllib.parse import urlsplit
 
 import msgspec
+from sinew_client.tls import check_key_is_private
 from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
@@ -227,6 +228,8 @@ def events(
     Raises OSError where it cannot be reached or says nothing for too long, and :class:`SinewError` for an answer that
     will not change: no dashboard, or another key.
     """
+    place = f"[{host}]" if ":" in host else host
+    check_key_is_private([f"{'https' if tls else 'http'}://{place}:{port}"], key)
     kind = http.client.HTTPSConnection if tls else http.client.HTTPConnection
     wait = SILENT_S if end is None else max(0.1, min(SILENT_S, end - time.monotonic()))
     connection = kind(host, port, timeout=wait)

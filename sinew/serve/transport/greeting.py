@@ -49,13 +49,17 @@ def ready_text(
     ]
     pages = [page for wire in wires if (page := wire.dashboard)]
     lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
-    secure = any(wire.address.startswith("wss:") for wire in wires)
+    secure = any(wire.address.startswith(("wss:", "tls:")) for wire in wires)
     lines += ["  key      wanted: the programs take it from SINEW_API_KEY in their environment"] * keyed
     lines += [
         "  TLS      SSL_CERT_FILE=CERT.pem lets them trust a certificate that you signed yourself"
     ] * secure
     if request.getproxies().keys() & {"http", "https", "all"}:
-        web = [urlsplit(reachable(wire.address)) for wire in wires if not wire.address.startswith("tcp:")]
+        web = [
+            urlsplit(reachable(wire.address))
+            for wire in wires
+            if not wire.address.startswith(("tcp:", "tls:"))
+        ]
         far = {at.hostname for at in web if at.hostname and not request.proxy_bypass(at.hostname)}
         lines += [f"  proxy    no_proxy={host} lets programs here ask without one" for host in sorted(far)]
     for wire in wires:

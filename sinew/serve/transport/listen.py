@@ -40,7 +40,7 @@ class Listen:
 
     max_message_bytes: of one request. max_connections: open at once, where the wire can tell. arrival_s: seconds from a
         request's first byte to its last, beyond which its connection is closed.
-    tls_cert, tls_key: PEM files, for the wires that can (openpi, http, lerobot).
+    tls_cert, tls_key: PEM files, for the wires that can (native, openpi, http, lerobot).
     origins: of web pages that may send requests to the web wires, as browsers write them (https://host:port).
     hosts: names of this server beside the machine's own, which web pages of it may have in their address.
     dashboard: show a page at / of the web wires.

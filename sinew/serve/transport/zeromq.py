@@ -16,6 +16,7 @@ import heapq
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -24,11 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from sinew_client import shared, zmtp
+from sinew_client import shared, tls, zmtp
 from sinew_client.link import set_options
 
 from sinew.core import BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
+from sinew.serve.access import is_loopback
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.request import Outcome, Request
 from sinew.serve.service import Service
@@ -54,6 +56,7 @@ class Codec(Protocol):
     """One protocol of requests and replies, each one frame."""
 
     name: str
+    encrypts: bool  # its clients can use TLS
     # Takes messages that get no reply of their own (wires/streams.py); None where there are none
     streams: Any
 
@@ -89,6 +92,9 @@ class Codec(Protocol):
 class ZeroMQWire:
     """Binds when created; answers on a thread of its own from :meth:`start` on. Connections that come earlier wait.
 
+    With a certificate and a codec that encrypts, clients use TLS. Plain connections of this machine are accepted too,
+    so that an ssh tunnel works for clients without TLS. Those of other machines are rejected before they send a key.
+
     Requests beyond ``listen.max_message_bytes`` are refused with an error; beyond twice that size the connection
     is closed.
     """
@@ -102,6 +108,7 @@ class ZeroMQWire:
         self._stop = False
         self._quiet, self._failures = RateLimitedLog(logger), RateLimitedLog(logger)
         self._path = listen.path
+        self._tls = listen.tls() if codec.encrypts and not self._path else None
         self._socket = listen.unix_socket() if self._path else listen.tcp_socket()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -120,7 +127,8 @@ class ZeroMQWire:
             self.address = f"ipc://{self._path}"
         else:
             host, port = self._socket.getsockname()[:2]
-            self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+            scheme = "tls" if self._tls else "tcp"
+            self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start(self, service: Service) -> None:
         self._service = service
@@ -177,7 +185,7 @@ class ZeroMQWire:
     def _step(self, timeout_s: float | None) -> None:
         """Wait for something to happen, take requests, send what is left of replies."""
         happened = self._selector.select(timeout_s)
-        while self._woken:  # first, so that the books are right
+        for _ in range(len(self._woken)):  # first, so that the books are right
             self._watch(self._woken.popleft())
         for key, events in happened:
             if key.fileobj is self._socket:
@@ -187,7 +195,7 @@ class ZeroMQWire:
                     self._wake_reader.recv(4096)
             else:
                 peer: Peer = key.data
-                if peer.closed:
+                if peer.closed or (peer.opening and not self._opened(peer)):
                     continue
                 if events & selectors.EVENT_WRITE:
                     peer.flush()
@@ -224,10 +232,52 @@ class ZeroMQWire:
                 peer.end()
                 continue
             self._service.metrics.connection(self.name, +1)
-            self._handle(peer)  # says hello
+            if self._tls is not None:
+                peer.opening = selectors.EVENT_READ
+            else:
+                self._handle(peer)  # says hello
             self._watch(peer)
         self._selector.unregister(self._socket)
         self._pause(ACCEPT_PAUSE_S, None)
+
+    def _opened(self, peer: Peer) -> bool:
+        """Go on with the beginning of a connection to a port with TLS; True once messages may come."""
+        assert self._tls is not None
+        try:
+            if not isinstance(peer.socket, tls.TlsSocket):
+                first = peer.socket.recv(1, socket.MSG_PEEK)
+                if first != tls.FIRST_BYTE:
+                    if not first:
+                        self.close(peer, "")
+                    elif is_loopback(peer.address):
+                        peer.opening = 0
+                        self._handle(peer)  # says hello
+                    else:
+                        peer.socket.recv(zmtp.INPUT)  # unread bytes would have the system drop what is sent
+                        peer.send(
+                            zmtp.GREETING + zmtp.error("this port requires TLS: use tls:// in the address")
+                        )
+                        self.close(peer, "it does not use TLS")
+                    return not peer.closed
+                self._selector.unregister(peer.socket)
+                peer.watched = 0
+                peer.socket = tls.encrypted(
+                    self._tls, peer.socket, server_side=True, do_handshake_on_connect=False
+                )
+            peer.socket.do_handshake()
+        except ssl.SSLWantReadError:
+            peer.opening = selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            peer.opening = selectors.EVENT_WRITE
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.close(peer, f"TLS: {getattr(error, 'reason', '') or error}")
+        else:
+            peer.opening = 0
+            self._handle(peer)  # says hello
+        self._watch(peer)
+        return not peer.closed and not peer.opening
 
     def _read(self, peer: Peer) -> None:
         framing = peer.framing
@@ -288,11 +338,17 @@ class ZeroMQWire:
         if unsent <= MAX_UNSENT and not peer.paused and peer.framing.pending:
             self._handle(peer)
             unsent = peer.unsent
+        if not peer.closed and not peer.paused and unsent <= MAX_UNSENT and peer.buffered:
+            self._read(peer)
+            unsent = peer.unsent
+            if peer.buffered:
+                self.wake(peer)  # after the others had their turn
         if peer.closed:
             return
         wanted = selectors.EVENT_WRITE * bool(unsent)
         if not peer.paused and unsent <= MAX_UNSENT:
             wanted |= selectors.EVENT_READ
+        wanted = peer.opening or wanted
         if wanted == peer.watched:
             return
         if not peer.watched:
@@ -413,6 +469,7 @@ class Peer(Account):
     """One connection. ``reply`` and ``send`` may be called from any thread, the rest on the loop.
 
     unsent: bytes that the socket did not take yet. freed: what answered requests held. broken: sending failed.
+    opening: what a handshake of TLS waits for, an event of ``selectors``; 0: messages may come.
     shares: bytes of memory that it may share; 0: none. keeps: bytes that outlive their message, by what keeps them: a
     stream.
     """
@@ -430,10 +487,16 @@ class Peer(Account):
         self.shares = 0
         self.refusals = 0
         self.watched = 0
+        self.opening = 0
         self.unsent = 0
         self._wire = wire
         self._lock = threading.Lock()  # around the socket's end that is written to
         self._out: deque[memoryview] = deque()
+
+    @property
+    def buffered(self) -> bool:
+        """True if TLS has decrypted bytes that were not received, of which the selector does not tell."""
+        return isinstance(self.socket, tls.TlsSocket) and not self.closed and self.socket.pending() > 0
 
     def receive(self, room: memoryview) -> int:
         """Receive what is there. Raises OSError."""

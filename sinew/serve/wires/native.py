@@ -115,6 +115,7 @@ class NativeCodec:
     """The codec for the policies of one service."""
 
     name = "native"
+    encrypts = True
 
     streams: Streams
 

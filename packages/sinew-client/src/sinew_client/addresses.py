@@ -41,7 +41,7 @@ class Addresses:
 
     @property
     def host_and_port(self) -> tuple:
-        """(host, port) of the present address, or the (path,) of a Unix socket."""
+        """The place of the present address (:func:`sinew_client.link.place_of`)."""
         return self._places[self.place]
 
     def move(self, place: int, why: str) -> bool:

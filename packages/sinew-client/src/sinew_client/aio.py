@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from typing import Any, Mapping, Sequence
 
-from sinew_client import protocol, zmtp
+from sinew_client import protocol, tls, zmtp
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost
-from sinew_client.link import MAX_REPLY, check_owner, payload_of, set_options, unconnected, unix_place
+from sinew_client.link import (
+    MAX_REPLY,
+    check_owner,
+    has_tls,
+    payload_of,
+    set_options,
+    unconnected,
+    unix_place,
+)
 from sinew_client.open_policy import asking
 from sinew_client.types import ActionChunk, Observation
 
@@ -237,8 +246,15 @@ class AsyncLink(asyncio.BufferedProtocol):
         link = cls(address)
         try:
             set_options(made)
-            await loop.create_connection(lambda: link, sock=made)
+            options: dict = {}
+            if has_tls(place):
+                options = {"ssl": ssl.create_default_context(), "server_hostname": place[0]}
+            await _within(loop.create_connection(lambda: link, sock=made, **options), end)
             await _within(link._ready, end)
+        except ssl.SSLError as error:
+            link.end()
+            made.close()
+            raise ConnectionLost(tls.refusal_of(error, address)) from error
         except BaseException:
             link.end()
             made.close()
@@ -328,10 +344,10 @@ class AsyncLink(asyncio.BufferedProtocol):
 
 
 async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
-    """Return a connection to (host, port) or (path,), as :func:`sinew_client.link.connected` does."""
+    """Return a connection to a place, as :func:`sinew_client.link.connected` does."""
     found = unix_place(place)
     if not found:
-        found = await _within(loop.getaddrinfo(*place, type=socket.SOCK_STREAM), end)
+        found = await _within(loop.getaddrinfo(*place[:2], type=socket.SOCK_STREAM), end)
     error = OSError("the host has no address")
     for index, (family, kind, number, _, address) in enumerate(found):
         made = unconnected(family, kind, number, address)

@@ -18,6 +18,7 @@ from sinew_client.addresses import LEAVING, Addresses
 from sinew_client.auth import key_from_environment
 from sinew_client.errors import ClientError, ClosedError, ConnectionLost, RequestTimeout, ServerError
 from sinew_client.robot_report import RobotReport
+from sinew_client.tls import check_key_is_private
 from sinew_client.types import ActionChunk, PolicySpec
 
 logger = logging.getLogger("sinew_client")
@@ -57,6 +58,7 @@ class BaseClient:
         self.retries = retries
         self.jpeg_quality = jpeg_quality
         self.api_key = key_from_environment() if api_key is None else api_key
+        check_key_is_private(self._addresses.all, self.api_key)
         self.max_age = max_age
         self.limits = limits
         self.max_rows = max_rows

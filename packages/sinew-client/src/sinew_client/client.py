@@ -23,7 +23,8 @@ from sinew_client.types import ActionChunk, Observation, PolicySpec
 class Client(BaseClient):
     """Talks to one ``sinew serve``.
 
-    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``, on this machine also ``ipc:///path``
+    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``, ``tls://host:port`` if the server has
+        ``--tls-cert``, on this machine also ``ipc:///path``
         of a Unix socket (and ``#NAME`` behind it for a policy by name); or several of them. Then a request
         that finds no server, whose connection breaks, or that a stopping or unhealthy server refuses goes to the next
         one at once, in the same call, each address once; the client stays with the server that answered.
@@ -43,8 +44,8 @@ class Client(BaseClient):
     shared_memory: raw frames of 256 KiB and more reach a server at ``ipc://`` in memory that both share, where both can
         (:meth:`infer`; ``frames`` says whether). False: they are sent.
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
-    api_key: where the server wants one; that of SINEW_API_KEY in the environment if absent, "" for none. It travels
-        unencrypted.
+    api_key: where the server wants one; that of SINEW_API_KEY in the environment if absent, "" for none. With a key,
+        ``tcp://`` to another machine raises ClientError, unless SINEW_ALLOW_UNENCRYPTED_KEY is 1 in the environment.
 
     The first call connects. A connection that missed its reply is thrown away, so that a late one answers nothing
     else, and the next call opens a new one: a server that comes back is found without further ado. One that breaks

@@ -11,12 +11,13 @@ import contextlib
 import os
 import selectors
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from sinew_client import zmtp
+from sinew_client import tls, zmtp
 from sinew_client.errors import ClientError, ConnectionLost
 
 MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred million
@@ -31,23 +32,29 @@ KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # 
 
 
 def place_of(address: str) -> tuple:
-    """Return (host, port), or (path,), of what ``split_address`` gave. Raises :class:`ClientError` for a host that
-    cannot be one, and for a path where the system has no Unix sockets."""
+    """Return (host, port), (host, port, "tls") or (path,) of what ``split_address`` returned. Raises
+    :class:`ClientError` for a host that cannot be one, and for a path where the system has no Unix sockets."""
     if address.startswith("ipc://"):
         if not hasattr(socket, "AF_UNIX"):
             raise ClientError(f"{address}: expected tcp://HOST:PORT on a system without Unix sockets")
         return (address[len("ipc://") :],)
-    host, _, port = address[len("tcp://") :].rpartition(":")
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         host.encode("idna")
     except UnicodeError as error:
         raise ClientError(f"cannot connect to {address}: {error}") from None
-    return host, int(port)
+    return (host, int(port), "tls") if scheme == "tls" else (host, int(port))
+
+
+def has_tls(place: tuple) -> bool:
+    """Return True for a place that :func:`place_of` returned of a ``tls://`` address."""
+    return place[2:] == ("tls",)
 
 
 def unix_place(place: tuple) -> list:
-    """Return where a Unix socket is, as ``getaddrinfo`` says it; nothing for (host, port)."""
+    """Return where a Unix socket is, as ``getaddrinfo`` says it; nothing for a host and port."""
     return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", place[0])] if len(place) == 1 else []
 
 
@@ -84,11 +91,11 @@ def check_owner(made: socket.socket) -> None:
 
 
 def connected(place: tuple, end: float) -> socket.socket:
-    """Return a connection to (host, port) or (path,). Raises OSError, a ``socket.timeout`` at ``end``.
+    """Return a connection to a place, without TLS yet. Raises OSError, a ``socket.timeout`` at ``end``.
 
     Each address of the host gets its share of the time. The system's resolver takes its own.
     """
-    found = unix_place(place) or socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    found = unix_place(place) or socket.getaddrinfo(*place[:2], type=socket.SOCK_STREAM)
     error = OSError("the host has no address")
     for index, (family, kind, protocol, _, address) in enumerate(found):
         made = unconnected(family, kind, protocol, address)
@@ -103,6 +110,19 @@ def connected(place: tuple, end: float) -> socket.socket:
         else:
             return made
     raise error
+
+
+def secured(made: socket.socket, place: tuple, end: float) -> socket.socket:
+    """Return a connection to a place with TLS, once both ends have agreed on it; the same without, if the place has
+    none. Raises OSError, and :class:`ConnectionLost` for a server without TLS or without a trusted certificate."""
+    if not has_tls(place):
+        return made
+    host, port, _ = place
+    made.settimeout(max(1e-3, min(LONGEST_S, end - time.monotonic())))
+    try:
+        return tls.encrypted(ssl.create_default_context(), made, server_hostname=host)
+    except ssl.SSLError as error:
+        raise ConnectionLost(tls.refusal_of(error, f"tls://{host}:{port}")) from error
 
 
 def payload_of(message: zmtp.Message, before: int) -> bytes:
@@ -139,6 +159,7 @@ class Link:
         self.frames: Any = None  # memory that both ends share (shared.py)
         self._socket = connected(place, end)
         try:
+            self._socket = secured(self._socket, place, end)
             set_options(self._socket)
             self._socket.setblocking(False)
             self._selector = _SELECTOR()
@@ -229,6 +250,8 @@ class Link:
     def wait(self, end: float, writable: bool = False) -> bool:
         """Wait until something has come, or may be sent, or the connection has failed; False at ``end``. While one
         thread waits here, others may put and get."""
+        if not writable and self._buffered():
+            return True
         with _SELECTOR() as selector:
             selector.register(self._socket, selectors.EVENT_WRITE if writable else selectors.EVENT_READ)
             return bool(selector.select(min(LONGEST_S, max(0.0, end - time.monotonic()))))
@@ -253,7 +276,7 @@ class Link:
 
     def _receive(self, end: float) -> bool:
         """Receive what is there, or comes first; False if that is nothing until ``end``."""
-        while self._wait(selectors.EVENT_READ, end):
+        while self._buffered() or self._wait(selectors.EVENT_READ, end):
             with contextlib.suppress(BlockingIOError):
                 count = self._socket.recv_into(self._framing.room())
                 if not count:
@@ -261,6 +284,10 @@ class Link:
                 self._framing.take(count)
                 return True
         return False
+
+    def _buffered(self) -> bool:
+        """Return True if TLS has decrypted bytes, of which the system's ``select`` does not tell."""
+        return isinstance(self._socket, tls.TlsSocket) and self._socket.pending() > 0
 
     def _send(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bool:
         """Send it all; False if the peer has not taken it until ``end``."""

@@ -41,8 +41,9 @@ _GENERATION = schema.PredictRequest.DESCRIPTOR.fields_by_name["generation"].numb
 
 
 def split_address(address: str) -> tuple:
-    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]`` or ``ipc:///path[#policy]``. Raises
-    :class:`ClientError`: the one place where an address is refused, for every kind of client.
+    """Return (address, policy) of ``[tcp://]host:port[/policy]``, ``tls://host:port[/policy]`` or
+    ``ipc:///path[#policy]``. Raises :class:`ClientError`: the one place where an address is refused, for every kind of
+    client.
     """
     scheme, separator, rest = address.rpartition("://")
     if scheme == "ipc" and rest.startswith("/"):
@@ -50,12 +51,13 @@ def split_address(address: str) -> tuple:
         return "ipc://" + path, policy
     place, _, policy = rest.partition("/")
     host, _, port = place.rpartition(":")
-    if scheme not in ("", "tcp") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+    if scheme not in ("", "tcp", "tls") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ClientError(
             f"address: expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise),"
+            " tls://HOST:PORT if the server has --tls-cert,"
             f" or the ipc:///PATH that `--wire native:ipc:///PATH` names, got {address!r}"
         )
-    return "tcp://" + place, policy
+    return f"{scheme or 'tcp'}://{place}", policy
 
 
 def need_pillow() -> None:

@@ -20,6 +20,7 @@ from sinew_client.errors import ClientError, ConnectionLost, ServerError, Unsafe
 from sinew_client.faults import Faults, kind_of
 from sinew_client.form import Fitted
 from sinew_client.link import Link
+from sinew_client.tls import check_key_is_private
 
 UNSENT = (
     4  # messages that may wait to be sent; then further ones are dropped, for they are old when they leave
@@ -94,6 +95,7 @@ class StreamLink:
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
         self._api_key, self._options = api_key, dict(options or {})
+        check_key_is_private(self._addresses.all, api_key)
         for key in self._options:
             if key not in OPTIONS:
                 raise ClientError("stream: {}: unknown option; known are {}".format(key, ", ".join(OPTIONS)))

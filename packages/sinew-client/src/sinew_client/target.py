@@ -3,7 +3,7 @@
 ========================  ==============================================================
 text                      kind
 ========================  ==============================================================
-``tcp://host:port``       ``address``: a server; ``ipc://`` and a list ``A,B`` as well
+``tcp://host:port``       ``address``: a server; ``tls://``, ``ipc://`` and a list ``A,B`` as well
 ``vla-eval://host:port``  ``model-server``: a model server of another project
 ``expert``                ``expert``: the scripted expert of a simulated task
 ``expert:ENV``            the same, of this environment

@@ -16,6 +16,8 @@ from typing import Union
 
 import numpy as np
 
+from sinew_client.untrusted import shown
+
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 PEERS = {  # socket type -> those that may talk to it
     b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
@@ -218,7 +220,9 @@ class Framing:
                 expected = b" or ".join(PEERS[self.kind][:2]).decode()
                 raise ZmtpError(f"its socket is a {kind[:20]!r}, and {expected} is expected")
             self.ready = True
-        elif not self.ready or name == b"ERROR":
+        elif name == b"ERROR":  # of one string, whose length stands before it
+            raise ZmtpError(f"it refuses the connection: {shown(body[1:].decode('ascii', 'replace'), 300)}")
+        elif not self.ready:
             raise ZmtpError(f"its command is {name[:20]!r}")
         elif name == b"PING" and len(self.replies) < KEPT_FRAMES:
             self.replies.append(_command(b"PONG", body[2:18]))  # behind the time to live: at most 16 bytes
@@ -230,6 +234,12 @@ def message(frames: Sequence[Frame]) -> bytes:
     for index, frame in enumerate(frames):
         parts += [head(len(frame), index < len(frames) - 1), frame]
     return b"".join(parts)
+
+
+def error(reason: str) -> bytes:
+    """Return the command that ends a handshake. reason: for the peer's user, of at most 255 ASCII characters."""
+    text = reason.encode("ascii", "replace")[:255]
+    return _command(b"ERROR", bytes((len(text),)) + text)
 
 
 def head(size: int, more: bool = False) -> bytes:

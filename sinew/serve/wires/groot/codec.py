@@ -92,6 +92,7 @@ class GrootCodec:
     """The codec for the first policy: the protocol has no place for the names of others."""
 
     name = "groot"
+    encrypts = False  # GR00T's clients use ZeroMQ's library without encryption
     streams = None
 
     def __init__(self) -> None:

@@ -1,0 +1,108 @@
+"""Encryption of the native protocol: TLS around a plain socket, with the certificates that web clients trust.
+
+A client encrypts if its address begins with ``tls://``. It trusts the certificates of the system, and those of
+``SSL_CERT_FILE`` in the environment instead, if that is set. Otherwise it sends no API key to another machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+import threading
+from typing import Any, Sequence
+
+from sinew_client.errors import ClientError
+
+ALLOW_VARIABLE = "SINEW_ALLOW_UNENCRYPTED_KEY"
+FIRST_BYTE = (
+    b"\x16"  # of a TLS connection: the type of a handshake record (RFC 8446, 5.1). ZMTP begins with 0xff
+)
+MAX_PIECE = 1 << 16  # bytes that one call encrypts: a reply is sent piece by piece, as a slow peer takes it
+
+
+class TlsSocket(ssl.SSLSocket):
+    """A non-blocking socket with TLS, which raises ``BlockingIOError`` as a plain one does. Made by :func:`encrypted`.
+
+    Thread-safe: OpenSSL allows one call at a time for each connection.
+    """
+
+    sendmsg = None  # type: ignore[assignment] # TLS sends one buffer at a time
+    lock: Any
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        """Receive decrypted bytes. Raises OSError."""
+        try:
+            with self.lock:
+                return super().recv_into(buffer, nbytes, flags)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Encrypt and send at most ``MAX_PIECE`` bytes; return how many. Raises OSError."""
+        try:
+            with self.lock:
+                return super().send(memoryview(data)[:MAX_PIECE], flags)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+
+def encrypted(context: ssl.SSLContext, made: socket.socket, **options: Any) -> TlsSocket:
+    """Return a connected socket with TLS around it. options: of ``SSLContext.wrap_socket``. Raises OSError."""
+    context.sslsocket_class = TlsSocket
+    wrapped = context.wrap_socket(made, **options)
+    assert isinstance(wrapped, TlsSocket)
+    wrapped.lock = threading.Lock()
+    return wrapped
+
+
+def refusal_of(error: ssl.SSLError, address: str) -> str:
+    """Return why no TLS connection to an address stands, with the next step."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"{address}: expected a trusted certificate, got {error.verify_message}; SSL_CERT_FILE=CERT.pem in the"
+            " environment trusts one of your own"
+        )
+    return (
+        f"{address}: expected a server with TLS, got {error.reason or error}; start it with --tls-cert and --tls-key,"
+        " or use tcp:// within this machine"
+    )
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return True for an address or a name that only this machine reaches."""
+    if host is None:
+        return False
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return host.lower() == "localhost"
+    mapped = getattr(
+        address, "ipv4_mapped", None
+    )  # ::ffff:127.0.0.1, which Python before 3.13 calls no loopback
+    return (mapped or address).is_loopback
+
+
+def check_key_is_private(addresses: Sequence[str], key: str) -> None:
+    """Raise :class:`ClientError` if a key would travel unencrypted to another machine and the user has not allowed it.
+
+    Args:
+        addresses: Each with its scheme: ``tcp://``, ``tls://``, ``ipc://``, ``http://``, ``https://``. A name other
+            than localhost counts as another machine.
+        key: The API key; "" if nothing is sent.
+    """
+    if not key or os.environ.get(ALLOW_VARIABLE) == "1":
+        return
+    for address in addresses:
+        scheme, _, place = address.partition("://")
+        host, _, port = place.partition("/")[0].rpartition(":")
+        if scheme in ("ipc", "tls", "https") or is_loopback(host):
+            continue
+        secure = f"{'tls' if scheme == 'tcp' else 'https'}://{place}"
+        raise ClientError(
+            f"{address}: expected encryption for the API key, got a plain connection to another machine; nothing was"
+            " sent. Choose one: (1) start the server with --tls-cert and --tls-key, and use"
+            f" {secure}; (2) run `ssh -N -L {port}:127.0.0.1:{port} {host.strip('[]')}` and use"
+            f" {scheme}://127.0.0.1:{port}; (3) on a network that you trust, set {ALLOW_VARIABLE}=1"
+        )
