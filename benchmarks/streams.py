@@ -25,6 +25,7 @@ from sinew_client.control.report import percentiles
 
 import sinew
 from sinew.core import machine
+from sinew.engine.capability import Capability
 
 
 class Rounds:
@@ -111,7 +112,7 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: Sequ
     alone: Found = []
     timed(rounds.head, seconds, threads[1], alone)
     pairs: dict[str, Found] = {"prefix_alone": [], "prefix_and_token": []}
-    if rounds.policy.facts.has_lm_head:
+    if Capability.SPEAK not in rounds.policy.facts.refusals:
         for _ in range(10):  # in turns, so that whatever else runs is beside both
             timed(rounds.prefix, seconds / 10, threads[0], pairs["prefix_alone"])
             timed(rounds.text, seconds / 10, threads[0], pairs["prefix_and_token"])

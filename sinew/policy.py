@@ -25,9 +25,9 @@ from sinew.bundle.adapter import check_name, fitted, open_adapter, unknown
 from sinew.bundle.gguf_file import watch
 from sinew.bundle.rename import rename_cameras, renamed
 from sinew.bundle.schema import KEY_HEADER
+from sinew.capabilities import Capabilities
 from sinew.convert.sources import resolve
 from sinew.core import (
-    RTC,
     ActionChunk,
     BundleError,
     Moment,
@@ -36,8 +36,8 @@ from sinew.core import (
     SinewError,
     did_you_mean,
 )
-from sinew.core.hints import option
 from sinew.engine.backend import ASKED, BACKENDS, REFERENCE, choose, other_precision
+from sinew.engine.capability import Capability
 from sinew.engine.engine import Engine
 from sinew.engine.fingerprint import fingerprint
 from sinew.engine.watch import Watch
@@ -52,7 +52,6 @@ from sinew.processing import (
     given,
     stack_prompts,
 )
-from sinew.processing.continuation import kind_of
 from sinew.processing.image import larger
 
 log = logging.getLogger(__name__)
@@ -199,10 +198,9 @@ class Policy(OpenPolicy):
         opened = BACKENDS[self.engine_name].open(bundle, self.choice.options)
         self._engine: Engine | None = opened
         self.facts = opened.facts
-        if reuse and not self.facts.reuses:
-            raise SinewError(
-                f"reuse: expected engine eager, plan, cpu or onnx on a CPU, got {self.engine_name} on {self.device}"
-            )
+        self.capabilities = Capabilities.of(self.manifest, self.facts, self.engine_name)
+        if reuse and (problem := self.capabilities.why_not(Capability.REUSE)):
+            raise SinewError(f"reuse: {problem}")
         self.reuse_reason = "not tried yet" if reuse else "off"
         self._reuse_open = reuse
         # Of each camera the shape that was looked at last, () once it was said that it is larger than what is read
@@ -261,16 +259,8 @@ class Policy(OpenPolicy):
             "providers": list(self.facts.providers),
             "assigned": self.facts.assigned,
             "ignored_recipe": self.choice.ignored,
-            "unguided": self.unguided,
-            "guidance": list(self.guidance),
-            "advantages": list(self.advantages),
-            "usual_advantage": self.manifest.processing.prompt.usual_advantage,
-            "unscaled": self.unscaled,
-            "unbatched": self.unbatched,
-            "unstreamed": self.facts.unshared,
+            **self.capabilities.to_dict(),
             "reuse": self.reuse_reason,
-            "lm_head": self.manifest.config.get("lm_head", ""),
-            "says": list(self.says),
             "adapters": {
                 name: {"policy": each.manifest.name, "hash": identity(each)["hash"]}
                 for name, each in self.adapters.items()
@@ -464,12 +454,7 @@ class Policy(OpenPolicy):
     def _taken(self, found: Observation | Mapping[str, Any]) -> Observation:
         """Return an observation in our form. Raises :class:`ObservationError` for what this engine cannot do of it."""
         observation = given.observation(found, self.spec)
-        if observation.previous is not None:
-            self._check_guided(observation)
-        if name := observation.asks:
-            self._check_speaks(name)
-        if observation.guidance_scale is not None:
-            self._check_scaled(observation.guidance_scale)
+        self.capabilities.check(observation, self.spec)
         return observation
 
     def processor_of(self, observation: Observation) -> Processor:
@@ -634,7 +619,7 @@ class Policy(OpenPolicy):
     @property
     def pauses(self) -> bool:
         """Return True if another run may begin between two steps of one."""
-        return not self.facts.unshared
+        return Capability.STREAM not in self.capabilities.refusals
 
     def _finished(self, chunk: np.ndarray, member: Prepared) -> np.ndarray | SinewError:
         if not len(chunk):
@@ -648,7 +633,7 @@ class Policy(OpenPolicy):
     @property
     def unbatched(self) -> str:
         """Return why this policy computes observations one at a time, "" if it can compute several at once."""
-        return self.facts.unbatched
+        return self.capabilities.why_not(Capability.BATCH)
 
     def _release(self) -> None:
         """Let go of engine and weights, after the inference that runs."""
@@ -728,93 +713,3 @@ class Policy(OpenPolicy):
         if self.choice.ignored:
             found.append(f"the bundle's recipe is ignored: {self.choice.ignored}")
         return tuple(found)
-
-    @property
-    def guidance(self) -> tuple[str, ...]:
-        """Return how this policy can continue a running chunk: the values of an observation's ``rtc`` that it takes."""
-        if self._unguided()[0]:
-            return ()
-        return tuple(kind for kind in self.facts.guides if kind != "trained" or self.spec.committed_rows)
-
-    @property
-    def unguided(self) -> str:
-        """Return why this policy cannot continue a running chunk (real-time chunking), "" if it can."""
-        expected, got = self._unguided()
-        return f"expected {expected}, got {got}" if expected else ""
-
-    def _unguided(self) -> tuple[str, str]:
-        if not self.facts.guides:
-            return "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
-        if self.spec.solver.kind != "euler":
-            return "a policy that integrates a velocity", f"solver {self.spec.solver.kind}"
-        for step in self.manifest.processing.action_steps:
-            if why := step.no_inverse:
-                return "actions that can be turned back into the model's", f"a step {step.kind}: {why}"
-        return "", ""
-
-    @property
-    def says(self) -> tuple[str, ...]:
-        """Return which words this policy can be asked for: "subtask", "question"."""
-        recipe = self.manifest.processing.prompt.text
-        if recipe is None or not self.facts.has_lm_head:
-            return ()
-        return tuple(name for name in ("subtask", "question") if getattr(recipe, name))
-
-    def _check_speaks(self, name: str) -> None:
-        """Raise :class:`ObservationError` for words that this policy cannot say, with what would make it. name: of the
-        field that asks for them."""
-        if self.says:
-            return
-        kept = self.manifest.config.get("lm_head", "")
-        if kept and not self.facts.has_lm_head:
-            asked = option("engine", "plan")
-            wanted = f"nothing, or engine eager, plan or cpu, which say words ({asked})"
-            raise ObservationError(name, wanted, f"engine {self.engine_name}")
-        raise ObservationError(
-            name,
-            "nothing, or a bundle that keeps its language head and the prompt of its words (sinew convert"
-            " --set lm_head=true)",
-            f"{self.spec.name}, which keeps {'no such prompt' if kept else 'none'}",
-        )
-
-    @property
-    def advantages(self) -> tuple[str, ...]:
-        """Return the advantages that an observation may name; () where the prompt has no place for them."""
-        return self.manifest.processing.prompt.advantages
-
-    @property
-    def unscaled(self) -> str:
-        """Return why this policy takes no ``guidance_scale`` but 0 and 1, "" if it does."""
-        expected, got = self._unscaled()
-        return f"expected {expected}, got {got}" if expected else ""
-
-    def _unscaled(self) -> tuple[str, str]:
-        if not self.advantages:
-            return "a policy whose prompt has a place for an advantage", self.spec.architecture
-        if self.spec.solver.kind != "euler":
-            return "a policy that integrates a velocity", f"solver {self.spec.solver.kind}"
-        if not self.facts.shares_views or self.unbatched:
-            reads = "engine eager, plan, cpu or onnx, which reads two prompts over the same views"
-            return reads, f"engine {self.engine_name}" + (f" ({self.unbatched})" if self.unbatched else "")
-        if self.facts.exact_lengths:
-            return "a prefix that reads prompts of two lengths at once, as in fp32 or int8-rows", "int8"
-        return "", ""
-
-    def _check_scaled(self, scale: object) -> None:
-        """Refuse a scale that wants two prompts where there is no way to read them."""
-        if not isinstance(scale, (int, float, np.number)) or scale in (0, 1):
-            return  # what is wrong with it otherwise the processor says
-        expected, got = self._unscaled()
-        if expected and self.advantages:
-            raise ObservationError("guidance_scale", expected, got)
-
-    def _check_guided(self, observation: Observation) -> None:
-        expected, got = self._unguided()
-        if expected:
-            raise ObservationError("previous", expected, got)
-        kind = kind_of(observation, self.spec)
-        if kind in RTC and kind not in self.facts.guides:
-            known = " or ".join(self.facts.guides)
-            raise ObservationError(
-                "rtc", f"{known} on engine {self.engine_name}; engines eager and plan take all", kind
-            )

@@ -47,6 +47,7 @@ ROOMS = [
     {"checks", "serve", "sim"},
     {"stream"},
     {"policy"},
+    {"capabilities"},
     {"vlacpp"},
     {"families"},
     {"presets"},

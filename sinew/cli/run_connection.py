@@ -18,6 +18,7 @@ from sinew_client.target import is_address
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs, changed
 from sinew.core import RTC, SinewError, progress
+from sinew.engine.backend import either, engines_that
 from sinew.processing.conditioning import MAX_SCALE
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
     if kind in RTC and kind not in known:
         offers = " or ".join(f"rtc:{name}" for name in known)
         raise SinewError(
-            f"--handover: expected {offers} on engine {about.get('engine')}, got rtc:{kind}; engines eager and plan"
-            " take all"
+            f"--handover: expected {offers} on engine {about.get('engine')}, got rtc:{kind}; engine"
+            f" {either(engines_that(guides=RTC))} takes all"
         )
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from sinew.core import PROMPT_TABLE, RTC, SinewError, dtype_word, machine, upcast_text
+from sinew.core import PROMPT_TABLE, SinewError, dtype_word, machine, upcast_text
 from sinew.core.extras import install
 from sinew.core.hints import option
 from sinew.core.registry import loaded
 from sinew.engine import prepared as findings
 from sinew.engine import proofs
+from sinew.engine.capability import Capability, Refusal
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -142,7 +143,7 @@ def choose(
 
     passed_over: list[tuple[str, str]] = []
     for name, backend in BACKENDS.items():
-        if adapters and not backend.adapts:
+        if adapters and Capability.ADAPT not in backend.capabilities:
             continue
         options, dtype_reason = backend.with_precision(bundle, options, word)
         problem = (
@@ -242,9 +243,10 @@ class Backend:
     opens: "module:function" of (bundle, options). follows: precisions of a recipe that it computes, besides fp32.
     stores_half: it multiplies weights that stay in half precision in float32. copies_none: weights stay in the file's
     map also where memory would do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
-    reference: it is what the others are compared with. adapts: it computes adapters beside a bundle's weights. guides:
-    the values of an observation's ``rtc`` that it follows. counted_as: the program of ``sinew perf`` that counts what
-    it takes of memory.
+    reference: it is what the others are compared with. capabilities: what it can do with some bundle on some device;
+    what it lacks with one, its open engine states (:attr:`sinew.engine.engine.Facts.refusals`). guides: the values of
+    an observation's ``rtc`` that it follows. counted_as: the program of ``sinew perf`` that counts what it takes of
+    memory.
     """
 
     name: str
@@ -255,13 +257,21 @@ class Backend:
     copies_none = False
     runs_graphs = False
     reference = False
-    guides: tuple[str, ...] = RTC
-    adapts = False
+    capabilities: frozenset[Capability] = frozenset()
+    guides: tuple[str, ...] = ()
     counted_as: Literal["eager", "plan", "cpu"] = "plan"
 
     @property
     def needs_torch(self) -> bool:
         return "torch" in self.packages
+
+    def lacking(self, capability: Capability) -> Refusal | None:
+        """Return that this engine lacks a capability with every bundle, and which engines have it; None if it does
+        not."""
+        if capability in self.capabilities:
+            return None
+        able = either(engines_that(capability)) or "of another package"
+        return Refusal(f"engine {able}, {capability.clause}", f"engine {self.name}")
 
     def why_not(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why this engine cannot run the bundle on the device, "" if it can; reads no weights."""
@@ -279,9 +289,8 @@ class Backend:
 
     def refused(self, bundle: Bundle, options: EngineOptions) -> str:
         """Return why this engine must not run the bundle, whoever asks for it; "" if it may."""
-        if options.adapters and not self.adapts:
-            others = " or ".join(name for name, each in BACKENDS.items() if each.adapts)
-            named = ", ".join(options.adapters)
+        if options.adapters and Capability.ADAPT not in self.capabilities:
+            others, named = either(engines_that(Capability.ADAPT)), ", ".join(options.adapters)
             return f"engine {self.name} computes no adapters ({named}); engine {others} does"
         if problem := self.why_not(bundle, options):
             return problem
@@ -292,7 +301,7 @@ class Backend:
             for name, each in BACKENDS.items()
             if not (each.not_computed(bundle) or each.unfit(bundle, EngineOptions()))
         ]
-        who = f"engine {' or '.join(able)} does" if able else "no engine here does"
+        who = f"engine {either(able)} does" if able else "no engine here does"
         return (
             f"{bundle.path}: its recipe has {lacking}, which engine {self.name} does not compute; {who}"
             f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
@@ -318,18 +327,18 @@ class Backend:
             return ""
         return proofs.lacking(bundle.path, self.name, options.device)
 
-    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
-        """Return why the two verbs of this engine may not run at the same time, as those of a stream do, "" if they
+    def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
+        """Return why the two verbs of this engine may not run at the same time, as those of a stream do, None if they
         may."""
-        return (
-            "" if options.kind == "cpu" else f"expected a CPU, got {options.device}, whose stream they share"
-        )
+        if options.kind != "cpu":
+            return Refusal("a CPU", f"{options.device}, whose stream they share")
+        return self.lacking(Capability.STREAM)
 
     def unstreamed(self, bundle: Bundle, options: EngineOptions, guidance: str) -> str:
         """Return why this engine cannot run a stream of the bundle whose whole chunks are continued by ``guidance``
         (none, or one of :attr:`guides`), "" if it can."""
-        if problem := self.unshared(bundle, options):
-            return problem
+        if problem := self.streams(bundle, options):
+            return str(problem)
         if guidance not in ("none", *self.guides):
             return f"expected a guidance of {', '.join(('none', *self.guides))} on engine {self.name}, got {guidance}"
         return ""
@@ -413,10 +422,13 @@ class Backend:
         from sinew.engine.cpu.kernels.frame_kernels import take_kept_resize
 
         take_kept_resize()
-        unshared = self.unshared(bundle, options)
+        lacking = {capability: self.lacking(capability) for capability in Capability}
+        lacking[Capability.STREAM] = self.streams(bundle, options)
         module, _, function = self.opens.partition(":")
         engine: Engine = getattr(import_module(module), function)(bundle, options)
-        engine.facts = replace(engine.facts, unshared=unshared)
+        never = {capability: refusal for capability, refusal in lacking.items() if refusal is not None}
+        for each in (engine, *engine.adapters.values()):
+            each.facts = replace(each.facts, refusals={**each.facts.refusals, **never})
         return engine
 
 
@@ -437,6 +449,21 @@ class Backends(Mapping[str, Backend]):
 
 
 BACKENDS = Backends()
+
+
+def engines_that(*capabilities: Capability, guides: Sequence[str] = ()) -> list[str]:
+    """Return the names of the engines that have capabilities and follow values of ``rtc``, as error messages list
+    them."""
+    return [
+        name
+        for name, backend in BACKENDS.items()
+        if backend.capabilities.issuperset(capabilities) and {*guides} <= {*backend.guides}
+    ]
+
+
+def either(names: Sequence[str]) -> str:
+    """Return names as "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 @cache

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import SinewError
+from sinew.engine.capability import Capability, Refusal
 from sinew.engine.reuse import Reuse
 from sinew.engine.watch import Trace, Watch
 from sinew.models.solvers import Guidance
@@ -29,22 +30,18 @@ Context = Any  # what read leaves for solve, in the engine's own arrays
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine holds and can do; known once it is open.
+    """What an open engine holds and can do.
 
     device: such as "cpu" or "cuda:0". precision: component -> the precision in which it computes. recipe: of those that
         this engine quantises. weights_nbytes: of the weights as it holds them.
     guides: the values of an observation's ``rtc`` that :meth:`Engine.solve` can follow.
-    unbatched: why it reads one observation at a time, "" if it reads several. exact_lengths: prompts that are read at
-        once have to be equally long.
-    shares_views: each row of pixels may stand for several prompts (:class:`sinew.processing.ModelInputs`), so that a
-        solution can be guided by two of them.
-    unshared: why its two verbs may not run at the same time on two threads, "" if they may.
+    refusals: the capabilities that it lacks with this bundle on this device, each with its reason in its own words.
+        :meth:`sinew.engine.backend.Backend.open` adds those that the engine lacks with every bundle.
+    exact_lengths: prompts that are read at once have to be equally long.
     takes_frames: it resizes raw frames on the device. world_units: it returns actions un-normalised.
     one_graph: it runs all stages as one unless a watch asks for them apart.
-    reuses: it can keep what observations repeat (:meth:`Engine.start_reuse`).
     rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
         :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
-        has_lm_head: :meth:`Engine.read_text` and :meth:`Engine.say_text` say something.
     assigned: which of several providers took how much of the graphs, "" where there is one engine alone.
     files: of weights, beside the bundle. notes: what people would like to know of it beyond its name; details: the
         same for reports, by key.
@@ -55,18 +52,14 @@ class Facts:
     recipe: Mapping[str, str]
     weights_nbytes: int
     guides: tuple[str, ...] = ()
-    unbatched: str = ""
+    refusals: Mapping[Capability, Refusal] = field(default_factory=dict)
     exact_lengths: bool = False
-    shares_views: bool = False
-    unshared: str = ""
     takes_frames: bool = False
     world_units: bool = False
     one_graph: bool = False
-    reuses: bool = False
     rolling: bool = False
     head_reads_state: bool = False
     chooses_tokens: bool = False
-    has_lm_head: bool = False
     providers: tuple[str, ...] = ()
     assigned: str = ""
     files: tuple[Path, ...] = ()
@@ -89,7 +82,7 @@ class Engine(ABC):
     """A model on a device. B observations are read and solved at once; one is a batch of one.
 
     ``run`` is not reentrant. Contexts are whole and never written to again, so :meth:`read` and :meth:`solve` may run
-    on two threads unless ``facts.unshared`` says why not.
+    on two threads unless ``facts.refusals`` has STREAM.
 
     model: the PyTorch model that it runs, on ``device``, with its rewrites in ``plan``; None where it runs something
         else.
@@ -153,12 +146,12 @@ class Engine(ABC):
 
     def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
         """Return what a recording of the program for ``inputs``, one observation, would meet; nothing is computed."""
-        raise self._cannot("be audited, which is about recorded programs", "cuda")
+        raise self.cannot(Capability.AUDIT)
 
     def start_reuse(self, inputs: ModelInputs) -> str:
         """Keep from now on what observations like ``inputs``, a batch of one, repeat; return why views are not kept
         one by one, "" if they are (:mod:`sinew.engine.reuse`). Call on the thread that will infer."""
-        raise self._cannot("keep what observations repeat")
+        raise self.cannot(Capability.REUSE)
 
     def tune_threads(self, infer: Callable[[], object]) -> str:
         """Choose the number of threads by trying, and return the reason; "" where there is nothing to choose."""
@@ -167,7 +160,7 @@ class Engine(ABC):
     def exchange(self, weights: Mapping[str, Any]) -> None:
         """Take other weights, by their names in the bundle, for all that is read and solved from now on; those that are
         not named stay. Raises :class:`SinewError` for weights that do not fit, and then changes none."""
-        raise self._cannot("exchange weights", "eager")
+        raise self.cannot(Capability.EXCHANGE)
 
     # ------------------------------------------------------------------------- of language heads
 
@@ -185,7 +178,7 @@ class Engine(ABC):
         behind: tokens that follow the text before a head acts on it; None where none will, and then there is no
         context. What the prompt left is kept: each token is one row more.
         """
-        raise self._cannot("say text")
+        raise self.cannot(Capability.SPEAK)
 
     # ------------------------------------------------------------------------- of streams
 
@@ -195,12 +188,14 @@ class Engine(ABC):
 
     def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Return the head's output for x float32 [B, H, A] whose rows stand at ``times``, float64 [B, H]."""
-        raise self._cannot("evaluate the head with a time per row")
+        raise self.cannot(Capability.ROLL)
 
     def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:
         """Return the context of one observation, and the likeliest token behind ``text``, from the same pass."""
-        raise self._cannot("say text")
+        raise self.cannot(Capability.SPEAK)
 
-    def _cannot(self, what: str, can: str = "eager or plan") -> SinewError:
+    def cannot(self, capability: Capability) -> SinewError:
+        """Return the error that rejects a call which needs a capability that this engine lacks."""
         name = type(self).__name__.removesuffix("Engine").lower()
-        return SinewError(f"engine {name}: expected one that can {what}, such as {can}")
+        refusal = Refusal(f"an engine {capability.clause}", f"engine {name}")
+        return SinewError(str(self.facts.refusals.get(capability, refusal)))

@@ -32,7 +32,7 @@ class Watch:
     """Follows one run: times its stages, stops it between two of them, and keeps what they computed.
 
     cancel: ends the run with :class:`CancelledError` when it is set. between: called after each step of the solver
-    or token, where another run may begin unless ``facts.unshared`` says why not; what it raises ends the run. trace:
+    or token, where another run may begin unless ``facts.refusals`` has STREAM; what it raises ends the run. trace:
     gets what the stages of a single observation computed. apart: asks an engine that runs all stages as one for each
     of them. reused_views, reused_prefix: set by an engine that did not compute them (:class:`sinew.core.Timing`).
     """

@@ -272,13 +272,14 @@ class Preparer:
             reason = found.metadata["server"]["engine_reason"]
             raise RequestError(f"expected engine {self._work.engine}, got {engine}: {reason}")
         before, after = now.facts, then.facts  # type: ignore[attr-defined]
+        loses_batches = bool(then.unbatched) and not now.unbatched
         uses = self._service.uses
         lost = [
             f"continues chunks by rtc {kind}" for kind in RTC if kind in uses and kind not in after.guides
         ]
         if STREAMED in uses and before.head_reads_state and not after.head_reads_state:
             lost.append("streams with the newest state")
-        if self._standing.scheduler.batcher is not None and after.unbatched and not before.unbatched:
+        if self._standing.scheduler.batcher is not None and loses_batches:
             lost.append("computes several requests at once")
         if lost:
             why = (

@@ -19,6 +19,7 @@ from sinew_client.control.windows import MAX_DELAY
 from sinew_client.untrusted import shown
 
 from sinew.core import MAX_SAID, RTC, Observation, ObservationError, SinewError
+from sinew.engine.capability import Capability
 from sinew.stream.text import SILENT, Speech, StreamedText
 from sinew.stream.windows import Chunks, Rolling, Window
 
@@ -116,7 +117,7 @@ class Session:
         prompt: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ):
-        if reason := policy.facts.unshared:
+        if reason := policy.capabilities.why_not(Capability.STREAM):
             raise SinewError(f"stream: {reason}")
         if (moments := policy.spec.history) > 1:
             raise SinewError(f"stream: expected a policy that reads one moment, got one of {moments}")
@@ -210,9 +211,10 @@ class Session:
     def _speaks(self, tokens: int) -> Speech | None:
         if not tokens:
             return None
-        if not self.policy.facts.has_lm_head:
-            kept = "a bundle that keeps its language head (sinew convert --set lm_head=true)"
-            raise ObservationError("text_tokens", f"0, or {kept}", f"{tokens} of {self.policy.spec.name}")
+        if refusal := self.policy.facts.refusals.get(Capability.SPEAK):
+            raise ObservationError(
+                "text_tokens", f"0, or {refusal.expected}", f"{tokens} of {self.policy.spec.name}"
+            )
         prompter = self.policy.processor.prompter
         return Speech(tokens, prompter.words, prompter.recipe.eos_token_id)
 

@@ -15,6 +15,7 @@ from sinew_client.control.servers import PolicyCall
 from sinew_client.open_policy import OpenPolicy, refuse_words
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
+from sinew.engine.capability import Capability
 from sinew.engine.clone import on_meta
 from sinew.engine.contexts import unpack
 from sinew.engine.example import Inputs, Shapes
@@ -56,8 +57,8 @@ class SplitCalls:
 
 def template_of(policy: Policy) -> tuple[Any, Any]:
     """Return the shapes of a policy's context, on no device: of the longest prompt, and of one with a token more."""
-    if policy.engine.model is None:
-        raise SinewError(f"split: expected engine eager, plan or cpu, got {policy.engine_name}")
+    if reason := policy.capabilities.why_not(Capability.SPLIT):
+        raise SinewError(f"split: {reason}")
     meta = on_meta(policy.engine.model)
     shapes = Shapes.of(policy.manifest)
     longer = replace(shapes, tokens=shapes.tokens + 1)

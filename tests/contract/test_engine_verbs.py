@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from sinew.core import CancelledError, ObservationError, SinewError
 from sinew.engine.backend import BACKENDS, GROUP, ORDER
+from sinew.engine.capability import Capability
 from sinew.engine.watch import Watch
 from sinew.models.base import Model
 from sinew.policy import Policy, load
@@ -109,7 +112,9 @@ def test_a_cancelled_run_ends_between_two_stages(policy: Policy) -> None:
 def test_a_batch_is_its_members(policy: Policy, reference: Model) -> None:
     members = [policy.prepare(seen(policy, seed)) for seed in (5, 6)]
     if policy.unbatched:
-        with pytest.raises(SinewError, match="expected engine eager, plan, cpu or onnx"):
+        with pytest.raises(
+            SinewError, match="expected engine cpu, onnx, plan or eager, which computes several"
+        ):
             policy.run_batch(members)
         return
     inputs = stack([member.inputs for member in members], policy.manifest.processing.prompt)
@@ -130,7 +135,7 @@ def test_prompts_over_the_same_views_are_as_over_copies_of_them(policy: Policy, 
         if not policy.unbatched
         else None
     )
-    assert policy.facts.shares_views == (whole is not None)
+    assert (Capability.TWO_PROMPTS not in policy.facts.refusals) == (whole is not None)
     if whole is None:
         return
     noise = np.stack([first.noise, second.noise])
@@ -145,7 +150,7 @@ def test_prompts_over_the_same_views_are_as_over_copies_of_them(policy: Policy, 
 def test_the_verbs_run_at_once_on_two_threads(policy: Policy) -> None:
     """As a stream's loops call them."""
     engine = policy.engine
-    if policy.facts.unshared:
+    if Capability.STREAM in policy.facts.refusals:
         with pytest.raises(SinewError, match="stream: expected engine"):
             Session(policy, StreamSettings(30.0), "go")
         return
@@ -163,7 +168,7 @@ def test_the_verbs_run_at_once_on_two_threads(policy: Policy) -> None:
 def test_a_run_between_two_steps_of_another_changes_neither(policy: Policy) -> None:
     """As a server computes a robot's request between the steps of a dear one: equal to the bit, at every step."""
     if not policy.pauses:
-        assert policy.facts.unshared
+        assert Capability.STREAM in policy.facts.refusals
         return
     outer, inner = (policy.prepare(seen(policy, seed)) for seed in (7, 8))
     wanted = [policy.run(each).actions for each in (outer, inner)]
@@ -180,8 +185,8 @@ def test_a_run_between_two_steps_of_another_changes_neither(policy: Policy) -> N
 
 
 def test_a_stream_hands_out_the_policys_chunks(policy: Policy, eager: Policy) -> None:
-    if policy.facts.unshared:
-        pytest.skip(policy.facts.unshared)
+    if reason := policy.capabilities.why_not(Capability.STREAM):
+        pytest.skip(reason)
     rate = float(policy.spec.control_hz or 0)
     given = seen(policy, 7)
     stream = Session(policy, StreamSettings(rate, seed=7), given["prompt"], clock=lambda: 0.0)
@@ -197,7 +202,7 @@ def test_a_stream_hands_out_the_policys_chunks(policy: Policy, eager: Policy) ->
 
 
 def test_a_guidance_that_an_engine_has_not_is_refused_by_name(policy: Policy) -> None:
-    if "guided" in policy.facts.guides or policy.facts.unshared:
+    if "guided" in policy.facts.guides or Capability.STREAM in policy.facts.refusals:
         pytest.skip("it has all, or does not stream")
     with pytest.raises(ObservationError, match="rtc: expected one of no-jacobian, ramp, none on engine onnx"):
         Session(policy, StreamSettings(30.0, "guided"), "go")
@@ -218,3 +223,32 @@ def test_nobody_asks_an_engine_for_its_name(what: str) -> None:
     """What an engine can and cannot is in its facts."""
     product = [*(ASSETS.parent).rglob("*.py")]
     assert [path.name for path in product if what in path.read_text(encoding="utf-8")] == []
+
+
+def test_the_record_of_an_engine_is_what_it_does(policy: Policy) -> None:
+    """What a backend's record lacks an open engine rejects, with the names of the engines that can do it."""
+    name, engine = policy.engine_name, policy.engine
+    inputs, noise = batch(policy, 9)
+    calls: dict[Capability, Callable[[], object]] = {
+        Capability.EXCHANGE: lambda: engine.exchange({}),
+        Capability.REUSE: lambda: engine.start_reuse(inputs),
+        Capability.ROLL: lambda: engine.evaluate(engine.read(inputs), noise, np.ones(noise.shape[:2])),
+        Capability.SPEAK: lambda: engine.say_text(inputs, 1),
+        Capability.AUDIT: lambda: engine.audit(inputs, STEPS),
+    }
+    for capability in Capability:
+        refusal = policy.facts.refusals.get(capability)
+        if capability not in BACKENDS[name].capabilities:
+            assert refusal is not None
+            able = [other for other in BACKENDS if capability in BACKENDS[other].capabilities]
+            assert all(re.search(rf"\b{other}\b", refusal.expected) for other in able)
+            assert not re.search(rf"\b{name}\b", refusal.expected)
+            assert refusal.got == f"engine {name}"
+        if capability not in calls:
+            continue
+        if refusal is None:
+            calls[capability]()
+        else:
+            with pytest.raises(SinewError, match=re.escape(str(refusal))):
+                calls[capability]()
+    engine.reuse = None

@@ -310,7 +310,7 @@ def test_noise_is_that_of_each_step(golden: Path, case_bundle: Any) -> None:
 def test_a_running_chunk_is_not_continued(golden: Path, case_bundle: Any) -> None:
     """Guidance needs an estimate of the actions that Euler has."""
     policy, given = opened("diffusion-ddim", golden, case_bundle)
-    assert policy.guidance == ()
+    assert policy.capabilities.guidance == ()
     with pytest.raises(ObservationError, match=r"^previous: .*diffusion"):
         policy.infer(replace(given, previous=np.zeros((4, 6), np.float32)))
 

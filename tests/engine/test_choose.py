@@ -21,6 +21,7 @@ from sinew.core import SinewError, machine
 from sinew.core.registry import architectures
 from sinew.engine import prepared, proofs
 from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose
+from sinew.engine.capability import Capability
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import graphs_folder
@@ -316,10 +317,10 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
         found = choose(bundle, device="cpu", stream=guidance)
         policy = load(PEN, "cpu", threads=1, stream=guidance)
         assert policy.engine_name == found.engine
-        assert not policy.facts.unshared
+        assert Capability.STREAM not in policy.facts.refusals
         assert guidance in ("none", *policy.facts.guides)
     for engine, guidance, words in (
-        ("cuda", "none", "stream: expected engine eager, plan, cpu or onnx, whose stages share no memory"),
+        ("cuda", "none", "stream: expected engine cpu, onnx, plan or eager, whose stages share no memory"),
         (
             "onnx",
             "guided",
@@ -329,7 +330,9 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
         with pytest.raises(SinewError, match=words):
             choose(bundle, engine, "cpu", stream=guidance)
     assert choose(bundle, "onnx", "cpu", stream="ramp").engine == "onnx"
-    with pytest.raises(SinewError, match="for a head with a time per row, got onnx"):
+    with pytest.raises(
+        SinewError, match="engine cpu, plan or eager, which takes a time per row, got engine onnx"
+    ):
         choose(Bundle(rolling_bundle), "onnx", "cpu", stream="none")
     options = EngineOptions("cuda:0", "fp32")
     assert "whose stream they share" in BACKENDS["plan"].unstreamed(bundle, options, "none")

@@ -16,10 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.writer import rewrite
+from sinew.capabilities import Capabilities
 from sinew.convert import convert
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import Observation, ObservationError, SinewError
-from sinew.engine.engine import Facts
+from sinew.engine.backend import Backend, EngineOptions
+from sinew.engine.capability import Capability, Refusal
 from sinew.engine.guidance import guidance_weight
 from sinew.policy import Policy, load
 from sinew.steps.prompt.advantage import Advantage
@@ -377,10 +379,10 @@ def test_an_engine_that_reads_one_prompt_refuses_by_name(
 ) -> None:
     policy = opened(conditioned("pi05-2cam"), "cuda")
     observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good"}
-    assert policy.unscaled == policy.describe()["unscaled"]
+    assert policy.capabilities.why_not(Capability.TWO_PROMPTS) == policy.describe()["unscaled"]
     for asked in (policy.check, policy.prepare):
         with pytest.raises(
-            ObservationError, match="^guidance_scale: expected engine eager, plan, cpu or onnx"
+            ObservationError, match="^guidance_scale: expected engine cpu, onnx, plan or eager"
         ):
             asked({**observation, "guidance_scale": 2.0})
     eager = opened(conditioned("pi05-2cam"))
@@ -397,7 +399,7 @@ def test_graphs_read_two_prompts_too(
     path = tmp_path / "policy.gguf"
     path.write_bytes(conditioned("pi05-2cam").read_bytes())
     eager, graphs = opened(path), opened(path, "onnx")
-    assert not graphs.unscaled
+    assert Capability.TWO_PROMPTS not in graphs.capabilities.refusals
     observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good"}
     previous = np.zeros((eager.spec.chunk_size, eager.spec.action.dim), np.float32)
     continued = {"previous": previous, "delay": 1, "rtc": "no-jacobian"}
@@ -474,7 +476,8 @@ def test_weights_of_few_bits_too(case: tuple[Path, dict[str, Any]], tmp_path: Pa
     )
     assert np.abs(found - wanted).max() <= least < np.abs(other - wanted).max()
     # Graphs of such a prefix have one scale for all tokens of a batch: prompts of two lengths would move it.
-    policy.facts = replace(policy.facts, exact_lengths=True)
+    refusals = {Capability.TWO_PROMPTS: Refusal("a prefix that reads prompts of two lengths", "int8")}
+    policy.capabilities = Capabilities.of(policy.manifest, replace(policy.facts, refusals=refusals), "onnx")
     with pytest.raises(ObservationError, match="guidance_scale: expected a prefix that reads prompts of two"):
         policy.check({**observation, "advantage": "good", "guidance_scale": 2.0})
 
@@ -497,9 +500,9 @@ def test_tokens_of_the_client_hold_an_advantage_or_not(
 def test_a_policy_without_a_place_refuses_both(smolvla_bundle: Callable[..., Path], golden: Path) -> None:
     policy = opened(smolvla_bundle())
     observation = Golden(golden / "smolvla-2cam").observation()
-    assert policy.advantages == ()
+    assert policy.capabilities.advantages == ()
     assert policy.describe()["advantages"] == []
-    assert "a policy whose prompt has a place for an advantage" in policy.unscaled
+    assert "a policy whose prompt has a place for an advantage" in policy.describe()["unscaled"]
     for field, value in (("advantage", "positive"), ("guidance_scale", 2.0), ("guidance_scale", 1.0)):
         with pytest.raises(
             ObservationError, match=f"^{field}: expected none for this policy, whose prompt has"
@@ -531,8 +534,12 @@ def test_an_engine_that_does_not_say_so_is_not_trusted_with_two_prompts(
     """One of another package, which may take the first prompt alone."""
     policy = opened(conditioned("pi05-2cam"))
     observation = Golden(golden / "pi05-2cam").observation() | {"advantage": "good", "guidance_scale": 2.0}
-    facts = policy.facts
-    unsaid = Facts(facts.device, facts.precision, facts.recipe, facts.weights_nbytes)
-    monkeypatch.setattr(policy, "facts", unsaid)  # others ask the same policy
-    with pytest.raises(ObservationError, match="guidance_scale: expected engine eager, plan, cpu or onnx"):
+
+    class Silent(Backend):
+        name, opens = "silent", "sinew.engine.eager.engine:open_eager"
+
+    facts = Silent().open(policy.bundle, EngineOptions()).facts
+    unstated = Capabilities.of(policy.manifest, facts, "silent")
+    monkeypatch.setattr(policy, "capabilities", unstated)  # others ask the same policy
+    with pytest.raises(ObservationError, match="guidance_scale: expected engine cpu, onnx, plan or eager"):
         policy.infer(observation)

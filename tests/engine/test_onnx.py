@@ -238,10 +238,10 @@ def test_a_running_chunk_is_continued_without_a_jacobian(exported, golden, tmp_p
     policy = load(bundle, engine="onnx")
     eager = load(smolvla_bundle("smolvla-2cam"), engine="eager", threads=1)
     previous = eager.infer({**observation, "noise": None, "seed": 7}).actions[3:]
-    assert (policy.unguided, policy.guidance) == ("", ("no-jacobian", "ramp"))
+    assert (policy.describe()["unguided"], policy.capabilities.guidance) == ("", ("no-jacobian", "ramp"))
     assert policy.describe()["guidance"] == ["no-jacobian", "ramp"]
     plain = policy.infer(observation).actions
-    for kind in policy.guidance:
+    for kind in policy.capabilities.guidance:
         asked = {**observation, "previous": previous, "delay": 4, "horizon": 8, "rtc": kind}
         wanted = rounding(lambda asked=asked: eager.infer(asked).actions)
         assert_close(wanted, policy.infer(asked).actions)

@@ -13,6 +13,7 @@ import pytest
 
 from sinew.convert.lowbit.recipes import parse_recipe
 from sinew.core import SinewError
+from sinew.engine.capability import Capability
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.quantize import quantize_graphs
@@ -112,7 +113,7 @@ def test_quantised_graphs(policy: Policy, recipe: str, tmp_path: Path) -> None:
     once. A member beside a bright one would otherwise be rounded as that one is."""
     quantize_graphs(policy.engine.directory, tmp_path, parse_recipe(recipe), 7)
     engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    assert not engine.facts.unbatched
+    assert Capability.BATCH not in engine.facts.refusals
     dim, *others = [m for m in members_of(policy, 4) if len(m.inputs.tokens) == 19][:2]
     bright = replace(others[0], inputs=replace(others[0].inputs, pixels=8 * others[0].inputs.pixels))
     members = [dim, bright]
@@ -178,4 +179,4 @@ def test_graphs_of_one_observation(policy: Policy, exported: Callable[[Path], Pa
 def test_a_head_with_one_scale_is_refused(policy: Policy, tmp_path: Path) -> None:
     quantize_graphs(policy.engine.directory, tmp_path, parse_recipe("head=int8"), 7)
     engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    assert "expected a head in fp32 or int8-rows, got int8" in engine.facts.unbatched
+    assert "expected a head in fp32 or int8-rows, got int8" in str(engine.facts.refusals[Capability.BATCH])

@@ -114,7 +114,8 @@ def test_other_weights_forget_what_the_old_ones_gave() -> None:
 
 def test_an_engine_that_cannot_is_refused_by_name() -> None:
     with pytest.raises(
-        SinewError, match="reuse: expected engine eager, plan, cpu or onnx on a CPU, got cuda"
+        SinewError,
+        match="reuse: expected engine cpu, onnx, plan or eager, which keeps what observations repeat, got engine cuda",
     ):
         sinew.load("pen", device="cpu", engine="cuda", reuse=True)
 

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from sinew.bundle import Bundle, write_bundle
+from sinew.capabilities import Capabilities
 from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import BundleError, CancelledError, ConvertError, ObservationError, SinewError
 from sinew.core.fields import problems
+from sinew.engine.backend import BACKENDS
+from sinew.engine.capability import Capability
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.watch import Watch
 from sinew.families.pi.model import PI05, PI05Config
@@ -172,11 +175,11 @@ def test_actions_behind_a_subtask_continue_a_running_chunk(policy: Policy) -> No
     seen = {**observation(policy), "subtask": True, "text_tokens": MOST}
     free = policy.infer(seen)
     previous = free.actions + 1
-    for rtc in policy.guidance:
+    for rtc in policy.capabilities.guidance:
         held = policy.infer({**seen, "previous": previous, "delay": 2, "rtc": rtc})
         assert held.text == free.text
         assert np.abs(held.actions[:2] - previous[:2]).max() < np.abs(free.actions[:2] - previous[:2]).max()
-    assert policy.guidance
+    assert policy.capabilities.guidance
 
 
 def test_a_bundle_of_few_bits_says_words_too(kept: Callable[[str], Path], tmp_path: Path) -> None:
@@ -404,9 +407,9 @@ def test_who_has_no_head_says_how_to_get_one(
         bare.ask(observation(bare), "what is there?")
     with pytest.raises(ObservationError, match="^subtask: expected nothing, or a bundle that keeps"):
         bare.infer({**observation(bare), "subtask": True})
-    assert bare.says == ()
+    assert bare.capabilities.texts == ()
     pi0 = loaded("pi0-2cam", "eager")
-    assert pi0.says == ("question",)
+    assert pi0.capabilities.texts == ("question",)
     with pytest.raises(
         ObservationError,
         match="^subtask: expected nothing, as this bundle has no prompt for it .*subtask_prompt=",
@@ -417,10 +420,13 @@ def test_who_has_no_head_says_how_to_get_one(
 def test_engines_that_cannot_say_words_are_refused_by_name(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "facts", replace(policy.facts, has_lm_head=False))
-    monkeypatch.setattr(policy, "engine_name", "onnx")
+    lacking = BACKENDS["onnx"].lacking(Capability.SPEAK)
+    assert lacking is not None
+    facts = replace(policy.facts, refusals={Capability.SPEAK: lacking})
+    monkeypatch.setattr(policy, "capabilities", Capabilities.of(policy.manifest, facts, "onnx"))
     with pytest.raises(
-        ObservationError, match="^question: expected nothing, or engine eager, plan or cpu.*got engine onnx"
+        ObservationError,
+        match="^question: expected nothing, or engine cpu, plan or eager, which generates text, got engine onnx",
     ):
         policy.ask(observation(policy), "what is there?")
     assert policy.describe()["says"] == []

@@ -353,7 +353,7 @@ def test_an_engine_that_reads_one_prompt_ends_it_too(
 ) -> None:
     run = ("--hz", "20", "--seconds", "1", "--prompt", "go", "--engine", "cuda", "--device", "cpu")
     assert main(["run", str(bundle), *run, "--advantage", "good", "--guidance-scale", "2"]) == 1
-    assert "--guidance-scale: expected engine eager, plan, cpu or onnx" in capsys.readouterr().err
+    assert "--guidance-scale: expected engine cpu, onnx, plan or eager" in capsys.readouterr().err
 
 
 def test_options_of_groot_and_openpi() -> None:

@@ -18,6 +18,7 @@ from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 from sinew.core import CancelledError, ObservationError, SinewError
+from sinew.engine.capability import Capability, Refusal
 from sinew.policy import Policy, load
 from sinew.steps.vector.add_state import AddState
 from sinew.stream import LocalLink, Session, StreamSettings
@@ -815,10 +816,11 @@ def test_what_has_no_halves_or_nothing_to_guide_does_not_stream(
 ) -> None:
     hz, spec = float(whole.spec.control_hz or 0), whole.spec
     with monkeypatch.context() as patched:
-        patched.setattr(whole, "facts", replace(whole.facts, unshared="one graph"))
-        with pytest.raises(SinewError, match="^stream: one graph$"):
+        refusals = {Capability.STREAM: Refusal("two graphs", "one graph")}
+        patched.setattr(whole, "capabilities", replace(whole.capabilities, refusals=refusals))
+        with pytest.raises(SinewError, match="^stream: expected two graphs, got one graph$"):
             Session(whole, StreamSettings(hz))
-        patched.setattr(whole, "facts", replace(whole.facts, unshared=""))
+    with monkeypatch.context() as patched:
         patched.setattr(whole, "spec", replace(spec, history=2))
         with pytest.raises(
             SinewError, match="^stream: expected a policy that reads one moment, got one of 2$"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sinew.core import machine
+from sinew.core import RTC, machine
 from sinew.engine import prepared
 from sinew.engine.backend import BACKENDS, LOWBIT, Backend, EngineOptions, recipe
+from sinew.engine.capability import Capability
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -19,6 +20,8 @@ class Cpu(Backend):
     name, opens = "cpu", "sinew.engine.cpu.open:open_cpu"
     follows = LOWBIT
     copies_none = True
+    capabilities = frozenset(Capability) - {Capability.AUDIT, Capability.EXCHANGE, Capability.ADAPT}
+    guides = RTC
     counted_as = "cpu"
 
     def unfit(self, bundle: Bundle, options: EngineOptions) -> str:

@@ -8,17 +8,17 @@ from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine import proofs
 from sinew.engine.backend import Backend, EngineOptions
+from sinew.engine.capability import Capability, Refusal
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
-
-UNSHARED = "expected engine eager, plan, cpu or onnx, whose stages share no memory, got cuda"
 
 
 class Cuda(Backend):
     name, opens = "cuda", "sinew.engine.cuda.open:open_cuda"
     follows = frozenset({"fp8"})
     stores_half = False
+    capabilities = frozenset({Capability.GUIDE, Capability.AUDIT})
     guides = ("no-jacobian", "ramp")  # graphs have neither a Jacobian nor a time per row
 
     def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
@@ -34,8 +34,8 @@ class Cuda(Backend):
         """Its kernels are compiled, proved and measured on the GPU that is here."""
         return kind == "cuda"
 
-    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
-        return UNSHARED
+    def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
+        return self.lacking(Capability.STREAM)
 
     def device(self) -> tuple[str, str]:
         return (

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sinew.bundle.schema import Processing
 from sinew.core import SinewError
-from sinew.engine.cuda.backend import BACKEND, UNSHARED
+from sinew.engine.backend import either, engines_that
+from sinew.engine.cuda.backend import BACKEND
 from sinew.engine.cuda.device import describe, require
 from sinew.engine.cuda.frames import fits
 from sinew.engine.cuda.fused.fuse import fuse
@@ -89,8 +90,6 @@ class CudaEngine(Engine):
             recipe=recipe,
             weights_nbytes=sum(tensor.nbytes for tensor in held),
             guides=BACKEND.guides,
-            unbatched="expected engine eager, plan, cpu or onnx, which compute several at once, got cuda",
-            unshared=UNSHARED,
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
             one_graph=not isinstance(self.model, Speaker),
@@ -123,7 +122,8 @@ class CudaEngine(Engine):
         a new key records, which takes much longer.
         """
         if guidance is not None and getattr(guidance, "jacobian", True):
-            raise SinewError("guidance: expected engine eager or plan, which have a Jacobian, got cuda")
+            expected = f"engine {either(engines_that(guides=('guided',)))}, which has a Jacobian"
+            raise SinewError(f"guidance: expected {expected}, got cuda")
         watch, inputs = watch or Watch(), context.alone()
         with self._on_stream(), self._rows(watch, self.recorder.calls):
             key = Key.of(inputs, self.options.bucket(len(inputs.tokens)), steps)

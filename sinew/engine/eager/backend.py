@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinew.core import RTC
 from sinew.engine.backend import Backend, EngineOptions
+from sinew.engine.capability import Capability
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
 
 class Eager(Backend):
     name, opens, reference = "eager", "sinew.engine.eager.engine:open_eager", True
-    adapts = True
+    capabilities = frozenset(Capability) - {Capability.AUDIT}
+    guides = RTC  # autograd goes through the head, and a head that can takes a time per row
     counted_as = "eager"
 
     def unproved(self, bundle: Bundle, options: EngineOptions) -> str:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import DTYPES, RTC, SinewError, did_you_mean, machine
+from sinew.engine.capability import Capability, Refusal
 from sinew.engine.engine import Context, Engine, Facts
 from sinew.engine.example import Inputs
 from sinew.engine.reuse import Reuse
@@ -65,12 +66,10 @@ class EagerEngine(Engine):
             precision=precision_of(model),
             recipe=recipe or {},
             guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
-            shares_views=True,
-            reuses=device.type == "cpu",
+            refusals=_refusals(model, device),
             rolling=bool(getattr(model.config, "rolling", False)),
             head_reads_state=model.head_reads_state,
             chooses_tokens=model.chooses_tokens,
-            has_lm_head=model.has_lm_head,
         )
 
     @property
@@ -188,6 +187,8 @@ class EagerEngine(Engine):
         behind: Sequence[int] | None = (),
         watch: Watch | None = None,
     ) -> tuple[Context, list[int]]:
+        if Capability.SPEAK in self.facts.refusals:
+            raise self.cannot(Capability.SPEAK)
         watch, model = watch or Watch(), self.model
         batch = Inputs.of(inputs.alone().batched(), self.device)
         image_tokens = model.embed_images(batch.pixels)
@@ -257,6 +258,8 @@ class EagerEngine(Engine):
 
     @torch.inference_mode()
     def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:
+        if Capability.SPEAK in self.facts.refusals:
+            raise self.cannot(Capability.SPEAK)
         batch = Inputs.of(inputs, self.device)
         so_far = torch.tensor(text, dtype=torch.int64, device=self.device)[None]  # [1, N]
         context, logits = self.model.read_text(self.model.embed_images(batch.pixels), *batch[1:], so_far)
@@ -270,6 +273,17 @@ class EagerEngine(Engine):
     def _rows(self, watch: Watch) -> AbstractContextManager[Any]:
         """Note in a trace which rows of tables are read."""
         return nullcontext() if watch.trace is None else recorded_rows(self.model, watch.trace.rows)
+
+
+def _refusals(model: Model, device: torch.device) -> dict[Capability, Refusal]:
+    """Return what a model on a device cannot do that others can."""
+    refusals = {}
+    if device.type != "cpu":
+        refusals[Capability.REUSE] = Refusal("a CPU", str(device))
+    if not model.has_lm_head:
+        expected = "a bundle that keeps its language head (sinew convert --set lm_head=true)"
+        refusals[Capability.SPEAK] = Refusal(expected, "one without")
+    return refusals
 
 
 def _differentiable(leaf: Any) -> Any:

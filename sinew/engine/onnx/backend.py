@@ -8,6 +8,7 @@ from sinew.core.extras import install
 from sinew.core.hints import option
 from sinew.engine import prepared as findings
 from sinew.engine.backend import Backend, EngineOptions, installed, recipe
+from sinew.engine.capability import Capability, Refusal
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import graphs_folder
 
@@ -24,6 +25,15 @@ class Onnx(Backend):
     follows = frozenset({"int8", "int8-rows"})
     stores_half = False
     runs_graphs = True
+    capabilities = frozenset(
+        {
+            Capability.GUIDE,
+            Capability.BATCH,
+            Capability.STREAM,
+            Capability.TWO_PROMPTS,
+            Capability.REUSE,
+        }
+    )
     guides = ("no-jacobian", "ramp")  # the graphs have neither a Jacobian nor a time per row
 
     def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
@@ -37,10 +47,8 @@ class Onnx(Backend):
             return "engine onnx runs the bundle's graphs, which follow its recipe; engine plan can ignore it"
         return ""
 
-    def unshared(self, bundle: Bundle, options: EngineOptions) -> str:
-        if bundle.manifest.config.get("rolling"):
-            return "expected engine eager or plan for a head with a time per row, got onnx"
-        return ""
+    def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
+        return self.lacking(Capability.ROLL) if bundle.manifest.config.get("rolling") else None
 
     def device(self) -> tuple[str, str]:
         return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"

@@ -17,6 +17,7 @@ from sinew_client.untrusted import UntrustedError, read_npy
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, ObservationError, SinewError, machine
+from sinew.engine.capability import Capability, Refusal
 from sinew.engine.engine import Engine, Facts
 from sinew.engine.onnx.backend import BACKEND
 from sinew.engine.onnx.borrowed import weights
@@ -123,19 +124,33 @@ class OnnxEngine(Engine):
                 f"{self.directory / 'step'}.onnx: expected an output like x, {shapes['x']}, got {shapes['output']}"
             )
 
-    def _unbatched(self) -> str:
-        """Return why these graphs take one observation at a time, "" if they take several."""
+    def _unbatched(self) -> Refusal | None:
+        """Return why these graphs take one observation at a time, None if they take several."""
         axes = {"vision": ("pixels",), "read": READ_INPUTS, "step": ("x", NEWEST)}
         for stage, names in axes.items():
             for node in self.sessions[stage].get_inputs():
                 if node.name in names and not open_axis(node):
-                    return (
-                        f"expected graphs with a batch axis, got {self.directory / stage}.onnx of an export that fixed"
-                        f" {node.name} to {node.shape}: remove the folder and export the bundle again"
+                    return Refusal(
+                        "graphs with a batch axis",
+                        f"{self.directory / stage}.onnx of an export that fixed {node.name} to {node.shape}:"
+                        " remove the folder and export the bundle again",
                     )
         if "step" in self.by_member:
-            return "expected a head in fp32 or int8-rows, got int8, with one scale for the activations of a whole batch"
-        return ""
+            got = "int8, with one scale for the activations of a whole batch"
+            return Refusal("a head in fp32 or int8-rows", got)
+        return None
+
+    def _refusals(self) -> dict[Capability, Refusal]:
+        """Return what these graphs cannot do that others can."""
+        refusals: dict[Capability, Refusal] = {}
+        if unbatched := self._unbatched():
+            refusals |= dict.fromkeys((Capability.BATCH, Capability.TWO_PROMPTS), unbatched)
+        elif "read" in self.by_member:
+            expected = "a prefix that reads prompts of two lengths at once, as in fp32 or int8-rows"
+            refusals[Capability.TWO_PROMPTS] = Refusal(expected, "int8")
+        if self._wanted[0] != CPU:
+            refusals[Capability.REUSE] = Refusal("a CPU", self._wanted[0])
+        return refusals
 
     def _batch_axes(self) -> list[int | None]:
         """Return which axis of each tensor of the context is the batch; None where observations share it."""
@@ -166,11 +181,9 @@ class OnnxEngine(Engine):
             recipe=recipe,
             weights_nbytes=held,  # ONNX Runtime keeps copies in the layouts of its kernels
             guides=BACKEND.guides,
-            unbatched=self._unbatched(),
+            refusals=self._refusals(),
             # where the prefix has one scale for all of its tokens, tokens of padding would move it
             exact_lengths="read" in self.by_member,
-            shares_views=True,
-            reuses=self._wanted[0] == CPU,
             providers=tuple(self.providers),
             assigned=assigned_text(self.assigned),
             files=tuple(file for file in sorted(self.directory.iterdir()) if file.is_file()),

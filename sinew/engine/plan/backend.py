@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sinew.core import RTC
 from sinew.engine.backend import Backend, EngineOptions
+from sinew.engine.capability import Capability
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -12,7 +14,11 @@ if TYPE_CHECKING:
 
 class Planned(Backend):
     name, opens = "plan", "sinew.engine.plan.engine:open_planned"
-    adapts = True
+    capabilities = frozenset(Capability) - {
+        Capability.AUDIT,
+        Capability.EXCHANGE,
+    }  # its weights are rewritten
+    guides = RTC
 
     def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
         if options.adapters and options.kind != "cpu":

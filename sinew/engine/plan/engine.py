@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sinew.engine.capability import Capability
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.models.solvers import Guidance
@@ -43,7 +44,7 @@ class PlannedEngine(EagerEngine):
         self.plan = plan
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        raise self._cannot("exchange weights", "eager")  # rewritten from the old ones
+        raise self.cannot(Capability.EXCHANGE)  # these weights were rewritten from the old ones
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         if getattr(guidance, "committed", None) is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
 from sinew.core.rate_limited_log import RateLimitedLog
-from sinew.serve.fleet.replica import About, Refusal
+from sinew.serve.fleet.replica import About, ErrorRecord
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import UnhealthyError
 
@@ -80,7 +80,7 @@ class RemotePolicy(ServedPolicy):
             except self._lost as error:
                 why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             else:
-                if not isinstance(found, Refusal):
+                if not isinstance(found, ErrorRecord):
                     return self._checked(found, observation)
                 if found.code not in _AGAIN:
                     raise found.error()

@@ -31,7 +31,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ErrorRecord:
     """An error on its way back. field, expected, got: of an ObservationError."""
 
     code: str
@@ -41,7 +41,7 @@ class Refusal:
     got: str = ""
 
     @classmethod
-    def of(cls, error: SinewError) -> Refusal:
+    def of(cls, error: SinewError) -> ErrorRecord:
         """Return what is told of an error."""
         if isinstance(error, ObservationError):
             return cls(error.code, str(error), error.field, error.expected, error.got)
@@ -86,7 +86,7 @@ class Replica:
         """Return what the policy reads and writes, and what runs it."""
         return self._about
 
-    async def infer(self, observation: Observation) -> ActionChunk | Refusal:
+    async def infer(self, observation: Observation) -> ActionChunk | ErrorRecord:
         """Return the chunk, or the error in words. Cancelling the call abandons the request."""
         begun = time.perf_counter()
         try:
@@ -95,7 +95,7 @@ class Replica:
                 Request("ray", lambda _budget: observation, connection=object(), arrived=begun)
             )
         except SinewError as error:
-            return Refusal.of(error)
+            return ErrorRecord.of(error)
         took = chunk.timing.total_ms / max(1, chunk.timing.batch)
         self._inference_ms += (took - self._inference_ms) * (MIX if self._inference_ms else 1.0)
         return chunk

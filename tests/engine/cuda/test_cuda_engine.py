@@ -64,8 +64,10 @@ def test_the_policy_matches_the_reference(open_case, golden, name):
     assert (policy.engine_name, policy.dtype, str(policy.device)) == ("cuda", "fp32", "cpu")
     chunk = policy.infer(case.observation)
     assert_parity(chunk.actions, Golden(golden / name).numpy("actions")[0])
-    assert (policy.unguided, policy.guidance) == ("", ("no-jacobian", "ramp"))
-    refusal = "rtc: expected no-jacobian or ramp on engine cuda; engines eager and plan take all, got guided"
+    assert (policy.describe()["unguided"], policy.capabilities.guidance) == ("", ("no-jacobian", "ramp"))
+    refusal = (
+        "rtc: expected no-jacobian or ramp on engine cuda; engine cpu, plan or eager takes all, got guided"
+    )
     with pytest.raises(ObservationError, match=refusal):
         policy.check({**Golden(golden / name).observation(), "previous": chunk.actions, "rtc": "guided"})
     assert policy.engine.programs.keys()[0].sizes == ((480, 640), (480, 640))  # raw frames reached the engine

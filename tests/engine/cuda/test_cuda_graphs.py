@@ -351,7 +351,10 @@ def test_the_audit_finds_a_value_that_is_waited_for(monkeypatch, capsys):
     assert head["breaks"][0].startswith("waits for a value of the device (aten._local_scalar_dense.default, ")
     assert head["nbytes"] > 0
     for given, said in (
-        ([*line[:3], "eager", "--audit"], "engine eager: expected one that can be audited"),
+        (
+            [*line[:3], "eager", "--audit"],
+            "expected engine cuda, which records its program, got engine eager",
+        ),
         ([*line, "--out", "report"], "--out: expected none with --audit"),
     ):
         assert main(given) == 1

@@ -1,0 +1,138 @@
+"""What a loaded policy can do: a record made once from its engine and its bundle.
+
+Metadata, error messages and ``sinew doctor`` read it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinew.bundle import Manifest
+from sinew.core import RTC, Observation, ObservationError, PolicySpec
+from sinew.engine.backend import either, engines_that
+from sinew.engine.capability import Capability, Refusal
+from sinew.engine.engine import Facts
+from sinew.processing.continuation import kind_of
+
+TEXTS = ("subtask", "question")  # the fields of an observation that ask for text
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a policy can do, and why it cannot do the rest.
+
+    Attributes:
+        engine: Name of the engine.
+        guides: The values of an observation's ``rtc`` that the engine follows.
+        guidance: Those that this policy takes; () if it cannot continue a running chunk.
+        texts: The fields that may ask for text: "subtask", "question".
+        advantages: The advantages that an observation may name; () if the prompt has no place for them.
+        usual_advantage: The advantage of an observation that names none.
+        language_head: How the bundle keeps its language head, "" if it keeps none.
+        refusals: The capabilities that this policy lacks, each with its reason.
+    """
+
+    engine: str
+    guides: tuple[str, ...]
+    guidance: tuple[str, ...]
+    texts: tuple[str, ...]
+    advantages: tuple[str, ...]
+    usual_advantage: str
+    language_head: str
+    refusals: Mapping[Capability, Refusal]
+
+    @classmethod
+    def of(cls, manifest: Manifest, facts: Facts, engine: str) -> Capabilities:
+        """Make the record of a bundle on an open engine. What the bundle lacks is named before what the engine lacks.
+
+        Args:
+            manifest: Of the bundle.
+            facts: Of the open engine.
+            engine: Name of the engine.
+
+        Returns:
+            The record, which does not change while the policy is open.
+        """
+        refusals = {**facts.refusals, **_of_bundle(manifest)}
+        prompt = manifest.processing.prompt
+        guides = () if Capability.GUIDE in refusals else facts.guides
+        return cls(
+            engine=engine,
+            guides=facts.guides,
+            guidance=tuple(kind for kind in guides if kind != "trained" or manifest.spec.committed_rows),
+            texts=() if Capability.SPEAK in refusals else _texts(manifest),
+            advantages=prompt.advantages,
+            usual_advantage=prompt.usual_advantage,
+            language_head=str(manifest.config.get("lm_head", "")),
+            refusals=refusals,
+        )
+
+    def why_not(self, capability: Capability) -> str:
+        """Return why the policy lacks a capability, as `expected X, got Y`; "" if it has it."""
+        return str(self.refusals.get(capability, ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as a server's metadata states it, ready for JSON."""
+        return {
+            "unguided": self.why_not(Capability.GUIDE),
+            "guidance": list(self.guidance),
+            "advantages": list(self.advantages),
+            "usual_advantage": self.usual_advantage,
+            "unscaled": self.why_not(Capability.TWO_PROMPTS),
+            "unbatched": self.why_not(Capability.BATCH),
+            "unstreamed": self.why_not(Capability.STREAM),
+            "lm_head": self.language_head,
+            "says": list(self.texts),
+        }
+
+    def check(self, observation: Observation, spec: PolicySpec) -> None:
+        """Raise :class:`ObservationError` for a field that asks for a capability which this policy lacks."""
+        if observation.previous is not None:
+            self._require(Capability.GUIDE, "previous")
+            kind = kind_of(observation, spec)
+            if kind in RTC and kind not in self.guides:
+                able = either(engines_that(guides=RTC))
+                known = either(self.guides)
+                raise ObservationError(
+                    "rtc", f"{known} on engine {self.engine}; engine {able} takes all", kind
+                )
+        if field := observation.asks:
+            self._require(Capability.SPEAK, field, "nothing, or ")
+        scale = observation.guidance_scale
+        # 0 and 1 need one prompt. The processor rejects what is no number, and prompts without an advantage.
+        if isinstance(scale, (int, float, np.number)) and scale not in (0, 1) and self.advantages:
+            self._require(Capability.TWO_PROMPTS, "guidance_scale")
+
+    def _require(self, capability: Capability, field: str, instead: str = "") -> None:
+        if refusal := self.refusals.get(capability):
+            raise ObservationError(field, instead + refusal.expected, refusal.got)
+
+
+def _texts(manifest: Manifest) -> tuple[str, ...]:
+    recipe = manifest.processing.prompt.text
+    return () if recipe is None else tuple(name for name in TEXTS if getattr(recipe, name))
+
+
+def _of_bundle(manifest: Manifest) -> dict[Capability, Refusal]:
+    """Return what no engine can do with a bundle."""
+    spec = manifest.spec
+    refusals: dict[Capability, Refusal] = {}
+    solver = Refusal("a policy that integrates a velocity", f"solver {spec.solver.kind}")
+    if step := next((step for step in manifest.processing.action_steps if step.no_inverse), None):
+        expected = "actions that can be turned back into the model's"
+        refusals[Capability.GUIDE] = Refusal(expected, f"a step {step.kind}: {step.no_inverse}")
+    if spec.solver.kind != "euler":
+        refusals |= dict.fromkeys((Capability.GUIDE, Capability.TWO_PROMPTS), solver)
+    if not manifest.processing.prompt.advantages:
+        expected = "a policy whose prompt has a place for an advantage"
+        refusals[Capability.TWO_PROMPTS] = Refusal(expected, spec.architecture)
+    head = manifest.config.get("lm_head", "")
+    if not head or not _texts(manifest):
+        keeps = "a bundle that keeps its language head and the prompt of its words"
+        got = f"{spec.name}, which keeps {'no such prompt' if head else 'none'}"
+        refusals[Capability.SPEAK] = Refusal(f"{keeps} (sinew convert --set lm_head=true)", got)
+    return refusals
