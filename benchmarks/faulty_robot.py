@@ -157,7 +157,7 @@ def main() -> None:
     settings = Settings(HZ, "aligned", "6", deadline=2.0, max_age=MAX_AGE_S)
     loop = Loop(arm, Servers(address, without=("time",)), settings, int(policy["action"]["dim"]), PROMPT)
     witness = Witness(int(MAX_AGE_S * HZ))
-    loop.listeners.append(witness.hear)
+    loop.controller.listeners.append(witness.hear)
     failures: list[str] = []
 
     def run() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import mujoco
 import numpy as np
-from sinew_client.control.end_effector import KinematicsOptions
-from sinew_client.control.kinematics import Chain, read_chain
+from sinew_client.arm.end_effector import KinematicsOptions
+from sinew_client.arm.kinematics import Chain, read_chain
 
 ROBOTS = Path(__file__).parents[1] / "examples" / "robots"
 ARMS = ("ur5e", "panda")

@@ -33,7 +33,7 @@ MEANT_OTHERWISE = {
         ("sinew/bundle/schema.py", "sinew/processing/normalize.py"),
         ({"gr00t"}, "a convention of statistics, which bundles name"),
     ),
-    "packages/sinew-client/src/sinew_client/control/kinematics.py": (
+    "packages/sinew-client/src/sinew_client/arm/kinematics.py": (
         {"prismatic"},
         "a kind of joint of URDF",
     ),

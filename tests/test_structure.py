@@ -53,6 +53,32 @@ def test_the_closure_holds_every_module_that_is_imported() -> None:
     assert imported - STRUCTURE.closure() == set()
 
 
+# Programs that hand an arm or a take-over to a run.
+HANDS_AN_ARM = ("sinew.cli.", "sinew_ros.")
+
+
+def test_only_programs_import_the_arm() -> None:
+    """A loop without a take-over imports nothing of kinematics, leaders, take-over and assist, not even for types."""
+    importers = {
+        name
+        for name in STRUCTURE.homes
+        for each in STRUCTURE.imports(name)
+        if each.startswith("sinew_client.arm")
+    }
+    others = {name for name in importers if not name.startswith(("sinew_client.arm", *HANDS_AN_ARM))}
+    assert importers
+    assert others == set()
+    assert not {name for name in STRUCTURE.closure() if name.startswith("sinew_client.arm")}
+
+
+def test_a_loop_imports_no_other_listener() -> None:
+    """`sinew_client.control` hands its names on when they are used, so that a loop does not import all of them."""
+    show = "import sys; print(*(n for n in sys.modules if n.startswith('sinew_client.control.listeners.')))"
+    command = [sys.executable, "-c", f"import sinew_client.control.loop; {show}"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert {name.rpartition(".")[2] for name in done.stdout.split()} == {"hold_log", "listener"}
+
+
 def test_folders_import_downwards() -> None:
     assert not STRUCTURE.upward_rooms()
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sinew_client.control import choose
+from sinew_client.control.defaults import choose
 from sinew_client.untrusted import UntrustedError, parse_json
 from sinew_client.untrusted.texts import MAX_TOKENIZER_VALUES
 

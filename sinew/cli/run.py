@@ -10,9 +10,10 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sinew_client.auth import api_key_of
-from sinew_client.control import Cadence, Loop, MotionWatch
+from sinew_client.control import Cadence, Keep, Loop, MotionWatch
 from sinew_client.control.defaults import AUTO
 from sinew_client.control.run import RunPlan
 
@@ -26,6 +27,9 @@ from sinew.cli.run_stream import STREAM, StreamFlags, run_stream
 from sinew.cli.run_trials import TRIALS, TrialFlags, run_trials
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew_client.arm.takeover import Takeover
 
 SCHEMA = "sinew.run/1"
 
@@ -82,18 +86,19 @@ def run(
             )
             stack.callback(assisted.close)
         kept = None if lead.frames is None else FrameKeeper(lead.frames, plan, stack)
-        driving = stack.enter_context(rig.run(connect, robot=machine, takeover=takeover, keep=kept))
+        listeners = [*([] if takeover is None else [takeover]), *([] if kept is None else [Keep(kept)])]
+        driving = stack.enter_context(rig.run(connect, robot=machine, listeners=listeners))
         loop = driving.loop
         on.follow(driving, target, advantage=by.advantage, guidance_scale=by.guidance_scale)
         on.reports(driving, rig.server, key)
         watch = MotionWatch()
         if plan.settings.motion is None:
-            loop.listeners.append(watch.put)
+            loop.controller.listeners.append(watch.put)
         if by.handover == AUTO:
             terminal.say(str(plan.choice))
             if plan.choice.replan_reason:
                 terminal.say(f"requests {plan.choice.replan}: {plan.choice.replan_reason}")
-        cadence = _drive(loop, plan, on.ticks(plan.settings.hz), by.go, lead.takeover_key)
+        cadence = _drive(loop, plan, on.ticks(plan.settings.hz), by.go, takeover, lead.takeover_key)
     result = {
         "schema": SCHEMA,
         "robot": on.robot,
@@ -124,7 +129,9 @@ def run(
     return status.ended(failed)
 
 
-def _drive(loop: Loop, plan: RunPlan, steps: int | None, go: bool, key: str) -> Cadence:
+def _drive(
+    loop: Loop, plan: RunPlan, steps: int | None, go: bool, takeover: Takeover | None, key: str
+) -> Cadence:
     """Run the loop under its live view. Without a terminal it begins at once."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if steps is None and not interactive and plan.facts.episodes is None:
@@ -135,6 +142,6 @@ def _drive(loop: Loop, plan: RunPlan, steps: int | None, go: bool, key: str) -> 
         return loop.report()
     if not go:
         loop.pause()
-    with Keys(loop, key) as keys, terminal.drawn(RunView(loop, keys).picture, 8):
+    with Keys(loop, takeover, key) as keys, terminal.drawn(RunView(loop, keys).picture, 8):
         drive(loop, plan.robot, plan.policy, steps)
     return loop.report()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sinew_client import Client, ClientError, ServerError
-from sinew_client.control import Assist, AssistRule, Frames, Servers, Settings, parse_assist
+from sinew_client.control import Frames, Servers, Settings
 from sinew_client.control.requester import Call
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.form import COMMANDS
@@ -23,6 +23,9 @@ from sinew.processing.conditioning import MAX_SCALE
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
+
+if TYPE_CHECKING:
+    from sinew_client.arm.assist import Assist, AssistRule
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +163,8 @@ def assist_rule(target: str, address: str | None, when: str, deadline: float) ->
         raise SinewError(
             f"--assist: expected a policy here, which the far one assists, got the server {target}"
         )
+    from sinew_client.arm.assist import parse_assist
+
     with SinewError.at("--assist-when", ValueError):
         return parse_assist(when)
 
@@ -174,6 +179,8 @@ def open_assist(
     key: str = "",
 ) -> Assist:
     """Return what opens connections to ``near`` with the policy at ``address`` beside it. key: of its server."""
+    from sinew_client.arm.assist import Assist
+
     try:
         far = ask_server(address, key=key)["policy"]
     except ClientError as error:  # the robot can do without, and asks again later

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter, validators
 from sinew_client import ClientError
-from sinew_client.control import Command, Limits, Onlooker, Takeover
+from sinew_client.control import Command, Limits, Onlooker
 from sinew_client.control.defaults import stated
-from sinew_client.control.leaders import open_leader, open_lerobot_leader
 from sinew_client.control.motion import parse_motion
 from sinew_client.control.run import RunPlan
 from sinew_client.target import EXPERT
@@ -23,6 +22,9 @@ from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.core.hints import pairs
+
+if TYPE_CHECKING:
+    from sinew_client.arm.takeover import Takeover
 
 SPARE_BYTES = 1 << 30  # of the disk, that frames leave free
 
@@ -75,6 +77,8 @@ class LeaderFlags:
         robot = plan.robot
         if not self.wanted:
             return robot, None
+        from sinew_client.arm.takeover import Takeover
+
         motion = parse_motion(plan.settings.motion or stated(plan.policy) or plan.facts.motion)
         limits = None if plan.settings.limits is None else Limits.parse(plan.settings.limits, plan.dim)
         machine: Any = robot
@@ -86,13 +90,15 @@ class LeaderFlags:
             machine = leader = Onlooker(robot, motion, plan.dim)
         else:
             leader = self._leader(plan)
-        found = Takeover(leader, motion, plan.dim, limits, self.align, self.shadow)
-        stack.callback(found.close if machine is not leader else (lambda: None))
+        takeover = Takeover(leader, motion, plan.dim, limits, self.align, self.shadow)
+        stack.callback(takeover.close if machine is not leader else (lambda: None))
         if self.takeover is not None and limits is not None and not self.shadow:
             terminal.say(_bounds(limits))
-        return machine, found
+        return machine, takeover
 
     def _leader(self, plan: RunPlan) -> Any:
+        from sinew_client.arm.leaders import open_leader, open_lerobot_leader
+
         assert self.takeover is not None
         options = json_object("--takeover-options", self.takeover_options) or {}
         kind, _, rest = self.takeover.partition(":")

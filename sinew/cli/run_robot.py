@@ -14,15 +14,7 @@ from typing import Any
 from cyclopts import Group, Parameter
 from sinew_client import ClientError
 from sinew_client.control import Limits, Loop, SettingsError
-from sinew_client.control.end_effector import (
-    EndEffector,
-    KinematicsOptions,
-    KnownArm,
-    moves_joints,
-    numbers_of,
-)
 from sinew_client.control.facts import RobotFacts, facts_of
-from sinew_client.control.kinematics import read_chain
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
 from sinew_client.control.run import Run, RunPlan
 from sinew_client.errors import Refused
@@ -137,6 +129,15 @@ class RobotFlags:
     ) -> Callable[[dict[str, Any]], Any]:
         """Return what opens a robot of joints for a policy of poses, which become joints by ``kinematics``; with a
         policy of joints the arm is only shown."""
+        from sinew_client.arm.end_effector import (
+            EndEffector,
+            KinematicsOptions,
+            KnownArm,
+            moves_joints,
+            numbers_of,
+        )
+        from sinew_client.arm.kinematics import read_chain
+
         if text.startswith("gym:"):
             raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
         opener = RobotFlags(text, self.robot_options, self.rename).opener()

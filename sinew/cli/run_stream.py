@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 from sinew_client.control import Loop, Planner, Stream, StreamController, StreamReport
 from sinew_client.control.defaults import usual_guidance
-from sinew_client.control.planner import open_planner
+from sinew_client.control.planner import newest_of, open_planner
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.run import Run, RunPlan
 from sinew_client.control.stream import Watching
@@ -88,7 +89,7 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
         on.reports(driving, link, key, by.session)
         planning = None
         if planner is not None:
-            planning = Planner(planner, by.planner_hz, loop.seen, loop.say)
+            planning = Planner(planner, by.planner_hz, partial(newest_of, loop), loop.say)
             stack.callback(planning.close)
         report = _drive(loop, plan, on.ticks(hz))
     controller = loop.controller

@@ -19,6 +19,7 @@ from cyclopts import Parameter, validators
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
+from sinew_client.control.listeners.keep import Keep
 from sinew_client.signals import handled
 from sinew_client.target import is_address
 
@@ -297,7 +298,8 @@ class Room(Keys):
         pace = StepByStep(rig.plan.settings.period / rig.plan.settings.substeps) if simulated else None
         if self.kept is not None:
             self.kept.episode = sitting.take(turn.name)
-        driving = own.enter_context(rig.run(connect, pace=pace, keep=self.kept))
+        listeners = [] if self.kept is None else [Keep(self.kept)]
+        driving = own.enter_context(rig.run(connect, pace=pace, listeners=listeners))
         self.loop = loop = driving.loop
         loop.prompt = self.on.prompt or rig.plan.facts.task() or loop.prompt
         task = machine.adapter.task(machine.info) if simulated else loop.prompt
@@ -359,7 +361,7 @@ class Room(Keys):
         desk, loop = self.desk, self.loop
         limit = "" if self.on.seconds is None else f" of {self.on.seconds:g} s"
         said = f"{desk.state} {desk.verdict} {desk.by and f'({desk.by})'}".strip()
-        said = "is paused" if said == "runs" and loop.paused else said
+        said = "is paused" if said == "runs" and loop.controller.paused else said
         rows = [
             (f"{self._where}\n", "bold"),
             (f"instruction  {loop.prompt}\n", ""),

@@ -9,30 +9,33 @@ import sys
 import termios
 import threading
 import tty
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from sinew_client.control import Command, Controller, Loop
+from sinew_client.control import Command, CommandListener, Controller, Loop
 from sinew_client.control.facts import facts_of
 
 from sinew.cli.run_robot import episodes_text
+
+if TYPE_CHECKING:
+    from sinew_client.arm.takeover import Takeover
 
 log = logging.getLogger(__name__)
 
 
 class Keys:
     """Reads single keys on a thread: space pauses or goes on, ``p`` begins an instruction, ``q`` stops, and
-    ``takeover`` takes over or gives back.
+    ``takeover_key`` takes over or gives back.
 
     typing: the instruction so far, None while none is typed.
     """
 
-    def __init__(self, loop: Loop, takeover: str = "t"):
-        self.loop, self.takeover = loop, takeover
+    def __init__(self, loop: Loop, takeover: Takeover | None = None, takeover_key: str = "t"):
+        self.loop, self.takeover, self.takeover_key = loop, takeover, takeover_key
         self.typing: str | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._read, name="sinew-keys", daemon=True)
@@ -81,7 +84,7 @@ class Keys:
             else:
                 self.typing = self.typing[:-1] if key in "\x7f\b" else self.typing + key
         elif key == " ":
-            if self.loop.paused:
+            if self.loop.controller.paused:
                 self.loop.resume()
             else:
                 self.loop.pause()
@@ -89,11 +92,11 @@ class Keys:
             self.typing = ""
         elif key == "q":
             self.quit()
-        elif key == self.takeover:
-            if self.loop.driver == "policy":
-                self.loop.take_over()
+        elif key == self.takeover_key and self.takeover is not None:
+            if self.loop.controller.driver == "policy":
+                self.takeover.take_over()
             else:
-                self.loop.hand_back()
+                self.takeover.hand_back()
 
 
 class RunView:
@@ -103,7 +106,7 @@ class RunView:
         self.loop, self.keys = loop, keys
         self._command: Command | None = None
         self._events: list[str] = []
-        loop.watch(self._see)
+        CommandListener(self._see).attach(loop)
 
     def _see(self, command: Command) -> None:
         last, self._command = self._command, command
@@ -114,11 +117,16 @@ class RunView:
 
     def picture(self) -> Panel:
         loop, command, controller = self.loop, self._command, self.loop.controller
+        takeover = self.keys.takeover
         assert isinstance(controller, Controller)
-        state = "paused" if loop.paused else "holds" if command is None or command.row is None else "moves"
+        state = (
+            "paused" if controller.paused else "holds" if command is None or command.row is None else "moves"
+        )
         colour = {"paused": "yellow", "holds": "red", "moves": "green"}[state]
-        if loop.takeover is not None and not loop.paused:
-            who = {"policy": "policy drives", "human": "human drives", "aligning": "is aligned"}[loop.driver]
+        if takeover is not None and not controller.paused:
+            who = {"policy": "policy drives", "human": "human drives", "aligning": "is aligned"}[
+                controller.driver
+            ]
             state += f", {who}"
         facts = Table.grid(padding=(0, 2))
         facts.add_row("instruction", Text(loop.prompt or "-"))
@@ -139,8 +147,8 @@ class RunView:
         )
         delay = 1e3 * controller.delay.steps / loop.settings.hz
         facts.add_row("chunk age", f"{age}, the next one due {delay:.0f} ms after it is asked for")
-        if loop.takeover is not None and loop.takeover.apart and loop.driver == "aligning":
-            facts.add_row("leader", Text(loop.takeover.apart, style="yellow"))
+        if takeover is not None and takeover.detail:
+            facts.add_row("leader", Text(takeover.detail, style="yellow"))
         if failed := str(controller.faults):
             facts.add_row("errors", Text(failed, style="red"))
         facts.add_row("steps", f"{loop.steps} at {loop.settings.hz:g} Hz, {loop.pace.late} late")
@@ -148,6 +156,6 @@ class RunView:
         facts.add_row("held", f"{sum(held.values())} steps, clipped {controller.clipped_commands} commands")
         if command is not None and command.row is not None:
             facts.add_row("command", Text(" ".join(f"{value:+.3f}" for value in command.row[:8])))
-        taken = "" if loop.takeover is None else f"   {self.keys.takeover} takes over or gives back"
+        taken = "" if takeover is None else f"   {self.keys.takeover_key} takes over or gives back"
         help_line = Text(f"space pauses or goes on   p instruction   q stops{taken}", style="dim")
         return Panel(Group(facts, Text("\n".join(self._events), style="dim"), help_line), title="sinew run")

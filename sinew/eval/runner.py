@@ -18,6 +18,7 @@ import numpy as np
 from sinew_client.control import (
     Adapter,
     Command,
+    CommandListener,
     Loop,
     Pace,
     SimulatedPace,
@@ -190,9 +191,11 @@ def run_episode(
     )
     with driving:
         loop = driving.loop
-        loop.listeners.append(tally.hear)
+        loop.controller.listeners.append(tally.hear)
         if watch is not None:
-            loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))
+            CommandListener(
+                lambda command: watch(command.step, robot.observe(), tally.asked == command.step)
+            ).attach(loop)
         report = driving.run()
     seam, jerk = smoothness(robot.actions, tally.seams)
     return Episode(

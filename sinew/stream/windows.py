@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sinew_client.control import Node, Trajectory
+from sinew_client.control.trajectory import Node, Trajectory
 from sinew_client.solver import Solver
 
 from sinew.core import Observation, SinewError

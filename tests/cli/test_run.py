@@ -333,10 +333,10 @@ def test_keys_pause_say_and_stop() -> None:
     keys = Keys(loop)
     loop.pause()
     loop.run(2)
-    assert loop.paused
+    assert loop.controller.paused
     keys.press(" ")
     loop.run(4)
-    assert not loop.paused
+    assert not loop.controller.paused
     for key in "pabx\x7fc\r":
         keys.press(key)
     loop.run(6)
@@ -358,7 +358,7 @@ def test_the_view_says_what_happens() -> None:
     Console(file=text, width=100).print(view.picture())
     assert "step 0: holds: paused" in text.getvalue()  # later holds may take its line
     loop.resume()
-    loop._ended.clear()
+    loop.stopped = False
     loop.run(30)
     text = io.StringIO()
     Console(file=text, width=100).print(view.picture())

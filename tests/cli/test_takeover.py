@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sinew_client.arm.leaders import LeRobotLeader, open_leader
 from sinew_client.control import LeaderError, Stopped
-from sinew_client.control.leaders import LeRobotLeader, open_leader
+from sinew_client.control.listeners.shadow import ShadowAgreement
 from sinew_client.control.smoothing import parse_filter
-from sinew_client.control.takeover import ShadowAgreement
 
 from sinew.cli import main
 from sinew.eval.robot import SimulatedRobot
@@ -373,7 +373,7 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         "try:\n    lerobot_choice(t, t.TeleoperatorConfig, 'toaster')\n"
         "except (KeyError, ImportError) as e:\n    print(e)\n"
         "from types import SimpleNamespace\n"
-        "from sinew_client.control.leaders import open_lerobot_leader\n"
+        "from sinew_client.arm.leaders import open_lerobot_leader\n"
         "arm = SimpleNamespace(action_features={'a': float}, feedback_features={}, get_action=lambda: {'a': 4})\n"
         "arm.connect = lambda: print('connected')\n"
         "t.make_teleoperator_from_config = lambda config: print(config.port) or arm\n"

@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 import zmq
 from sinew_client import ClientError, ConnectionLost, ServerError, schema
+from sinew_client.arm.assist import Assist, parse_assist
 from sinew_client.control import (
     Adapter,
-    Assist,
     Loop,
     NoObservation,
     Pace,
+    Refinement,
     Servers,
     Settings,
     Stopped,
     Stream,
-    parse_assist,
 )
 from sinew_client.control.adapter_file import Eye, Form
 from sinew_client.errors import Refused
@@ -537,9 +537,8 @@ def driven(request: pytest.FixtureRequest) -> Iterator[Driven]:
     robot = case.robot()
     settings = Settings(HZ, **{"stale": 1e6, **case.settings})
     source = case.open(clock)
-    loop = Loop(
-        robot, source, settings, robot.dim, "go", Pace(1 / HZ, clock.now, clock.sleep), adapter=case.adapter
-    )
+    listeners = [] if case.adapter is None else [Refinement(case.adapter)]
+    loop = Loop(robot, source, settings, robot.dim, "go", Pace(1 / HZ, clock.now, clock.sleep), listeners)
     clock.before = lambda: case.settle(loop)
     yield Driven(case=case, loop=loop, robot=robot, script=case.script)
     case.script.speaks.set()

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 from sinew_client import Client, schema
+from sinew_client.arm.assist import Assist, parse_assist
+from sinew_client.arm.takeover import Takeover
 from sinew_client.control import (
-    Assist,
     Limits,
     Loop,
     NoCommand,
@@ -25,11 +26,10 @@ from sinew_client.control import (
     Onlooker,
     Outcome,
     Pace,
+    Refinement,
     Servers,
     Settings,
     Stream,
-    Takeover,
-    parse_assist,
 )
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.motion import parse_motion
@@ -741,10 +741,10 @@ def play(seed: int, kind: str) -> Counter:
             takeover = Takeover(leader, motion, DIM, world.limits, ALIGN, True)
         else:
             takeover = Takeover(leader, motion, DIM, world.limits, ALIGN, shadow)
-    adapter = Refiner(world) if kind == "adapter" else None
+    edge = Refinement(Refiner(world)) if kind == "adapter" else None  # type: ignore[arg-type]
     loop = Loop(
         robot, source, settings, DIM, "go", Pace(PERIOD, world.now, world.sleep),
-        adapter=adapter, takeover=takeover, hold_refused=True,
+        [each for each in (edge, takeover) if each is not None], hold_refused=True,
     )  # type: ignore[arg-type] # fmt: skip
     Director(world, loop, source, leader, takeover).run()
     world.counts["scenarios"] += 1
@@ -829,11 +829,11 @@ class Director:
             self.followed = -(10**9)
         elif self.takeover is not None and not self.takeover.shadow and what < 0.2:
             if self.wants_human and what < 0.1:
-                loop.hand_back()
+                self.takeover.hand_back()
                 self.human = self.wants_human = False
                 self.fresh_from = world.tick
             elif not self.wants_human and not world.paused:
-                loop.take_over()
+                self.takeover.take_over()
                 self.wants_human = True
                 self.followed = -(10**9)
 

@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client.control import Adapter, AdapterError, Journal, Loop, Refinement, Settings, repeat
+from sinew_client.control import (
+    Adapter,
+    AdapterError,
+    CommandListener,
+    Journal,
+    Loop,
+    Refinement,
+    Settings,
+    repeat,
+)
 from sinew_client.control.adapter import _convolved, _norm, _points
 from sinew_client.control.adapter_file import KEY, Eye, Form, parse, write
 from sinew_client.control.robots import Dry
@@ -396,16 +405,32 @@ def test_bytes_that_are_no_safetensors_are_refused_by_what_they_are(file: Path) 
 # ----------------------------------------------------------------------------- beside a controller
 
 
-def controlled(adapter: Adapter, handover: str = "aligned", **options: Any) -> Refinement:
-    chosen = Settings(20.0, handover, "2", refine=adapter.form.max_age, **options)
-    return Refinement(adapter, chosen.controller(2))
+def controlled(adapter: Adapter, replan: str = "2") -> tuple[Loop, Refinement]:
+    """Return a loop that runs no ticks, and its adapter."""
+    edge = Refinement(adapter)
+    chosen = Settings(20.0, "aligned", replan, refine=adapter.form.max_age)
+    return Loop(Dry(POLICY), lambda: None, chosen, 2, "go", listeners=[edge]), edge  # type: ignore[arg-type, return-value]
+
+
+def asked(loop: Loop, edge: Refinement, step: int) -> None:
+    """Make a request of what was seen in a control step."""
+    loop.observer.observation = seen(step)
+    edge.request(step, {})
+    loop.controller.ask(step, step, seen(step)["state"])
+
+
+def answered(loop: Loop, edge: Refinement, step: int, chunk: np.ndarray) -> None:
+    request = loop.controller.request
+    assert request is not None
+    assert loop.controller.arrived(step, chunk)
+    edge.answered(chunk, request)
 
 
 def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
     """One chunk of four rows: aligned executes them and stops; the adapter goes on for its twelve steps."""
     adapter = Adapter.read(file)
-    edge = controlled(adapter)
-    controller = edge.controller
+    loop, edge = controlled(adapter)
+    controller = loop.controller
     chunk = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
     rows, told = [], {}
     controller.listeners.append(
@@ -413,13 +438,11 @@ def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
     )
     for step in range(16):
         if step == 0:
-            edge.asked(seen(0))
-            controller.ask(0, 0, seen(0)["state"])
+            asked(loop, edge, 0)
         if step == 2:
-            edge.arrived(chunk)
-            controller.arrived(step, chunk)
+            answered(loop, edge, step, chunk)
         assert controller.refines(step) == (2 <= step < 13)
-        edge.refine(step, seen(step))
+        edge.before(step, seen(step))
         rows.append(controller.command(step).row)
     assert {step: list(state) for step, state in told.items()} == {
         step: list(seen(step)["state"]) for step in range(2, 13)
@@ -437,22 +460,20 @@ def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
 
 def test_an_adapter_does_not_keep_the_queue_full(file: Path) -> None:
     adapter = Adapter.read(file)
-    edge = Refinement(adapter, Settings(20.0, "aligned", "queue:0.5", refine=12).controller(2))
-    edge.asked(seen(0))
-    edge.controller.ask(0, 0)
-    edge.arrived(np.ones((4, 2)))
-    edge.controller.arrived(0, np.ones((4, 2), np.float32))
+    loop, edge = controlled(adapter, "queue:0.5")
+    asked(loop, edge, 0)
+    answered(loop, edge, 0, np.ones((4, 2), np.float32))
     wants = []
     for step in range(4):
-        wants.append(edge.controller.wants_chunk(step))
-        edge.refine(step, seen(step))
-        edge.controller.command(step)
+        wants.append(loop.controller.wants_chunk(step))
+        edge.before(step, seen(step))
+        loop.controller.command(step)
     assert wants == [False, False, True, True]
 
 
 def test_rows_that_are_not_finite_hold(file: Path) -> None:
-    edge = controlled(Adapter.read(file))
-    controller = edge.controller
+    loop, _ = controlled(Adapter.read(file))
+    controller = loop.controller
     controller.ask(0, 0)
     controller.arrived(0, np.ones((4, 2), np.float32))
     controller.refined(0, np.full((3, 2), np.nan, np.float32))
@@ -477,14 +498,13 @@ def test_a_loop_refines_journals_and_holds_without_its_camera(file: Path, tmp_pa
     robot = Camera()
     chosen = Settings(200.0, replan="2", deadline=30.0, refine=12)
     chunk = np.zeros((4, 2), np.float32)
-    asked: list[dict[str, Any]] = []
-    loop = Loop(
-        robot, lambda: lambda seen, _limit: asked.append(seen["images"]) or chunk, chosen, 2, adapter=adapter
-    )
+    sent: list[dict[str, Any]] = []
+    call = lambda seen, _limit: sent.append(seen["images"]) or chunk  # noqa: E731
+    loop = Loop(robot, lambda: call, chosen, 2, listeners=[Refinement(adapter)])
     journal = Journal(tmp_path / "run.jsonl", chosen, 2)
-    loop.listeners.append(journal.put)
+    loop.controller.listeners.append(journal.put)
     rows = []
-    loop.watch(lambda command: rows.append(command.row))
+    CommandListener(lambda command: rows.append(command.row)).attach(loop)
     while not any(row is not None for row in rows):
         loop.run(loop.steps + 5)
     assert any(np.abs(row).max() > 0 for row in rows if row is not None)  # the chunk's own rows are 0
@@ -493,11 +513,17 @@ def test_a_loop_refines_journals_and_holds_without_its_camera(file: Path, tmp_pa
         loop.run(loop.steps + 1)
     loop.run(loop.steps + 5)
     loop.close()
-    assert all("front" in images for images in asked)  # what comes of no frame could not be refined
+    assert all("front" in images for images in sent)  # what comes of no frame could not be refined
     journal.close()
     found = repeat(tmp_path / "run.jsonl")
     assert (found.commands, found.differences) == (loop.steps, [])
     with pytest.raises(ValueError, match="handover: expected one without real-time chunking"):
         replace(chosen, handover="rtc").controller(2)
     with pytest.raises(ValueError, match="refine"):
-        Loop(robot, lambda: lambda observation, limit: chunk, replace(chosen, refine=0), 2, adapter=adapter)
+        Loop(
+            robot,
+            lambda: lambda observation, limit: chunk,
+            replace(chosen, refine=0),
+            2,
+            listeners=[Refinement(adapter)],
+        )

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import ClientError
-from sinew_client.control import Assist, AssistRule, Relative, parse_assist
+from sinew_client.arm.assist import Assist, AssistRule, parse_assist
+from sinew_client.control import Relative
 from sinew_client.control.safety import RowsError
 
 WAIT_S = 30.0

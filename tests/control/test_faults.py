@@ -98,7 +98,7 @@ class Run:
         self.loop = Loop(Dry(POLICY), connect, settings, 4, PROMPT)
         assert settings.max_age is not None
         self.witness = Witness(int(settings.max_age * settings.hz))
-        self.loop.listeners.append(self.witness.hear)
+        self.loop.controller.listeners.append(self.witness.hear)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -286,13 +286,13 @@ def test_random_sequences_of_faults(seed: int) -> None:
     )
     requester = loop.source = Scripted(0.05, answer)  # type: ignore[assignment]
     witness = Witness(int((loop.settings.max_age or 0) * loop.settings.hz))
-    loop.listeners.append(witness.hear)
+    loop.controller.listeners.append(witness.hear)
     for _ in range(12):
         event = rng.random()
         arm.frame_age = rng.choice([0.0, 0.1, 0.7]) if event < 0.4 else 0.0
         arm.slow = rng.choice([0.0, 0.08]) if event > 0.7 else 0.0
         if 0.3 < event < 0.5:
-            (loop.resume if loop.paused else loop.pause)()
+            (loop.resume if loop.controller.paused else loop.pause)()
         elif 0.5 < event < 0.6:
             loop.say(f"instruction {event}")
         elif 0.6 < event < 0.7:

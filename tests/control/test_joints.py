@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sinew_client.arm.leaders import open_lerobot_leader
 from sinew_client.control import LeaderError, Limits, LimitsError, Stopped
 from sinew_client.control.facts import facts_of
-from sinew_client.control.leaders import open_lerobot_leader
 from sinew_client.control.robots import (
     Dry,
     LeRobotArm,

@@ -16,17 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client.control import (
-    Journal,
-    Loop,
-    NoCommand,
-    NoObservation,
-    Settings,
-    SimulatedPace,
-    Takeover,
-    repeat,
-)
-from sinew_client.control.end_effector import (
+from sinew_client.arm.end_effector import (
     EndEffector,
     KinematicsOptions,
     KnownArm,
@@ -35,8 +25,18 @@ from sinew_client.control.end_effector import (
     parse_parts,
     parts_of,
 )
+from sinew_client.arm.kinematics import Chain, KinematicsError, read_chain
+from sinew_client.arm.takeover import Takeover
+from sinew_client.control import (
+    Journal,
+    Loop,
+    NoCommand,
+    NoObservation,
+    Settings,
+    SimulatedPace,
+    repeat,
+)
 from sinew_client.control.facts import facts_of
-from sinew_client.control.kinematics import Chain, KinematicsError, read_chain
 from sinew_client.control.motion import parse_motion
 from sinew_client.control.robots import RobotError
 from sinew_client.rotations import (
@@ -584,7 +584,7 @@ def test_a_loop_holds_for_what_is_refused_and_its_journal_repeats_it(tmp_path: P
     )
     loop = Loop(robot, connect, settings, 7, "go")
     journal = Journal(tmp_path / "run.jsonl", settings, 7)
-    loop.listeners.append(journal.put)
+    loop.controller.listeners.append(journal.put)
     report = loop.run(60)
     journal.close()
     reasons = [reason for reason in report.held if reason.startswith("out of reach")]
@@ -1087,6 +1087,7 @@ def test_a_person_who_drives_poses_is_held_where_the_arm_is_not_seen_after_a_hol
             return place
 
     motion = {"kind": "absolute"}
+    takeover = Takeover(Hand(), parse_motion(motion), 7, None, 0.1)
     loop = Loop(
         robot,
         lambda: None,  # type: ignore[arg-type, return-value]
@@ -1094,15 +1095,15 @@ def test_a_person_who_drives_poses_is_held_where_the_arm_is_not_seen_after_a_hol
         7,
         "go",
         SimulatedPace(20.0),
-        takeover=Takeover(Hand(), parse_motion(motion), 7, None, 0.1),
+        listeners=[takeover],
     )
     loop.source = SimpleNamespace(  # type: ignore[assignment]
         ready=lambda now: False, poll=lambda now: None, cancel=lambda: None, continuous=False
     )
-    loop.take_over()
+    takeover.take_over()
     for _ in range(4):
         loop.tick(loop.pace.next())
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
     sent = len(bench.sent)
     assert sent > 1
     bench.observe = lambda: {"images": {}, "state": bench.state, "age": 5.0}  # type: ignore[method-assign]

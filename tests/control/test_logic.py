@@ -34,8 +34,8 @@ from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, r
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.handover import Handover, Placed
-from sinew_client.control.loop import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.motion import Motion, interpolate, parse_motion
+from sinew_client.control.observer import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.replan import ReplanState, disagreement
 from sinew_client.control.safety import OUTSIDE, UNPLACED, RowsError, Verdict, _braking, checked_rows
 from sinew_client.control.trajectory import Trajectory

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from sinew_client import ClientError
 from sinew_client.control import (
     Command,
+    CommandListener,
+    Earlier,
     Journal,
     Loop,
     NoCommand,
@@ -32,6 +34,8 @@ from sinew_client.control import (
 )
 from sinew_client.control.authority import HandedOver
 from sinew_client.control.journal import JournalError, is_journal
+from sinew_client.control.loop import elapsed
+from sinew_client.control.planner import newest_of
 from sinew_client.control.report import MAX_SOURCES, SourceAges, percentiles
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 from sinew_client.control.safety import RATES, UNPLACED
@@ -114,7 +118,7 @@ def loop_of(
     arm = Arm(clock)
     settings = Settings(**{"hz": 20.0, "handover": "aligned", "replan": "4", **given})
     pace = Pace(settings.period / settings.substeps, clock.now, clock.sleep)
-    loop = Loop(arm, lambda: None, settings, 1, "stack", pace, history=history)  # type: ignore[arg-type, return-value]
+    loop = Loop(arm, lambda: None, settings, 1, "stack", pace, [] if history is None else [Earlier(history)])  # type: ignore[arg-type, return-value]
     loop.source = Scripted(delay, answer)  # type: ignore[assignment]
     return loop, arm
 
@@ -199,8 +203,8 @@ def test_a_loop_begins_with_what_its_settings_say() -> None:
     settings = Settings(20.0, substeps=4, motion={"kind": "absolute"})
     loop = Loop(arm, lambda: None, settings, 1)  # type: ignore[arg-type, return-value]
     assert (loop.pace.period, loop.pace.real, loop.watchdog.active) == (0.0125, True, True)
-    assert (loop.steps, loop.prompt, loop.reason, loop.seen()) == (0, "", "", None)
-    assert (loop.driver, loop.paused, loop.stopped, loop.agreement) == ("policy", False, False, None)
+    assert (loop.steps, loop.prompt, loop.reason, newest_of(loop)) == (0, "", "", None)
+    assert (loop.controller.driver, loop.controller.paused, loop.stopped) == ("policy", False, False)
     assert isinstance(loop.source, Requester)
     for wanted, more, message in (
         ({"refine": 2}, {}, "refine: expected an adapter's max_age with one, else 0, got 2"),
@@ -218,10 +222,10 @@ def test_what_a_loop_has_seen_is_told_to_a_planner() -> None:
     loop, arm = loop_of()
     see, frame = arm.observe, np.zeros((2, 2, 3), np.uint8)
     loop.run(1)
-    assert loop.seen() is None  # no camera has shown anything
+    assert newest_of(loop) is None  # no camera has shown anything
     arm.observe = lambda: {**see(), "images": {"front": frame}}  # type: ignore[method-assign]
     loop.run(6)
-    seen = loop.seen()
+    seen = newest_of(loop)
     assert seen is not None
     prompt, found = seen
     assert (prompt, found.keys(), found["images"]["front"] is frame) == ("stack", {"images", "state"}, True)
@@ -247,7 +251,7 @@ def test_a_first_request_that_no_other_would_fare_better_than_ends_the_run() -> 
 def test_listeners_hear_in_which_step_the_instruction_and_the_world_change() -> None:
     loop, _ = loop_of()
     heard: list[tuple[str, dict[str, Any]]] = []
-    loop.listeners.append(lambda event, values: heard.append((event, values)))
+    loop.controller.listeners.append(lambda event, values: heard.append((event, values)))
     loop.restart("anew", "pour")
     loop.run(3)
     loop.say("stack")
@@ -295,8 +299,8 @@ def test_a_command_is_never_said_to_leave_before_it_is_due() -> None:
     loop, arm = loop_of()
     loop.run(3)
     arm.clock.time += 0.01
-    assert loop._time(100) == 5.0
-    assert loop._time(0) == pytest.approx(0.11)
+    assert elapsed(loop.pace, 100, loop.settings.hz) == 5.0
+    assert elapsed(loop.pace, 0, loop.settings.hz) == pytest.approx(0.11)
 
 
 def test_a_chunk_counts_from_its_frame() -> None:
@@ -312,7 +316,7 @@ def test_skipped_periods_cost_their_rows() -> None:
     loop, arm = loop_of(handover="aligned", replan="full")
     loop.run(4)
     arm.clock.time += 0.15  # the machine slept for three periods
-    loop._ended.clear()
+    loop.stopped = False
     loop.run(6)
     assert [row for _, row in arm.sent] == [None, None, 0, 1, None, 4, 5, None]
     assert loop.pace.skipped == 2
@@ -361,7 +365,7 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
     arm.observe = lambda: (_ for _ in ()).throw(NoObservation("front: no message"))  # type: ignore[method-assign]
     loop.resume()
     loop.tick(32)  # where it is, is not known either
-    assert not loop.paused
+    assert not loop.controller.paused
 
 
 class Camera:
@@ -435,7 +439,9 @@ def test_moments_that_are_steps_apart() -> None:
 
 def test_a_stale_frame_holds() -> None:
     loop, arm = loop_of(stale=0.3)
-    loop._watch = lambda command: setattr(arm, "frame_age", 0.4 if 3 <= command.step < 8 else 0.05)
+    CommandListener(lambda command: setattr(arm, "frame_age", 0.4 if 3 <= command.step < 8 else 0.05)).attach(
+        loop
+    )
     report = loop.run(14)
     assert [row for _, row in arm.sent][:8] == [None, None, 0, 1, None, None, None, None]
     assert report.held["the newest frame is older than 0.3 s"] == 5 + 2  # and until the fresh chunk is there
@@ -604,16 +610,6 @@ def test_a_hold_is_due_two_periods_after_a_command_was_sent() -> None:
     assert loop.watchdog._due == arm.clock.time + 0.1
 
 
-def test_where_there_is_no_leader_nobody_takes_over() -> None:
-    loop, arm = loop_of()
-    loop.take_over()
-    loop.run(5)
-    loop.hand_back()
-    loop.run(6)
-    assert [row for _, row in arm.sent] == [None, None, 0, 1, 2, None, 3, None]
-    assert loop.driver == "policy"
-
-
 def test_after_skipped_periods_a_robot_starts_from_rest() -> None:
     """It stood at its last command meanwhile: going on at the speed of before would be more than its acceleration."""
     loop, arm = loop_of(
@@ -624,7 +620,7 @@ def test_after_skipped_periods_a_robot_starts_from_rest() -> None:
     )
     loop.run(8)
     arm.clock.time += 0.5
-    loop._ended.clear()
+    loop.stopped = False
     loop.run(10)
     sent = [row for _, row in arm.sent if row is not None]
     push = 1.0 * 0.05**2
@@ -1099,7 +1095,7 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
         answer=answer, limits=limits, handover="aggregate", motion={"kind": "absolute"}, max_age=0.3
     )
     journal = Journal(path, loop.settings, 1, robot="arm")
-    loop.listeners.append(journal.put)
+    loop.controller.listeners.append(journal.put)
     loop.run(20)
     loop.pause()
     loop.run(22)
@@ -1331,7 +1327,7 @@ def test_a_run_ends_when_it_is_told_and_closes_its_source(deadline: float, waits
     loop, arm = loop_of(deadline=deadline)
     closed: list[float] = []
     loop.source.close = closed.append  # type: ignore[method-assign]
-    loop.watch(lambda command: loop.stop() if command.step == 3 else None)
+    CommandListener(lambda command: loop.stop() if command.step == 3 else None).attach(loop)
     assert not loop.stopped
     assert loop.run().steps == 4
     assert loop.stopped
@@ -1400,7 +1396,7 @@ def test_freeze_warns_of_its_first_wait_alone(delay: float, caplog: pytest.LogCa
 def test_commands_say_where_they_come_from() -> None:
     loop, _ = loop_of()
     seen: list[Command] = []
-    loop._watch = seen.append
+    CommandListener(seen.append).attach(loop)
     loop.run(8)
     found = [(c.chunk, c.index, c.age, c.seam) for c in seen[5:8]]
     assert found == [

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sinew_client import ServerError
 from sinew_client.control import (
     Command,
+    CommandListener,
     Controller,
     Guard,
     Limits,
@@ -345,8 +346,10 @@ class Hostile(RuleBasedStateMachine):
             1 / PERIOD, handover, replan, motion=motion, limits=limits, chunk_size=40, **options
         )
         pace = Pace(PERIOD, self.now, self.sleep)
-        self.loop = Loop(self, lambda: self.call, chosen, DIM, "go", pace, self.watch, hold_refused=True)  # type: ignore[arg-type]
-        self.loop.listeners.append(self.hear)
+        self.loop = Loop(
+            self, lambda: self.call, chosen, DIM, "go", pace, [CommandListener(self.watch)], hold_refused=True
+        )  # type: ignore[arg-type]
+        self.loop.controller.listeners.append(self.hear)
         self.loop.source.ask = self.ask  # type: ignore[method-assign]
 
     # -- the robot
@@ -408,7 +411,7 @@ class Hostile(RuleBasedStateMachine):
             self.stands()  # it was sent nothing for a while
         self.last_step = command.step
         self.expected = command.row
-        if self.seen_bad or self.loop.paused:
+        if self.seen_bad or self.loop.controller.paused:
             assert command.row is None  # held in the very step in which it is known
         if command.row is None:
             assert command.reason
@@ -503,7 +506,7 @@ class Hostile(RuleBasedStateMachine):
 
     def until_asked(self) -> None:
         for _ in range(12):
-            if self.loop.source.busy or self.loop.paused:
+            if self.loop.source.busy or self.loop.controller.paused:
                 break
             self.ticks(1)
 

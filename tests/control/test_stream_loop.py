@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import (
+    CommandListener,
     Journal,
     Limits,
     Loop,
@@ -26,6 +27,8 @@ from sinew_client.control import (
 from sinew_client.control.authority import ALIGNING, HUMAN, POLICY
 from sinew_client.control.controller import AHEAD_S
 from sinew_client.control.facts import facts_of
+from sinew_client.control.loop import elapsed
+from sinew_client.control.planner import newest_of
 from sinew_client.control.stream import Watching
 from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
@@ -315,7 +318,7 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
 
     def act(row: np.ndarray) -> None:
         done.append(True)
-        now = loop._time(loop.controller._step)  # type: ignore[arg-type]
+        now = elapsed(loop.pace, loop.controller._step, loop.settings.hz)  # type: ignore[arg-type]
         if limited:
             if loop.pace.skipped > skipped:
                 robot.moved = np.zeros(2)  # type: ignore[attr-defined]
@@ -337,7 +340,11 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
             clock[0] += event
         else:
             ahead, count, width, sample, frame, run, extra = event
-            now = 0.0 if loop.controller._step is None else loop._time(loop.controller._step)
+            now = (
+                0.0
+                if loop.controller._step is None
+                else elapsed(loop.pace, loop.controller._step, loop.settings.hz)
+            )
             rows = np.full((count, width), float(len(frames))) + extra
             frames.append(now + frame)
             link.ready = [
@@ -347,7 +354,7 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
             skipped, count = loop.pace.skipped, len(done)
             loop.tick(loop.pace.next())
             assert len(done) == count + 1
-    now = loop._time(loop.controller._step)  # type: ignore[arg-type]
+    now = elapsed(loop.pace, loop.controller._step, loop.settings.hz)  # type: ignore[arg-type]
     step = loop.controller._step or 0
     link.ready = [StreamWindow(step, np.full((9, 2), float(len(frames))), now, now, run=9)]
     frames.append(now)
@@ -398,7 +405,7 @@ def test_a_journal_repeats_a_stream(tmp_path: Path) -> None:
     given = {"limits": limits, "motion": {"kind": "absolute"}, "stale": 0.45, "fusion": "average"}
     loop, robot, link, _ = of(**given)
     journal = Journal(tmp_path / "stream.jsonl", loop.settings, 2)
-    loop.listeners.append(journal.put)
+    loop.controller.listeners.append(journal.put)
     rng = np.random.default_rng(0)
     for number in range(200):
         now = number / 10
@@ -461,7 +468,7 @@ def test_a_newer_window_replaces_all_that_comes_after_its_first_node() -> None:
 def test_commands_of_a_stream_say_how_old_their_frame_is() -> None:
     loop, robot, link, _ = of(stale=9.0)
     ages = []
-    loop.watch(lambda command: ages.append((command.age, command.chunk, command.index)))
+    CommandListener(lambda command: ages.append((command.age, command.chunk, command.index))).attach(loop)
     link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, prefix_age_ms=7.0)]
     loop.run(3)
     link.ready = [StreamWindow(3, np.ones((20, 2), np.float32), 0.2, 0.1, prefix_age_ms=9.0)]
@@ -475,7 +482,7 @@ def test_commands_of_a_stream_say_how_old_their_frame_is() -> None:
 def test_a_frame_that_is_ahead_is_not_less_than_no_steps_old() -> None:
     loop, _, link, _ = of(100.0)
     ages: list[int] = []
-    loop.watch(lambda command: ages.append(command.age))
+    CommandListener(lambda command: ages.append(command.age)).attach(loop)
     link.ready = [StreamWindow(0, np.ones((3, 2), np.float32), 0.0, 0.05)]
     loop.run(1)
     assert ages == [0]
@@ -516,7 +523,7 @@ def test_a_blind_robot_is_not_asked_again_where_it_stands() -> None:
 
 def test_nothing_is_known_before_the_first_sample() -> None:
     loop, robot, link, _ = of()
-    assert loop.seen() is None
+    assert newest_of(loop) is None
     assert [loop.controller.command(step).reason for step in range(3)] == ["the robot is blind"] * 3
     loop, robot, link, _ = of()
     lies = StreamWindow(0, np.ones((9, 2), np.float32), 5.0, 5.0)
@@ -534,12 +541,12 @@ def test_nothing_is_known_before_the_first_sample() -> None:
     loop.run(1)
     assert robot.done[0] == 1.0
     assert [delay for _, delay, _ in link.sent] == [1]
-    assert loop.seen() is None  # a robot that has no cameras shows nothing
+    assert newest_of(loop) is None  # a robot that has no cameras shows nothing
     robot.observe = lambda: {"images": {"front": 1}, "state": np.ones(2)}  # type: ignore[method-assign]
     link.ready = [StreamWindow(1, np.ones((9, 2), np.float32), 0.0, 0.0, said="the egg")]
     loop.run(2)
     assert loop.prompt == "go"
-    seen = loop.seen()
+    seen = newest_of(loop)
     assert seen is not None
     assert (seen[0], seen[1]["images"], seen[1]["said"]) == ("go", {"front": 1}, "the egg")
     np.testing.assert_array_equal(seen[1]["state"], [1, 1])

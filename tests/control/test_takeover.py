@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sinew_client.arm.takeover import Takeover
 from sinew_client.control import (
     Command,
+    CommandListener,
     Journal,
+    Keep,
     LeaderError,
     Limits,
     Loop,
@@ -23,14 +26,13 @@ from sinew_client.control import (
     Settings,
     ShadowAgreement,
     SimulatedPace,
-    Takeover,
     repeat,
 )
 from sinew_client.control.authority import ALIGNS, SILENT, HandedOver
 from sinew_client.control.controller import UNKNOWN
 from sinew_client.control.facts import facts_of
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
-from sinew_client.control.takeover import agreement_rows
+from sinew_client.control.report import agreement_rows
 
 from tests.control.test_promises import BAD
 
@@ -109,13 +111,20 @@ class Hand:
 
 def loop_of(robot: Robot, source: Any, hand: Any, **options: Any) -> Loop:
     align, shadow = options.pop("align", 0.05), options.pop("shadow", False)
-    extra = {name: options.pop(name) for name in ("keep", "watch") if name in options}
+    keep = options.pop("keep", None)
     chosen = Settings(
         HZ, **{"handover": "aligned", "motion": {"kind": "absolute"}, "limits": LIMITS, **options}
     )
     limits = None if chosen.limits is None else Limits.parse(chosen.limits, DIM)
     takeover = Takeover(hand, chosen.parse_motion(), DIM, limits, align, shadow)
-    return Loop(robot, source, chosen, DIM, "go", SimulatedPace(HZ), takeover=takeover, **extra)  # type: ignore[arg-type]
+    listeners = [takeover, *([] if keep is None else [Keep(keep)])]
+    return Loop(robot, source, chosen, DIM, "go", SimulatedPace(HZ), listeners)  # type: ignore[arg-type]
+
+
+def takeover_of(loop: Loop) -> Takeover:
+    """Return the take-over of a loop."""
+    (takeover,) = (each for each in loop.listeners if isinstance(each, Takeover))
+    return takeover
 
 
 def until(loop: Loop, steps: int) -> None:
@@ -144,22 +153,22 @@ def test_hand_overs_have_no_jump(rounds: int) -> None:
         }
         loop = loop_of(robot, Policy(rng, int(rng.integers(0, 4))), hand, **options)
         driver: list[str] = []
-        loop.watch(lambda command, seen=driver: seen.append(command.by))
+        CommandListener(lambda command, seen=driver: seen.append(command.by)).attach(loop)
         for _ in range(4):
             ticks(loop, int(rng.integers(3, 20)))
-            loop.take_over()
+            takeover_of(loop).take_over()
             if not hasattr(hand, "align"):  # the person brings it there
                 ticks(loop, 2)
                 hand.at = np.float32(robot.position + rng.uniform(-0.04, 0.04, DIM))
             for _ in range(100):
                 ticks(loop, 1)
-                if loop.driver == "human":
+                if loop.controller.driver == "human":
                     break
-            assert loop.driver == "human"
+            assert loop.controller.driver == "human"
             for _ in range(int(rng.integers(1, 15))):
                 hand.at = np.float32(rng.uniform(-4, 4, DIM))  # shaken as fast as one likes
                 ticks(loop, 1)
-            loop.hand_back()
+            takeover_of(loop).hand_back()
         ticks(loop, 30)
         last: np.ndarray | None = None
         by = ""
@@ -197,24 +206,24 @@ def test_a_robot_is_looked_at_as_often_as_somebody_has_to_know() -> None:
     robot = Seen([0.0] * DIM, droop=0.3)
     hand, source = Hand([0.0] * DIM, follows=False), Policy(np.random.default_rng(0), 3)
     loop = loop_of(robot, source, hand, limits={**LIMITS, "still": [0.0, None, None]})
-    loop.take_over()
+    takeover_of(loop).take_over()
     until(loop, 1)
-    assert (loop.driver, robot.looks) == ("aligning", 1)
+    assert (loop.controller.driver, robot.looks) == ("aligning", 1)
     hand.at = np.full(DIM, 0.3, np.float32)  # of two numbers only its state says where it is
     until(loop, 5)
-    assert (loop.driver, robot.looks) == ("human", 3)
-    loop.hand_back()
+    assert (loop.controller.driver, robot.looks) == ("human", 3)
+    takeover_of(loop).hand_back()
     until(loop, 9)
-    assert (loop.driver, robot.looks) == ("policy", 3 + source.asked)
+    assert (loop.controller.driver, robot.looks) == ("policy", 3 + source.asked)
     while source._due is None:  # until an answer is under way
         ticks(loop, 1)
-    loop.take_over()
+    takeover_of(loop).take_over()
     ticks(loop, 4)
     assert (source._due, loop.report().faults["total"]) == (None, 0)
     hand.at = np.float32(loop.controller.guard.here)  # type: ignore[union-attr]  # and not where it droops to
     looks = robot.looks
     ticks(loop, 2)
-    assert (loop.driver, robot.looks) == ("human", looks)
+    assert (loop.controller.driver, robot.looks) == ("human", looks)
     robot = Seen([0.0] * DIM)
     eyes = Onlooker(robot, Absolute(), DIM)
     until(loop_of(eyes, Policy(np.random.default_rng(0), 3), eyes, shadow=True, limits={}, align=9.0), 20)  # type: ignore[arg-type]
@@ -234,22 +243,23 @@ def test_a_leader_that_is_elsewhere_is_not_followed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the person has brought it near, the robot holds, and it is said by how much it is elsewhere."""
-    monkeypatch.setattr("sinew_client.control.loop.SimulatedPace", type(None))  # whose holds are not logged
+    monkeypatch.setattr(
+        "sinew_client.control.listeners.hold_log.SimulatedPace", type(None)
+    )  # whose holds are not logged
     robot, hand = Robot([0.0, 0.0, 0.0]), Hand([1.0, 0.0, 0.0], follows=False)
     loop = loop_of(robot, Policy(np.random.default_rng(0)), hand, align=0.1)
     until(loop, 5)
-    loop.take_over()
+    takeover_of(loop).take_over()
     until(loop, 15)
-    assert loop.driver == "aligning"
+    assert loop.controller.driver == "aligning"
     assert loop.reason == ALIGNS
     here = robot.position
     assert all(row is None for row in robot.sent[5:])
-    assert loop.takeover is not None
-    assert loop.takeover.apart.startswith(f"a by {abs(1.0 - float(here[0])):.4g}, at most 0.1")
+    assert takeover_of(loop).apart.startswith(f"a by {abs(1.0 - float(here[0])):.4g}, at most 0.1")
     assert f"holds: {ALIGNS} (a by {abs(1.0 - float(here[0])):.4g}, at most 0.1" in caplog.text
     hand.at = here + np.float32([0.05, 0.0, 0.0])
     until(loop, 16)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
     np.testing.assert_allclose(robot.sent[-1], hand.at, atol=1e-6)
 
 
@@ -267,9 +277,9 @@ def test_a_leader_that_fails_holds_the_robot(said: Any, reason: str) -> None:
     robot, hand = Robot([0.0, 0.0, 0.0]), Hand([0.0, 0.0, 0.0])
     loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
     until(loop, 3)
-    loop.take_over()
+    takeover_of(loop).take_over()
     until(loop, 30)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
 
     def read() -> Any:
         if isinstance(said, Exception):
@@ -293,16 +303,16 @@ def test_what_is_decided_is_repeated_to_the_bit(tmp_path: Path) -> None:
         options = {"limits": {**LIMITS, "jerk": 500, "jump": 5}, "filter": "lowpass:3", "speed": 0.5}
         loop = loop_of(robot, Policy(rng, 2), hand, shadow=shadow, **options)
         journal = Journal(tmp_path / f"{shadow}.jsonl", loop.settings, DIM)
-        loop.listeners.append(journal.put)
+        loop.controller.listeners.append(journal.put)
         if shadow:
             loop.controller.take_over(0, shadow=True)  # again, for the journal, which begins here
         for _ in range(3):
             ticks(loop, 12)
-            loop.take_over()
+            takeover_of(loop).take_over()
             ticks(loop, 20)
             hand.at = np.float32(rng.uniform(-1, 1, DIM))
             ticks(loop, 5)
-            loop.hand_back()
+            takeover_of(loop).hand_back()
         journal.close()
         found = repeat(tmp_path / f"{shadow}.jsonl")
         assert found.differences == []
@@ -342,9 +352,9 @@ def test_a_shadow_drives_nothing_and_is_compared() -> None:
     assert report["numbers"]["c"]["explained"] == pytest.approx(
         1 - np.mean((0.5 - cosine) ** 2) / np.var(cosine), rel=1e-4
     )
-    loop.hand_back()  # a shadow does not drive
+    takeover_of(loop).hand_back()  # a shadow does not drive
     until(loop, 62)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
 
 
 def test_a_shadows_chunks_are_compared_row_by_row_with_the_delay_made_up_for() -> None:
@@ -404,8 +414,7 @@ def test_an_onlooker_commands_nothing() -> None:
         assert robot.sent == []
         assert loop.report().agreement["steps"] >= 19
         if action is not None:
-            assert loop.takeover is not None
-            np.testing.assert_array_equal(loop.takeover.leader.read(), action)
+            np.testing.assert_array_equal(takeover_of(loop).leader.read(), action)
 
 
 def test_frames_are_marked_by_who_drives() -> None:
@@ -419,9 +428,9 @@ def test_frames_are_marked_by_who_drives() -> None:
         keep=lambda seen, prompt, command: kept.append((int(seen["images"]["front"][0, 0, 0]), command, prompt)),
     )  # fmt: skip
     until(loop, 10)
-    loop.take_over()
+    takeover_of(loop).take_over()
     until(loop, 25)
-    loop.hand_back()
+    takeover_of(loop).hand_back()
     until(loop, 40)
     assert [command.step for _, command, _ in kept] == [
         at for at, row in enumerate(robot.sent) if row is not None
@@ -440,24 +449,24 @@ def test_a_button_takes_over_and_pausing_ends_it() -> None:
     hand.wanted = False  # type: ignore[attr-defined]
     loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
     until(loop, 4)
-    assert loop.driver == "policy"
+    assert loop.controller.driver == "policy"
     hand.wanted = True  # type: ignore[attr-defined]
     until(loop, 30)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
     loop.pause()
     until(loop, 31)
-    assert (loop.driver, loop.reason) == ("policy", "paused")
+    assert (loop.controller.driver, loop.reason) == ("policy", "paused")
     loop.resume()
     until(loop, 33)
-    assert loop.driver == "policy"  # the button has not changed
+    assert loop.controller.driver == "policy"  # the button has not changed
     hand.wanted = False  # type: ignore[attr-defined]
     until(loop, 34)
     hand.wanted = True  # type: ignore[attr-defined]
     until(loop, 60)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
     loop.restart("a new episode")
     until(loop, 61)
-    assert loop.driver == "policy"
+    assert loop.controller.driver == "policy"
 
 
 def test_how_near_is_near_has_to_be_known() -> None:
@@ -493,17 +502,16 @@ def test_a_leader_whose_motors_fail_takes_over_when_they_work() -> None:
 
     hand.align, hand.free = method("align"), method("free")  # type: ignore[attr-defined]
     loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
-    assert loop.takeover is not None
     until(loop, 3)
-    loop.take_over()
+    takeover_of(loop).take_over()
     for steps, name in ((5, "align"), (7, "free")):  # it is far away at first, and then it is brought near
         until(loop, steps)
-        assert loop.driver == "aligning"
-        assert loop.takeover.apart == f"the leader could not be aligned: RuntimeError: {name} is jammed"
+        assert loop.controller.driver == "aligning"
+        assert takeover_of(loop).apart == f"the leader could not be aligned: RuntimeError: {name} is jammed"
         hand.at = robot.position
     works.append("free")
     until(loop, 8)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
     assert robot.sent[3:7] == [None] * 4
 
 
@@ -572,7 +580,7 @@ def test_an_onlooker_knows_what_was_done_where_all_of_it_is_known() -> None:
 
 
 def test_an_agreement_keeps_so_many_steps_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinew_client.control.takeover.KEPT", 4)
+    monkeypatch.setattr("sinew_client.control.listeners.shadow.KEPT", 4)
     for frames, counted in ((range(5), 4), ([4, 0, 0, 0, 0], 3)):
         found, row = ShadowAgreement(), np.zeros(1, np.float32)
         for step, frame in enumerate(frames):
@@ -672,13 +680,13 @@ def test_nobody_leaves_a_workspace_whose_sensor_fails(kind: str, by: str) -> Non
     loop = loop_of(robot, source, hand, motion=OFFSETS, limits=limits)
     robot.now = loop.pace.now
     if by == "human":
-        loop.take_over()
+        takeover_of(loop).take_over()
     until(loop, 3)
-    assert loop.driver == by
+    assert loop.controller.driver == by
     if kind != "fine":
         robot.eye = wrong_eyes(robot.observe())[kind]
     heard: list[Command] = []
-    loop.watch(heard.append)
+    CommandListener(heard.append).attach(loop)
     until(loop, 63)
     assert np.abs(robot.position).max() <= WELL + 1e-6
     if kind == "fine" or kind.startswith("frozen"):
@@ -709,9 +717,9 @@ def test_a_leader_that_comes_back_elsewhere_is_aligned_again(
     loop.pause()  # no policy moves it before
     until(loop, 2)
     loop.resume()
-    loop.take_over()
+    takeover_of(loop).take_over()
     until(loop, 6)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
 
     def failing() -> Any:
         if way == "fails":
@@ -731,18 +739,17 @@ def test_a_leader_that_comes_back_elsewhere_is_aligned_again(
     hand.at = here + np.float32(1.5)
     ticks(loop, 10)
     np.testing.assert_array_equal(robot.position, here)
-    assert loop.driver == "aligning"
-    assert loop.takeover is not None
-    assert loop.takeover.apart == ", ".join(f"{name} by 1.5, at most 0.05" for name in NAMES)
+    assert loop.controller.driver == "aligning"
+    assert takeover_of(loop).apart == ", ".join(f"{name} by 1.5, at most 0.05" for name in NAMES)
     hand.at = here + np.float32(0.04)
     ticks(loop, 3)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
 
 
 def test_a_leader_that_misses_a_step_goes_on() -> None:
     robot, hand = Robot([0.0] * DIM), Hand([0.0] * DIM, follows=False)
     loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
-    loop.take_over()
+    takeover_of(loop).take_over()
     until(loop, 4)
     hand.at = robot.position
     until(loop, 6)
@@ -751,7 +758,7 @@ def test_a_leader_that_misses_a_step_goes_on() -> None:
         ticks(loop, 3)
         hand.at = robot.position + np.float32(0.03)
         ticks(loop, 3)
-        assert loop.driver == "human"
+        assert loop.controller.driver == "human"
     assert loop.report().handed["to_human"] == 1
 
 
@@ -759,12 +766,12 @@ def test_another_instruction_leaves_a_person_driving() -> None:
     """A planner beside the loop says one whenever it likes."""
     robot, hand = Robot([0.0] * DIM), Hand([0.0] * DIM)
     loop = loop_of(robot, Policy(np.random.default_rng(0)), hand)
-    loop.take_over()
+    takeover_of(loop).take_over()
     until(loop, 20)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
     loop.say("pour")
     ticks(loop, 3)
-    assert loop.driver == "human"
+    assert loop.controller.driver == "human"
 
 
 def test_a_leader_of_its_own_is_ended_with_the_loop() -> None:

@@ -248,7 +248,7 @@ def test_after_a_watchdogs_hold_a_robot_starts_from_rest() -> None:
     given = {"limits": {"acceleration": 1.0, "still": None}, "motion": {"kind": "absolute"}, "replan": "20"}
     loop = chunk_loop(arm, **given)
     heard: list[tuple[str, int]] = []
-    loop.listeners.append(lambda event, _: heard.append((event, len(rows))))
+    loop.controller.listeners.append(lambda event, _: heard.append((event, len(rows))))
     loop.source._connect = lambda: lambda *_: np.full((500, 1), 100.0, np.float32)
     with Running(loop, arm):
         until(lambda: len(rows) > 5 and rows[-1] - rows[-2] > 2 * push)

@@ -655,7 +655,7 @@ def test_a_trial_goes_from_word_to_word() -> None:
     """Nobody judges before it begins; a person's verdict may be changed by a person, until it is kept."""
     desk = laid(waits=True, asks=True)
     desk.loop.tick(desk.loop.pace.next())
-    assert desk.loop.paused
+    assert desk.loop.controller.paused
     assert desk.seconds == 0.0
 
     def said(*words: tuple[str, str]) -> list[bool]:
@@ -664,7 +664,7 @@ def test_a_trial_goes_from_word_to_word() -> None:
     assert said(("success", "key"), ("keep", "key"), ("dance", "key"), ("go", "key")) == [False] * 3 + [True]
     assert (desk.state, desk.tally.counts, desk.verdict) == (RUNS, True, "")
     desk.loop.tick(desk.loop.pace.next())
-    assert not desk.loop.paused
+    assert not desk.loop.controller.paused
     assert said(("go", "key"), ("keep", "key"), ("discard", "key"), ("discard ", "key")) == [False] * 4
     assert said(("failure", "time")) == [True]
     assert (desk.state, desk.verdict, desk.by, desk.tally.counts) == (JUDGED, "failure", "time", False)

@@ -18,8 +18,8 @@ from typing import Any
 import msgpack
 import numpy as np
 from sinew_client import untrusted
-from sinew_client.control.end_effector import KinematicsOptions
-from sinew_client.control.kinematics import read_chain
+from sinew_client.arm.end_effector import KinematicsOptions
+from sinew_client.arm.kinematics import read_chain
 from sinew_client.untrusted import UntrustedError
 
 from sinew.bundle import Bundle

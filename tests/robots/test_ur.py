@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sinew_client.arm.kinematics import read_chain
 from sinew_client.control import NoObservation, Stopped
-from sinew_client.control.kinematics import read_chain
 from sinew_client.rotations import from_rpy
 
 from sinew.cli import main

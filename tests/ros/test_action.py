@@ -220,7 +220,7 @@ def test_goals_drive_one_at_a_time(domain: int, capsys: pytest.CaptureFixture[st
         assert (ended.status, ended.result.outcome) == (SUCCEEDED, SUCCESS)
         assert ended.result.steps > ended.result.held
         assert ended.result.chunks > 0
-        assert it.bridge.loop.paused
+        assert it.bridge.loop.controller.paused
         assert len(it.robot.arm[-1].points) == 1  # the trajectory was ended where it was
         # Cancelled by another client, by its number and as all of them.
         for number, asked in ((3, 3), (4, 0)):
@@ -229,7 +229,7 @@ def test_goals_drive_one_at_a_time(domain: int, capsys: pytest.CaptureFixture[st
             assert caller.cancel(asked) == (NONE, 1)
             ended = caller.result(number)
             assert (ended.status, ended.result.outcome) == (CANCELED, CANCEL)
-            assert it.bridge.loop.paused  # by the time that it is said
+            assert it.bridge.loop.controller.paused  # by the time that it is said
             assert caller.cancel(number) == (TERMINATED, 0)
         # The time limit, which is a failure, or what was wanted.
         for number, succeeds in ((5, False), (6, True)):
@@ -278,11 +278,11 @@ def test_a_newer_goal_takes_the_place_of_one(domain: int, caplog: pytest.LogCapt
         until(lambda: "higher" in it.server.puppet.computed)
         own = [2] * 16
         until(lambda: [x for x in it.caller.feedback if list(x.goal_id.uuid) == own and x.feedback.command])
-        assert not it.bridge.loop.paused
+        assert not it.bridge.loop.controller.paused
         assert "pauses" not in caplog.text
         it.goals.shut("the node is deactivated")
         assert "pauses" in caplog.text
-        assert it.bridge.loop.paused
+        assert it.bridge.loop.controller.paused
         ended = it.caller.result(2)
         assert (ended.status, ended.result.outcome, ended.result.message) == (
             ABORTED,
@@ -317,11 +317,11 @@ def test_a_managed_node_takes_goals_while_it_is_active(domain: int, caplog: pyte
             assert not caller.send(1, "")
             assert "prompt: expected an instruction" in caplog.text
             assert managed.bridge is not None
-            assert managed.bridge.loop.paused  # until there is a goal
+            assert managed.bridge.loop.controller.paused  # until there is a goal
             assert caller.send(1)
             until(lambda: robot.arm, "a trajectory")
             assert manager.change(4)
-            assert managed.bridge.loop.paused
+            assert managed.bridge.loop.controller.paused
             ended = caller.result(1)
             assert (ended.status, ended.result.message) == (ABORTED, "the node is deactivating")
             assert not caller.send(2)

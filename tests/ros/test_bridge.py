@@ -142,7 +142,7 @@ def test_messages_in_trajectories_out(domain: int) -> None:
         with sending(robot, encoding="16UC1"):
             until(lambda: front.dropped, "a message that is dropped")
         robot.enable({"data": False})
-        until(lambda: bridge.loop.paused, "a pause")
+        until(lambda: bridge.loop.controller.paused, "a pause")
         until(lambda: robot.status, "a status")
     points = robot.arm[0].points
     assert robot.arm[0].joint_names == ["a"]
@@ -179,9 +179,9 @@ def test_a_robot_without_messages_holds_and_says_why(domain: int) -> None:
                 bridge.enable(on)
             steps = bridge.loop.steps
             until(lambda: bridge.loop.steps > steps + 3)
-            assert bridge.loop.paused
+            assert bridge.loop.controller.paused
             bridge.enable(True)
-            until(lambda: not bridge.loop.paused)
+            until(lambda: not bridge.loop.controller.paused)
         assert set(bridge.loop.report().held) <= {"front: no message on /front yet", STARTING, "paused"}
         status = bridge.status()["status"][0]
         assert (status["level"], status["message"]) == (2, "holds: front: no message on /front yet")

@@ -156,7 +156,7 @@ def test_a_manager_sets_its_states(domain: int, caplog: pytest.LogCaptureFixture
                 assert manager.change(3)
                 until(lambda: len(robot.arm) > count, "a trajectory")  # noqa: B023
                 assert manager.change(4)
-                assert node.bridge.loop.paused
+                assert node.bridge.loop.controller.paused
                 count = len(robot.gripper)
                 assert manager.change(2)
                 until(lambda: manager.state == "unconfigured")
@@ -223,7 +223,7 @@ def test_a_node_whose_manager_is_gone_holds(domain: int, by: str) -> None:  # no
                 heartbeat(instance, active=by == "silence", patience=0.1)
                 until(lambda: node.state == INACTIVE, "the node to deactivate itself")
                 assert node.bridge is not None
-                assert node.bridge.loop.paused
+                assert node.bridge.loop.controller.paused
                 until(lambda: not lives()[-1].active, "its own last word")
         assert manager.change(label="shutdown")
 

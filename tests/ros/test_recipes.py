@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control.kinematics import read_chain
+from sinew_client.arm.kinematics import read_chain
 from sinew_client.rotations import to_vector
 from sinew_ros.__main__ import main
 from sinew_ros.contract import ContractError, parse, read

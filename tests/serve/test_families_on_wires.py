@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import Client
-from sinew_client.control import Loop, NoObservation, Pace, Settings
+from sinew_client.control import Earlier, Loop, NoObservation, Pace, Settings
 from sinew_client.control.servers import Servers
 from sinew_client.history import History
 
@@ -208,7 +208,7 @@ class Walker:
             History.of(self._spec.to_dict()),
         )
         servers, dim = Servers([f"tcp://127.0.0.1:{port}"]), self._spec.action.dim
-        return Loop(self, servers, settings, dim, prompt, self.clock, history=history)
+        return Loop(self, servers, settings, dim, prompt, self.clock, [Earlier(history)])
 
     def moments(self, step: int) -> list[int]:
         """Return the steps whose moments a request has to have: of those at which nothing was seen, the one before."""

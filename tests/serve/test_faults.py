@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import zmq
 from sinew_client import Client, ClientError, ServerError, protocol, zmtp
-from sinew_client.control import Loop, Servers, Settings
+from sinew_client.control import CommandListener, Loop, Servers, Settings
 from sinew_client.control.reaction import histogram
 from sinew_client.control.robots import Dry
 from websockets.sync.client import connect as websocket
@@ -511,7 +511,7 @@ def test_a_robot_whose_own_methods_block_is_held(server, where):
     arm = Arm(policy)
     settings = Settings(hz, "aligned", "4", deadline=WAIT_S)
     loop = Loop(arm, Servers(server.address, without=("time",)), settings, dim, "swing")
-    loop.watch(lambda _: loop.stop() if arm.blocked and len(acts) > 20 else None)
+    CommandListener(lambda _: loop.stop() if arm.blocked and len(acts) > 20 else None).attach(loop)
     with Bystander(1 / hz) as bystander:
         report = loop.run(int(hz * WAIT_S))
     loop.close()

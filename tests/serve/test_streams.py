@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from sinew_client import Client, ServerError, schema
 from sinew_client.control import Loop, Planner, Settings, Stream, StreamReport
 from sinew_client.control.pace import Pace
+from sinew_client.control.planner import newest_of
 from sinew_client.form import Fitted
 from sinew_client.link import KEEPALIVE
 from sinew_client.streams import StreamLink, StreamWindow, decode_window
@@ -140,7 +142,7 @@ def test_a_planner_changes_the_instruction_in_mid_stream(policy: Policy) -> None
 
     with serving(policy) as server:
         loop = robot_loop(StreamLink(server.native, RATE))
-        planner = Planner(plan, 0.01, loop.seen, loop.say)
+        planner = Planner(plan, 0.01, partial(newest_of, loop), loop.say)
         planner.once()  # there is nothing to see yet
         drive(loop, 3)
         (robot,) = server.streams.robots.values()

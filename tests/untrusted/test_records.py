@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import pytest
-from sinew_client.control.end_effector import KinematicsOptions
-from sinew_client.control.kinematics import KinematicsError
+from sinew_client.arm.end_effector import KinematicsOptions
+from sinew_client.arm.kinematics import KinematicsError
 
 from sinew.cli.top_view import view
 from sinew.core import SinewError

@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from sinew_client import Client
+from sinew_client.arm.end_effector import EndEffector
 from sinew_client.auth import key_from_environment
-from sinew_client.control import Cadence, Command, Controller, Reporter, Servers, SettingsError
-from sinew_client.control.end_effector import EndEffector
+from sinew_client.control import (
+    Cadence,
+    Command,
+    CommandListener,
+    Controller,
+    Reporter,
+    Servers,
+    SettingsError,
+)
 from sinew_client.control.run import FOLLOWS, Run, RunPlan
 from sinew_client.protocol import MAX_ROWS
 
@@ -102,7 +110,9 @@ class Bridge:
         )
         self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")
         # A refused first request holds the robot, and the node's status has the reason.
-        self.loop = Run(plan, servers, server=servers, watch=self._watch, hold_refused=True).loop
+        self.loop = Run(
+            plan, servers, server=servers, listeners=[CommandListener(self._watch)], hold_refused=True
+        ).loop
         self.ended = False  # the loop is over, and the robot holds
         self._enabled = contract.start and not managed
         if not self._enabled:
@@ -156,9 +166,9 @@ class Bridge:
     def _watch(self, command: Command) -> None:
         """Publish what is planned when a new chunk has begun, and a stop when a hold has."""
         self._reason = command.reason
-        self.robot.paused = self.loop.paused
+        self.robot.paused = self.loop.controller.paused
         if self._goals is not None:
-            self._goals.saw(command, self.loop.paused)
+            self._goals.saw(command, self.loop.controller.paused)
         if self.contract.kinematics is not None:  # its poses become joints one by one
             return
         if command.row is None:
@@ -196,7 +206,7 @@ class Bridge:
 
     def status(self) -> dict[str, Any]:
         """Return a diagnostic_msgs/DiagnosticArray of the present state."""
-        report, paused, reason = self.report(), self.loop.paused, self._reason
+        report, paused, reason = self.report(), self.loop.controller.paused, self._reason
         values: dict[str, Any] = {"prompt": self.loop.prompt, "chunks": report["control"]["chunks"]}
         values["failed requests"] = report["control"]["failed_requests"]
         slow = []

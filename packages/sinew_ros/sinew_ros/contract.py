@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from sinew_client import ClientError
+from sinew_client.arm.end_effector import KinematicsOptions
+from sinew_client.arm.kinematics import Chain, read_chain
 from sinew_client.control import Settings
 from sinew_client.control.defaults import stated
-from sinew_client.control.end_effector import KinematicsOptions
-from sinew_client.control.kinematics import Chain, read_chain
 from sinew_client.untrusted import named, read_yaml, shown
 
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sinew_client.control.controller import PAUSED
 from sinew_client.control.facts import facts_of
+from sinew_client.control.listeners.command_listener import CommandListener
 
 from sinew.core import SinewError, progress
 from sinew.eval.robot import SimulatedRobot
@@ -68,8 +69,8 @@ class Desk:
         if not self.waits:
             self._read()  # what was written too late for the last trial is said of none
         self.verdict, self.by, self.note, self.seconds, self.state = "", "", "", 0.0, SET_UP
-        loop.listeners.append(self.tally.hear)
-        loop.watch(self._look)
+        loop.controller.listeners.append(self.tally.hear)
+        CommandListener(self._look).attach(loop)
         if self.waits:
             loop.pause()
         else:

@@ -22,8 +22,8 @@ from typing import Any
 import msgpack
 import numpy as np
 from aiohttp import web
-from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN
+from sinew_client.control.replan import parse_rule
 from sinew_client.episode import Ensembled
 from sinew_client.history import History
 from sinew_client.untrusted import shown

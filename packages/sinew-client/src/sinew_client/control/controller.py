@@ -112,6 +112,11 @@ class BaseController:
         raise NotImplementedError
 
     @property
+    def request(self) -> ChunkRequest | None:
+        """Return the request under way, where answers are asked for one at a time."""
+        return None
+
+    @property
     def said(self) -> str:
         """Return the newest text of the policy's language head, "" where it says none."""
         return ""
@@ -171,6 +176,10 @@ class BaseController:
         else:
             self.ages[command.age] -= 1
         self._count(reason)
+
+    def instructed(self, step: int, prompt: str) -> None:
+        """Take note of another instruction, from this step on."""
+        self._tell("prompt", {"step": step, "prompt": prompt})
 
     def leaves(self, command: Command, time: float) -> None:
         """Take note of when a command goes to the robot, seconds since the first tick."""
@@ -452,6 +461,10 @@ class Controller(BaseController):
     @property
     def chunks(self) -> int:
         return self.player.chunks
+
+    @property
+    def request(self) -> ChunkRequest | None:
+        return self.player.request
 
     # ------------------------------------------------------------------------- events
 

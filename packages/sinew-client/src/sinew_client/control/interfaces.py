@@ -27,10 +27,9 @@ class Robot(Protocol):
         seconds of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since
         then; ``times``, the same of each camera by its name, and of the "state", where they differ
         (``Settings.stale_of``, ``Settings.skew``); ``action`` float [D], what somebody else has it do, where it is only
-        looked at (:class:`~sinew_client.control.takeover.Onlooker`). Raises :class:`NoObservation` where there is
-        nothing to act on. What goes to a stream
-        (:class:`~sinew_client.control.stream.Watching`) is without ``images`` where there is no newer frame, and has
-        ``blind``, the reason, where one should be there."""
+        looked at (:class:`~sinew_client.control.listeners.shadow.Onlooker`). Raises :class:`NoObservation` where there
+        is nothing to act on. What goes to a stream (:class:`~sinew_client.control.stream.Watching`) is without
+        ``images`` where there is no newer frame, and has ``blind``, the reason, where one should be there."""
 
     def act(self, row: np.ndarray) -> None:
         """Send one command, float32 [D] in the policy's units. Raises :class:`NoCommand` where it sends nothing."""

@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import Any, Callable, Mapping
 
+from sinew_client.control.loop import Loop
 from sinew_client.errors import ClientError
 from sinew_client.modules import load_named
 
@@ -25,7 +26,7 @@ class Planner:
         own language head, where one was asked for), and returns another instruction, or None to leave it. One that
         takes longer than its period is called again when it is done; one that raises, whatever it is, or answers with
         more than 4,096 characters or what UTF-8 cannot say, is logged, and the instruction stays.
-    look: returns instruction and observation; None while there is nothing to see.
+    look: returns instruction and observation, such as :func:`newest_of` a loop; None while there is nothing to see.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class Planner:
 
     def once(self) -> None:
         """Ask once."""
-        found = self._look()
-        if found is None:
+        newest = self._look()
+        if newest is None:
             return
         self.calls += 1
         try:
-            answer = self._plan(*found)
-            if not isinstance(answer, str) or not answer.strip() or answer == found[0]:
+            answer = self._plan(*newest)
+            if not isinstance(answer, str) or not answer.strip() or answer == newest[0]:
                 return
             if len(answer) > LONGEST:
                 raise ClientError(f"planner: expected at most {LONGEST} characters, got {len(answer)}")
@@ -73,9 +74,21 @@ class Planner:
             self.once()
 
 
+def newest_of(loop: Loop) -> tuple[str, dict[str, Any]] | None:
+    """Return a loop's instruction and its newest observation, for a planner; None before there is one.
+
+    ``said`` in it is the last text of the policy's language head, where one was asked for.
+    """
+    observer, text = loop.observer, loop.controller.said
+    if observer.state is None or not observer.images:
+        return None
+    observation = {"images": observer.images, "state": observer.state, **({"said": text} if text else {})}
+    return loop.prompt, observation
+
+
 def open_planner(text: str) -> Plan:
     """Return the callable that ``module:name`` names. Raises ClientError."""
-    found = load_named(text, f"planner {text}")
-    if not callable(found):
-        raise ClientError(f"planner {text}: expected a callable, got {type(found).__name__}")
-    return found
+    plan = load_named(text, f"planner {text}")
+    if not callable(plan):
+        raise ClientError(f"planner {text}: expected a callable, got {type(plan).__name__}")
+    return plan

@@ -12,9 +12,9 @@ import numpy as np
 from sinew_client.control.authority import HandedOver
 from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
-from sinew_client.control.takeover import KEPT, ShadowAgreement, agreement_rows
 from sinew_client.control.watchdog import Watchdog
 
+KEPT = 100_000  # ages of one source
 LISTED = 8  # limits of single joints that a report lists
 MAX_SOURCES = 64  # whose ages are kept
 
@@ -29,10 +29,10 @@ class Cadence:
     the others were late or lost; unanswered: how many of them came after the last chunk. request_ms: what the last
     requests took, in control steps, as the next one is planned for. watchdog: True if one watched the loop;
     watchdog_holds: holds that it gave, and longest_gap_ms: between two of all commands and holds. handed: hand-overs
-    between the policy and a human (:class:`~sinew_client.control.takeover.HandedOver`); filter: its text, its delay in
+    between the policy and a human (:class:`~sinew_client.control.authority.HandedOver`); filter: its text, its delay in
     milliseconds, which rows of later steps make up for, and the control steps in which they were not there; agreement:
-    of a policy that is only watched (:class:`~sinew_client.control.takeover.ShadowAgreement`); sources: how old each
-    camera and the state were when they were looked at, and how far the cameras' frames were apart ("skew"), in
+    of a policy that is only watched (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`); sources: how old
+    each camera and the state were when they were looked at, and how far the cameras' frames were apart ("skew"), in
     milliseconds, of a robot that says when each was seen (:class:`SourceAges`).
     """
 
@@ -66,7 +66,7 @@ class Cadence:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return lines for people: a name and its text."""
-        found = [
+        lines = [
             ("control rate", f"{self.rate_hz:.2f} Hz of {self.hz:g} over {self.seconds:.1f} s"),
             ("late ticks", f"{self.late} of {self.steps}, {self.skipped} periods skipped"),
             ("tick lateness", _spread(self.jitter_ms)),
@@ -76,22 +76,22 @@ class Cadence:
             ("next chunk due", f"{self.request_ms:.0f} ms after it is asked for, in whole control steps"),
             ("held", f"{sum(self.held.values())} of {self.steps} steps"),
         ]
-        found += [
+        lines += [
             ("", f"{count} x {reason}") for reason, count in sorted(self.held.items(), key=lambda x: -x[1])
         ]
-        found.append(("clipped", f"{self.clipped_commands} commands"))
-        found += [("", text) for text in _clipped(self.clipped)]
-        found += [
+        lines.append(("clipped", f"{self.clipped_commands} commands"))
+        lines += [("", text) for text in _clipped(self.clipped)]
+        lines += [
             ("frames apart" if name == "skew" else f"age of {name}", _spread(ages))
             for name, ages in self.sources.items()
         ]
         if self.filter:
             ms, missing = self.filter["delay_ms"], self.filter["missing"]
             made = f"{ms:.0f} ms behind, made up for by later rows but in {missing} steps"
-            found.append(("filter", f"{self.filter['filter']}: {made}"))
+            lines.append(("filter", f"{self.filter['filter']}: {made}"))
         if self.handed:
-            found.append(("hand-overs", HandedOver(**self.handed).text()))
-        return found + (agreement_rows(self.agreement) if self.agreement else [])
+            lines.append(("hand-overs", HandedOver(**self.handed).text()))
+        return lines + (agreement_rows(self.agreement) if self.agreement else [])
 
     def _failed(self) -> str:
         return f"{self.failed_requests} requests failed, {self.faults['total']} errors"
@@ -104,10 +104,11 @@ def cadence(
     failed: int,
     substeps: int,
     watchdog: Watchdog,
-    agreement: ShadowAgreement | None = None,
-    sources: SourceAges | None = None,
+    sources: SourceAges,
+    listeners: Mapping[str, Any],
 ) -> Cadence:
-    """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer."""
+    """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer.
+    listeners: fields that the loop's listeners report."""
     smoothing = controller.smoothing if isinstance(controller, Controller) else None
     span = (pace.ticks + pace.skipped) * pace.period
     period = pace.period * substeps
@@ -141,18 +142,18 @@ def cadence(
             "delay_ms": round(1e3 * period * smoothing.design.lag, 3),
             "missing": smoothing.missing,
         },
-        agreement={} if agreement is None else agreement.to_dict(),
-        sources={} if sources is None else sources.to_dict(),
+        sources=sources.to_dict(),
+        **{"agreement": {}, **listeners},
     )
 
 
 def _clipped(counts: Mapping[str, int]) -> list[str]:
     """Return which limits changed commands, most first: of many joints a line for each kind of limit."""
-    found = sorted(counts.items(), key=lambda each: -each[1])
-    if len(found) <= LISTED:
-        return [f"{count} x {name}" for name, count in found]
+    ordered = sorted(counts.items(), key=lambda each: -each[1])
+    if len(ordered) <= LISTED:
+        return [f"{count} x {name}" for name, count in ordered]
     kinds: dict[str, list[tuple[str, int]]] = {}
-    for name, count in found:
+    for name, count in ordered:
         joint, _, kind = name.rpartition(".")
         kinds.setdefault(kind, []).append((joint, count))
     lines = []
@@ -170,11 +171,11 @@ class SourceAges:
 
     def add(self, ages: Mapping[str, float], cameras: Iterable[str]) -> None:
         """Note one observation: seconds by source, of which ``cameras`` are those of its frames."""
-        found = dict(ages)
+        seconds = dict(ages)
         frames = [ages[name] for name in cameras if name in ages]
         if len(frames) > 1:
-            found["skew"] = max(frames) - min(frames)
-        for name, age in found.items():
+            seconds["skew"] = max(frames) - min(frames)
+        for name, age in seconds.items():
             if name in self._seconds or len(self._seconds) < MAX_SOURCES:
                 own = self._seconds.setdefault(name, [])
                 if len(own) < KEPT and math.isfinite(age):
@@ -193,16 +194,33 @@ def gap(milliseconds: float, watched: bool, holds: int) -> str:
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
     """Return p50, p95, p99 and max of some numbers; an empty dict of none."""
-    found = np.fromiter(values, np.float64)
-    if not found.size:
+    numbers = np.fromiter(values, np.float64)
+    if not numbers.size:
         return {}
-    marks = {f"p{q}": round(float(np.percentile(found, q)), 3) for q in (50, 95, 99)}
-    return {**marks, "max": round(float(found.max()), 3)}
+    marks = {f"p{q}": round(float(np.percentile(numbers, q)), 3) for q in (50, 95, 99)}
+    return {**marks, "max": round(float(numbers.max()), 3)}
 
 
 def rate(count: int, seconds: float) -> str:
     """Return how many a second, for people."""
     return f"{count / seconds:.2f} Hz" if seconds else "- Hz"
+
+
+def agreement_rows(agreement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the agreement of a shadow in lines for people: a name and its text."""
+    lines = [("agreement", f"{agreement['steps']} steps, {agreement['missing']} without a row of the policy")]
+    rows = agreement.get("rows") or {"row": [], "numbers": {}}
+    shown = sorted(
+        {round(share * (len(rows["row"]) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)} if rows["row"] else ()
+    )
+    if shown:
+        lines.append(("", "by row of a chunk, " + ", ".join(str(rows["row"][at]) for at in shown) + ":"))
+    for name, each in agreement["numbers"].items():
+        share = "-" if each["explained"] is None else f"{100 * each['explained']:.0f} %"
+        own = rows["numbers"].get(name, {}).get("p50", [])
+        by_row = "; by row " + ", ".join(f"{own[at]:.3g}" for at in shown) if own else ""
+        lines.append(("", f"{name}: p50 {each['p50']:.3g}, p95 {each['p95']:.3g}, {share} explained{by_row}"))
+    return lines
 
 
 def _spread(values: dict[str, float]) -> str:

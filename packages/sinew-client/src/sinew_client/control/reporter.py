@@ -73,21 +73,21 @@ class Reporter:
         (then, old_steps, old_ages), (now, steps, ages) = self._recent[0], self._note()
         span, ms = max(now - then, 1e-6), 1e3 / loop.settings.hz
         rows = Counter({age: count - old_ages.get(age, 0) for age, count in ages.items()})
-        found = percentiles(ms * age for age in rows.elements())
+        row_ages = percentiles(ms * age for age in rows.elements())
         successes, episodes = self._facts.counts
         state = "holds" if loop.reason else "moves" if loop.steps else "starting"
-        state = state if loop.driver == POLICY else loop.driver
+        state = state if controller.driver == POLICY else controller.driver
         limits = None if controller.guard is None else controller.guard.limits
         return RobotReport(
             run=self._number,
             name=self._name,
-            state="ended" if ended else "paused" if loop.paused else state,
+            state="ended" if ended else "paused" if controller.paused else state,
             reason="" if ended else loop.reason,
             hz=loop.settings.hz,
             rate_hz=round((steps - old_steps) / span, 3),
             rows_hz=round(max(0, sum(rows.values())) / span, 3),
-            age_p50_ms=found.get("p50"),
-            age_p95_ms=found.get("p95"),
+            age_p50_ms=row_ages.get("p50"),
+            age_p95_ms=row_ages.get("p95"),
             steps=steps,
             late=loop.pace.late,
             skipped=loop.pace.skipped,
@@ -136,6 +136,6 @@ def _points(facts: RobotFacts) -> tuple[float, ...]:
 
 
 def _in_force(limits: Any) -> tuple[str, ...]:
-    found = {"range": (limits.low, limits.high), **{name: getattr(limits, name) for name in RATES}}
-    ranged = tuple(name for name, bounds in found.items() if np.isfinite(bounds).any())
+    each = {"range": (limits.low, limits.high), **{name: getattr(limits, name) for name in RATES}}
+    ranged = tuple(name for name, bounds in each.items() if np.isfinite(bounds).any())
     return (*ranged, "workspace") if limits.boxed.any() else ranged

@@ -10,14 +10,14 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence, Union
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence, Union
 
-from sinew_client.control.adapter import Adapter
-from sinew_client.control.controller import Command
 from sinew_client.control.defaults import AUTO, REPLAN, Choice, choose, stated
 from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.interfaces import Robot, Source
 from sinew_client.control.journal import Journal
+from sinew_client.control.listeners.earlier import Earlier
+from sinew_client.control.listeners.listener import LoopListener
 from sinew_client.control.loop import Loop
 from sinew_client.control.pace import Pace
 from sinew_client.control.report import Cadence
@@ -25,9 +25,11 @@ from sinew_client.control.requester import Call
 from sinew_client.control.safety import Limits
 from sinew_client.control.servers import Servers
 from sinew_client.control.settings import LARGEST_CHUNK, Settings, SettingsError
-from sinew_client.control.takeover import Takeover
 from sinew_client.history import History
 from sinew_client.protocol import MAX_ROWS
+
+if TYPE_CHECKING:
+    from sinew_client.control.adapter import Adapter
 
 Sources = Union[Source, Callable[[], Call]]
 # Settings that follow from the policy. Nobody chooses the first two.
@@ -222,9 +224,7 @@ class Run:
         robot: Robot | None = None,
         server: Any = None,
         edge: Adapter | None = None,
-        takeover: Takeover | None = None,
-        keep: Callable[[Mapping[str, Any], str, Command], None] | None = None,
-        watch: Callable[[Command], None] | None = None,
+        listeners: Sequence[LoopListener] = (),
         pace: Pace | None = None,
         hold_refused: bool = False,
     ):
@@ -235,22 +235,27 @@ class Run:
             source: A source of actions, or what opens a connection for requests.
             robot: What the loop drives if it is not the plan's robot itself, such as a wrapper around it.
             server: Where a reporter sends how the run goes.
-            edge, takeover, keep, watch, pace, hold_refused: See :class:`Loop`.
+            edge: The adapter of the plan.
+            listeners: What else takes part, such as a take-over; called after the policy's history and the adapter.
+            pace, hold_refused: See :class:`Loop`.
         """
         self.plan, self.server = plan, server
+        own: list[LoopListener] = []
+        if (history := History.of(plan.policy)).moments > 1:
+            own.append(Earlier(history))
+        if edge is not None:
+            from sinew_client.control.listeners.refinement import Refinement
+
+            own.append(Refinement(edge))
         self.loop = Loop(
             plan.robot if robot is None else robot,
             source,
             plan.settings,
             plan.dim,
             plan.prompt,
-            pace=pace,
-            watch=watch,
-            adapter=edge,
-            hold_refused=hold_refused,
-            history=History.of(plan.policy),
-            takeover=takeover,
-            keep=keep,
+            pace,
+            (*own, *listeners),
+            hold_refused,
         )
         self._stack = ExitStack()
         self._stack.callback(self.loop.close)
@@ -269,9 +274,8 @@ class Run:
         api_key: str = "",
         source: Sources | None = None,
         edge: Adapter | None = None,
-        takeover: Callable[[RunPlan], Takeover] | None = None,
-        keep: Callable[[Mapping[str, Any], str, Command], None] | None = None,
-        watch: Callable[[Command], None] | None = None,
+        takeover: Callable[[RunPlan], Sequence[LoopListener]] | None = None,
+        listeners: Sequence[LoopListener] = (),
         pace: Pace | None = None,
         hold_refused: bool = False,
     ) -> Run:
@@ -286,8 +290,11 @@ class Run:
             prompt: The instruction; see :meth:`RunPlan.of`.
             api_key: Key of the server.
             source: Where actions come from, if ``policy`` is a description.
-            takeover: Makes what lets a human drive, given the plan.
-            edge, keep, watch, pace, hold_refused: See :class:`Loop`.
+            edge: An adapter that refines chunks in every control step.
+            takeover: Makes the listeners that let a human drive, given the plan
+                (:class:`sinew_client.arm.takeover.Takeover`).
+            listeners: What else takes part in the loop.
+            pace, hold_refused: See :class:`Loop`.
 
         Raises:
             SettingsError: See :meth:`RunPlan.of`.
@@ -307,9 +314,7 @@ class Run:
             opener,
             server=server,
             edge=edge,
-            takeover=None if takeover is None else takeover(plan),
-            keep=keep,
-            watch=watch,
+            listeners=(*(() if takeover is None else takeover(plan)), *listeners),
             pace=pace,
             hold_refused=hold_refused,
         )
@@ -323,7 +328,7 @@ class Run:
         """
         journal = Journal(path, self.plan.settings, self.plan.dim, prompt=self.plan.prompt, **head)
         self._stack.callback(journal.close)
-        self.loop.listeners.append(journal.put)
+        self.loop.controller.listeners.append(journal.put)
 
     def report_to(self, server: Any, name: str, api_key: str = "", session: str = "") -> None:
         """Tell a server once a second how the run goes (docs/dashboard.md#robots).

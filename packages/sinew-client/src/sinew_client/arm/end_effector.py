@@ -14,9 +14,9 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from sinew_client.arm.kinematics import Chain, KinematicsError
 from sinew_client.control.facts import RobotFacts, facts_of
 from sinew_client.control.interfaces import NoCommand, NoObservation
-from sinew_client.control.kinematics import Chain, KinematicsError
 from sinew_client.control.robots import RobotError, match_joints
 from sinew_client.rotations import (
     from_6d,
@@ -82,7 +82,7 @@ def parse_parts(
     offsets, and ``*SIZE`` behind it for what one unit is, as ``dxyz*0.02``.
 
     units: of each number, as a bundle states them; what is no length or angle there is refused, and ``20 mm`` makes
-    a unit 0.02 m. Raises :class:`~sinew_client.control.kinematics.KinematicsError`.
+    a unit 0.02 m. Raises :class:`~sinew_client.arm.kinematics.KinematicsError`.
     """
     found, first = [], 0
     for word in text.split(","):
@@ -160,7 +160,7 @@ def parts_of(names: Sequence[str], offsets: Sequence[int] = ()) -> str:
 class KinematicsOptions:
     """Say how a policy's poses become joints.
 
-    tip, base: frames of the robot's description (:func:`~sinew_client.control.kinematics.read_chain`). action, state:
+    tip, base: frames of the robot's description (:func:`~sinew_client.arm.kinematics.read_chain`). action, state:
     what the policy's numbers are (:func:`parse_parts`); as its names say, if absent. unit: "rad" or "deg", of the
     robot's joints. offsets: "base" or "tip", about whose axes offsets turn and move. rotation: "exact", "near" (as near
     as the place allows, of arms of fewer than six joints), "keep" (as it was at the first command) or "free"; if
@@ -321,7 +321,7 @@ class EndEffector(KnownArm):
     order. policy: its state, its action and its motion, as metadata has them. hz: of commands, which limits of
     velocity count by. joints: joint of the chain -> the robot's, where they are called otherwise.
 
-    Raises :class:`~sinew_client.control.robots.RobotError` or :class:`~sinew_client.control.kinematics.KinematicsError`
+    Raises :class:`~sinew_client.control.robots.RobotError` or :class:`~sinew_client.arm.kinematics.KinematicsError`
     where joints, numbers or units do not fit. ``act`` raises :class:`~sinew_client.control.interfaces.NoCommand` for a
     pose that no joints are sent for.
     """

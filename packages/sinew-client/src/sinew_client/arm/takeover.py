@@ -1,0 +1,211 @@
+"""Somebody takes over: a person at a leader arm, or an expert, drives the robot, and gives it back to the policy.
+
+On take-over the robot holds until the leader is where the robot is; then the leader's rows are its commands, behind
+the same limits as the policy's. A leader that was silent for a while, or jumped, is aligned again. On the way back the
+robot holds until the policy has a fresh chunk. So neither hand-over is a jump: both begin from what the robot was sent
+last, and a limit of velocity or acceleration bounds the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Mapping
+
+import numpy as np
+
+from sinew_client.control.authority import ALIGNING, HUMAN, POLICY, SILENT, Leader, LeaderError
+from sinew_client.control.controller import BaseController
+from sinew_client.control.listeners.listener import LoopListener
+from sinew_client.control.listeners.shadow import Onlooker, ShadowAgreement
+from sinew_client.control.loop import Loop
+from sinew_client.control.motion import Motion
+from sinew_client.control.safety import Limits, RowsError, checked_rows
+
+logger = logging.getLogger(__name__)
+
+ALIGN_SHARE = 0.05  # of a number's range, by which a leader may be elsewhere where nothing else is said
+SILENCE_S = 0.2  # seconds in which the robot was sent no row of its leader, after which that is aligned again
+
+
+class Takeover(LoopListener):
+    """Reads a leader once per control step and says who drives. It belongs to one loop.
+
+    Threads:
+        :meth:`take_over` and :meth:`hand_back` may be called from any thread.
+
+    align: by how much each number of the leader may differ from where the robot is when it takes over, and from its row
+    that was sent before while it leads; None: 0.05 of the range that ``limits`` give it. A leader that differs by more,
+    or that the robot did not follow for 0.2 s, is aligned again before it leads on. shadow: the leader drives from the
+    beginning and the policy only says what it would do, which the report compares
+    (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
+
+    Raises :class:`LeaderError` where it is not known whether the leader's numbers are places, or how near is near.
+    """
+
+    def __init__(
+        self,
+        leader: Leader,
+        motion: Motion,
+        dim: int,
+        limits: Limits | None,
+        align: float | None = None,
+        shadow: bool = False,
+    ):
+        if not np.any(motion.posed(dim)):
+            raise LeaderError(
+                "--takeover: expected --motion absolute, relative or offsets, which says whether the leader has to be"
+                " where the robot is, got rows as they come"
+            )
+        self.leader, self.shadow = leader, shadow
+        self._dim, self._placed = dim, motion.placed(dim)
+        self._names = tuple(map(str, range(dim))) if limits is None or not limits.names else limits.names
+        self._near = np.full(dim, np.inf)
+        if align is not None:
+            self._near[self._placed] = align
+        elif self._placed.any():
+            span = np.full(dim, np.inf) if limits is None else limits.high - limits.low
+            if lost := [self._names[at] for at in np.flatnonzero(self._placed & ~np.isfinite(span))]:
+                raise LeaderError(
+                    "--align: expected by how much the leader may be elsewhere when it takes over; there is no range"
+                    f" of {', '.join(lost)} to take {ALIGN_SHARE:g} of"
+                )
+            self._near[self._placed] = ALIGN_SHARE * span[self._placed]
+        self.apart = ""  # what keeps the leader from being aligned
+        self._said: set[str] = set()  # why the leader has failed
+        self._pressed = bool(getattr(leader, "wanted", False))
+
+    def attach(self, loop: Loop) -> None:
+        super().attach(loop)
+        if self.shadow:
+            loop.controller.take_over(0, shadow=True)
+            ShadowAgreement().attach(loop)
+
+    @property
+    def detail(self) -> str:  # type: ignore[override]
+        return self.apart if self.loop.controller.driver == ALIGNING else ""
+
+    def take_over(self) -> None:
+        """Hold within one period, bring the leader to where the robot is, and follow it until :meth:`hand_back`."""
+        self.loop.calls.append(self._take_over)
+
+    def hand_back(self) -> None:
+        """Hold within one period, until the policy has a fresh answer."""
+        self.loop.calls.append(self._hand_back)
+
+    def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
+        loop, controller = self.loop, self.loop.controller
+        if controller.paused:
+            return
+        if (begins := self.asks()) is not None:
+            (self._take_over if begins else self._hand_back)()
+        if controller.driver == POLICY:
+            return
+        here = None if controller.guard is None else controller.guard.here
+        here = loop.last_row if here is None else here
+        lost = controller.driver != HUMAN and (here is None or np.any(np.isnan(here)))
+        if lost and (observation is not None or loop.observe(step, loop.now) is not None):
+            here = loop.observer.position()
+        if isinstance(loop.robot, Onlooker):  # what was done is in what it shows
+            loop.observe(step, loop.now)
+        last = controller.followed
+        followed = None if last is None else (max(0, step - last[0] - 1) / loop.settings.hz, last[1])
+        self.follow(controller, step, here, followed)
+        if controller.driver == HUMAN and controller.followed is None and here is not None:
+            controller.followed = step, here
+
+    def asks(self) -> bool | None:
+        """Return True where the leader's own button asks for a take-over, False where it gives back, None while it does
+        not change."""
+        pressed = getattr(self.leader, "wanted", None)
+        if pressed is None or bool(pressed) == self._pressed:
+            return None
+        self._pressed = bool(pressed)
+        return self._pressed
+
+    def follow(
+        self,
+        controller: BaseController,
+        step: int,
+        here: np.ndarray | None,
+        followed: tuple[float, np.ndarray] | None = None,
+    ) -> None:
+        """Do what is due in a control step while somebody drives or wants to. here: where the robot is, float [D], NaN
+        where that is not known. followed: the newest row of the leader that the robot was sent, and the seconds
+        since."""
+        row, reason = self._read()
+        if controller.driver == HUMAN and self._left(row, followed):
+            controller.realign(step)
+        if controller.driver == ALIGNING:
+            self.apart = reason or self._apart(row, here)
+            if self.apart:
+                self._align(here)
+                return
+            self._do("free")
+            if self.apart:
+                return
+            controller.aligned(step)
+        if controller.driver == HUMAN:
+            controller.led(step, row, reason)
+
+    def _take_over(self) -> None:
+        controller = self.loop.controller
+        if not controller.paused and controller.driver == POLICY:
+            self.loop.source.cancel()
+            controller.take_over(self.loop.next_step)
+
+    def _hand_back(self) -> None:
+        controller = self.loop.controller
+        if not self.shadow and controller.driver != POLICY:
+            controller.hand_back(self.loop.next_step)
+
+    def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:
+        """Return True if the leader may be elsewhere than where the robot has followed it."""
+        if followed is None or isinstance(self.leader, Onlooker):  # which is where the robot is
+            return False
+        seconds, last = followed
+        return seconds > SILENCE_S or (row is not None and bool(np.any(np.abs(row - last) > self._near)))
+
+    def close(self) -> None:
+        """End the leader, where it can be."""
+        if callable(close := getattr(self.leader, "close", None)):
+            close()
+
+    def _read(self) -> tuple[np.ndarray | None, str]:
+        """Return the leader's row, or why there is none."""
+        try:
+            row = self.leader.read()
+            if row is None:
+                return None, SILENT
+            return checked_rows([row], self._dim, 1, what="the leader's row")[0], ""
+        except RowsError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
+            reason = f"the leader failed: {type(error).__name__}: {error!s:.200}"
+        if reason not in self._said and len(self._said) < 100:
+            logger.warning("%s", reason)
+            self._said.add(reason)
+        return None, reason
+
+    def _apart(self, row: np.ndarray | None, here: np.ndarray | None) -> str:
+        """Return by how much the leader is elsewhere, "" where it is near enough."""
+        assert row is not None
+        if not self._placed.any():
+            return ""
+        if here is None or np.any(np.isnan(here[self._placed])):
+            return "where the robot is is not known"
+        differ = np.abs(row.astype(np.float64) - here)
+        far = np.flatnonzero(differ > self._near)
+        return ", ".join(f"{self._names[at]} by {differ[at]:.4g}, at most {self._near[at]:.4g}" for at in far)
+
+    def _align(self, here: np.ndarray | None) -> None:
+        if here is not None:
+            self._do("align", here)
+
+    def _do(self, what: str, *values: Any) -> None:
+        """Call a method that a leader may have; where it fails, the robot goes on holding."""
+        if not callable(method := getattr(self.leader, what, None)):
+            return
+        try:
+            method(*values)
+        except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
+            self.apart = f"the leader could not be aligned: {type(error).__name__}: {error!s:.200}"

@@ -1,0 +1,31 @@
+"""Adds earlier moments to each request, for a policy that reads several at once."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+from sinew_client.control.listeners.listener import LoopListener
+from sinew_client.history import History
+
+
+class Earlier(LoopListener):
+    """Keeps the moments that a policy reads, and sends them with each request.
+
+    Args:
+        history: Which moments; see :meth:`History.of`.
+    """
+
+    def __init__(self, history: History):
+        self.history = history
+        self.observes = history.moments > 1
+
+    def observed(self, step: int, observation: Mapping[str, Any]) -> None:
+        observer = self.loop.observer
+        self.history.see(step, observer.images, observer.state)
+
+    def request(self, step: int, fields: dict[str, Any]) -> None:
+        if self.history.moments > 1:
+            fields["earlier"] = self.history.before(step)
+
+    def restarted(self) -> None:
+        self.history.clear()

@@ -1,0 +1,26 @@
+"""Keeps what a run does, control step by control step, such as for a data set."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+from sinew_client.control.controller import Command
+from sinew_client.control.listeners.listener import LoopListener
+
+
+class Keep(LoopListener):
+    """Calls a function for every control step that has a command, with what was observed in it.
+
+    Args:
+        keeper: Gets the observation, the instruction and the command.
+    """
+
+    observes = True
+
+    def __init__(self, keeper: Callable[[Mapping[str, Any], str, Command], None]):
+        self._keeper = keeper
+
+    def command(self, command: Command) -> None:
+        observer = self.loop.observer
+        if command.row is not None and observer.step == command.step:
+            self._keeper(observer.observation, self.loop.prompt, command)

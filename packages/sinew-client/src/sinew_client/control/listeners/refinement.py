@@ -1,0 +1,57 @@
+"""An edge adapter beside a controller: which observation a chunk answers, and its rows in every control step."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import numpy as np
+
+from sinew_client.control.adapter import Adapter
+from sinew_client.control.adapter_file import AdapterError
+from sinew_client.control.controller import Controller
+from sinew_client.control.interfaces import NoObservation
+from sinew_client.control.listeners.listener import LoopListener
+from sinew_client.control.player import ChunkRequest
+
+
+class Refinement(LoopListener):
+    """Tells a loop's controller an adapter's rows. The loop's ``Settings.refine`` is the adapter's ``max_age``.
+
+    Observations have ``images`` {camera: uint8 [h, w, 3]} and ``state`` [S]. The robot holds for those that the adapter
+    was not made for.
+    """
+
+    refines = True
+
+    def __init__(self, adapter: Adapter):
+        self.adapter = adapter
+        self._asked: tuple[np.ndarray, np.ndarray] | None = None
+        self._chunk: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None
+
+    def request(self, step: int, fields: dict[str, Any]) -> None:
+        """Remember what the request that goes out now has seen."""
+        self._asked = self._seen(self.loop.observer.observation)
+
+    def answered(self, answer: Any, request: ChunkRequest) -> None:
+        """Note the answer, [H, A], to the request that was remembered last."""
+        assert self._asked is not None, "a chunk without a request"
+        self._chunk = (np.asarray(answer, np.float32), self._asked)
+
+    def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
+        """Tell the controller the rows from ``step`` on, made of the newest chunk and an observation of now."""
+        controller: Controller = self.loop.controller
+        if observation is None or self._chunk is None or not controller.refines(step):
+            return
+        chunk, then = self._chunk
+        now = self._seen(observation)
+        try:
+            rows = self.adapter.refine(chunk, then, now, controller.player.age(step))
+        except AdapterError as error:
+            raise NoObservation(str(error)) from error
+        controller.refined(step, rows, now[1])
+
+    def _seen(self, observation: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return self.adapter.see(observation["images"]), np.asarray(observation["state"], np.float32)
+        except AdapterError as error:
+            raise NoObservation(str(error)) from error

@@ -1,0 +1,141 @@
+"""A policy that only says what it would do while somebody else drives, and how near that is to what was done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Mapping
+
+import numpy as np
+
+from sinew_client.control.controller import Command
+from sinew_client.control.facts import RobotFacts, facts_of
+from sinew_client.control.interfaces import Robot
+from sinew_client.control.listeners.listener import LoopListener
+from sinew_client.control.motion import Motion, state_of
+from sinew_client.control.player import ChunkRequest
+
+KEPT = 100_000  # control steps of an agreement
+
+
+class Onlooker:
+    """A robot that somebody else drives: it is looked at and never commanded. It is its own leader.
+
+    What was done is the ``action`` of its observations, float [D], else where its state is, of actions that are places.
+    """
+
+    def __init__(self, robot: Robot, motion: Motion, dim: int):
+        self.robot, self._motion, self._dim = robot, motion, dim
+        self._did: np.ndarray | None = None
+
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself. It is never held, so from no other thread either."""
+        return replace(facts_of(self.robot), concurrent_hold=False)
+
+    def observe(self) -> Mapping[str, Any]:
+        self._did = None
+        seen = dict(self.robot.observe())
+        did = seen.pop("action", None)
+        if did is None:
+            here = self._motion.position(state_of(seen["state"]), self._dim)
+            did = here if np.all(np.isfinite(here)) else None
+        self._did = did
+        return seen
+
+    def read(self) -> Any:
+        return self._did
+
+    def act(self, row: np.ndarray) -> None:
+        """Do nothing: somebody else drives."""
+
+    def hold(self) -> None:
+        """Do nothing: somebody else drives."""
+
+    def close(self) -> None:
+        """Close the robot, where it can be."""
+        if (close := facts_of(self.robot).close) is not None:
+            close()
+
+
+class ShadowAgreement(LoopListener):
+    """How near what a policy would have done is to what was done: control step by control step, as its rows would have
+    been executed, and row by row of its chunks, each against the step that it is for, however late the chunk came."""
+
+    def __init__(self, names: tuple[str, ...] = ()):
+        self._names = names
+        self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        self._did: dict[int, np.ndarray] = {}  # control step -> what was sent
+        self._said: list[tuple[np.ndarray, np.ndarray]] = []  # steps [H] of a chunk, and its rows [H, D]
+        self._rows = 0  # of all chunks that are kept
+        self.missing = 0  # control steps in which the policy had no row
+
+    def attach(self, loop: Any) -> None:
+        super().attach(loop)
+        guard = loop.controller.guard
+        if guard is not None and guard.limits is not None:
+            self._names = guard.limits.names
+
+    def answered(self, answer: Any, request: ChunkRequest) -> None:
+        rows = self.loop.controller.motion.commands(np.asarray(answer, np.float32), request.state)
+        self.said(request.frame, rows, self.loop.settings.speed)
+
+    def command(self, command: Command) -> None:
+        if command.row is not None:
+            self.add(command.step, command.wanted, command.row)
+
+    def report(self) -> dict[str, Any]:
+        return {"agreement": self.to_dict()}
+
+    def said(self, frame: int, rows: np.ndarray, speed: float) -> None:
+        """Note a chunk, float32 [H, D], whose frame was exposed at control step ``frame``: row k is for k steps later,
+        or for as much later as it is played slower."""
+        if self._rows < KEPT:
+            self._rows += len(rows)
+            self._said.append((frame + np.round((np.arange(len(rows)) + 1) / speed).astype(int) - 1, rows))
+
+    def add(self, step: int, wanted: np.ndarray | None, did: np.ndarray) -> None:
+        """Note one control step: what the policy would have sent, and what was sent, float32 [D]."""
+        if len(self._did) < KEPT:
+            self._did[step] = did
+        if wanted is None:
+            self.missing += 1
+        elif len(self._pairs) < KEPT:
+            self._pairs.append((wanted, did))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return, for each number, the median, p95 and largest difference, and ``explained``: the share of the
+        variance of what was done that the policy explains, 1 - mean squared difference / variance; None where it did
+        not vary. ``rows`` has how often each row of a chunk could be compared, and each number's median and p95 of
+        them."""
+        if not self._pairs:
+            return {"steps": 0, "missing": self.missing, "numbers": {}, "rows": {}}
+        wanted, did = (np.array(rows, np.float64) for rows in zip(*self._pairs))
+        apart, spread = np.abs(wanted - did), did.var(axis=0)
+        numbers = {}
+        for at in range(did.shape[1]):
+            explained = None if spread[at] == 0.0 else 1.0 - float(np.mean(apart[:, at] ** 2) / spread[at])
+            numbers[self._names[at] if at < len(self._names) else str(at)] = {
+                "p50": float(np.percentile(apart[:, at], 50)),
+                "p95": float(np.percentile(apart[:, at], 95)),
+                "max": float(apart[:, at].max()),
+                "explained": explained,
+            }
+        return {"steps": len(did), "missing": self.missing, "numbers": numbers, "rows": self._by_row()}
+
+    def _by_row(self) -> dict[str, Any]:
+        """Return the differences of each row of a chunk from what was done in its step."""
+        differences: dict[int, list[np.ndarray]] = {}
+        for steps, rows in self._said:
+            for index, step in enumerate(steps):
+                if (did := self._did.get(int(step))) is not None:
+                    differences.setdefault(index, []).append(np.abs(rows[index].astype(np.float64) - did))
+        if not differences:
+            return {}
+        indices = sorted(differences)
+        numbers = {}
+        for at in range(len(differences[indices[0]][0])):
+            each = [[float(difference[at]) for difference in differences[index]] for index in indices]
+            numbers[self._names[at] if at < len(self._names) else str(at)] = {
+                name: [float(np.percentile(values, share)) for values in each]
+                for name, share in (("p50", 50), ("p95", 95))
+            }
+        return {"row": indices, "count": [len(differences[index]) for index in indices], "numbers": numbers}

@@ -1,0 +1,145 @@
+"""Looks at a robot, and decides whether what it shows may be acted on: how old each source is, and whether they fit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Mapping
+
+import numpy as np
+
+from sinew_client.control.controller import AHEAD_S
+from sinew_client.control.interfaces import NoObservation, Robot
+from sinew_client.control.motion import Motion, state_of
+from sinew_client.control.pace import Pace
+from sinew_client.control.report import SourceAges
+from sinew_client.control.settings import Settings
+
+OTHER_CLOCK = "the newest frame's time is not of this clock (time.monotonic): "
+
+
+class Observer:
+    """Looks at a robot for a loop, and remembers the newest observation that may be acted on.
+
+    Args:
+        robot: The robot.
+        settings: How old observations may be.
+        motion: Says where a robot of a state is.
+        dim: D, numbers of a command.
+        pace: The loop's clock.
+
+    Attributes:
+        step: Control step of the newest observation; -1 before the first.
+        observation: The newest observation.
+        state: Its state, float [S]; None before the first.
+        images: The newest frames by camera; a stream observes most states without frames.
+        age: Seconds from when its frame was exposed to when it was asked for.
+        fault: Why the last observation that failed could not be acted on.
+        ages: How old each source was when it was looked at.
+    """
+
+    def __init__(self, robot: Robot, settings: Settings, motion: Motion, dim: int, pace: Pace):
+        self.robot, self.settings, self.motion, self.dim, self.pace = robot, settings, motion, dim, pace
+        self.step = -1
+        self.observation: Mapping[str, Any] = {}
+        self.state: np.ndarray | None = None
+        self.images: Mapping[str, Any] = {}
+        self.age = 0.0
+        self.fault = ""
+        self.ages = SourceAges()
+        self._state_age = 0.0  # seconds, of the newest state
+        self._stale = math.inf if settings.fusion else settings.stale
+
+    def look(self, step: int, now: float) -> bool:
+        """Observe the robot.
+
+        Args:
+            step: The control step.
+            now: When it began, seconds of the loop's clock.
+
+        Returns:
+            True if the observation may be acted on. It is the newest from now on. Otherwise ``fault`` says why not.
+        """
+        try:
+            observation = dict(self.robot.observe())
+        except NoObservation as blind:
+            self.fault = str(blind)
+            return False
+        state = state_of(observation["state"])
+        times = observation.pop("times", None) or {}
+        observation = {**exposed(times, observation), **observation}
+        stated, age = observation.get("time"), float_of(observation.pop("age", 0.0))
+        if stated is None:
+            self.age, observation["time"] = age, now - age
+        else:
+            observation["time"] = float_of(stated)
+            self.age = now - observation["time"]
+            age = self.pace.now() - observation["time"]  # after a look that took its time
+        # Of a stream a node counts, and the frame that it was made from.
+        reason = frame_fault(age, self._stale)
+        looked = self.pace.now()
+        images = observation.get("images", {})
+        self.ages.add({name: looked - float_of(at) for name, at in times.items()}, images)
+        if not reason:
+            reason = sources_fault(times, images, looked, self.settings)
+        if not reason and not np.all(np.isfinite(state)):
+            reason = "the state is not finite"
+        reason = reason or self.motion.lacks(state)
+        if reason:
+            self.fault = reason
+            return False
+        self.state = state
+        self._state_age = looked - float_of(times["state"]) if "state" in times else age
+        self.images = observation.get("images", self.images)
+        self.step, self.observation = step, observation
+        return True
+
+    def position(self) -> np.ndarray:
+        """Return where the robot is in the numbers of a command, float [D]. NaN where it does not say so, or did when
+        it may have been elsewhere: a stream takes old frames."""
+        if self.state is None or self._state_age > self.settings.stale:
+            return np.full(self.dim, np.nan)
+        return self.motion.position(self.state, self.dim)
+
+
+def float_of(value: Any) -> float:
+    """Return a number as float, NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def frame_fault(age: float, stale: float) -> str:
+    """Return why a frame of this age, in seconds, may not be acted on; "" if it may."""
+    if not math.isfinite(age):
+        return OTHER_CLOCK + f"{age} s old"
+    if age < -AHEAD_S:
+        return OTHER_CLOCK + f"{-age:.3g} s ahead of it"
+    return f"the newest frame is older than {stale:g} s" if age > stale else ""
+
+
+def exposed(times: Mapping[str, Any], observation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ``time`` of an observation that says only when the frame of each camera was exposed: the oldest."""
+    frames = [float_of(times[name]) for name in observation.get("images", {}) if name in times]
+    return {"time": min(frames)} if frames and "age" not in observation else {}
+
+
+def sources_fault(times: Mapping[str, Any], images: Mapping[str, Any], now: float, settings: Settings) -> str:
+    """Return why what each camera and the state show may not be acted on together; "" if it may.
+
+    times: when each was exposed or measured, seconds of the loop's clock. What the settings bound has to have one.
+    """
+    of, skew = settings.stale_of, settings.skew
+    for name in [*of, *(images if skew is not None else ())]:
+        if name not in times:
+            return f"{name}: expected when it was seen (times of the observation), got nothing"
+    for name in times:
+        limit = math.inf if settings.fusion and name != "state" else settings.stale
+        if reason := frame_fault(now - float_of(times[name]), of.get(name, limit)):
+            return f"{name}: {reason}"
+    frames = {name: float_of(times[name]) for name in images if name in times}
+    if skew is not None and frames:
+        first, last = min(frames, key=frames.__getitem__), max(frames, key=frames.__getitem__)
+        if frames[last] - frames[first] > skew:
+            return f"frames of {first} and {last} are more than {skew:g} s apart"
+    return ""
