@@ -22,7 +22,11 @@ ELSEWHERE = {  # files to be written, and files of upstream's repositories
     "gr00t/policy/server_client.py",
     "Evo_1/scripts/Evo1_server.py",
 }
-TESTS = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+TESTS = {
+    path.name: path
+    for folder in ("tests", "tools", "research", "eval", "perf", "packages")
+    for path in (ROOT / folder).rglob("test_*.py")
+}
 BOUNDS = "SECURITY.md"
 
 
@@ -37,7 +41,7 @@ def test_files_of_a_page_exist(page: str) -> None:
     for name in spoken(text):
         if re.fullmatch(r"(tests/[\w/]*)?test_\w+\.py", name):
             assert (ROOT / name).exists() if "/" in name else name in TESTS, f"{page}: {name}"
-        elif re.fullmatch(r"(sinew|tests|benchmarks|train|docker)/[\w/.-]+\.(py|proto|json|sh|toml|h)", name):
+        elif re.fullmatch(r"(sinew|tests|tools|benchmarks|research|eval|perf|docker)/[\w/.-]+\.(py|proto|json|sh|toml|h)", name):
             assert (ROOT / name).exists(), f"{page}: {name}"
         elif re.fullmatch(r"\w+/[\w/-]+\.py", name) and name not in ELSEWHERE:
             assert any(path.endswith(f"/{name}") for path in FILES), f"{page}: {name}"

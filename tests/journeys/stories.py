@@ -219,17 +219,17 @@ Arm.act = ends
 
 
 def readme(walk: Walk) -> None:
-    walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client '.[full]'",
-        "made the environment that this runs in",
+    why = "`make journeys` made the environment that this runs in, with everything of .[full]"
+    walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[demo]'", why)
+    walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[full]'", why)
+    walk.type(
+        "sinew demo --episodes 5 --sweep-episodes 0 --no-film", says=(r"closed loop: [45]/5", "95 % interval")
     )
-    walk.program(0, before=GANTRY, after="assert chunk.actions.shape == (32, 4)")
-    with walk.serving("sinew serve blocks", says=("http://127.0.0.1:8000/",)):
-        pass
     arm(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
-    with walk.serving("sinew serve policy.gguf"):
-        walk.program(1, before=ROBOT, after="assert actions.shape == (50, 6)")
+    with walk.serving("sinew serve policy.gguf", says=("http://127.0.0.1:8000/",)):
+        walk.program(0, before=ROBOT, after="assert actions.shape == (50, 6)")
+    walk.program(1, before=GANTRY, after="assert chunk.actions.shape == (32, 4)")
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0", adds="--episodes 10"), 8, of=10)
     walk.type("sinew quantize blocks --recipe vision=int8 --out small.gguf", says=("gate", "success"))
     compared = walk.type("sinew eval blocks --compare small.gguf --episodes 100", instead=("100", "20"))
