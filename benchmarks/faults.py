@@ -6,11 +6,11 @@
 One ``sinew serve`` of the embedded blocks policy, a proxy, and a robot at 20 Hz behind it, each a process of its own.
 Each fault begins while the robot moves. It was survived if the robot executed twenty further rows afterwards, the
 server answers a known observation as before and says that it is well, and at no command a promise was broken
-(``tests.control.test_faults.Witness``: one command a period, finite, none older than 1.5 s, none twice, a hold in the
-period in which trouble is known). Then a table: what held the robot, the longest time between two commands or holds,
-and a histogram of those. The last line is JSON; the status is 1 if a fault was not survived, or a gap was longer than
-three periods and what this machine kept a thread waiting that only sleeps, where the fault does not stop the robot's
-own process.
+(``tests.control.test_loop_faults.Witness``: one command a period, finite, none older than 1.5 s, none twice, a hold
+in the period in which trouble is known). Then a table: what held the robot, the longest time between two commands or
+holds, and a histogram of those. The last line is JSON; the status is 1 if a fault was not survived, or a gap was
+longer than three periods and what this machine kept a thread waiting that only sleeps, where the fault does not stop
+the robot's own process.
 """
 
 from __future__ import annotations

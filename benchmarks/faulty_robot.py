@@ -24,7 +24,7 @@ from sinew_client import Client
 from sinew_client.control import Loop, Servers, Settings
 from sinew_client.control.robots import Dry
 
-from tests.control.test_faults import PROMPT, Witness
+from tests.control.test_loop_faults import PROMPT, Witness
 
 HZ = 20.0
 MAX_AGE_S = 1.5

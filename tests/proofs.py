@@ -4,8 +4,11 @@ A test says what it proves with ``@pytest.mark.proves(engine=..., precision=...,
 engine "*" is the test's parameter of that name. The family is that of the golden case in the test's id, unless it is
 given; ``but`` names ids that prove something else, such as a refusal.
 
-    python -m pytest tests -m proves --proofs sinew/engine/proofs.json    # records outcomes of the tests that ran
-    python -m tests.proofs                                                # renders docs/families.md, says which tests
+    python -m pytest tests -m proves --proofs tests/proofs.json    # records outcomes of the tests that ran
+    python -m tests.proofs    # writes docs/families.md and sinew/engine/proofs.json, prints what each test proves
+
+The record with the names of tests stays here. The product's file has families, engines and precisions alone, so a test
+can be renamed without a change of the product.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from sinew.core.registry import families
 from tests.cases import cases
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD, PAGE = ROOT / "sinew" / "engine" / "proofs.json", ROOT / "docs" / "families.md"
+RECORD, PAGE = ROOT / "tests" / "proofs.json", ROOT / "docs" / "families.md"
+PRODUCT = ROOT / "sinew" / "engine" / "proofs.json"
 FAMILIES = {  # golden cases, and whose they are; of two names that fit, the longer counts
     name: cases()[name].architecture for name in sorted(cases(), key=len, reverse=True)
 }
@@ -47,8 +51,8 @@ a slow test alone, which `make test` leaves out. An empty cell is not proved; a 
 says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what ran on
 a GPU is in [gpu.md](gpu.md).
 
-Rendered from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote and by which `--engine auto`
-goes, by `python -m tests.proofs`, which also prints which test proves what.
+`python -m tests.proofs` writes this page from `tests/proofs.json`, the recorded outcomes of the tests marked `proves`.
+It also prints what each test proves. `--engine auto` reads the same outcomes from `sinew/engine/proofs.json`.
 """
 
 
@@ -141,6 +145,12 @@ def render(rows: list[list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def product(rows: list[list[str]]) -> str:
+    """Return the text of the product's file: [family, engine, precision] of each claim about an engine, sorted."""
+    claims_ = sorted({tuple(row[:3]) for row in rows if row[1] in ENGINES})
+    return "[\n" + ",\n".join(json.dumps(claim) for claim in claims_) + "\n]\n"
+
+
 def by_test(rows: list[list[str]]) -> dict[str, str]:
     """Return what each test proves of which families, as a line."""
     found = {}
@@ -159,5 +169,6 @@ def by_test(rows: list[list[str]]) -> dict[str, str]:
 if __name__ == "__main__":
     RECORDED = json.loads(RECORD.read_text())
     PAGE.write_text(render(RECORDED), encoding="utf-8")
+    PRODUCT.write_text(product(RECORDED), encoding="utf-8")
     for name, proved in by_test(RECORDED).items():
         print(f"{name}: {proved}")

@@ -62,7 +62,9 @@ def test_tracked_data_is_small() -> None:
     assert all(any(name.startswith(folder) for name in sizes) for folder in DATA)
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:40]
     table = "\n".join(f"{sizes[name]:>12,} {name}" for name in largest)
-    assert sum(sizes.values()) <= LIMIT, f"{sum(sizes.values()):,} bytes of data are tracked; the largest:\n{table}"
+    assert sum(sizes.values()) <= LIMIT, (
+        f"{sum(sizes.values()):,} bytes of data are tracked; the largest:\n{table}"
+    )
 
 
 def test_every_stored_file_is_unpacked(golden: Path) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 
 from tests.cases import FIXTURES, cases
-from tests.proofs import COLUMNS, FAMILIES, NAMES, PAGE, RECORD, by_test, marked, render
+from tests.proofs import COLUMNS, FAMILIES, NAMES, PAGE, PRODUCT, RECORD, by_test, marked, product, render
 
 
 def test_the_page_is_rendered_from_the_record():
     assert PAGE.read_text(encoding="utf-8") == render(json.loads(RECORD.read_text())), (
         "python -m tests.proofs renders docs/families.md"
+    )
+
+
+def test_the_products_file_is_written_from_the_record():
+    assert PRODUCT.read_text(encoding="utf-8") == product(json.loads(RECORD.read_text())), (
+        "python -m tests.proofs writes sinew/engine/proofs.json"
     )
 
 
@@ -23,9 +29,7 @@ def test_the_record_is_of_the_marks():
         assert family in NAMES
         assert column in COLUMNS
         recorded.setdefault(test, set()).add(column)
-    assert recorded.keys() == marks.keys(), (
-        "python -m pytest tests -m proves --proofs sinew/engine/proofs.json"
-    )
+    assert recorded.keys() == marks.keys(), "python -m pytest tests -m proves --proofs tests/proofs.json"
     for test, columns in marks.items():
         assert recorded[test] == columns or "*" in columns, test
     said = by_test(rows)

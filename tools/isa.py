@@ -31,7 +31,7 @@ TESTS = (
         "tests/test_solvers.py",
         "tests/engine/cpu",
         "tests/engine/test_choose.py",
-        "tests/engine/test_contract.py",
+        "tests/contract/test_unlike_models.py",
     ),
     *("tests/contract/test_family_engines.py", "tests/engine/test_guidance.py", "tests/engine/test_plan.py"),
     *("tests/engine/test_quantize.py", "tests/engine/test_upcast.py"),

@@ -1,7 +1,8 @@
 """What is proved of an engine: by the project's tests for an architecture, by ``sinew validate`` for a bundle.
 
-``proofs.json`` beside this file is written by the tests marked ``proves`` (tests/proofs.py). Records of ``sinew
-validate``: on this machine, this engine computed what the reference computes from this bundle.
+``proofs.json`` in this folder lists what the project's tests compared: [family, engine, precision]
+(``python -m tests.proofs`` writes it). Records of ``sinew validate`` state that on this machine, this engine computed
+what the reference computes from this bundle.
 
 One JSON file per bundle (by fingerprint), engine and kind of device, in ``$XDG_CACHE_HOME/sinew/proofs``
 (``~/.cache`` by default). A record of another version of Sinew or other hardware is none.
@@ -28,10 +29,8 @@ MAX_RECORD = 1 << 22  # bytes of a record
 def proved(architecture: str, engine: str) -> frozenset[str]:
     """Return the precisions in which tests have held an engine against the reference, on a CPU."""
     rows = read_json(RECORD, MAX_RECORD)
-    found = {
-        precision for family, column, precision, *_ in rows if (family, column) == (architecture, engine)
-    }
-    return frozenset(word for words in found for word in words.split(", "))
+    precisions = [precision for family, name, precision in rows if (family, name) == (architecture, engine)]
+    return frozenset(word for words in precisions for word in words.split(", "))
 
 
 def folder() -> Path:

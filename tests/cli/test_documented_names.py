@@ -28,6 +28,7 @@ TESTS = {
     for path in (ROOT / folder).rglob("test_*.py")
 }
 BOUNDS = "SECURITY.md"
+FOLDERS = "sinew|tests|tools|benchmarks|research|eval|perf|docker"
 
 
 def spoken(text: str) -> list[str]:
@@ -41,7 +42,7 @@ def test_files_of_a_page_exist(page: str) -> None:
     for name in spoken(text):
         if re.fullmatch(r"(tests/[\w/]*)?test_\w+\.py", name):
             assert (ROOT / name).exists() if "/" in name else name in TESTS, f"{page}: {name}"
-        elif re.fullmatch(r"(sinew|tests|tools|benchmarks|research|eval|perf|docker)/[\w/.-]+\.(py|proto|json|sh|toml|h)", name):
+        elif re.fullmatch(rf"({FOLDERS})/[\w/.-]+\.(py|proto|json|sh|toml|h)", name):
             assert (ROOT / name).exists(), f"{page}: {name}"
         elif re.fullmatch(r"\w+/[\w/-]+\.py", name) and name not in ELSEWHERE:
             assert any(path.endswith(f"/{name}") for path in FILES), f"{page}: {name}"

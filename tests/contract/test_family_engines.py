@@ -1,7 +1,7 @@
 """Every golden case on every engine: the actions that its reference gave, and in model units what eager computes.
 
 A cell is a case and an engine; an empty one is a row of ``EMPTY`` that says why, and is refused by that word. What
-passes is written into ``sinew/engine/proofs.json``, by which ``--engine auto`` goes.
+passes is written into ``tests/proofs.json``, by which ``--engine auto`` goes.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from sinew.models.base import Model
 from sinew.perf.trace import trace
 from sinew.processing import ModelInputs, stack
 from sinew.steps.action_tokens.base import ActionTokens
+from tests.contract.test_unlike_models import CPU, VIEWS, observation, processing
 from tests.covering import some
 from tests.engine.cuda.cuda_cases import Frozen
 from tests.engine.stand_ins import LANGUAGE, SIDE, make
-from tests.engine.test_contract import CPU, VIEWS, observation, processing
 
 ENGINES = ("eager", "plan", "cuda", "cuda graphs", "onnx")
 ONE_LAYER = replace(LANGUAGE, num_layers=1)  # of two, the export takes as long as all else here

@@ -25,8 +25,8 @@ from sinew.eval.learning.exploration import (
 from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver, solve
 from sinew.processing import stack
 from sinew.steps.action_tokens.bins import BinTokens
+from tests.contract.test_unlike_models import CPU, observation, processing
 from tests.engine.stand_ins import make
-from tests.engine.test_contract import CPU, observation, processing
 
 pytestmark = pytest.mark.usefixtures("rounded_by_shape")
 

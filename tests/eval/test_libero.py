@@ -23,7 +23,7 @@ from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.foreign import run as foreign
 from sinew.eval.suites import libero, libero_expert
-from tests.eval.test_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
+from tests.eval.test_simulator_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
 from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 
 MESHES = suites.SIMULATORS["libero"].meshes

@@ -52,7 +52,7 @@ from sinew.records.viewers.mcap_file import write_mcap
 from sinew.serve.fleet.config import read as read_fleet
 from sinew.serve.replay import Replay
 from sinew.serve.wires.native import NativeCodec
-from tests.control.test_adapter import FORM, tensors
+from tests.control.test_edge_adapter import FORM, tensors
 from tests.hostile.meter import gave
 from tests.hostile.mutate import dumps, mutate_bytes, mutate_record, spliced
 from tests.hostile.test_recordings import archive, npy, plain

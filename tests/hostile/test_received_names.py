@@ -50,7 +50,7 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 from sinew.eval.trials.sitting import Sitting
 from sinew.serve.fleet.config import read as read_fleet
-from tests.control.test_adapter import FORM, tensors
+from tests.control.test_edge_adapter import FORM, tensors
 from tests.hostile.readers import FLEET, LIMITS, journal
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"

@@ -139,7 +139,7 @@ def test_aliases_of_people_are_taken() -> None:
     ],
 )
 def test_messages_are_short(tmp_path: Path, field: str, value: object) -> None:
-    from tests.ros.test_contract import GOOD
+    from tests.ros.test_ros_contract import GOOD
 
     (tmp_path / "c.yaml").write_text(json.dumps({**GOOD, field: value}))
     with pytest.raises(ClientError) as caught:
@@ -172,7 +172,7 @@ def test_what_is_shown_of_a_value() -> None:
 
 
 def test_numbers_that_no_float_holds(tmp_path: Path) -> None:
-    from tests.ros.test_contract import GOOD
+    from tests.ros.test_ros_contract import GOOD
 
     state = {**GOOD["state"], "scale": 10**400}
     (tmp_path / "c.yaml").write_text(json.dumps({**GOOD, "state": state}))

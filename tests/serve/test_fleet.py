@@ -23,7 +23,7 @@ from sinew.core import ActionChunk, CancelledError, Observation, ObservationErro
 from sinew.serve.fleet import cluster
 from sinew.serve.fleet.config import parse, read
 from sinew.serve.fleet.remote import TRIES, RemotePolicy
-from sinew.serve.fleet.replica import About, Refusal, Replica
+from sinew.serve.fleet.replica import About, ErrorRecord, Replica
 from sinew.serve.fleet.scaling import INFERENCE, TARGET, by_queue_age, replicas_wanted
 from sinew.serve.policies import Deployment, Policies
 from sinew.serve.scheduler import Scheduler
@@ -157,12 +157,12 @@ def test_replicas_are_wanted_by_the_wait_that_they_prevent():
 
 def test_errors_come_back_as_what_they_were():
     field = ObservationError("state", "8 numbers", "3")
-    back = Refusal.of(field).error()
+    back = ErrorRecord.of(field).error()
     assert isinstance(back, ObservationError)
     assert (back.field, str(back)) == ("state", str(field))
     error = SinewError("why")
     error.code = "unsafe_action"
-    back = Refusal.of(error).error()
+    back = ErrorRecord.of(error).error()
     assert (back.code, str(back)) == ("unsafe_action", "why")
 
 
@@ -213,7 +213,10 @@ def test_a_request_whose_replica_dies_is_sent_to_another(pool):
 
 
 def test_what_is_wrong_with_a_request_is_wrong_on_every_replica(pool):
-    answers: list[Any] = [Refusal("bad_observation", "state: no", "state", "a", "b"), Refusal("busy", "full")]
+    answers: list[Any] = [
+        ErrorRecord("bad_observation", "state: no", "state", "a", "b"),
+        ErrorRecord("busy", "full"),
+    ]
     policy = remote(lambda _observation: answers.pop(0) if answers else echo(_observation), pool)
     observation = Observation(images={}, state=np.zeros(2), prompt="go")
     with pytest.raises(ObservationError, match="state"):
@@ -325,7 +328,7 @@ def test_an_update_keeps_the_scheduler(pool):
 
 
 def test_errors_of_a_gateway_reach_the_robot(pool):
-    refusal = Refusal("bad_observation", "state: expected 8 numbers, got 2", "state", "8 numbers", "2")
+    refusal = ErrorRecord("bad_observation", "state: expected 8 numbers, got 2", "state", "8 numbers", "2")
     with gateway(remote(lambda _observation: refusal, pool), workers=1) as at, Client(at.address) as client:
         with pytest.raises(ServerError, match="state: expected 8 numbers, got 2") as refused:
             client.infer(GOOD)

@@ -47,7 +47,7 @@ from sinew.serve.deploy import PolicyHost
 from sinew.serve.transport.listen import Listen
 from sinew.stream import LocalLink, Window
 from sinew.stream.split import SplitCalls
-from tests.control.test_adapter import tensors
+from tests.control.test_edge_adapter import tensors
 from tests.serve.puppet import desk
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"

@@ -232,7 +232,7 @@ def test_a_controller_that_was_stopped_itself_executes_nothing_stale(tmp_path: P
     with Puppet(dim=4) as puppet:
         code = (
             "import sys, json; sys.path.insert(0, sys.argv[2])\n"
-            "from tests.control.test_faults import Run\n"
+            "from tests.control.test_loop_faults import Run\n"
             "with Run(int(sys.argv[1])) as run:\n"
             "    run.moves(); print('moves', flush=True); sys.stdin.readline()\n"
             "    run.moves(); print(json.dumps([run.loop.pace.skipped,"
