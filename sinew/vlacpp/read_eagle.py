@@ -119,7 +119,9 @@ def _n15(file: VlacppFile, options: ConvertOptions, preprocessor: JsonRecord) ->
         found = n15.robot(JsonRecord(file.path, metadata), head["action_horizon"], options)
     image = n15.image_recipe(preprocessor, options.setting("center_crop", not fine_tune))
     files = [file.path, *found.files]
-    return n15.parts(FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune)
+    return n15.parts(
+        FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune, head
+    )
 
 
 def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> RobotRecord:

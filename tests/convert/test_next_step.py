@@ -14,7 +14,7 @@ from sinew.bundle import Bundle
 from sinew.convert import convert
 from sinew.convert.lerobot.stats import stats_record
 from sinew.core import ConvertError
-from tests.cases import cases
+from tests.cases import FIXTURES, cases
 
 NUMBERS = ("mean", "std", "min", "max")
 
@@ -25,8 +25,9 @@ def case(golden, tmp_path):
 
     def make(name: str):
         path = tmp_path / "run" / name
-        shutil.copytree(golden / name / cases()[name].checkpoint, path)
-        return path, cases()[name].options(golden / name)
+        home = golden / cases()[name].home
+        shutil.copytree(home / cases()[name].checkpoint, path)
+        return path, cases()[name].options(home)
 
     return make
 
@@ -297,6 +298,50 @@ def test_unknown_fields_are_named_at_once_and_those_of_training_left_aside(case,
     assert 'head_style="wide", use_memory=true are not understood' in message
     assert "--set ignore=head_style,use_memory leaves" in message
     convert(path, tmp_path / "out.gguf", settings={"ignore": "head_style,use_memory"}, **given)
+
+
+def layouts() -> list[str]:
+    """Return the cases whose checkpoint has a config.json, one of each layout."""
+    found = [FIXTURES / each.home / each.checkpoint / "config.json" for each in cases().values()]
+    return [name for name, file in zip(cases(), found, strict=True) if file.is_file()]
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_no_layout_is_silent_about_an_entry_that_nothing_reads(case, tmp_path, name):
+    """LeRobot's layouts refuse one that may change what is computed. Others say so: transformers adds entries."""
+    path, given = case(name)
+    out = tmp_path / "out.gguf"
+    plain = Bundle(convert(path, out, **given)).manifest.provenance.notes
+    assert not any("not understood" in note for note in plain)
+    edit(path / "config.json", head_style="wide", optimizer_fused=True)
+    if json.loads((path / "config.json").read_text()).get("input_features"):
+        message = refused(path, **given)
+        assert 'head_style="wide" is not understood' in message
+        assert "--set ignore=head_style" in message
+        return
+    notes = Bundle(convert(path, out, **given)).manifest.provenance.notes
+    added = [note for note in notes if note not in plain]
+    assert any('not understood, and left aside: head_style="wide"; check' in note for note in added), added
+    assert any("of training alone" in note and "optimizer_fused" in note for note in added), added
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("openvla-oft", {"image_resize_strategy": "letterbox"}),
+        ("openvla-ar", {"timm_override_act_layers": ["quick_gelu", None]}),
+        ("bitvla", {"multimodal_projector_bias": False}),
+        ("evo1-mint", {"vision_masked": True}),
+        ("groot-n17", {"exclude_state": True}),
+        ("groot-n16", {"reproject_vision": True}),
+    ],
+)
+def test_an_entry_with_another_value_than_the_implemented_one_is_named(case, tmp_path, name, entry):
+    path, given = case(name)
+    edit(path / "config.json", **entry)
+    notes = Bundle(convert(path, tmp_path / "out.gguf", **given)).manifest.provenance.notes
+    ((key, value),) = entry.items()
+    assert any(f"not understood, and left aside: {key}={json.dumps(value)}" in note for note in notes), notes
 
 
 # ----------------------------------------------------------------------------- folders

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -60,6 +59,7 @@ from sinew.convert.lerobot.steps import (
 )
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import directory_config, named, read_json
+from sinew.convert.read.record import TRAINING, shown_fields, training_note
 from sinew.convert.read.safetensors import ADAPTER_CONFIG, adapter_alone, is_adapter, read_weights
 from sinew.convert.tokenizer_files import given_folder
 from sinew.core import MAX_SIZE, CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
@@ -76,17 +76,6 @@ UNREAD = (
     " train_state_proj optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay optimizer_grad_clip_norm"
     " scheduler_warmup_steps scheduler_decay_steps scheduler_decay_lr n_obs_steps rtc_config"
 )
-
-
-# Names that LeRobot's configurations give to fields of training alone. A field that is not known and has such a name is
-# left aside with a note; any other unknown field may change what is computed.
-TRAINING = re.compile(
-    r"^(optimizer|scheduler|freeze|unfreeze|finetune|train|training|gradient|grad|loss|ema|wandb|log|save|push|hub"
-    r"|checkpoint|augment|augmentation|image_transforms|lora|peft|compile|pretrained|init|warmup|early_stopping)_"
-    r"|_(lr|lr_scale|lr_multiplier|weight_decay|loss|loss_weight|loss_coef|dropout|dropout_prob|warmup_steps"
-    r"|decay_steps|checkpointing|frozen|label_smoothing)$"
-)
-MOST_SHOWN = 80  # characters of a value in a message
 
 
 def config_type(path: Path) -> str | None:
@@ -170,11 +159,9 @@ class LeRobotCheckpoint:
         unknown = {k: v for k, v in self.config.items() if k not in known and k not in ignored}
         training = [key for key in unknown if TRAINING.search(key)]
         if training:
-            self.notes.append(
-                f"config.json: of training alone, by their names, and left aside: {', '.join(training)}"
-            )
+            self.notes.append(training_note(training))
         if strange := [key for key in unknown if key not in training]:
-            named = ", ".join(f"{key}={json.dumps(unknown[key])[:MOST_SHOWN]}" for key in strange)
+            named = shown_fields({key: unknown[key] for key in strange})
             verb = "is" if len(strange) == 1 else "are"
             raise ConvertError(
                 f"{self.file}: {named} {verb} not understood; where it does not change what is"

@@ -36,6 +36,9 @@ from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.template import sentence
 
 NAMES = ("bitvla",)
+# Of config.json: numbers that the tensors and the tokenizer give, and what other forms of the policy read
+ASIDE = "image_seq_length image_token_index n_action_bins norm_stats pad_token_id vocab_size ignore_index"
+USUAL = {"multimodal_projector_bias": True}
 OPTIONS = openvla.OPTIONS
 SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
 TEXT = {  # BitNet b1.58 2B, whose values its files leave out
@@ -125,7 +128,7 @@ def assemble(
         tensors=pack(weights, tower.ternary),
         dead=dead,
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
-        notes=openvla.notes(checkpoint, robot),
+        notes=(*openvla.notes(checkpoint, robot), *checkpoint.config.leftover(ASIDE, USUAL)),
     )
 
 

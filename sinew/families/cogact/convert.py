@@ -37,6 +37,12 @@ from sinew.steps.image.resize import Resize
 from sinew.steps.prompt.last import Last
 
 NAMES = ("cogact",)
+# Of config.json: how and where Prismatic's training runs
+ASIDE = (
+    "data_root_dir run_root_dir pretrained_checkpoint is_resume resume_step resume_epoch run_id run_id_note"
+    " save_interval image_aug seed hf_token trackers wandb_project wandb_entity repeated_diffusion_steps"
+    " load_all_data_for_training use_ema stage"
+)
 OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
 SETTINGS = {
     "guidance_scale": Setting(
@@ -262,4 +268,4 @@ def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tu
         found.append(
             "the moving average of the head (ema_diffusion) is left aside, as upstream's inference does"
         )
-    return tuple(found)
+    return (*found, *checkpoint.record.leftover(ASIDE))

@@ -23,6 +23,16 @@ VECTOR = 24  # numbers of every normalised vector of the server
 RESIZE = Resize(height=SIDE, width=SIDE, method="cv_bilinear")
 VLM = "OpenGVLab/InternVL3-1B"
 EPS = 1e-8
+# Of config.json: how and where training runs, and the steps of the solver, which the server fixes
+ASIDE = (
+    "device run_name disable_wandb wandb_project debug dataset_type data_paths dataset_config_path use_augmentation"
+    " max_samples_per_file video_backend cache_dir lr batch_size num_workers prefetch_factor pin_memory"
+    " persistent_workers max_steps warmup_steps grad_clip_norm weight_decay fused_adamw non_finite_max_streak"
+    " log_interval ckpt_interval save_dir resume resume_path resume_pretrain dropout num_inference_timesteps"
+    " enable_gradient_checkpointing gradient_checkpointing_use_reentrant finetune_vlm finetune_language_model"
+    " finetune_vision_model finetune_action_head"
+)
+USUAL = {"action_head": "flowmatching", "binarize_gripper": False, "vision_masked": False}
 MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, str]]] = {
     "normal": ("mean_std", ("mean", "std")),
     "bounds": ("min_max", ("min", "max")),
@@ -108,7 +118,7 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         optional_cameras=len(cameras) - 1,
         tensors=tensors,
         files=[config.path, file, weights],
-        notes=(*notes, *unread_note(weights, stored, "module")),
+        notes=(*notes, *unread_note(weights, stored, "module"), *config.leftover(ASIDE, USUAL)),
     )
 
 

@@ -21,6 +21,8 @@ from sinew.convert.widths import tower
 from sinew.core import ConvertError
 from sinew.families.gr00t import n15
 from sinew.families.gr00t.files import (
+    ASIDE,
+    USUAL,
     EagleParts,
     NvidiaFiles,
     head_config,
@@ -71,6 +73,7 @@ def n16(
         architecture="gr00t_n1_6",
         format=files.format if files.format != NvidiaFiles.format else "gr00t-n1.6",
         head=files.config,
+        records=(files.config,),
         layers=files.config["select_layer"],
         backbone=r"backbone\.model\.",
         tensors=files.weights[0],
@@ -130,7 +133,10 @@ def assemble(
         tokenizer=tokenizer.text,
         tensors=apply(tensors, rules),
         sources=[*parts.files, eagle.path, template_file, tokenizer.path],
-        notes=parts.robot.notes,
+        notes=(
+            *parts.robot.notes,
+            *(note for record in parts.records for note in record.leftover(ASIDE, USUAL)),
+        ),
     )
 
 

@@ -26,6 +26,18 @@ from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.template import sentence
 from sinew.steps.prompt.words_only import WordsOnly
 
+# Of config.json: precisions, training, and what processor_config.json says for inference
+ASIDE = (
+    "model_dtype model_name backbone_model_type model_revision tune_top_llm_layers tune_llm tune_visual tune_projector"
+    " tune_diffusion_model tune_vlln use_flash_attention load_bf16 collator_overwrite_image_inputs eagle_collator"
+    " backbone_trainable_params_fp32 image_crop_size image_target_size shortest_image_edge crop_fraction"
+    " random_rotation_angle color_jitter_params use_albumentations_transforms extra_augmentation_config"
+    " formalize_language apply_sincos_state_encoding use_percentiles use_relative_action use_mean_std"
+    " input_embedding_dim noise_beta_alpha noise_beta_beta noise_s max_num_embodiments attn_dropout"
+    " state_dropout_prob state_additive_noise_scale rtc_ramp_rate action_dim action_horizon compute_dtype hidden_size"
+    " expand_batch backbone_cfg action_head_cfg"
+)
+USUAL = {"reproject_vision": False, "exclude_state": False}
 LEROBOT_PREFIX = "_groot_model."
 TEXT_TOKENS = 256  # room for the instruction itself; upstream sets no limit
 
@@ -72,7 +84,8 @@ class RobotRecord:
 class EagleParts:
     """What the layouts of Eagle's versions say, each in its way.
 
-    head: what holds the head's sizes; layers: of the language model that are kept; backbone: the pattern before its
+    head: what holds the head's sizes; records: those of config.json, of which each entry is read or named;
+    layers: of the language model that are kept; backbone: the pattern before its
     tensors' names; files: those of the robot and all others but Eagle's; text_first: the instruction stands before the
     images; generate, formal, listed: see ``render`` and ``PromptRecipe``.
     """
@@ -80,6 +93,7 @@ class EagleParts:
     architecture: str
     format: str
     head: JsonRecord
+    records: tuple[JsonRecord, ...]
     layers: int
     backbone: str
     tensors: dict[str, TensorSource]

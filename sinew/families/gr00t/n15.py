@@ -98,6 +98,7 @@ def read(path: Path, options: ConvertOptions, preprocessor: JsonRecord) -> Eagle
         found,
         image_recipe(preprocessor, options.setting("center_crop", not is_lerobot(path))),
         is_lerobot(path),
+        widths,
     )
 
 
@@ -110,12 +111,14 @@ def parts(
     found: RobotRecord,
     image: ImageRecipe,
     lerobot: bool,
+    config: JsonRecord,
 ) -> EagleParts:
     """Return the parts of N1.5, for which ``found`` says what the robot's files say."""
     return EagleParts(
         architecture="gr00t_n1_5",
         format=form,
         head=head,
+        records=(config, head),
         layers=layers,
         backbone=r"backbone\.eagle_model\.",
         tensors=tensors,

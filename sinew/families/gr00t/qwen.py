@@ -15,7 +15,15 @@ from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, find_tokenizer
 from sinew.convert.widths import tower
 from sinew.core import ConvertError
-from sinew.families.gr00t.files import NvidiaFiles, head_config, processing, specification, token_prompt
+from sinew.families.gr00t.files import (
+    ASIDE,
+    USUAL,
+    NvidiaFiles,
+    head_config,
+    processing,
+    specification,
+    token_prompt,
+)
 from sinew.families.gr00t.images import image_recipe
 from sinew.families.gr00t.model import Gr00tQwenConfig
 from sinew.families.gr00t.weights import head_rules, qwen_vision_rules
@@ -90,7 +98,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
         tensors=apply(tensors, rules),
         dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
         sources=[*robot.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
-        notes=robot.notes,
+        notes=(*robot.notes, *config.leftover(ASIDE, USUAL)),
     )
 
 

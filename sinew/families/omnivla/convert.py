@@ -132,5 +132,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         notes=(
             *robot.notes(KNOWN, True, options),
             "goals of satellite pictures are refused, as upstream's runner gives its model none",
+            *checkpoint.config.leftover(openvla.ASIDE, openvla.USUAL),
         ),
     )

@@ -51,6 +51,16 @@ from sinew.steps.prompt.lower import Lower
 from sinew.steps.prompt.template import sentence
 
 NAMES = ("openvla",)
+# Of config.json: what built the model before training, and what other forms of the policy read
+ASIDE = (
+    "arch_specifier hf_llm_id llm_backbone_id llm_max_length n_action_bins norm_stats pad_to_multiple_of pad_token_id"
+    " use_fused_vision_backbone vision_backbone_id"
+)
+USUAL = {
+    "image_resize_strategy": "resize-naive",
+    "output_projector_states": False,
+    "timm_override_act_layers": [None, None],
+}
 OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
 SETTINGS = {
     "center_crop": Setting(
@@ -157,7 +167,11 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         tensors=apply(weights, rules),
         dead=(*dead, *head.dead),
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
-        notes=(*notes(checkpoint, robot), *decoding_notes(bool(action), bool(state), parallel)),
+        notes=(
+            *notes(checkpoint, robot),
+            *decoding_notes(bool(action), bool(state), parallel),
+            *checkpoint.config.leftover(ASIDE, USUAL),
+        ),
     )
 
 
