@@ -163,8 +163,11 @@ def recognise(path: Path, adapters: bool = False) -> ModuleType:
     if not (path / "config.json").exists():
         got = "a folder without one" if path.is_dir() else "a file"
         found = runs_near(path)
-        what = "checkpoints in it" if found and found[0].parent == path else "training runs near it"
-        near = f"; {what}: {', '.join(map(str, found))}; give one of these folders" if found else ""
+        near = (
+            f"; training runs near it: {', '.join(map(str, found))}; give one of these folders"
+            if found
+            else ""
+        )
         raise ConvertError(f"{path}: expected a checkpoint, a folder with config.json, got {got}{near}")
     record = read_json(path / "config.json")
     kind = record.get("type", record.get("model_type"))

@@ -344,21 +344,54 @@ def test_an_entry_with_another_value_than_the_implemented_one_is_named(case, tmp
     assert any(f"not understood, and left aside: {key}={json.dumps(value)}" in note for note in notes), notes
 
 
+def test_cameras_of_two_sizes(case):
+    """LeRobot's ACT runs its backbone camera by camera, so such a checkpoint is not wrong."""
+    path, given = case("act-2cam")
+    features = json.loads((path / "config.json").read_text())["input_features"]
+    (first, *_) = [key for key, each in features.items() if each["type"] == "VISUAL"]
+    features[first]["shape"] = [3, 68, 100]
+    edit(path / "config.json", input_features=features)
+    message = refused(path, **given)
+    assert f"expected cameras of one size, got {first.rpartition('.')[2]} 68 x 100" in message
+    assert "Sinew does not support a size for each camera yet" in message
+    assert "resized to one size" in message
+
+
 # ----------------------------------------------------------------------------- folders
 
 
 @pytest.mark.parametrize("steps", [("10000",), ("500", "10000", "2000"), ("1", "2", "3", "40")])
-def test_a_run_of_transformers_names_its_newest_checkpoints(tmp_path, steps):
-    run = tmp_path / "run"
+def test_a_run_of_transformers_is_its_newest_complete_checkpoint(case, tmp_path, monkeypatch, steps):
+    """GR00T's experiment folder. A step that training was still writing is passed over."""
+    said: list[str] = []
+    monkeypatch.setattr("sinew.core.progress._teller", said.append)
+    path, given = case("groot-n16")
+    run = tmp_path / "pick cube"
+    newest = str(max(map(int, steps)))
     for each in (*steps, "best"):
         (run / f"checkpoint-{each}").mkdir(parents=True)
         (run / f"checkpoint-{each}" / "config.json").write_text('{"model_type": "Gr00tN1d6"}')
-    with pytest.raises(ConvertError, match="got a folder without one; checkpoints in it: ") as caught:
-        convert(run, tmp_path / "no.gguf")
-    newest = sorted(steps, key=int)[-3:]
-    assert str(caught.value).endswith(
-        f"{', '.join(str(run / f'checkpoint-{each}') for each in newest)}; give one of these folders"
+    message = refused(run, **given)
+    assert f"expected a complete checkpoint-STEP in it: checkpoint-{newest} is not complete" in message
+    assert "no model.safetensors here" in message
+    shutil.rmtree(run / f"checkpoint-{newest}")
+    shutil.copytree(path, run / f"checkpoint-{newest}")
+    manifest = Bundle(convert(run, tmp_path / "a.gguf", **given)).manifest
+    assert manifest.name == "pick cube"
+    assert said == [f"{run}: checkpoint-{newest}, the newest complete checkpoint of {len(steps)}"]
+    later = run / f"checkpoint-{int(newest) + 1}"
+    shutil.copytree(path, later)
+    shard = max(later.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-64])  # as training has written it so far
+    again = Bundle(convert(run, tmp_path / "b.gguf", **given)).manifest
+    assert again.provenance.sources == manifest.provenance.sources
+    assert (
+        f"checkpoint-{newest}, the newest complete checkpoint of {len(steps) + 1}; {later.name} is not"
+        in said[1]
     )
+    assert shard.name in refused(later, **given)  # what is given is taken
+    step = run / f"checkpoint-{newest}"
+    assert Bundle(convert(step, tmp_path / "c.gguf", **given)).manifest.name == "pick cube"
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,10 @@ class LeRobotCheckpoint:
         sizes = {(camera.height, camera.width) for camera in self.cameras}
         if len(sizes) > 1:
             found = ", ".join(f"{each.name} {each.height} x {each.width}" for each in self.cameras)
-            raise ConvertError(f"{self.file}: expected cameras of one size, got {found}")
+            raise ConvertError(
+                f"{self.file}: expected cameras of one size, got {found}; Sinew does not support a size for each camera"
+                " yet, so this checkpoint cannot be converted. Train with frames that are resized to one size"
+            )
         return sizes.pop()
 
     @property

@@ -1,27 +1,32 @@
-"""Folders that LeRobot writes: training runs, and data sets with the facts that a checkpoint leaves out."""
+"""Folders of training runs: LeRobot's, and those of transformers' Trainer, as GR00T's. LeRobot's data sets, with the
+facts that a checkpoint leaves out."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sinew.convert.read.files import directory_config, read_json
-from sinew.convert.read.safetensors import refuse_adapter
+from sinew.convert.read.safetensors import read_weights, refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError
+from sinew.core.progress import say
 
 EPISODES = "episodes_stats.jsonl"
+STEP = re.compile(r"checkpoint-\d+")  # a folder of transformers' Trainer
 MODEL, ADAPTER = "pretrained_model", "adapter_config.json"
 
 
 def resolve(path: Path, adapters: bool = False) -> Path:
     """Return the ``pretrained_model`` folder of a training run or of one of its checkpoints.
 
-    Of a run it is the one that ``checkpoints/last`` points to, else the one with the highest number. Other paths
-    are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint, and for an adapter alone,
-    unless ``adapters`` may come: their base is known.
+    Of a run it is the one that ``checkpoints/last`` points to, else the one with the highest number. Of a run of
+    transformers' Trainer it is the ``checkpoint-STEP`` with the highest number whose weights are complete, which is
+    printed. Other paths are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint, and for
+    an adapter alone, unless ``adapters`` may come: their base is known.
     """
     if not path.is_dir():
         return path
@@ -33,7 +38,7 @@ def resolve(path: Path, adapters: bool = False) -> Path:
         return resolve(path / MODEL, adapters)
     checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
     if not checkpoints.is_dir():
-        return path
+        return newest_complete(path)
     numbered = sorted((p for p in checkpoints.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     for folder in (checkpoints / "last", *reversed(numbered)):
         if any((folder / MODEL / name).exists() for name in ("config.json", ADAPTER)):
@@ -41,12 +46,29 @@ def resolve(path: Path, adapters: bool = False) -> Path:
     raise ConvertError(f"{path}: a training folder without a checkpoint (checkpoints/*/{MODEL}/config.json)")
 
 
+def newest_complete(run: Path) -> Path:
+    """Return the newest complete checkpoint of a run of transformers' Trainer, and print which; a folder without
+    checkpoints is returned as it is. Raises :class:`ConvertError` for a run without a complete one."""
+    steps = [each for each in run.glob("checkpoint-*") if STEP.fullmatch(each.name)]
+    steps = [each for each in steps if (each / "config.json").exists()]
+    incomplete: list[str] = []
+    for step in sorted(steps, key=lambda each: int(each.name.rpartition("-")[2]), reverse=True):
+        try:
+            read_weights(step)  # their headers alone, which say how long a file has to be
+        except ConvertError as error:
+            incomplete.append(f"{step.name} is not complete ({error})")
+            continue
+        passed = f"; {'; '.join(incomplete)}" if incomplete else ""
+        say(f"{run}: {step.name}, the newest complete checkpoint of {len(steps)}{passed}")
+        return step
+    if incomplete:
+        raise ConvertError(f"{run}: expected a complete checkpoint-STEP in it: {'; '.join(incomplete)}")
+    return run
+
+
 def runs_near(path: Path) -> list[Path]:
-    """Return up to three training runs, or checkpoints of one, that a folder lies in or that lie below it."""
+    """Return up to three training runs that a folder lies in or that lie below it."""
     above = [each for each in list(path.parents)[:2] if (each / MODEL / "config.json").exists()]
-    steps = [each for each in path.glob("checkpoint-*") if (each / "config.json").exists()]
-    if steps := [each for each in steps if each.name.rpartition("-")[2].isdecimal()]:  # transformers' Trainer
-        return sorted(steps, key=lambda each: int(each.name.rpartition("-")[2]))[-3:]
     below = (run.parent for depth in ("", "*/", "*/*/") for run in path.glob(f"{depth}*/checkpoints"))
     return above or list(islice(below, 3))
 
@@ -56,7 +78,7 @@ def name_of(path: Path) -> str:
 
     The repository that the run pushes to comes first, then the job's name. LeRobot calls a job that nobody named by
     the type of the policy, which names no policy, so such a name is passed over. The folder ``pretrained_model`` says
-    nothing either, so the run's folder stands for it.
+    nothing either, nor does ``checkpoint-STEP``, so the run's folder stands for them.
     """
     file, folder = path / "train_config.json", path.resolve()
     record = read_json(file) if file.exists() else {}
@@ -74,6 +96,8 @@ def name_of(path: Path) -> str:
     if folder.name == MODEL:
         step = folder.parent
         folder = step.parent.parent if step.parent.name == "checkpoints" else step
+    elif STEP.fullmatch(folder.name):
+        folder = folder.parent
     return _printable(folder.name) or "policy"
 
 

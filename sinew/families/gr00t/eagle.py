@@ -11,6 +11,7 @@ from pathlib import Path
 from sinew.bundle.schema import PromptRecipe
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.folder import name_of
 from sinew.convert.names import language_rules
 from sinew.convert.options import ConvertOptions
 from sinew.convert.qwen import qwen3
@@ -55,7 +56,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
         parts = n16(NvidiaFiles(path, options), eagle, preprocessor, processor)
     else:
         parts = n15.read(path, options, preprocessor)
-    return assemble(path.name, options, eagle_dir, eagle, parts)
+    return assemble(name_of(path), options, eagle_dir, eagle, parts)
 
 
 def n16(

@@ -10,6 +10,7 @@ from typing import Any
 
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
+from sinew.convert.lerobot.folder import name_of
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import directory_config
 from sinew.convert.read.record import JsonRecord
@@ -138,7 +139,7 @@ class NvidiaFiles:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return name_of(self.path)
 
     @cached_property
     def numbers(self) -> Mapping[str, Any]:
