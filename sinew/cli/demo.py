@@ -34,8 +34,9 @@ def demo(
             is told in numbers.
         out: folder for the animation, the figure and the report; with --full-size for the checkpoint and the
             bundle (3.6 GB, what is already there is used again).
-        episodes: of the blocks task.
-        sweep_episodes: per point of the figure of success over injected latency; 0 leaves it out.
+        episodes: of the blocks task, at most: it ends after 20 if all of them succeeded, or none.
+        sweep_episodes: per point of the figure of success over injected latency, at most: a point ends after 10 if
+            all of them succeeded, or none. 0 leaves the figure out.
         film: animate by MuJoCo's own renderer, with actions and latency, which needs EGL or OSMesa; --no-film: the
             small frames that the policy sees. If absent the first where it can be drawn.
         full_size: instead, a random policy of 450M parameters: written, converted, served, sent photographs.

@@ -818,6 +818,38 @@ def test_a_future_state_is_what_the_robot_will_have() -> None:
 
 
 @needs_blocks
+def test_the_demos_early_end_keeps_its_intervals() -> None:
+    """Exact, by all numbers of successes: one look costs no coverage, as it ends at the ends alone."""
+    from sinew.eval.demo.closed_loop import LOOK, SWEEP_EPISODES, SWEEP_LOOK
+
+    chances = np.linspace(0.001, 0.999, 999)
+
+    def binomial(n: int, k: int) -> np.ndarray:
+        return math.comb(n, k) * chances**k * (1 - chances) ** (n - k)
+
+    def coverage(look: int, most: int) -> np.ndarray:
+        covered = np.zeros_like(chances)
+
+        def add(wins: int, played: int, weight: np.ndarray) -> None:
+            low, high = stats.wilson(wins, played)
+            covered[:] += weight * ((low <= chances) & (chances <= high))
+
+        for wins in range(look + 1):
+            first = binomial(look, wins)
+            if wins in (0, look):
+                add(wins, look, first)
+                continue
+            for more in range(most - look + 1):
+                add(wins + more, most, first * binomial(most - look, more))
+        return covered
+
+    for look, most in ((LOOK, 50), (SWEEP_LOOK, SWEEP_EPISODES)):
+        found, fixed = coverage(look, most), coverage(most, most)
+        assert found.mean() > 0.95
+        assert found.min() > 0.92
+        assert fixed.min() < 0.87
+
+
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     from PIL import Image
@@ -829,8 +861,13 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer, "BACKENDS", ())  # as on a machine without them
     renderer.backend.cache_clear()
     monkeypatch.setattr(demo, "SWEEP", ("handover={default}", "latency=0,100ms"))
+    monkeypatch.setattr(demo, "SWEEP_LOOK", 2)  # both succeed, with 0 ms at least
     text = io.StringIO()
-    report = demo.run(tmp_path, 2, Console(file=text, width=120), sweep_episodes=1)
+    report = demo.run(tmp_path, 2, Console(file=text, width=120), sweep_episodes=3)
+    played = report["injected_latency"]["variants"]
+    assert [each["episodes"] for each in played] == [2 if each["wins"] in (0, 2) else 3 for each in played]
+    assert played[0]["episodes"] == 2
+    assert report["injected_latency"]["seeds"]["count"] == max(each["episodes"] for each in played)
     renderer.backend.cache_clear()
     assert report["variants"][0]["episodes"] == 2
     assert "film       none, small frames instead: a film needs OpenGL" in text.getvalue()

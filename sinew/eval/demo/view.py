@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import gymnasium
@@ -23,28 +25,70 @@ from sinew.eval.settings import Variant
 RECENT = 5  # episodes listed in the live view
 
 
+Player = tuple[ServerPolicy, gymnasium.Env, EnvAdapter]
+
+
 class ReportView:
     """Plays variants one after the other on one server. ``env`` must render if anything is to be filmed.
 
+    also: further players, each with a connection and an environment of its own, that play episodes at the same time.
     stages: milliseconds of every request, stage by stage. frames, pauses: what ``animation.write_gif`` takes.
     """
 
-    def __init__(self, console: Console, policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter):
-        self.console, self.policy, self.env, self.adapter = console, policy, env, adapter
+    def __init__(
+        self,
+        console: Console,
+        policy: ServerPolicy,
+        env: gymnasium.Env,
+        adapter: EnvAdapter,
+        also: Sequence[Player] = (),
+    ):
+        self.console, self.env = console, env
+        self.players: list[Player] = [(policy, env, adapter), *also]
         self.stages: dict[str, list[float]] = {}
         self.frames: list[Image.Image] = []
         self.pauses: dict[int, float] = {}
 
-    def play(self, variants: Sequence[Variant], seeds: range, film: int = 0) -> list[list[Episode]]:
-        """Episodes per variant. The first ``film`` episodes of the first variant are filmed."""
+    def play(
+        self, variants: Sequence[Variant], seeds: range, film: int = 0, look: int = 0
+    ) -> list[list[Episode]]:
+        """Play the episodes of each variant.
+
+        Args:
+            variants: One after the other.
+            seeds: Of one variant, at most.
+            film: Number of episodes of the first variant that are filmed; these need a single player.
+            look: Number of episodes after which a variant ends if all of them succeeded, or none.
+
+        Returns:
+            The episodes of each variant, in the order of their seeds.
+        """
         results: list[list[Episode]] = []
-        with Live(console=self.console, transient=True, refresh_per_second=8) as live:
+        with (
+            Live(console=self.console, transient=True, refresh_per_second=8) as live,
+            ThreadPoolExecutor(len(self.players)) as pool,
+        ):
+            free: Queue[Player] = Queue()
+            for player in self.players:
+                free.put(player)
             for variant in variants:
                 label = variant.label(variants) if len(variants) > 1 else "closed loop"
                 episodes: list[Episode] = []
-                for number, seed in enumerate(seeds):
-                    filmed = number < film and not results
-                    episodes.append(self._episode(variant, seed, filmed, label, episodes, len(seeds), live))
+
+                def play(
+                    seed: int, variant: Variant = variant, label: str = label, episodes: list = episodes
+                ) -> Episode:
+                    player = free.get()
+                    try:
+                        filmed = seed - seeds.start < film and not results
+                        return self._episode(player, variant, seed, filmed, label, episodes, len(seeds), live)
+                    finally:
+                        free.put(player)
+
+                for part in (seeds[:look], seeds[look:]):
+                    episodes.extend(pool.map(play, part))
+                    if look and len(episodes) == look and sum(each.success for each in episodes) in (0, look):
+                        break
                 results.append(episodes)
                 if not self.console.is_terminal:
                     self.console.print(f"{label}: {_score(episodes)}", soft_wrap=True)
@@ -52,6 +96,7 @@ class ReportView:
 
     def _episode(
         self,
+        player: Player,
         variant: Variant,
         seed: int,
         filmed: bool,
@@ -60,6 +105,7 @@ class ReportView:
         total: int,
         live: Live,
     ) -> Episode:
+        policy, env, adapter = player
         conduct = Conduct(variant.replan, variant.latency, variant.handover)
         chunks, seen = 0, {}
 
@@ -68,14 +114,14 @@ class ReportView:
             chunks += asked
             seen = observation
             if asked:
-                self._time()
+                self._time(policy)
             if filmed:
                 self._film(observation, f"step {step}, chunk {chunks}")
             if step % 5 == 0:
                 now = f"step {step:3d}, chunk {chunks:2d}: {observation['prompt']}"
                 live.update(_picture(label, finished, total, now, self.stages))
 
-        episode = run_episode(self.env, self.adapter, self.policy, conduct, seed, watch)
+        episode = run_episode(env, adapter, policy, conduct, seed, watch)
         if filmed:
             text = f"{'success' if episode.success else 'no success'} after {episode.steps} steps, {chunks} chunks"
             self._film(seen, text, episode.success)
@@ -86,8 +132,8 @@ class ReportView:
         scene: Any = self.env.render()
         self.frames.append(compose(scene, observation["images"], observation["prompt"], text, success))
 
-    def _time(self) -> None:
-        chunk = self.policy.last
+    def _time(self, policy: ServerPolicy) -> None:
+        chunk = policy.last
         assert chunk is not None
         timing = chunk.timing
         for name, value in (

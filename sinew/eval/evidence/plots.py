@@ -88,7 +88,9 @@ def plot_sweep(report: dict[str, Any], name: str, others: Sequence[str], path: P
 def _success_axis(axis: Any, report: dict[str, Any]) -> None:
     axis.set_ylim(-4, 104)
     axis.set_ylabel("success, %\n(95 % Wilson intervals)")
-    axis.set_title(f"{report['task']['env']}, {report['seeds']['count']} episodes per point")
+    counts = sorted({entry["episodes"] for entry in report["variants"]})
+    each = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    axis.set_title(f"{report['task']['env']}, {each} episodes per point")
 
 
 def _success_line(

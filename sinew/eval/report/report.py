@@ -47,7 +47,7 @@ def document(
         "workers": workers,
         "task": task.record(),
         "control_hz": control_hz,
-        "seeds": {"first": results[0][0].seed, "count": len(results[0])},
+        "seeds": {"first": results[0][0].seed, "count": max(map(len, results))},
         "variants": [
             row(variant, episodes, control_hz, variant.label(variants))
             for variant, episodes in zip(variants, results, strict=True)
