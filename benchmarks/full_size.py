@@ -124,7 +124,7 @@ def infer(bundle: Path, dtype: str, engine: str, runs: int) -> dict[str, Any]:
     return {
         "precision": f"{policy.precision_text}: {policy.dtype_reason}",
         "load_s": round(load_s, 2),
-        "weights_mib": policy.weights_nbytes >> 20,
+        "weights_mib": policy.facts.weights_nbytes >> 20,
         "first_ms": round(chunks[0].timing.total_ms),
         "later_ms": [round(chunk.timing.total_ms) for chunk in chunks[1:]],
         "vision_prefix_head_ms": [round(getattr(timing, k)) for k in ("vision_ms", "prefix_ms", "head_ms")],

@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -98,6 +99,22 @@ def watch(path: Path) -> InUse:
     """Return what notices changes of a file from now on."""
     with open_regular(path) as file:
         return InUse(path, file)
+
+
+class FilesInUse:
+    """The files whose weights are mapped, which must stay as they are."""
+
+    def __init__(self, files: Iterable[InUse]):
+        self._files = tuple(files)
+
+    def problem(self) -> str | None:
+        """Return a sentence if one of them was written to or truncated since it was opened, else None."""
+        return next(filter(None, (file.problem() for file in self._files)), None)
+
+    def check(self) -> None:
+        """Raise :class:`BundleError` if one of them was written to or truncated since it was opened."""
+        if problem := self.problem():
+            raise BundleError(problem)
 
 
 class GGUFFile:

@@ -121,7 +121,7 @@ def _parity_of_graphs(policy: Policy) -> Check:
 
 def _memory(policy: Policy, available: int, needs: Needs | None) -> Check:
     """Compare what the policy needs with the bytes that were available before it was opened."""
-    needed, parts = (policy.weights_nbytes, "weights alone") if needs is None else needs(policy)
+    needed, parts = (policy.facts.weights_nbytes, "weights alone") if needs is None else needs(policy)
     detail = f"needs {gib(needed)} beside this program ({parts}); {gib(available)} were available"
     if needed > available:
         return Check("bundle memory", "fail", detail, "every inference would read from disk")

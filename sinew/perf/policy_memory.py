@@ -107,7 +107,7 @@ def memory_need(
 def loaded_memory(policy: Policy) -> tuple[int, str]:
     """Return the bytes that a loaded policy needs beside the running program, and what they are: of an engine under
     PyTorch what `sinew perf fit` counts, else its weights."""
-    weights = policy.weights_nbytes, "weights alone"
+    weights = policy.facts.weights_nbytes, "weights alone"
     if not installed("torch"):
         return weights
     from sinew.engine.example import Shapes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 
@@ -59,10 +58,9 @@ def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     return _pixels(stepped, recipe, fresh=not np.may_share_memory(stepped, frame))
 
 
-def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int], here: bool = True) -> str:
+def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int]) -> str:
     """Return what frames of a camera could be instead where they have ``LARGER`` times the pixels that the policy reads
-    of them, and what that saves; "" where they have not. trained: height and width of the training data. here: frames
-    are resized by this process, which is then timed."""
+    of them, and what that saves; "" where they have not. trained: height and width of the training data."""
     height, width = frame.shape[:2]
     enough = recipe.enough(height, width)
     if height * width < LARGER * math.prod(enough):
@@ -72,19 +70,7 @@ def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int], her
         f"frames of {height}x{width}, of which the policy reads {enough[0]}x{enough[1]}: such frames would do, with"
         f" {small.nbytes / 1e3:,.0f} instead of {frame.nbytes / 1e3:,.0f} kB each"
     )
-    if here and (ms := _fastest_ms(frame, recipe)) >= 0.1:  # less is shown as nothing
-        text += f" and {_fastest_ms(small, recipe):.1f} instead of {ms:.1f} ms to prepare here"
     return text + (f" (training data had {height}x{width}, too)" if trained == (height, width) else "")
-
-
-def _fastest_ms(frame: np.ndarray, recipe: ImageRecipe) -> float:
-    """Return the milliseconds of the quickest of three preparations, of fewer where they are slow: a request waits."""
-    taken: list[float] = []
-    while len(taken) < 3 and sum(taken) < 0.01:
-        start = time.perf_counter()
-        prepare_frame(frame, recipe)
-        taken.append(time.perf_counter() - start)
-    return 1e3 * min(taken)
 
 
 def empty_frame(recipe: ImageRecipe) -> np.ndarray:

@@ -18,6 +18,7 @@ from sinew.serve.deploy import PolicyHost
 from sinew.serve.policies import Deployment
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
+from sinew.stream.split import read_context
 
 
 class ContextPolicy(ServedPolicy):
@@ -65,7 +66,7 @@ class ContextPolicy(ServedPolicy):
         """Return a chunk without actions, with the context."""
         policy, member = prepared
         begun = time.perf_counter()
-        context = policy.read_context(member, self.form)
+        context = read_context(policy, member, self.form)
         took = 1e3 * (time.perf_counter() - begun)
         timing = Timing(
             preprocess_ms=member.milliseconds, prefix_ms=took, total_ms=took + member.milliseconds

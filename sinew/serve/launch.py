@@ -53,9 +53,10 @@ def loader(
 ) -> Callable[[], Policy]:
     """Find mistakes in flags and file before ports are taken and torch is imported; what is returned loads the policy.
     ``options``: of ``sinew.load``. adapters: name -> file."""
+    from sinew.assemble import open_adapters, shown_source
     from sinew.bundle.rename import rename_cameras
     from sinew.engine.backend import choose, chosen_by, exported_graphs
-    from sinew.policy import open_adapters, open_bundle
+    from sinew.policy import open_bundle
 
     opened = open_bundle(bundle)
     rename_cameras(opened.manifest.spec, options["rename"])
@@ -66,7 +67,7 @@ def loader(
     def load() -> Policy:
         logger.info("loading %s", found)
         policy = sinew.load(found, threads=threads, adapters=adapters, **options)
-        policy.source = str(bundle)
+        policy.identity["source"] = shown_source(str(bundle))
         return policy
 
     return load

@@ -277,7 +277,7 @@ class Session:
             seed=(self._seed + self.prefixes) % (1 << 63),
         )  # fmt: skip
         prepared = self.policy.prepare(observation)
-        self.policy.check_files()
+        self.policy.files.check()
         text = SILENT
         if self._speech is None:
             context = self._engine.read(prepared.inputs.batched())

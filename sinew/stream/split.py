@@ -14,16 +14,40 @@ from sinew_client import Client
 from sinew_client.control.servers import PolicyCall
 from sinew_client.open_policy import OpenPolicy, refuse_words
 
-from sinew.core import ActionChunk, Observation, SinewError, Timing
+from sinew.core import ActionChunk, Observation, ObservationError, SinewError, Timing
 from sinew.engine.capability import Capability
 from sinew.engine.clone import on_meta
-from sinew.engine.contexts import unpack
+from sinew.engine.contexts import pack, unpack
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.fingerprint import fingerprint
-from sinew.processing import given
+from sinew.processing import Prepared, given
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
+
+
+def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
+    """Return what the head needs of an observation, packed (:mod:`sinew.engine.contexts`): the server's half.
+
+    Raises :class:`SinewError` for a head that chooses tokens where ``form`` rounds, and for what the head here would
+    need more than a context for.
+    """
+    if prepared.words is not None:
+        raise SinewError("context: expected an observation without words to be said, got one with them")
+    if policy.facts.chooses_tokens and form != "fp32":
+        kind = policy.spec.architecture
+        raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
+    if prepared.adapter:
+        raise ObservationError("adapter", "none: the robot's head is the base's", repr(prepared.adapter))
+    if prepared.unconditional is not None:
+        raise SinewError(
+            f"guidance_scale: expected 0, 1 or none of a policy in two places, got {prepared.scale:g}"
+        )
+    with policy.lock:
+        policy.files.check()
+        context = policy.engine.read(prepared.inputs.batched())
+        policy.files.check()
+    return pack(context, form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from sinew.engine.contexts import FORMS, unpack
 from sinew.layers.stores import lowbit
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, batch_key
-from sinew.stream.split import template_of
+from sinew.stream.split import read_context, template_of
 from tests.closeness import FACTOR, TAIL, UNIT, Rounding, assert_close, rounding
 from tests.covering import some
 
@@ -256,9 +256,9 @@ def test_a_head_elsewhere_computes_what_the_policy_does(request: pytest.FixtureR
     largest = np.abs(wanted).max()
     if policy.facts.chooses_tokens:
         with pytest.raises(SinewError, match="expected fp32 for .*, whose head chooses tokens, got int8"):
-            policy.read_context(prepared, "int8")
+            read_context(policy, prepared, "int8")
     for form in ("fp32",) if policy.facts.chooses_tokens else FORMS:
-        context = unpack(policy.read_context(prepared, form), template, torch.device("cpu"), longer)
+        context = unpack(read_context(policy, prepared, form), template, torch.device("cpu"), longer)
         (solved,) = policy.engine.solve(context, prepared.noise[None], prepared.steps)
         found = policy.processor.finish(solved, prepared.state)
         off = np.abs(found - wanted).max() / largest

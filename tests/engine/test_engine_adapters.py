@@ -29,6 +29,7 @@ from sinew.layers.stores.low_rank import LowRank
 from sinew.layers.stores.plain import PLAIN
 from sinew.policy import Policy
 from sinew.processing import Processor
+from sinew.stream.split import read_context
 from tests.adapters import Adapters, Make
 from tests.closeness import Rounding, assert_close, rounding
 from tests.covering import pairs, some
@@ -141,7 +142,7 @@ def test_weights_are_in_memory_once(case: str, adapters: Make) -> None:
     own = sum(info.nbytes for each in policy.adapters.values() for info in each.infos.values())
     assert sum(everything.values()) == sum(base.values()) + own
     assert own < sum(base.values()) / 2
-    assert policy.weights_nbytes == sum(p.nbytes for p in policy.engine.model.parameters())
+    assert policy.facts.weights_nbytes == sum(p.nbytes for p in policy.engine.model.parameters())
     changed = [
         module
         for module in policy.engine.model.modules()
@@ -239,7 +240,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(
     with pytest.raises(ObservationError, match="adapter: expected none here, got 'kitchn'"):
         policy.processor.prepare(given)
     with pytest.raises(ObservationError, match="adapter: expected none: the robot's head is the base's"):
-        policy.read_context(policy.prepare(replace(given, adapter="arm")), "fp32")
+        read_context(policy, policy.prepare(replace(given, adapter="arm")), "fp32")
 
 
 @pytest.mark.parametrize("engine", ["onnx", "cpu", "cuda"])

@@ -71,7 +71,7 @@ def run_without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_engines_by_name(bundle, g, engine):
     policy = load(bundle, engine=engine, threads=1)
     assert (policy.engine_name, policy.threads, str(policy.device)) == (engine, 1, "cpu")
-    assert policy.recipe == {}
+    assert policy.facts.recipe == {}
     assert_parity(policy.infer(g.observation()).actions, g.numpy("actions")[0])
 
 

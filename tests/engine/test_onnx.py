@@ -222,7 +222,7 @@ def test_graphs_are_cached_beside_the_bundle(exported, golden, tmp_path):
     stamp = (folder / "graphs.json").stat().st_mtime_ns
     again = load(bundle, engine="onnx")
     assert (folder / "graphs.json").stat().st_mtime_ns == stamp
-    assert first.weights_nbytes == again.weights_nbytes > 0
+    assert first.facts.weights_nbytes == again.facts.weights_nbytes > 0
 
     data = bytearray(bundle.read_bytes())
     data[-1] ^= 1  # another weight, the same header

@@ -103,7 +103,7 @@ def test_the_folder_computes_a_little_else_and_says_how_much(made: Made, golden:
     g = Golden(golden / "smolvla-2cam")
     policy = load(made.robot, threads=1)
     assert policy.engine_name == "onnx"
-    assert policy.recipe == {"vision": "int8", "language": "int8", "head": "int8"}
+    assert policy.facts.recipe == {"vision": "int8", "language": "int8", "head": "int8"}
     record = open_bundle(made.robot).manifest.quantization
     assert record is not None
     assert (record.observations, record.calibrated, record.source) == (2, 2, "random frames")

@@ -283,7 +283,7 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
     source, out = quantised
     g = Golden(golden / "smolvla-2cam")
     policy = load(out, engine="onnx", threads=1)
-    assert policy.recipe == {"vision": "int8", "language": "int8"}
+    assert policy.facts.recipe == {"vision": "int8", "language": "int8"}
     actions = policy.infer(g.observation()).actions
     wide = load(source, engine="onnx", threads=1).infer(g.observation()).actions
     assert 1e-6 < distance(actions, wide) < 0.05
@@ -335,7 +335,7 @@ def test_rows_from_recipe_to_engine(exported, golden, tmp_path, capsys):
     assert main(["inspect", str(out)]) == 0
     assert "language int8-rows" in " ".join(capsys.readouterr().out.split())
     policy = load(out, engine="onnx", threads=1)
-    assert policy.recipe == {"vision": "int8", "language": "int8-rows"}
+    assert policy.facts.recipe == {"vision": "int8", "language": "int8-rows"}
     actions = policy.infer(g.observation()).actions
     fresh = tmp_path / "fresh.gguf"
     shutil.copyfile(out, fresh)
@@ -492,7 +492,7 @@ def test_a_recipe_in_fp8_carries_its_scales(narrow, capsys, monkeypatch, tmp_pat
     assert "vision fp8" in capsys.readouterr().out
 
     policy = load(narrow, "cpu", engine="cuda")
-    assert policy.recipe == {"vision": "fp8", "language": "fp8"}
+    assert policy.facts.recipe == {"vision": "fp8", "language": "fp8"}
     (outcome,) = (o for o in policy.engine.plan.outcomes if o.name == "fp8")
     layers = len(record.scales)
     assert f"inputs of {layers} of {layers} calibrated" in outcome.reason

@@ -38,6 +38,7 @@ from sinew.steps.prompt.base import PromptRecipe, TextRecipe
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.text import Text
+from sinew.stream.split import read_context
 from tests.convert.openpi_layout import write_checkpoint
 from tests.golden import Golden
 from tests.models.stages import fast_observation
@@ -438,7 +439,7 @@ def test_words_are_said_for_one_alone(policy: Policy) -> None:
     with pytest.raises(SinewError, match="^a batch: expected observations of one batch_key"):
         policy.run_batch([asked, asked])
     with pytest.raises(SinewError, match="^context: expected an observation without words"):
-        policy.read_context(asked, "fp32")
+        read_context(policy, asked, "fp32")
 
 
 # ------------------------------------------------------------------------- what a bundle says

@@ -83,8 +83,8 @@ def test_float32_arithmetic_on_the_stored_weights(golden, smolvla_bundle, no_uni
     observation = Golden(golden / "smolvla-bf16-vlm").observation()
     got, wanted = (each.infer(observation).actions for each in (policy, wide))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
-    assert policy.precision == {"vision": TEXT, "language": TEXT, "head": TEXT}  # bf16 among others
-    assert policy.weights_nbytes < wide.weights_nbytes
+    assert policy.facts.precision == {"vision": TEXT, "language": TEXT, "head": TEXT}  # bf16 among others
+    assert policy.facts.weights_nbytes < wide.facts.weights_nbytes
     mapped = policy.bundle.tensor("language.layers.0.attn.o_proj.weight")
     assert policy.engine.model.language.layers[0].attn.o_proj.weight.data_ptr() == mapped.data_ptr()
     assert "this CPU has no bf16 products" in policy.dtype_reason
@@ -138,7 +138,7 @@ def test_a_cpu_with_half_products_computes_in_them(smolvla_bundle, all_units) ->
     policy = load(
         smolvla_bundle("smolvla-bf16-vlm"), "cpu", "native", engine="eager", allow_missing_cameras=True
     )
-    assert policy.precision["language"] == "bf16"
+    assert policy.facts.precision["language"] == "bf16"
     assert not any(getattr(module, "store", PLAIN) == HALF for module in policy.engine.model.modules())
 
 
@@ -154,7 +154,7 @@ def test_copies_that_do_not_fit_are_not_made(golden, smolvla_bundle, all_units, 
     assert choice.precision_text == TEXT
     assert "do not fit the 1.0 GiB available: weights stay bf16" in choice.dtype_reason
     policy = load(path, "cpu", engine="eager", allow_missing_cameras=True)
-    assert policy.precision["language"] == TEXT
+    assert policy.facts.precision["language"] == TEXT
     assert_parity(policy.infer(g.observation()).actions, wide)
 
 

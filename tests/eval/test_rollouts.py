@@ -191,7 +191,9 @@ def test_what_cannot_explore_says_so(policy: RolloutPolicy) -> None:
     with pytest.raises(ObservationError, match="previous"):
         policy.sample([{**asked(0), "previous": np.zeros((24, 1), np.float32), "elapsed": 2}])
     planned = sinew.load(PEN, engine="plan")
-    with pytest.raises(SinewError, match="planned: expected one that can exchange weights, such as eager"):
+    with pytest.raises(
+        SinewError, match="^expected engine eager, which takes new weights while it runs, got engine plan"
+    ):
         planned.exchange({})
 
 

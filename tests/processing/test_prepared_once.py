@@ -233,7 +233,7 @@ def test_moments_before_are_counted_and_looked_at():
 
 def test_preparing_waits_for_nobody(policy, observation):
     """It needs no lock: another observation may be computed meanwhile."""
-    with policy._lock:
+    with policy.lock:
         ready: list[object] = []
         thread = threading.Thread(target=lambda: ready.append(policy.prepare(observation)))
         thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,39 +150,15 @@ def test_two_normalisations_of_a_picture_are_groups_of_channels():
     np.testing.assert_array_equal(found, np.concatenate(wanted))
 
 
-def test_larger_frames_are_said_to_be_so_with_what_they_cost(monkeypatch):
+def test_larger_frames_are_said_to_be_so_with_what_they_cost():
     recipe = boxed(4, 6)
     assert larger(np.zeros((8, 11, 3), np.uint8), recipe, (0, 0)) == ""  # less than four times the pixels
     frame = np.zeros((8, 12, 3), np.uint8)
-    said = "frames of 8x12, of which the policy reads 4x6: such frames would do, with 0 instead of 0 kB each"
-    assert larger(frame, recipe, (8, 12), here=False) == f"{said} (training data had 8x12, too)"
-    square = larger(np.zeros((200, 200, 3), np.uint8), boxed(100, 100), (0, 0), here=False)
+    text = "frames of 8x12, of which the policy reads 4x6: such frames would do, with 0 instead of 0 kB each"
+    assert larger(frame, recipe, (4, 6)) == text
+    assert larger(frame, recipe, (8, 12)) == f"{text} (training data had 8x12, too)"
+    square = larger(np.zeros((200, 200, 3), np.uint8), boxed(100, 100), (0, 0))
     assert square.endswith("such frames would do, with 30 instead of 120 kB each")
-    prepared = []
-    monkeypatch.setattr(
-        "sinew.processing.image.prepare_frame", lambda given, _recipe: prepared.append(given.shape)
-    )
-    for steps, costs in (
-        ([0.003, 0.002, 0.004, 0.001, 0.002, 0.003], " and 1.0 instead of 2.0 ms to prepare here"),
-        ([0.4, 0.0001, 0.0002, 0.0003], " and 0.1 instead of 400.0 ms to prepare here"),  # of a slow one, one
-        ([0.0005] * 6, " and 0.5 instead of 0.5 ms to prepare here"),
-        ([0.00009] * 3, ""),
-    ):
-        moments = (moment for start, step in enumerate(steps) for moment in (start, start + step))
-        clock = SimpleNamespace(perf_counter=lambda moments=moments: next(moments))
-        monkeypatch.setattr("sinew.processing.image.time", clock)
-        assert larger(frame, recipe, (4, 6)) == said + costs
-        assert list(moments) == []
-    assert (
-        prepared
-        == [(8, 12, 3)] * 3
-        + [(4, 6, 3)] * 3
-        + [(8, 12, 3)]
-        + [(4, 6, 3)] * 3
-        + [(8, 12, 3)] * 3
-        + [(4, 6, 3)] * 3
-        + [(8, 12, 3)] * 3
-    )
 
 
 def test_buffers_are_kept_up_to_a_size():

@@ -96,7 +96,7 @@ def test_a_source_is_stated_as_typed_and_no_folder_of_this_machine(smolvla_bundl
 
 
 def test_a_bundle_without_hashes_has_an_identity_of_its_bytes(smolvla_bundle, tmp_path):
-    from sinew.policy import identity as identity_of
+    from sinew.assemble import identity as identity_of
 
     copies = [Bundle(smolvla_bundle()) for _ in range(2)]
     for each in copies:

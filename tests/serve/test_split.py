@@ -12,6 +12,8 @@ import pytest
 from sinew_client import Client, ClientError, ServerError
 
 from sinew.core import Moment, RequestError, SinewError
+from sinew.engine.backend import BACKENDS
+from sinew.engine.capability import Capability
 from sinew.policy import Policy, load
 from sinew.processing.safety import Safety
 from sinew.records.comparison import replay_records
@@ -240,7 +242,8 @@ def test_a_call_that_cannot_be_opened_leaves_no_connection(policy, monkeypatch):
 
 
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
-    whole = SimpleNamespace(engine=SimpleNamespace(model=None), engine_name="onnx")
+    refusals = {Capability.SPLIT: BACKENDS["onnx"].lacking(Capability.SPLIT)}
+    whole = SimpleNamespace(capabilities=replace(policy.capabilities, refusals=refusals))
     with pytest.raises(SinewError, match="split: expected engine cpu, plan or eager, which solves a context"):
         template_of(whole)
     with desk(policy=policy) as at:

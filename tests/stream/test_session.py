@@ -806,7 +806,7 @@ def test_a_stream_whose_weights_were_changed_ends(rolls: Policy, monkeypatch: py
     def changed() -> None:
         raise SinewError("the file was written over")
 
-    monkeypatch.setattr(rolls, "check_files", changed)
+    monkeypatch.setattr(rolls.files, "check", changed)
     with pytest.raises(SinewError, match="written over"):
         stream.read()
 

@@ -96,11 +96,11 @@ def compare(policy: Policy, reference: Policy, observations: Iterable[Observatio
 
 def bounds_of(policy: Policy) -> dict[str, float]:
     """Return the bound of each stage: that of the lowest precision in force anywhere before it."""
-    words = {word for kinds in policy.precision.values() for word in kinds.split("+")}
+    words = {word for kinds in policy.facts.precision.values() for word in kinds.split("+")}
     lowest = max((LIKE.get(word, word) for word in words), key=lambda w: RANK.index(w) if w in RANK else 3)
     bounds = dict(BOUNDS.get(lowest, BOUNDS["int8"]))
     measured = policy.manifest.quantization
-    if measured is not None and policy.recipe:  # what `quantize` saw on its own observations, with room
+    if measured is not None and policy.facts.recipe:  # what `quantize` saw on its own observations, with room
         bounds["actions"] = max(bounds["actions"], 2 * measured.error_max)
     return bounds
 

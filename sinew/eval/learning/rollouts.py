@@ -24,7 +24,7 @@ from sinew.eval.learning.exploration import (
     flow_log_probs,
     token_log_probs,
 )
-from sinew.policy import Policy, open_bundle
+from sinew.policy import Policy, finished, open_bundle
 from sinew.processing import Prepared, stack_prompts
 from sinew.processing.given import observation as given_as
 
@@ -91,6 +91,7 @@ class RolloutPolicy(Policy):
             raise SinewError(str(error)) from None
         bundle.manifest = replace(manifest, spec=replace(manifest.spec, solver=solver, solver_steps=steps))
         super().__init__(bundle, device, dtype, "eager", **options)
+        self.pauses = False  # a run draws from one generator, so no other comes between its steps
         self.exploration, self.batch, self.version = exploration, batch, 0
         model = self.engine.model
         self._speaks = hasattr(model, "action_tokens")
@@ -135,7 +136,7 @@ class RolloutPolicy(Policy):
         return learner.requires_grad_(True)
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        with self._lock:
+        with self.lock:
             self.engine.exchange(weights)
             self.version += 1
 
@@ -150,7 +151,7 @@ class RolloutPolicy(Policy):
             raise SinewError(
                 f"{self.bundle.path}: expected float weights, got {next(iter(self.bundle.lowbit.values()))}"
             )
-        with self._lock:
+        with self.lock:
             state = self.engine.model.state_dict()
             tensors = []
             for info in sorted(self.bundle.infos.values(), key=lambda info: info.offset):
@@ -175,11 +176,6 @@ class RolloutPolicy(Policy):
                 raise ObservationError(name, "none of a policy that explores", "one")
         return found
 
-    @property
-    def pauses(self) -> bool:
-        """Return False: a run draws from one generator, so no other comes between its steps."""
-        return False
-
     def run_batch(
         self, members: Sequence[Prepared], *, cancel: Any = None, between: Any = None
     ) -> list[ActionChunk | SinewError]:
@@ -202,8 +198,8 @@ class RolloutPolicy(Policy):
         inputs = stack_prompts(rows, self.processor.recipe.prompt)
         noise = np.stack([row.noise for row in rows])
         watch = Watch(cancel)
-        with self._lock:
-            self.check_files()
+        with self.lock:
+            self.files.check()
             engine, version = self.engine, self.version
             if self._speaks:
                 chunks, chains, log_probs = self._said(rows, engine.read(inputs, watch), noise, watch)
@@ -211,12 +207,12 @@ class RolloutPolicy(Policy):
                 kept = DenoisingChain()
                 chunks = engine.run(inputs, noise, members[0].steps, kept, watch)
                 chains, log_probs = kept.ended(chunks)
-            self.check_files()
+            self.files.check()
         timing, found = watch.timing(len(members)), list[RolloutSample | SinewError]()
         for member, chunk, chain, probabilities in zip(
             members, chunks, chains, log_probs, strict=False
         ):  # without what fills up
-            actions = self._finished(chunk, member)
+            actions = finished(chunk, member, self.processor, normalized=True)
             if isinstance(actions, SinewError):
                 found.append(actions)
                 continue

@@ -43,7 +43,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
             command = f"sinew perf calibrate {policy.bundle.path} --threads {threads}"
             return {"reason": f"not calibrated for {threads} threads: {command}"}
         # PyTorch's kernels say nothing of ONNX Runtime's, and fp32 nothing of int8.
-        predictable = (own is not None or runs_torch) and not policy.recipe
+        predictable = (own is not None or runs_torch) and not policy.facts.recipe
         image = policy.manifest.processing.image
         shapes = Shapes(
             described["views"],

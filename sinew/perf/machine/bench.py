@@ -101,7 +101,7 @@ def measure(
         "chunks_per_second": rate,
         "actions_per_second": rate * policy.spec.chunk_size,
         "memory_bytes": {
-            "weights": policy.weights_nbytes,
+            "weights": policy.facts.weights_nbytes,
             "after_import": import_rss,
             "after_load": load_rss,
             "steady": machine.resident_bytes(),

@@ -96,7 +96,7 @@ def _timed(bundle: Path, runs: int, options: dict[str, Any], observe: Observe, b
         begin = time.perf_counter()
         policy.infer({**observation, "seed": seed})
         totals.append((time.perf_counter() - begin) * 1e3)
-    recipe = ", ".join(f"{part} {kind}" for part, kind in policy.recipe.items())
+    recipe = ", ".join(f"{part} {kind}" for part, kind in policy.facts.recipe.items())
     return Rung(
         policy.engine_name,
         about=f"{policy.dtype} on {policy.device}" + (f"; {recipe}" if recipe else ""),

@@ -101,7 +101,7 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     assert set(cpu.recipe) == set(kept)
     for component, formats in cpu.recipe.items():
         assert set(formats.split("+")) <= {kept[component], "int8"}  # int8: rows that 32 does not divide
-    assert cpu.weights_nbytes < wide.weights_nbytes
+    assert cpu.facts.weights_nbytes < wide.facts.weights_nbytes
     seen, other = (
         cpu.prepare(replace(cpu.dummy_observation(), **g.observation() | {"noise": None, "seed": seed}))
         for seed in (1, 2)

@@ -1,0 +1,109 @@
+"""A loaded policy in words: for metadata, reports, notebooks and ``sinew doctor``."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from sinew.assemble import PolicyParts, identity
+from sinew.engine.backend import REFERENCE, other_precision
+from sinew.processing import Prepared
+
+
+class DescribedPolicy(PolicyParts):
+    """The parts of a policy, and what they are in words."""
+
+    def __repr__(self) -> str:
+        spec, cameras = self.spec, ", ".join(camera.name for camera in self.spec.cameras)
+        return (
+            f"<sinew.Policy {spec.name!r} ({spec.architecture}), cameras {cameras},"
+            f" state {spec.state.dim}, action {spec.action.dim}, chunks of {spec.chunk_size};"
+            f" engine {self.choice.engine} on {self.facts.device}, {self.precision_text}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: inputs, outputs, and what computes them and why."""
+        spec, about = self.spec, self.describe()
+        rows = {
+            "policy": f"{spec.name} ({spec.architecture})",
+            "cameras": ", ".join(f"{each.name} {each.height}x{each.width}" for each in spec.cameras),
+            "state": ", ".join(spec.state.labels) or f"{spec.state.dim} numbers",
+            "action": f"{', '.join(spec.action.labels) or f'{spec.action.dim} numbers'}; chunks of {spec.chunk_size}",
+            **{name: f"{about[name]}: {about[f'{name}_reason']}" for name in ("engine", "device", "dtype")},
+        }
+        cells = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
+        return f"<table>{''.join(cells)}</table>"
+
+    @property
+    def precision_text(self) -> str:
+        """The precision in which the policy computes, with the recipe that is not followed, if there is one."""
+        kinds, ignored = self.facts.precision, self.choice.ignored
+        if len({*kinds.values()}) < 2:
+            text = next(iter(kinds.values()), self.choice.options.dtype)
+        else:
+            text = ", ".join(f"{part} {kind}" for part, kind in kinds.items())
+        return f"{text} (the bundle's recipe is IGNORED: {ignored})" if ignored else text
+
+    @property
+    def dtype_reason(self) -> str:
+        """Why the weights have their precision."""
+        reason = "the bundle's recipe" if self.facts.recipe else self.choice.dtype_reason
+        return f"{reason}; {other_precision()}" if reason.startswith(REFERENCE) else reason
+
+    @property
+    def threads_reason(self) -> str:
+        """Why the engine has its number of threads."""
+        return self.start.threads_reason
+
+    def describe(self) -> dict[str, Any]:
+        """Return what runs the policy and why, ready for JSON: for metadata, reports and ``sinew doctor``."""
+        return {
+            "identity": self.identity,
+            "engine": self.choice.engine,
+            "engine_reason": self.choice.engine_reason,
+            "device": self.facts.device,
+            "device_reason": self.choice.device_reason,
+            "dtype": self.precision_text,
+            "dtype_reason": self.dtype_reason,
+            "precision": dict(self.facts.precision),
+            "providers": list(self.facts.providers),
+            "assigned": self.facts.assigned,
+            "ignored_recipe": self.choice.ignored,
+            **self.capabilities.to_dict(),
+            "reuse": self.start.reuse_reason,
+            "adapters": {
+                name: {"policy": each.manifest.name, "hash": identity(each)["hash"]}
+                for name, each in self.adapters.items()
+            },
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what a server with default settings states about this policy.
+
+        Returns:
+            ``policy``: what it reads and writes, with the limits of its actions. ``server``: what computes it
+            (:meth:`describe`).
+        """
+        from sinew.processing.safety import Safety
+
+        described = self.spec.to_dict()
+        described["action"]["limits"] = Safety(self.processors[""]).limits()
+        return {"policy": described, "server": self.describe()}
+
+    def warnings(self, member: Prepared) -> tuple[str, ...]:
+        """Return what the answer to an observation is computed without, in sentences."""
+        spec, names = self.spec, ", ".join(member.missing)
+        count = spec.history - member.unsent
+        sentences = [f"no frame for {names}: the policy ran without"] if names else []
+        if member.unsent and spec.history_padding == "repeat":
+            sentences.append(
+                f"earlier: the policy reads {spec.history} moments and got {count}; the oldest stands for the rest"
+            )
+        elif member.unsent and count == 1:
+            sentences.append(
+                f"earlier: the policy reads {spec.history} moments, {spec.history_stride} control steps"
+                " apart, and got 1, as only an episode's start has"
+            )
+        if self.choice.ignored:
+            sentences.append(f"the bundle's recipe is ignored: {self.choice.ignored}")
+        return tuple(sentences)
