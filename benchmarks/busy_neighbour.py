@@ -36,8 +36,8 @@ def one_engine(bundle: Path, engine: str, runs: int, threads: int | None, spin: 
             os.environ.pop(name, None)
         if engine == "onnx":
             _let_onnxruntime_spin()
+    from sinew.bench.measure import PROMPT, make_observation
     from sinew.eval.report.stats import summarize
-    from sinew.perf.machine.bench import PROMPT, make_observation
     from sinew.policy import load
 
     policy = load(bundle, engine=engine, threads=threads)

@@ -25,8 +25,8 @@ from benchmarks.paired import median_interval
 from sinew.bundle import Bundle
 from sinew.bundle.writer import rewrite
 from sinew.engine.example import Inputs, Shapes
+from sinew.families.published import published
 from sinew.models import build_on_meta
-from sinew.perf.published import published
 from sinew.policy import Policy, load
 from sinew.steps.prompt.advantage import Advantage
 

@@ -33,8 +33,8 @@ from sinew.core import machine  # before torch, whose idle threads then sleep
 
 import numpy as np
 
+from sinew.bench.measure import PROMPT, make_observation
 from sinew.engine.cpu.kernels.library import extension
-from sinew.perf.machine.bench import PROMPT, make_observation
 from sinew.policy import Policy, load
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sinew_perf.hardware import Network
 
 from benchmarks.handovers import draw_when_asked
 from benchmarks.side_by_side import SideBySide
@@ -41,7 +42,6 @@ from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Latency
 from sinew.eval.sources import StreamCosts
-from sinew.perf.hardware import Network
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 

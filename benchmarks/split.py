@@ -3,7 +3,7 @@
     python -m benchmarks.split --requests 20 --links 4g,5g,wifi6,slow-cloud
 
 A proxy on loopback delays each byte by the link's base latency and by its place behind the bytes before it. The
-prediction is :func:`sinew.perf.scenarios.split_s` of what was measured without it: the server's time, the head's, the
+prediction is :func:`sinew_perf.scenarios.split_s` of what was measured without it: the server's time, the head's, the
 bytes both ways. The last line is JSON.
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 from sinew_client import Client, protocol
+from sinew_perf.hardware import Network, load_network
+from sinew_perf.scenarios import split_s
 
 from benchmarks.soak import serving
 from benchmarks.wires import BUNDLE
 from sinew.core import machine
-from sinew.perf.hardware import Network, load_network
-from sinew.perf.scenarios import split_s
 from sinew.policy import load
 from sinew.stream.split import SplitPolicy, Trip
 

@@ -23,12 +23,11 @@ from sinew.core import machine  # before torch, whose idle threads then sleep
 # isort: split
 
 import torch
-
-from sinew.perf.machine import fit as calibration
-from sinew.perf.machine.calibrate import loaded, measure_samples, with_work
-from sinew.perf.machine.fit import Sample
-from sinew.perf.machine.measure import MeasuredSizes, Speeds, StageTime, measure_speeds
-from sinew.perf.program import preset
+from sinew_perf.machine import fit as calibration
+from sinew_perf.machine.calibrate import loaded, measure_samples, with_work
+from sinew_perf.machine.fit import Sample
+from sinew_perf.machine.measure import MeasuredSizes, Speeds, StageTime, measure_speeds
+from sinew_perf.program import preset
 
 # Fitted on these, checked on those; no stage of a checked request is shared with a fitted one.
 FITTED = [MeasuredSizes(1, 8, 12), MeasuredSizes(3, 48, 200)]

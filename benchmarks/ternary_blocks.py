@@ -26,11 +26,11 @@ from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.engine import ON_CPU
 from sinew.engine.plan.plan import Plan
+from sinew.families.published import published
 from sinew.layers.stores.codes import codes_of
 from sinew.layers.stores.lowbit import dequantize
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.perf.published import published
 
 
 def models(layers: int) -> tuple[Model, Model, Shapes]:

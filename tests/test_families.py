@@ -37,8 +37,10 @@ MEANT_OTHERWISE = {
         {"prismatic"},
         "a kind of joint of URDF",
     ),
-    "sinew/perf/paper": ({"pi0"}, "the rows of a published table"),
-    "sinew/cli/perf": ({"pi0", "pi0.5"}, "titles of that table, and what `perf need` asks for by default"),
+    "perf/sinew_perf/cli": (
+        {"pi0", "pi0.5"},
+        "titles of that table, and what `perf need` asks for by default",
+    ),
 }
 
 

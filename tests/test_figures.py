@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 pytest.importorskip("mujoco", reason="benchmarks.figures draws the task, too")
 
+from sinew_perf import plots
+from sinew_perf.hardware import load_hardware
+from sinew_perf.roofline import StageTiming
+
 from benchmarks import figures as documented
 from research.vla_perf.study import DOF, Study
 from sinew.core import SinewError, figures
 from sinew.eval.report.stats import wilson
-from sinew.perf import plots
-from sinew.perf.hardware import load_hardware
-from sinew.perf.roofline import StageTiming
 
 SMALLEST = 9  # points
 OUT = Path("figure.png")

@@ -171,8 +171,6 @@ def test_storage_exchanges_no_class() -> None:
 # Files outside of the server and the command line that import the server.
 SERVED = {
     "targets.py",  # recordings are replayed like a served policy
-    "perf/fleet.py",  # its choice of batches
-    "perf/policy_memory.py",  # how it starts processes
     "eval/farm/hosts.py",  # who may use a port
 }
 
@@ -210,4 +208,4 @@ def test_a_class_has_a_name_of_its_own() -> None:
 
 def test_nobody_asks_an_engine_which_one_it_is() -> None:
     """Backends and facts describe the differences between engines."""
-    assert not STRUCTURE.places(ASKS_AN_ENGINE, without=("sinew/engine/", "sinew/perf/"))
+    assert not STRUCTURE.places(ASKS_AN_ENGINE, without=("sinew/engine/", "perf/sinew_perf/"))

@@ -29,7 +29,7 @@ from packaging import tags
 from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
-CLIENT = "./packages/sinew-client"
+CLIENT, PERF = "./packages/sinew-client", "./perf"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST = {"client": ("3.8", *PYTHONS)}  # robots have old distributions
 # How people call it -> uv's name, and the tags of wheels that run there, best first.
@@ -51,10 +51,12 @@ ROLES = {
     "client": [CLIENT],
     "demo": [CLIENT, ".[demo]"],
     "onnx": [CLIENT, ".[onnx]"],
-    "full": [CLIENT, ".[full]"],
-    "everything": [CLIENT, ".[dev,sim]"],
+    "full": [CLIENT, PERF, ".[full]"],
+    "everything": [CLIENT, PERF, ".[dev,sim]"],
 }
 UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
+
+OURS = ("sinew-vla", "sinew-vla-client", "sinew-vla-perf")  # in constraints.txt these have no line
 
 # What is no install of ours, by its text -> why nothing asks the index.
 EXEMPT = {
@@ -156,7 +158,7 @@ def parse(where: str, text: str) -> Line:
 def pages() -> list[Path]:
     """Return the documents; research/log tells of the past."""
     found = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [*found, *sorted((ROOT / "packages").glob("*/README.md"))]
+    return [*found, *sorted((ROOT / "packages").glob("*/README.md")), ROOT / "perf" / "README.md"]
 
 
 def written(text: str) -> list[str]:
@@ -240,7 +242,11 @@ def of_docker() -> list[Line]:
         python.write_text(STAND_IN)
         python.chmod(0o755)
         wheels.mkdir()
-        local = {str(wheels / "sinew_vla_client-0.whl"): CLIENT, str(wheels / "sinew_vla-0.whl"): "."}
+        local = {
+            str(wheels / "sinew_vla_client-0.whl"): CLIENT,
+            str(wheels / "sinew_vla_perf-0.whl"): PERF,
+            str(wheels / "sinew_vla-0.whl"): ".",
+        }
         for wheel in local:
             Path(wheel).touch()
         for role in ("client", "onnx", "cpu", "cuda", "jetson"):
@@ -295,6 +301,7 @@ def bare_environment() -> dict[str, str]:
 LOCAL = {
     ".": "sinew-vla",
     CLIENT: "sinew-vla-client",
+    PERF: "sinew-vla-perf",
     "./packages/lerobot_policy_sinew": "lerobot-policy-sinew",
     "./packages/sinew_ros": "sinew-ros",
 }
@@ -454,12 +461,13 @@ def lock(*more: str) -> str:
         out = Path(folder) / "constraints.txt"
         out.write_text(there)
         # Not the plugin: it goes beside LeRobot, which has versions of its own.
-        projects = ["pyproject.toml", "packages/sinew-client/pyproject.toml"]
+        projects = ["pyproject.toml", "packages/sinew-client/pyproject.toml", "perf/pyproject.toml"]
         done = subprocess.run(
             [
                 *uv(), "pip", "compile", "--no-config", "--quiet", "--python", sys.executable, "--universal",
                 "--python-version", PYTHONS[0], "--no-annotate", "--no-header", "--all-extras", "--group", "build",
-                "--no-emit-package", "sinew-vla", "--no-emit-package", "sinew-vla-client", *more, *projects,
+                *(word for name in OURS for word in ("--no-emit-package", name)),
+                *more, *projects,
                 "--output-file", str(out),
             ],
             cwd=ROOT, capture_output=True, text=True, env=bare_environment(),

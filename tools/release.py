@@ -30,14 +30,14 @@ from sinew import __version__
 from tools import installs
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".", "packages/sinew-client", "packages/lerobot_policy_sinew", "packages/sinew_ros")
+FOLDERS = (".", "packages/sinew-client", "perf", "packages/lerobot_policy_sinew", "packages/sinew_ros")
 ROLE = "full"  # of tools/installs.py: what the bill of materials is of
 TRIED = ("sinew --version", "sinew doctor", "sinew demo act --episodes 2 --sweep-episodes 0 --out OUT")
 UNPUBLISHED = (
     "not published: no package index has these files and no registry an image. Until then the"
     " README's line installs from a clone, and these files from SHA256SUMS' folder"
 )
-LIKE_A_VERSION = re.compile(r"""(?:sinew-vla(?:-client)?==|version ?= ?"|<version>)(\d+\.\d+\.\d+)""")
+LIKE_A_VERSION = re.compile(r"""(?:sinew-vla(?:-\w+|\[\w+\])?==|version ?= ?"|<version>)(\d+\.\d+\.\d+)""")
 
 
 def versions() -> dict[str, set[str]]:

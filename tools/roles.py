@@ -1,6 +1,6 @@
 """Wheels into empty environments, one per role, with the README's commands: ``python -m tools.roles`` (make roles).
 
-Builds the two wheels once, installs each role as docker/install.sh does, runs that role's lines of README.md as they
+Builds the wheels once, installs each role as docker/install.sh does, runs that role's lines of README.md as they
 stand there, and prints sizes and import times. It needs a package index and takes minutes. Files that the lines
 name (policy.gguf, front.jpg, records/) lie in the folder in which they run.
 """
@@ -125,12 +125,21 @@ def export(home: Path) -> Path:
 
 
 def build(home: Path) -> Path:
-    """Return a folder with wheels of both distributions, made of what a clone of this checkout has."""
+    """Return a folder with wheels of the distributions, made of what a clone of this checkout has."""
     wheels, builder = home / "wheels", home / "builder"
     subprocess.run([sys.executable, "-m", "venv", builder], check=True)
     pip = [builder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run(
-        [*pip, "wheel", "--no-deps", "--wheel-dir", wheels, ROOT / "packages" / "sinew-client", ROOT],
+        [
+            *pip,
+            "wheel",
+            "--no-deps",
+            "--wheel-dir",
+            wheels,
+            ROOT / "packages" / "sinew-client",
+            ROOT / "perf",
+            ROOT,
+        ],
         check=True,
     )
     for wheel in sorted(wheels.glob("*.whl")):

@@ -42,9 +42,10 @@ MAY_IMPORT = {
 # The folders of `sinew`, highest first. A file imports from its own line and from the lines below.
 ROOMS = [
     {"cli"},
-    {"eval", "perf", "driving"},
+    {"eval", "driving"},
     {"targets"},
-    {"checks", "serve", "sim"},
+    {"bench", "checks", "serve", "sim"},
+    {"memory"},
     {"stream"},
     {"policy"},
     {"describe"},

@@ -15,12 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sinew_perf.trace import STAGES, TracedCall, trace
 
 from benchmarks.gpu.models import Case, length, side, weightless
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.example import Shapes
 from sinew.engine.plan.plan import Plan
-from sinew.perf.trace import STAGES, TracedCall, trace
 
 PRODUCTS = ("splitk_linear", "gated_mlp", "qkv_rope", "norm_linear", "packed_attention")
 COMPONENT = {"vision": "vision", "prefix": "language", "head": "head"}

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sinew_perf.trace import STAGES
 from torch import Tensor
 
 from benchmarks.gpu.models import ACTIONS, Sample
@@ -27,7 +28,6 @@ from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 from sinew.engine.watch import Watch
 from sinew.models.base import Model
 from sinew.models.solvers import solve
-from sinew.perf.trace import STAGES
 from sinew.processing import ModelInputs
 from sinew.processing.image import prepare_frame
 from sinew.processing.normalize import Normalizer

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sinew_perf.trace import STAGES
+
 from benchmarks.gpu.roofline import Ceilings, bound, least
-from sinew.perf.trace import STAGES
 
 Record = dict[str, Any]
 NARROW = {"fp8": ("language",)}

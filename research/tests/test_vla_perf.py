@@ -7,6 +7,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from sinew_perf.cli.run import write_table
+from sinew_perf.hardware import load_hardware
+from sinew_perf.needs import reach
+from sinew_perf.operators import Component
+from sinew_perf.roofline import seconds, timing
+from sinew_perf.streams import loops
 
 from research.vla_perf import layers, realtime
 from research.vla_perf.__main__ import main
@@ -23,13 +29,7 @@ from research.vla_perf.published import (
 from research.vla_perf.study import PI0, Study
 from research.vla_perf.takeaways import CLAIMS, takeaways
 from sinew.cli import main as sinew
-from sinew.cli.perf.run import write_table
 from sinew.core import SinewError
-from sinew.perf.hardware import load_hardware
-from sinew.perf.needs import reach
-from sinew.perf.operators import Component
-from sinew.perf.roofline import seconds, timing
-from sinew.perf.streams import loops
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:

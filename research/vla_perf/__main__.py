@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.table import Table
+from sinew_perf.cli.run import write_table
 
 from research.vla_perf.defects import defects
 from research.vla_perf.published import (
@@ -25,7 +26,6 @@ from research.vla_perf.published import (
 from research.vla_perf.study import DOF, Study
 from research.vla_perf.takeaways import Takeaway, takeaways
 from sinew.cli import terminal
-from sinew.cli.perf.run import write_table
 from sinew.cli.status import EXIT_ERROR, EXIT_USAGE
 from sinew.core import SinewError
 
@@ -90,7 +90,7 @@ def _vla_perf(correct: Sequence[str], table: Path | None, plot: Path | None) -> 
     names = list(CORRECTIONS) if correct == ["all"] else list(correct)
     console, study = terminal.console(), corrected_study(names)
     if plot is not None:
-        from sinew.perf import plots
+        from sinew_perf import plots
 
         plots.check()
     rows, judged, changed, others = compare(study), takeaways(), corrections(), defects()
@@ -122,7 +122,7 @@ def _vla_perf(correct: Sequence[str], table: Path | None, plot: Path | None) -> 
 
 
 def _draw_paper(study: Study, folder: Path) -> None:
-    from sinew.perf import plots
+    from sinew_perf import plots
 
     folder.mkdir(parents=True, exist_ok=True)
     drawn = study.figures()

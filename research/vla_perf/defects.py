@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from sinew_perf.scenarios import Codec, Payload, payload
+
 from research.vla_perf.published import CORRECTIONS, corrected_study
 from research.vla_perf.study import CAMERAS, CHUNK, DOF, LANGUAGE, STEPS, Study
 from sinew.core import CameraSpec, PolicySpec, VectorSpec
-from sinew.perf.scenarios import Codec, Payload, payload
 
 Values = Iterator[tuple[str, float, float]]  # quantity, as published, put right
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sinew.perf.operators import Component, Operator, Residency, Tensor
+from sinew_perf.operators import Component, Operator, Residency, Tensor
 
 HBM, ON_CHIP = Residency.HBM, Residency.ON_CHIP
 kept = lru_cache(1 << 12)  # a study asks for the same parts in every table

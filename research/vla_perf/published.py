@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_DOWN, ROUND_HALF_UP, Decimal
 from pathlib import Path
 
+from sinew_perf.hardware import Hardware
+from sinew_perf.scenarios import Payload
+
 from research.vla_perf import realtime
 from research.vla_perf.layers import PAPER, Accounting
 from research.vla_perf.study import GIB, MACHINES, Study, Value, as_published
 from sinew.core import SinewError
-from sinew.perf.hardware import Hardware
-from sinew.perf.scenarios import Payload
 
 SUM_OF_ROUNDED_MS = 0.011  # 22 rows of three decimals, each rounded by at most half of the last one
 

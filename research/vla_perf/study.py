@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sinew_perf import events
+from sinew_perf.hardware import Hardware, Network, hardware, networks
+from sinew_perf.operators import Component
+from sinew_perf.roofline import StageTiming, seconds, timing
+from sinew_perf.scenarios import Payload, asynchronous_hz, dual_system_hz, synchronous_s
+
 from research.vla_perf.layers import PAPER, Accounting, Net, decode, parallel_decode, prefill
 from research.vla_perf.realtime import MEASURED_MS
-from sinew.perf import events
-from sinew.perf.hardware import Hardware, Network, hardware, networks
-from sinew.perf.operators import Component
-from sinew.perf.roofline import StageTiming, seconds, timing
-from sinew.perf.scenarios import Payload, asynchronous_hz, dual_system_hz, synchronous_s
 
 GIB = 2**30
 SIGLIP = Net("SigLIP-So", 27, 1152, 16, 16, 72, 4304, gated=False)

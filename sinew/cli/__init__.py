@@ -20,8 +20,8 @@ from rich.markup import escape
 from sinew import __version__
 from sinew.cli import settings, terminal, usage
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
-from sinew.cli.verbs import SECTIONS, VERBS, Verb, function_of
-from sinew.core import SinewError, hints, progress
+from sinew.cli.verbs import SECTIONS, VERBS, Verb, absent, function_of
+from sinew.core import SinewError, hints, progress, providers
 from sinew.core.extras import MissingPackageError
 
 
@@ -68,6 +68,10 @@ def _default(value: Any) -> str | None:
 
 def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **options: Any) -> None:
     options |= {"name": words[-1], "version_flags": []}
+    if verb.absent:
+        how = providers.how_to_install(verb.package)
+        app.command(_absent, help=f"{verb.summary} Not installed: `{how}`", **options)
+        return
     if verb.commands or tuple(asked[: len(words)]) != words:
         options["help"] = verb.summary
     if not verb.commands:
@@ -77,6 +81,10 @@ def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **o
     app.command(inner)
     for place, (word, each) in enumerate(verb.commands.items()):
         _add(inner, (*words, word), each, asked, sort_key=place)
+
+
+def _absent() -> None:
+    """Stand for a verb whose distribution is not installed: `main` prints how to get it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = [*tokens[1:], "--help"]
     if "--port" in tokens and tokens[0] == "serve":
         _print_error(errors, "--port: each wire has a port of its own, --wire NAME:PORT, as --wire http:8001")
+        return EXIT_USAGE
+    if (there := absent(tokens)) is not None:
+        words, verb = there
+        _print_error(errors, str(providers.MissingDistributionError(f"sinew {words}", verb.package)))
         return EXIT_USAGE
     before = progress.listen(terminal.show_task), progress.tell(terminal.say)
     try:

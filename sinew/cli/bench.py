@@ -13,6 +13,9 @@ import numpy as np
 from sinew_client.target import is_address
 from sinew_client.untrusted import read_json
 
+from sinew.bench.ladder import Observe, Rung
+from sinew.bench.ladder import ladder as climb
+from sinew.bench.measure import PHASES, PROMPT, SCHEMA, hardware, make_observation, measure
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
 from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed
@@ -20,9 +23,6 @@ from sinew.core import ObservationError, SinewError, progress
 from sinew.core.hints import short_reason
 from sinew.engine.backend import AUTO, BACKENDS
 from sinew.eval.report.stats import p99_of, ratio_of_medians, stage_statistics
-from sinew.perf.machine.bench import PHASES, PROMPT, SCHEMA, hardware, make_observation, measure
-from sinew.perf.machine.ladder import Observe, Rung
-from sinew.perf.machine.ladder import ladder as climb
 
 MAX_BASELINE = 1 << 26  # bytes
 STATISTICS = ("mean", "p50", "p95", "p99", "max")

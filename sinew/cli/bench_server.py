@@ -14,11 +14,11 @@ from sinew_client import Client
 from sinew_client.auth import api_key_of
 
 from sinew import __version__
+from sinew.bench.measure import hardware, make_observation
 from sinew.cli import terminal
 from sinew.cli.options import Whole
 from sinew.core import PolicySpec
 from sinew.eval.report.stats import latencies, p99_of
-from sinew.perf.machine.bench import hardware, make_observation
 
 SCHEMA = "sinew.client/1"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")

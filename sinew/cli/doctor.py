@@ -78,7 +78,7 @@ def doctor(
         return wiring.learn(bundle, learn, out)
     from sinew import checks
     from sinew.convert.sources import resolve
-    from sinew.perf.policy_memory import loaded_memory
+    from sinew.memory import loaded_memory
 
     results: list[Check] = []
     if bundle is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sinew.bundle.facts import describe, words
 from sinew.cli import terminal
 from sinew.cli.options import Flag
+from sinew.core import providers
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -36,9 +37,8 @@ def inspect(
     opened = open_bundle(bundle)
     if plan:
         from sinew.cli.inspect_tables import show_plan
-        from sinew.perf.rewrites import plan_record
 
-        record = plan_record(opened, dtype)
+        record = providers.required("sinew.estimates", "sinew inspect --plan").plan(opened, dtype)
         show_plan(record)
         terminal.emit(record)
     else:
@@ -46,9 +46,8 @@ def inspect(
         record = describe(opened)
         if flops:
             from sinew.cli.inspect_tables import show_cost
-            from sinew.perf.cost import cost_record
 
-            record["cost"] = cost_record(opened)
+            record["cost"] = providers.required("sinew.estimates", "sinew inspect --flops").cost(opened)
             show_cost(record["cost"])
         terminal.emit(record)
     return 0

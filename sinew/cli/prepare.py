@@ -44,7 +44,7 @@ def prepare(
         background: at the lowest priority, to the end of standard input at most; progress as JSON.
     """
     from sinew.eval import preparing
-    from sinew.perf.policy_memory import memory_need
+    from sinew.memory import memory_need
 
     if background:
         machine.step_back()

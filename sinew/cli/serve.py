@@ -28,7 +28,7 @@ from sinew.cli.options import (
 )
 from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
 from sinew.core import SinewError, hints
-from sinew.perf.policy_memory import counted_apart, memory_need
+from sinew.memory import counts_activations, memory_need
 from sinew.serve.access_log import access_logging
 from sinew.serve.launch import ServerLaunch, ServingLimits, loader, recorders, swapper
 from sinew.serve.policies import DEFAULT, check_name
@@ -57,7 +57,8 @@ class Bounds(ServingLimits):
         queue: requests that may wait for the running one, of one client two of them; more are refused as busy.
         max_batch: requests of several robots that are computed at once where they fit together (docs/fleet.md): a
             number, or auto, which measures at the start what pays. With 1 no answer depends on who else asks.
-        memory_gib: of all policies in memory together, by `sinew perf fit`'s model; one that does not fit beside the
+        memory_gib: of all policies in memory together, by `sinew perf fit`'s model, or by their
+            weights alone without the package sinew-perf; one that does not fit beside the
             others is not loaded. The machine's memory if absent (docs/fleet.md).
         max_connections: open at once, for each wire.
         arrival_s: seconds from a request's first byte to its last; then the connection ends (lerobot: 10 of its own).
@@ -175,6 +176,10 @@ def serve(
             contexts=context,
             answering=partial(hints.read_by, "client"),
         )
+        if bounds.memory_gib is not None and not counts_activations():
+            logger.warning(
+                "--memory-gib: only weights are counted; the package sinew-perf and torch count activations"
+            )
         if replay is None and bundle is not None:
             change = partial(
                 swapper,
@@ -183,7 +188,7 @@ def serve(
                 threads=threads,
                 bounds=bounds,
                 memory_gib=bounds.memory_gib,
-                need=partial(memory_need, count=counted_apart),
+                need=partial(memory_need, apart=True),
             )
             launch = replace(launch, change=change)
             if prepare and not context and not adapters:

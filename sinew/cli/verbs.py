@@ -2,71 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from sinew.core import providers
 
 
 @dataclass(frozen=True)
 class Verb:
     """A verb, or a group of them.
 
-    summary: its line in the help. example: a command line without ``sinew``. where: module:function in this package; a
-    verb without one is the function of its name, in the module of its name. commands: of a group, which has no example.
+    Attributes:
+        summary: Its line in the help.
+        example: A command line without ``sinew``. A group has none.
+        where: Module:function, in `sinew.cli` or in `package`. Without it, the function of the verb's name in the
+        module
+            of this name.
+        commands: Of a group.
+        package: The distribution that has the verb, if it is not this one. Its entry point ``sinew.verbs`` fills in
+        what
+            is missing here.
     """
 
     summary: str
     example: str = ""
     where: str = ""
     commands: Mapping[str, Verb] = field(default_factory=dict)
+    package: str = ""
+
+    @property
+    def absent(self) -> bool:
+        """Whether the distribution that has it is not installed."""
+        return bool(self.package and not self.where and not self.commands)
 
 
 FLEET = {"up": Verb("Start the replicas of a configuration, and answer.", "fleet up fleet.yaml", "fleet:up")}
-PERF = {
-    "run": Verb(
-        "Latency by component on one or more machines.",
-        "perf run policy.gguf --hardware thor --hardware h200",
-        "perf.run:run",
-    ),
-    "fit": Verb(
-        "Does it fit a board's memory?", "perf fit policy.gguf --hardware orin-nano", "perf.machine:fit"
-    ),
-    "need": Verb(
-        "Which machine reaches a rate?", "perf need --rate 10 --model policy.gguf", "perf.need:need"
-    ),
-    "gains": Verb(
-        "What to do first to make it faster.",
-        "perf gains policy.gguf --hardware agx-orin",
-        "perf.gains:gains",
-    ),
-    "scenario": Verb(
-        "Where to run it: on the robot, on a server, split.",
-        "perf scenario policy.gguf --server h200 --device agx-orin --network wifi7",
-        "perf.scenario:scenario",
-    ),
-    "stream": Verb(
-        "How fast the loops of a stream turn.",
-        "perf stream policy.gguf --camera-hz 30 --hz 480",
-        "perf.stream:stream",
-    ),
-    "fleet": Verb(
-        "How many robots one machine serves.",
-        "perf fleet policy.gguf --hz 10 --deadline-ms 100",
-        "perf.fleet:fleet",
-    ),
-    "calibrate": Verb(
-        "Measure this machine, for predictions.",
-        "perf calibrate policy.gguf --threads 4",
-        "perf.machine:calibrate",
-    ),
-    "predict": Verb(
-        "What an engine will take on this machine.",
-        "perf predict policy.gguf --threads 4",
-        "perf.machine:predict",
-    ),
-    "sync": Verb("What lies between two kernels here.", "perf sync --products 1378", "perf.machine:sync"),
-    "tiers": Verb("Seven policies on three boards, printed and traced.", "perf tiers", "perf.tiers:tiers"),
-    "machines": Verb("The machines and networks that are known.", "perf machines", "perf.need:machines"),
-}
 RECORDING = {
     "replay": Verb(
         "Repeat a recording, and compare what comes of it.", "recording replay records/ tcp://127.0.0.1:5555"
@@ -102,7 +72,7 @@ HUB = {
     "cache": Verb("List and remove checkpoints that were converted on first use.", commands=CACHE),
 }
 
-SECTIONS: dict[str, dict[str, Verb]] = {
+OWN: dict[str, dict[str, Verb]] = {
     "Start": {
         "demo": Verb("Run the trained demo policy in closed loop.", "demo act --episodes 20"),
         "doctor": Verb("Check the installation and this machine.", "doctor policy.gguf"),
@@ -148,7 +118,7 @@ SECTIONS: dict[str, dict[str, Verb]] = {
             "Rank evaluations, with intervals and paired differences.",
             "leaderboard build/eval/blocks build/eval/int8",
         ),
-        "perf": Verb("Predict latency, rates and memory on any machine.", commands=PERF),
+        "perf": Verb("Predict latency, rates and memory on any machine.", package="sinew-perf"),
     },
     "Recordings": {
         "recording": Verb("Repeat recordings; make data sets and viewers' files of them.", commands=RECORDING)
@@ -159,6 +129,33 @@ SECTIONS: dict[str, dict[str, Verb]] = {
         "fleet": Verb("Serve policies on replicas of a Ray cluster.", commands=FLEET),
     },
 }
+
+
+def _filled(verbs: Mapping[str, Verb], group: tuple[str, ...] = ()) -> dict[str, Verb]:
+    """Return verbs with what the tables of other distributions say of theirs."""
+    return {name: _of_package(verb, (*group, name)) for name, verb in verbs.items()}
+
+
+def _of_package(verb: Verb, words: tuple[str, ...]) -> Verb:
+    if verb.commands:
+        return replace(verb, commands=_filled(verb.commands, words))
+    if verb.package not in TABLES:
+        return verb
+    rows, prefix = TABLES[verb.package], " ".join(words)
+    if prefix in rows:
+        return Verb(*rows[prefix], package=verb.package)
+    within = {name: row for name, row in rows.items() if name.startswith(f"{prefix} ")}
+    return replace(
+        verb,
+        commands={
+            name.removeprefix(f"{prefix} "): Verb(*row, package=verb.package) for name, row in within.items()
+        },
+    )
+
+
+# Package -> its table of verbs, of those that are installed.
+TABLES: dict[str, Mapping[str, tuple[str, str, str]]] = dict(providers.provided("sinew.verbs"))
+SECTIONS = {title: _filled(section) for title, section in OWN.items()}
 VERBS = {name: verb for section in SECTIONS.values() for name, verb in section.items()}
 
 
@@ -167,6 +164,8 @@ def commands(
 ) -> Iterator[tuple[tuple[str, ...], Verb]]:
     """Yield everything in a group that does something: its words, as ("perf", "run"), and what it is."""
     for name, verb in verbs.items():
+        if verb.absent:
+            continue
         if verb.commands:
             yield from commands(verb.commands, (*group, name))
         else:
@@ -186,6 +185,21 @@ WITHIN = {words[-1]: " ".join(words) for words, _ in commands() if words[0] in (
 WITHIN |= {"cache": "hub cache", "completion": "--completion", "stream": "run --stream"}
 
 
+def absent(words: Sequence[str]) -> tuple[str, Verb] | None:
+    """Return the verb that a command line names and that is in a distribution which is not installed: its words and
+    what it is. None if all of it is here."""
+    inside: Mapping[str, Verb] = VERBS
+    for place, word in enumerate(words, start=1):
+        if (verb := inside.get(word)) is None:
+            return None
+        if verb.absent:
+            return " ".join(words[:place]), verb
+        inside = verb.commands
+    return None
+
+
 def function_of(words: tuple[str, ...], verb: Verb) -> str:
     """Return the module of a command and the function in it, as ``sinew.cli.serve:serve``."""
+    if verb.package:
+        return verb.where
     return f"sinew.cli.{verb.where or f'{words[-1]}:{words[-1]}'}"

@@ -45,6 +45,17 @@ def install(module: str) -> str:
     return f"pip install --force-reinstall '{source()}'"
 
 
+def install_package(name: str, folder: str) -> str:
+    """Return the command that brings another distribution of this project.
+
+    Args:
+        name: Its name on package indexes.
+        folder: Its folder in a checkout.
+    """
+    place = source()
+    return f"pip install {name}" if place == DISTRIBUTION else f"pip install '{place}/{folder}'"
+
+
 def source() -> str:
     """Return what pip was given for this distribution: a checkout's folder, which pip writes down (PEP 610), else its
     name."""

@@ -27,7 +27,7 @@ ROUNDS = 5  # in turn, behind one that warms up
 SHORTEST_S = 0.05  # of a measurement; shorter chunks are computed several times
 # Times the weights in float32: in memory while they are exported, on the disk while they are quantised
 ROOM = 2
-RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
+RUNTIME_BYTES = 250_000_000  # interpreter and torch, as `sinew perf fit` counts it
 
 
 class _NotNowError(SinewError):
@@ -58,7 +58,7 @@ def prepare(
 
     device, dtype: as of :func:`sinew.load`. observations: to compare. memory_gib: that a server has for the policy.
     again: also where something was found before. need: the bytes of a policy's weights and of what it computes
-    (:func:`sinew.perf.policy_memory.memory_need`). Raises :class:`SinewError` for what keeps it from being made now.
+    (:func:`sinew.memory.memory_need`). Raises :class:`SinewError` for what keeps it from being made now.
     """
     from sinew.engine import prepared
     from sinew.engine.backend import BACKENDS, candidates, choose

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
+RUNTIME_BYTES = 250_000_000  # interpreter and torch, as `sinew perf fit` counts it
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ import pytest
 from PIL import Image
 
 from sinew import __version__
+from sinew.bench import measure as bench
 from sinew.cli import build_app as program
 from sinew.cli import main
 from sinew.cli.verbs import SECTIONS, VERBS, WITHIN, commands, function_of
 from sinew.core import machine
 from sinew.eval.report.stats import summarize
-from sinew.perf.machine import bench
 from tests import processes
 
 SCRIPT = Path(sys.executable).parent / "sinew"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sinew_perf.program import PublishedProgram
 
 from sinew.bundle import Bundle
 from sinew.cli import main
-from sinew.perf.program import PublishedProgram
 
 
 def inspected(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[str, dict[str, Any]]:

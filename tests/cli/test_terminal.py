@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from sinew_perf.hardware import load_hops, load_machines
 
 import sinew
 from sinew import checks
@@ -25,7 +26,6 @@ from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.core import ObservationError, SinewError, extras, progress
 from sinew.core.extras import EXTRAS, MissingPackageError, install
-from sinew.perf.hardware import load_hops, load_machines
 from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sinew_perf.rewrites import savings
+from sinew_perf.trace import STAGES, trace
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,13 +29,11 @@ from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import REWRITES, Plan
+from sinew.families.published import published
 from sinew.families.smolvla.model import SmolVLA
 from sinew.models import build_on_meta
 from sinew.models.base import Model, Speaker
 from sinew.models.solvers import Step
-from sinew.perf.published import published
-from sinew.perf.rewrites import savings
-from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.jpeg import Jpeg

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sinew_perf.machine.measure import MeasuredSizes
+from sinew_perf.machine.measure_engine import measure_engine, requests_of
+from sinew_perf.program import PublishedProgram
 
+from sinew.bench.measure import describe, make_observation
 from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
 from sinew.convert import convert
@@ -21,10 +25,6 @@ from sinew.convert.resnet import backbone
 from sinew.core import BundleError, ConvertError, Moment, Observation, ObservationError, SinewError
 from sinew.layers.resnet import ResNet, ResNetConfig
 from sinew.models.solvers import solve
-from sinew.perf.machine.bench import describe, make_observation
-from sinew.perf.machine.measure import MeasuredSizes
-from sinew.perf.machine.measure_engine import measure_engine, requests_of
-from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load
 from sinew.processing.image import prepare_frame
 from sinew.stream import Session, StreamSettings

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from sinew_client import Client
+from sinew_perf.rewrites import cost
 
 from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
@@ -30,7 +31,6 @@ from sinew.engine.onnx import opening, providers
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.plan.plan import Plan
 from sinew.models.solvers import FLOW
-from sinew.perf.rewrites import cost
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
 from tests.serve.test_server import START_S
@@ -227,7 +227,7 @@ def test_bench_without_torch(folder):
 def test_bench_against_sgemm(bundle, capsys, monkeypatch, tmp_path):
     """Without a calibration: rates of every stage against a product measured on the spot."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr("sinew.perf.machine.achieved.SIDE", 256)
+    monkeypatch.setattr("sinew_perf.machine.achieved.SIDE", 256)
     out = tmp_path / "out.json"
     flags = ["--engine", "onnx", "--runs", "2", "--threads", "1", "--json", str(out)]
     assert main(["bench", str(bundle), *flags]) == 0

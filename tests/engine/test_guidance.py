@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from sinew.bench.measure import PROMPT, make_observation
 from sinew.core import ObservationError
 from sinew.engine.guidance import ClassifierFree, Ramp, guidance_weight, guide
 from sinew.models.solvers import Solver, solve
-from sinew.perf.machine.bench import PROMPT, make_observation
 from sinew.policy import Policy, load
 from sinew.processing.continuation import Continuation
 from tests.closeness import assert_close, rounding

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from sinew.perf import meta
+from sinew_perf import meta
 
 aten = torch.ops.aten
 

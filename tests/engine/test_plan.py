@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sinew_perf.rewrites import cost, savings
 from torch import nn
 
 from sinew.core import CancelledError, Observation, SinewError, machine
@@ -28,7 +29,6 @@ from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import joined, spans
 from sinew.engine.plan.stages import stages
 from sinew.models.base import Model
-from sinew.perf.rewrites import cost, savings
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 from tests.closeness import assert_close, rounding

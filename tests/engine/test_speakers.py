@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sinew_perf.trace import trace
 
 from sinew.core import BundleError, CancelledError, SinewError
 from sinew.core.fields import from_json, to_json
@@ -25,7 +26,6 @@ from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import Plan
 from sinew.engine.watch import Watch
 from sinew.models.base import Model
-from sinew.perf.trace import trace
 from sinew.processing import ModelInputs, stack
 from sinew.steps.action_tokens.base import ActionTokens
 from tests.contract.test_unlike_models import CPU, VIEWS, observation, processing

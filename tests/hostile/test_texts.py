@@ -17,12 +17,12 @@ from sinew_client.protocol import decode_metadata, schema
 from sinew_client.untrusted import named, parse_yaml, shown
 from sinew_client.untrusted.texts import MAX_NODES
 from sinew_client.untrusted.words import SHOWN
+from sinew_perf.hardware import hardware
 from sinew_ros.contract import ContractError
 from sinew_ros.contract import read as read_contract
 
 from sinew.cli.settings import SettingsFile
 from sinew.core import SinewError
-from sinew.perf.hardware import hardware
 from sinew.serve.fleet.config import read as read_fleet
 from tests import processes
 

@@ -221,7 +221,7 @@ Arm.act = ends
 def readme(walk: Walk) -> None:
     why = "`make journeys` made the environment that this runs in, with everything of .[full]"
     walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[demo]'", why)
-    walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[full]'", why)
+    walk.leaves("pip install -c constraints.txt ./packages/sinew-client ./perf '.[full]'", why)
     walk.type(
         "sinew demo --episodes 5 --sweep-episodes 0 --no-film", says=(r"closed loop: [45]/5", "95 % interval")
     )
@@ -288,7 +288,7 @@ def commands(walk: Walk) -> None:
 
 def quick_start(walk: Walk) -> None:
     walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client '.[full]'",
+        "pip install -c constraints.txt ./packages/sinew-client ./perf '.[full]'",
         "made the environment that this runs in",
     )
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0 --episodes 3"), 1, of=3)

@@ -18,16 +18,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sinew_client.history import History
+from sinew_perf.machine.measure_engine import measure_engine, requests_of
+from sinew_perf.program import PublishedProgram
 
+from sinew.bench.measure import describe, make_observation
 from sinew.bundle import Bundle
 from sinew.checks.validate.observations import random_observations
 from sinew.convert import convert
 from sinew.core import BundleError, ConvertError, Observation, ObservationError, machine
 from sinew.families.pi.video import VideoTransformer, frame_ages
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.perf.machine.bench import describe, make_observation
-from sinew.perf.machine.measure_engine import measure_engine, requests_of
-from sinew.perf.program import PublishedProgram
 from sinew.policy import Policy, load
 from sinew.records.recorder import Recorder
 from sinew.serve.replay import Replay

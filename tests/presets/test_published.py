@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sinew_perf.program import PublishedProgram, preset
+from sinew_perf.request import TracedRequest
 
 from benchmarks.families import FAMILIES
 from benchmarks.inflate import inflate
 from sinew.convert import read
 from sinew.convert.options import ConvertOptions
 from sinew.core.registry import presets
+from sinew.families.published import published
 from sinew.families.smolvla.convert import model_config as smolvla_config
 from sinew.families.smolvla.convert import open_checkpoint
 from sinew.families.smolvla.random_checkpoint import write as smolvla
 from sinew.families.smolvla.random_checkpoint.layout import Widths
 from sinew.models import build_on_meta, mismatch
-from sinew.perf.program import PublishedProgram, preset
-from sinew.perf.published import published
-from sinew.perf.request import TracedRequest
 from tests.covering import some
 
 INFLATED = {  # benchmarks/families.py -> preset; without those that keep weights in files of torch's

@@ -462,11 +462,11 @@ def test_an_exchange_leaves_no_library_in_the_server():
     program = """
 import sys
 from sinew.cli.options import CAMERAS, RUNS
-from sinew.perf.policy_memory import counted_apart, memory_need
+from sinew.memory import memory_need
 options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
-weights, computed = memory_need(sys.argv[1], options, 1, 1, count=counted_apart)
+weights, computed = memory_need(sys.argv[1], options, 1, 1, apart=True)
 assert weights and computed, (weights, computed)
-print(*(name for name in sys.modules if name == "sinew.perf.memory"))
+print(*(name for name in sys.modules if name == "sinew_perf.memory"))
 """
     bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
     found = processes.run([sys.executable, "-c", program, str(bundle)], timeout=600)
@@ -478,7 +478,7 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     """Also that of the first one, which is frozen out of the search for garbage when a server begins."""
     from sinew.cli.options import CAMERAS, RUNS
     from sinew.cli.serve import Bounds
-    from sinew.perf.policy_memory import memory_need
+    from sinew.memory import memory_need
     from sinew.serve.deploy import PolicyHost, deploy
     from sinew.serve.launch import loader, swapper
     from sinew.serve.service import Service

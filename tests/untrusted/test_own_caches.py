@@ -23,7 +23,7 @@ from sinew.engine import prepared, proofs
 from sinew.engine.cpu.kernels.build import is_whole
 from sinew.engine.cuda.fp8 import scales
 from sinew.engine.fingerprint import fingerprint
-from sinew.perf.machine import fit
+from sinew_perf.machine import fit
 from sinew.processing.files import read_image
 from sinew.serve.wires.lerobot.agreements import Agreements
 from sinew.bundle import Bundle

@@ -80,7 +80,7 @@ def test_constraints_pin_all_that_is_named() -> None:
         for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
         for each in group
     }
-    assert named - {canonicalize_name(pin.name) for pin in pins} == {"sinew-vla", "sinew-vla-client"}  # ours
+    assert named - {canonicalize_name(pin.name) for pin in pins} == set(installs.OURS)
     for place, there in (("linux", True), ("darwin", False), ("win32", False)):
         environment = {"platform_machine": "x86_64", "python_full_version": "3.12.1", "sys_platform": place}
         held = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(environment)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from sinew_perf.memory import fits
 
 from sinew.bundle import Bundle, TensorSource, write_bundle
 from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
@@ -26,7 +27,6 @@ from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
-from sinew.perf.memory import fits
 from sinew.policy import load
 from sinew.records.recorder import Recorder
 from tests.covering import some

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sinew_perf.program import preset
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,7 +34,6 @@ from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.plan.plan import Plan
-from sinew.perf.program import preset
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
 from tests.engine.cuda.test_cuda_full_size import processing_of

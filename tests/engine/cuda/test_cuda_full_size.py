@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from sinew_perf.program import preset
 
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
@@ -19,7 +20,6 @@ from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, default, has_work
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.plan.plan import Plan
-from sinew.perf.program import preset
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 

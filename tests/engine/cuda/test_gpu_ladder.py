@@ -44,7 +44,7 @@ from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.kernels import row_norm
 from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.kernels.workspace import Workspace
-from sinew.perf.published import published
+from sinew.families.published import published
 from tests.engine.cuda.kernel_checks import needs_triton
 
 pytestmark = pytest.mark.kernels

@@ -1,0 +1,66 @@
+"""``sinew perf gains``: what to do first to make a policy faster on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from sinew.cli import terminal
+from sinew.core import SinewError
+
+
+def gains(
+    source: str,
+    /,
+    *,
+    hardware: str = "agx-orin",
+    server: str = "",
+    network: Annotated[list[str] | None, Parameter(negative="")] = None,
+    data: Path | None = None,
+    links: Path | None = None,
+) -> int:
+    """Say what makes a policy faster on a machine, the largest predicted gain first, and what each does to the actions.
+
+    It begins with engine eager in float32. Each row of the first table comes upon those above; "or" is what would take
+    another's place. The second table has what helps under a condition. Exit status 1 if nothing gains.
+
+    Args:
+        source: as of `sinew infer`, or a family's preset, at their published size.
+        hardware: a machine's name (`sinew perf machines`); cpu has the engines of a CPU, all others engine cuda.
+        server: another machine, which may have a part of the work.
+        network: links to it, in order, repeatable; wifi7 if absent.
+        data: a file with more machines.
+        links: a file with more networks.
+    """
+    from sinew_perf.gains import order
+    from sinew_perf.hardware import load_hardware, load_network
+    from sinew_perf.memory import too_large
+
+    if network and not server:
+        raise SinewError(f"--network {network[0]}: expected --server, the machine at its other end")
+    machine = load_hardware(hardware, data)
+    other = load_hardware(server, data) if server else None
+    route = [load_network(name, links) for name in network or ("wifi7",)]
+    found = order(source, machine, other, route)
+    console = terminal.console()
+    columns = ("do", "type", ">before, ms", ">after, ms", "times as fast", "the actions")
+    for title, rows in (
+        (f"{source} on {machine.title}, from {found.start_ms:,.1f} ms of eager float32", found.taken),
+        ("upon all of these, under a condition", found.under),
+    ):
+        table = terminal.table(title, *columns)
+        for gain in rows:
+            name = f"or, for {gain.instead}: {gain.name}" if gain.instead else gain.name
+            short = f"; the memory {too_large(gain.missing_bytes)}" if gain.missing_bytes else ""
+            times = f"{gain.before_ms / gain.after_ms:.2f}"
+            ms = (f"{gain.before_ms:,.1f}", f"{gain.after_ms:,.1f}", times)
+            table.add_row(name, gain.line, *ms, gain.fidelity + short)
+        if rows:
+            console.print(table)
+    for name, why in found.without.items():
+        console.print(f"not here: {name}: {why}", markup=False)
+    record = asdict(found) | {"source": source, "machine": machine.name}
+    terminal.emit({"schema": "sinew.perf.gains/1", **record})
+    return 0 if found.taken or found.under else 1

@@ -1,0 +1,260 @@
+"""``sinew perf fit`` and ``sinew perf calibrate``: what a policy needs of a machine, and what this one does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter, validators
+from rich.console import Console
+from sinew.cli import terminal
+from sinew.cli.options import Count, CountIfAny, Flag, PositiveIfAny
+from sinew.core import SinewError
+
+from sinew_perf.cli.options import Asked
+from sinew_perf.request import AS_THE_POLICY
+
+if TYPE_CHECKING:
+    from sinew_perf.machine.fit import Calibration
+    from sinew_perf.memory import Fit
+
+
+def fit(
+    source: str,
+    /,
+    *,
+    hardware: str = "",
+    memory_gib: PositiveIfAny = None,
+    system_gib: Annotated[float | None, Parameter(validator=validators.Number(gte=0))] = None,
+    request: Asked = AS_THE_POLICY,
+    dtype: str | None = None,
+    engine: Literal["eager", "plan", "cpu", "cuda"] = "plan",
+    device: Literal["cpu", "cuda"] | None = None,
+    alone: Flag = False,
+    embodiments: Count = 1,
+    search: bool = True,
+    data: Path | None = None,
+) -> int:
+    """Does a policy fit a board's memory, and how much can be asked of it there? Exit status 1 if it does not.
+
+    Args:
+        source: as of `sinew infer`, or a family's preset, at their published size.
+        hardware: name of a machine of `sinew perf machines`, whose memory is meant; orin-nano if nothing is said.
+        memory_gib: the board's memory, in place of the machine's.
+        system_gib: what the operating system and other programs take, in place of the machine's.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bf16//int8; as stored if absent.
+        engine: the plan's rewrites, as of other verbs, eager, or cpu: over low-bit weights as stored; these read rows
+            of a token table that stays in the file. cuda: the plan, with the whole table on the device.
+        device: which allowance for runtime and libraries to add; cuda if absent, cpu for engine cpu.
+        alone: the machine runs nothing else: no desktop, the simulator on another. Its system then takes less.
+        embodiments: robots whose projections the head of a GR00T holds; upstream's files have 32, a bundle one.
+        search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
+        data: a file with more machines.
+    """
+    from sinew_perf.hardware import load_hardware
+    from sinew_perf.memory import DEVICES, fits
+
+    board = load_hardware(hardware or "orin-nano", data)
+    memory_gib = board.memory_gib if memory_gib is None else memory_gib
+    usual = board.alone_gib if alone else board.system_gib
+    if system_gib is None and usual is None:
+        raise SinewError(
+            f"--alone: nothing is known of {board.name} without other programs: give --system-gib"
+        )
+    taken = (usual or 0.0) if system_gib is None else system_gib
+    found = fits(
+        source,
+        round(memory_gib * 2**30),
+        round(taken * 2**30),
+        request,
+        dtypes=dtype,
+        engine=engine,
+        device=device or DEVICES.get(engine, "cuda"),
+        embodiments=embodiments,
+        search=search,
+    )
+    console = terminal.console()
+    print_fit(found, board.title, console)
+    fits_alone = None
+    if board.alone_gib is not None:
+        left = found.headroom + round((taken - board.alone_gib) * 2**30)
+        fits_alone = left >= 0
+        if fits_alone and not found.fits:
+            text = f"fits with {_mib(left)} MiB to spare where nothing else runs there (--alone)"
+            console.print(text)
+    record = asdict(found) | {"fits": found.fits, "headroom": found.headroom, "total": found.report.total}
+    record["fits_alone"] = fits_alone
+    terminal.emit(record)
+    return 0 if found.fits else 1
+
+
+def print_fit(found: Fit, board: str, console: Console) -> None:
+    report = found.report
+    shapes = report.shapes
+    title = (
+        f"{report.name} on {board}: {shapes.views} views, {shapes.tokens} prompt tokens, chunk {report.chunk}"
+    )
+    table = terminal.table(title, "memory", "format", ">MiB")
+    for row in report.weights:
+        part = "" if row.resident == row.nbytes else f", rows read of {_mib(row.nbytes)} MiB"
+        table.add_row(f"weights, {row.component}{part}", row.dtype, _mib(row.resident))
+    table.add_section()
+    peak = report.peak
+    table.add_row("keys and values of the prefix", "", _mib(peak.cache))
+    table.add_row(f"other activations (peak, in {peak.stage})", "", _mib(report.activations))
+    if report.kept:
+        table.add_row("freed blocks that the C library keeps", "", _mib(report.kept))
+    table.add_row("libraries' workspace", "", _mib(report.workspace))
+    table.add_row("actions that wait", "", _mib(report.actions))
+    table.add_row("runtime", "", _mib(report.runtime), end_section=True)
+    table.add_row("total", "", _mib(report.total), style="bold")
+    table.add_row("at the end of loading", "", _mib(report.loading))
+    if report.mapped:
+        table.add_row("of it pages of the file, which the system can take back", "", _mib(report.of_the_file))
+    table.add_row("available", "", _mib(found.available))
+    console.print(table)
+    verdict = f"fits with {_mib(found.headroom)} MiB to spare"
+    if not found.fits:
+        verdict = f"does not fit: {_mib(-found.headroom)} MiB too much"
+    largest = ", ".join(f"{axis} {value}" for axis, value in found.largest.items() if value)
+    if not largest and found.largest:
+        largest = f"none, even with one of {', '.join(found.largest)}"
+    console.print(verdict + (f"; largest alone: {largest}" if largest else ""))
+
+
+def calibrate(
+    source: str,
+    /,
+    *,
+    threads: CountIfAny = None,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    engine: Literal["eager", "plan", "onnx"] = "eager",
+    runs: Count = 3,
+    directory: Path | None = None,
+) -> int:
+    """Measure this machine and a policy's stages on it; later predictions and `sinew bench` use what is found.
+
+    Args:
+        source: as of `sinew infer`, or a family's preset, with random weights.
+        threads: for compute; if absent, those with which the engine computes this bundle, as `sinew bench` does; of
+            sizes alone one per core.
+        dtype: compute type.
+        engine: whose stages to measure; for others than eager the source is a bundle.
+        runs: of each stage; their median counts.
+        directory: where to store it; $XDG_CONFIG_HOME/sinew/calibration if absent.
+    """
+    from sinew_perf.machine.calibrate import calibrate as measure
+
+    found, path = measure(
+        source,
+        directory=directory,
+        threads=threads,
+        dtype=dtype,
+        engine=engine,
+        runs=runs,
+        report=terminal.say,
+    )
+    print_calibration(found, terminal.console())
+    terminal.emit(asdict(found) | {"path": str(path)})
+    return 0
+
+
+def predict(
+    source: str,
+    /,
+    *,
+    threads: CountIfAny = None,
+    request: Asked = AS_THE_POLICY,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    engine: Literal["eager", "plan", "onnx"] = "eager",
+    directory: Path | None = None,
+) -> int:
+    """What an engine will take on this machine, with an error band. Needs `sinew perf calibrate` first.
+
+    Args:
+        source: as of `sinew infer`, or a family's preset, at their published size.
+        threads: for compute, as calibrated; those of the newest calibration of the engine if absent.
+        dtype: compute type, as calibrated.
+        engine: as calibrated.
+        directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
+    """
+    from sinew_perf.machine import fit as calibration
+    from sinew_perf.program import PublishedProgram
+
+    count = calibration.threads_of(threads, engine, directory)
+    fitted = calibration.calibrated(source, count, engine, directory)
+    program = PublishedProgram.load(source, request, dtypes=dtype, engine=calibration.program_of(engine))
+    title = f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
+    table = terminal.table(title, "stage", ">predicted", ">low", ">high", ">roofline")
+    stages = {}
+    for ideal, real in zip(program.components("fused"), program.components("unfused"), strict=True):
+        found = fitted.predict(real)
+        row = {"predicted": found.seconds, "low": found.low, "high": found.high}
+        row["roofline"] = calibration.roofline_seconds(ideal, fitted.speeds)
+        stages[real.name] = {name: None if s is None else 1e3 * s for name, s in row.items()}
+        table.add_row(real.name, *("-" if ms is None else f"{ms:.1f}" for ms in stages[real.name].values()))
+    terminal.console().print(table)
+    if fitted.band >= 1:
+        terminal.console().print(f"[yellow]{too_wide(fitted)}[/]")
+    record = {"source": source, "engine": engine, "threads": count, "band": fitted.band, "stages_ms": stages}
+    terminal.emit(record)
+    return 0
+
+
+def sync(
+    *,
+    products: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 16))] = 1378,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: CountIfAny = None,
+) -> int:
+    """What lies between two kernels here: for `sinew perf run --sync-us`.
+
+    Args:
+        products: sums in a chain; `sinew perf run` says how many matrix products a policy has. 1378 is what Running
+            VLAs at Real-time Speed (arXiv 2510.26742) counts.
+        device: where they run.
+        threads: of a CPU.
+    """
+    from sinew_perf.machine.sync import BASELINE, SHAPE, measure
+
+    found = measure(products, device, threads)
+    title = f"{products} sums of {SHAPE[0]} x {SHAPE[1]} numbers on this machine's {device}"
+    table = terminal.table(title, "setting", ">ms", ">us each beyond one call")
+    for setting in found:
+        table.add_row(setting.name, f"{setting.ms:.2f}", f"{setting.us_each:.3f}")
+    terminal.console().print(table)
+    chosen = min((each for each in found if each.name != BASELINE), key=lambda each: each.us_each)
+    terminal.console().print(f"sinew perf run SOURCE --sync-us {chosen.us_each:.3f}  # {chosen.name}")
+    record = {"products": products, "device": device, "settings": [asdict(each) for each in found]}
+    terminal.emit({"schema": "sinew.perf.sync/1", **record})
+    return 0
+
+
+def print_calibration(found: Calibration, console: Console) -> None:
+    from sinew_perf.machine.calibrate import disturbed, errors_by_stage
+
+    speeds = found.speeds
+    peaks = ", ".join(f"{dtype} {value / 1e9:.1f} GFLOP/s" for dtype, value in speeds.peak_flops.items())
+    errors = ", ".join(f"{stage} {error:.0%}" for stage, error in errors_by_stage(found).items())
+    factors = ", ".join(f"{name} {value:.2f}" for name, value in found.factors.items())
+    for line in (
+        f"{speeds.processor}, {speeds.threads} threads, load average {speeds.load}",
+        f"{peaks}; {speeds.bandwidth / 1e9:.1f} GB/s; {speeds.overhead * 1e6:.2f} us per operator",
+        f"factors of these: {factors}",
+        f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
+    ):
+        console.print(line)
+    if found.band >= 1:
+        console.print(f"[yellow]{too_wide(found)}[/]")
+    if busy := disturbed(found):
+        console.print(f"[yellow]{busy}[/]")
+
+
+def too_wide(found: Calibration) -> str:
+    """Return what a band says that bounds nothing from above."""
+    return f"a band of {found.band:.0%} bounds no time from above: calibrate again when nothing else computes"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f}"

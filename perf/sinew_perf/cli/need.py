@@ -1,0 +1,102 @@
+"""``sinew perf need`` and ``sinew perf machines``: which machine reaches a rate, of those that are known."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter, validators
+from sinew.cli import terminal
+from sinew.cli.options import Count, PositiveIfAny
+from sinew.core import SinewError
+
+from sinew_perf.cli.options import Asked
+from sinew_perf.request import AS_THE_POLICY
+
+
+def need(
+    *,
+    rate: PositiveIfAny = None,
+    task: Literal["tabletop", "manipulation", "reactive", "whole-body", "drone"] | None = None,
+    control_hz: PositiveIfAny = None,
+    replan: Count = 1,
+    model: str = "pi0.5",
+    hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
+    request: Asked = AS_THE_POLICY,
+    efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
+    data: Path | None = None,
+) -> int:
+    """Tell which machine, precision and number of solver steps reach a rate and fit the memory; status 1 if none does.
+
+    Args:
+        rate: chunks per second; or it follows from a task or a control rate.
+        task: a class of tasks with its usual control rates and latencies.
+        control_hz: control steps per second.
+        replan: of them between two inferences: actions of each chunk that are executed.
+        model: as of `sinew infer`, or a family's preset.
+        hardware: names of machines, repeatable or with commas; all of `sinew perf machines` if absent.
+        efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
+        data: a file with more machines.
+    """
+    from sinew_perf.hardware import hardware as known
+    from sinew_perf.hardware import load_machines
+    from sinew_perf.needs import budget, needs
+
+    if (rate is None) == (task is None and control_hz is None):
+        raise SinewError("expected either --rate, or --task or --control-hz with --replan")
+    asked = None if rate is not None else budget(control_hz or 0.0, replan, task or "")
+    wanted = rate if asked is None else asked.rate
+    assert wanted is not None
+    if asked is not None:
+        terminal.console().print(asked.why)
+    among = {each.name: each for each in load_machines(hardware or known(data), data)}
+    among_what = f"of {', '.join(among)}" if hardware else "in the table"
+    found = [asdict(row) for row in needs(model, among, wanted, efficiency, request)]
+    columns = ("machine", "precision", ">solver steps at most", ">rate with them, Hz")
+    title = f"{model}, {wanted:.3g} chunks a second with {efficiency:.0%} of the roofline"
+    table = terminal.table(title, *columns)
+    for row in found:
+        table.add_row(row["title"], row["precision"], str(row["steps"]), f"{row['hz']:.1f}")
+    terminal.console().print(table if found else f"nothing {among_what} reaches {wanted:.3g} Hz")
+    if any("int4" in row["precision"] for row in found):
+        terminal.console().print("int4: a bound alone, as engine cuda widens 4 bits when it loads them")
+    if asked is None:
+        terminal.console().print(
+            f"chunks, not actions: of a robot at {wanted:g} Hz say --control-hz {wanted:g} --replan K, the actions that"
+            " it executes of each"
+        )
+    record = {"rate": wanted, "budget_ms": 1e3 / wanted, "model": model, "found": found}
+    terminal.emit({"schema": "sinew.perf.need/1", **record})
+    return 0 if found else 1
+
+
+def machines(*, data: Path | None = None, links: Path | None = None) -> int:
+    """The machines and networks that are known, with their sources.
+
+    Args:
+        data: a file with more machines.
+        links: a file with more networks.
+    """
+    from sinew_perf.hardware import hardware, networks
+
+    console = terminal.console()
+    formats = ("fp32", "bf16", "int8", "fp8")
+    peaks = [f">{name}" for name in formats]
+    table = terminal.table("machines, TFLOP/s", "name", "", *peaks, ">GB/s", ">GiB", "source")
+    for entry in hardware(data).values():
+        rates = [f"{entry.peak[name] / 1e12:g}" if name in entry.peak else "-" for name in formats]
+        sizes = (f"{entry.bandwidth / 1e9:g}", f"{entry.memory_gib:g}")
+        table.add_row(entry.name, entry.title, *rates, *sizes, entry.source)
+    console.print(table)
+    table = terminal.table("networks", "name", ">up, Mbit/s", ">down", ">one way, ms", "source")
+    for link in networks(links).values():
+        up, down = f"{link.upload / 1e6:g}", f"{link.download / 1e6:g}"
+        table.add_row(link.name, up, down, f"{link.base_ms:g}", link.source)
+    console.print(table)
+    known = {
+        "machines": [asdict(entry) for entry in hardware(data).values()],
+        "networks": [asdict(link) for link in networks(links).values()],
+    }
+    terminal.emit({"schema": "sinew.perf.machines/1", **known})
+    return 0

@@ -1,0 +1,219 @@
+"""Robots that one machine serves: what a batch takes by the roofline, and how many robots that answers in time.
+
+A batch of n reads each weight once and everything else n times; it computes n times as much, in as many calls. How
+many robots follow is played out at a steady rate, and the server forms batches with the very rules of
+:mod:`sinew.serve.batching`. Robots request at different times (staggered), or all at once (in step).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from sinew.core import SinewError
+from sinew.serve.batching import Batcher
+from sinew.serve.request import Request
+
+from sinew_perf.operators import Component
+
+MOST = 1024  # robots that are tried
+PERIODS = 25  # of each robot, played out
+WARM = 5  # of them, before anything counts
+KIND = "one"  # all robots ask for the same kind of batch
+
+
+def batched(component: Component, size: int) -> Component:
+    """Return a stage of ``size`` observations at once."""
+    operators = tuple(
+        replace(
+            each,
+            flops=each.flops * size,
+            tensors=tuple(
+                tensor if tensor.kind == "weight" else replace(tensor, elements=tensor.elements * size)
+                for tensor in each.tensors
+            ),
+        )
+        for each in component.operators
+    )
+    return replace(component, operators=operators)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One run of ``robots``: in_time is the share of the moments whose answer was there within the deadline."""
+
+    robots: int
+    in_time: float
+    p99_s: float
+    mean_batch: float
+
+
+def play(
+    robots: int,
+    seconds: Callable[[int], float],
+    *,
+    hertz: float,
+    deadline_s: float,
+    max_batch: int,
+    overhead_s: float = 0.0,
+    in_step: bool = False,
+    seed: int = 0,
+) -> Served:
+    """Let so many robots ask one server, which needs ``seconds(n)`` for a batch of n.
+
+    overhead_s: what else a request takes between the robot and the policy and back. A robot whose answer is not there
+    at its next moment skips it, and a request that the server cannot begin before its deadline is refused. in_step: all
+    robots ask at the same moment; else each at a random one of the period.
+    """
+    if not (robots >= 1 and hertz > 0 and deadline_s > 0 and max_batch >= 1 and overhead_s >= 0):
+        raise SinewError("robots, hertz, deadline and max_batch must be above 0, overhead not below")
+    batcher = Batcher(max_batch)
+    for size in range(1, max_batch + 1):
+        batcher.costs.learn(KIND, size, seconds(size))
+    period = 1 / hertz
+    phases = np.zeros(robots) if in_step else np.random.default_rng(seed).uniform(0, period, robots)
+    ticks = [(float(phase), robot) for robot, phase in enumerate(phases)]
+    heapq.heapify(ticks)
+    waiting: deque[tuple[Request, float, int]] = deque()  # job, its robot's tick, the robot
+    free_at = [0.0] * robots  # when each robot has its answer
+    latencies: list[float] = []
+    sizes: list[int] = []
+    moments = in_time = 0
+    clock, end = 0.0, PERIODS * period
+    while ticks or waiting:
+        while ticks and (not waiting or ticks[0][0] + overhead_s / 2 <= clock):
+            tick, robot = heapq.heappop(ticks)
+            if tick + period < end:
+                heapq.heappush(ticks, (tick + period, robot))
+            counts = tick >= WARM * period
+            moments += counts
+            if free_at[robot] > tick:
+                continue  # its last answer is not there
+            job = Request("", _never, deadline=tick + deadline_s)
+            job.kind = KIND
+            waiting.append((job, tick, robot))
+            free_at[robot] = float("inf")
+            clock = max(clock, tick + overhead_s / 2) if len(waiting) == 1 else clock
+        while waiting and clock > waiting[0][1] + deadline_s:  # refused
+            _, tick, robot = waiting.popleft()
+            free_at[robot] = clock
+        if not waiting:
+            continue
+        jobs = [job for job, _, _ in waiting]
+        chosen = set(map(id, batcher.members(jobs[0], jobs[1:], clock)))
+        clock += seconds(len(chosen))
+        sizes.append(len(chosen))
+        for _, tick, robot in [each for each in waiting if id(each[0]) in chosen]:
+            took = clock + overhead_s / 2 - tick
+            free_at[robot] = clock + overhead_s / 2
+            if tick >= WARM * period:
+                latencies.append(took)
+                in_time += took <= deadline_s
+        waiting = deque(each for each in waiting if id(each[0]) not in chosen)
+    p99 = float(np.percentile(latencies, 99, method="higher")) if latencies else float("inf")
+    return Served(robots, in_time / max(1, moments), p99, float(np.mean(sizes)) if sizes else 0.0)
+
+
+def most_robots(
+    seconds: Callable[[int], float],
+    *,
+    hertz: float,
+    deadline_s: float,
+    max_batch: int,
+    overhead_s: float = 0.0,
+    share: float = 0.99,
+    in_step: bool = False,
+) -> Served | None:
+    """Return the largest fleet of which ``share`` of all moments are answered in time; None where one robot is not."""
+
+    def at(robots: int) -> Served:
+        return play(
+            robots,
+            seconds,
+            hertz=hertz,
+            deadline_s=deadline_s,
+            max_batch=max_batch,
+            overhead_s=overhead_s,
+            in_step=in_step,
+        )
+
+    best = at(1)
+    if best.in_time < share:
+        return None
+    low, high = 1, 2
+    while high <= MOST and (found := at(high)).in_time >= share:
+        best, low, high = found, high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (found := at(middle)).in_time >= share:
+            best, low = found, middle
+        else:
+            high = middle
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """Why not even one robot is answered in time. text: the reason. hertz, deadline_s: the nearest rate and deadline
+    that work, where one robot has the server for itself."""
+
+    text: str
+    hertz: float
+    deadline_s: float
+
+
+def shortfall(alone_s: float, *, hertz: float, deadline_s: float, overhead_s: float = 0.0) -> Shortfall:
+    """Return why one robot is not answered in time, and which rate and deadline work.
+
+    Args:
+        alone_s: seconds of one inference.
+        hertz: the robot's requests per second.
+        deadline_s: from the robot's frame to its answer.
+        overhead_s: what a request takes beside the inference.
+    """
+    took = alone_s + overhead_s
+    missed = []
+    if took > deadline_s:
+        missed.append(f"more than the deadline of {1e3 * deadline_s:.4g} ms")
+    if took > 1 / hertz:
+        missed.append(f"more than the {1e3 / hertz:.4g} ms between two requests at {hertz:g} Hz")
+    text = f"one answer takes {1e3 * took:.4g} ms, {' and '.join(missed) or 'which leaves no reserve'}"
+    milliseconds = math.ceil(1.05e3 * took)  # 5 %: answers are not all equally fast
+    rate = 1e3 / milliseconds
+    step = 10.0 ** (math.floor(math.log10(rate)) - 1)  # two digits
+    rate = float(f"{math.floor(rate / step * (1 + 1e-9)) * step:.12g}")
+    return Shortfall(text, min(hertz, rate), max(deadline_s, milliseconds / 1e3))
+
+
+def between(measured: Mapping[int, float]) -> Callable[[int], float]:
+    """Return the seconds of any size from those of some: on the line between two, in proportion beyond the last."""
+    sizes: Sequence[int] = sorted(measured)
+
+    def seconds(size: int) -> float:
+        if size > sizes[-1]:
+            return measured[sizes[-1]] * size / sizes[-1]
+        return float(np.interp(size, sizes, [measured[each] for each in sizes]))
+
+    return seconds
+
+
+def _never(*_: object) -> Any:
+    raise AssertionError("nothing is computed here")
+
+
+def measured(source: str, threads: int | None, engine: str, sizes: Sequence[int]) -> dict[int, float]:
+    """Return the seconds of batches of so many observations of the policy's own, timed here. Raises
+    :class:`SinewError` for a policy whose requests cannot be computed at once."""
+    from sinew.policy import load
+    from sinew.serve.batching import time_batches
+
+    policy = load(source, engine=engine, threads=threads)
+    policy.warm_up()
+    if policy.unbatched:
+        raise SinewError(policy.unbatched)
+    return time_batches(policy, sizes)

@@ -1,0 +1,257 @@
+"""In which order to make a policy faster on a machine: what Sinew offers, the largest predicted gain first.
+
+Each is another program, traced and held under the same roof (:mod:`sinew_perf.roofline`): there is no other model of
+cost. The first state is the reference, engine eager in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from sinew.core import SinewError
+from sinew.policy import open_bundle
+
+from sinew_perf.cuts import all_cuts
+from sinew_perf.fleet import batched
+from sinew_perf.hardware import Hardware, Network
+from sinew_perf.memory import missing
+from sinew_perf.placements import payload
+from sinew_perf.program import Engine, PublishedProgram, Traffic, is_sizes_alone
+from sinew_perf.request import AS_THE_POLICY, TracedRequest
+from sinew_perf.roofline import seconds, timing
+from sinew_perf.streams import loops
+
+BATCH = 8
+CAMERA_HZ = 30.0
+LEAST, NO_GAIN = 1.005, "is not faster by the roofline"  # times as fast: less would be shown as 1.00
+# docs/low-bit.md, where the head has int8, too
+BITS_WON = "pen won 99.0 %, as in float32, shove {} for 98.0; `sinew eval --gate` judges yours"
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One thing to do: milliseconds before and after it, what to type, and what it does to the actions.
+
+    instead: of which other one it would take the place. missing_bytes: of memory, where it does not fit the machine.
+    """
+
+    name: str
+    line: str
+    before_ms: float
+    after_ms: float
+    fidelity: str
+    instead: str = ""
+    missing_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """start_ms: of the reference. taken: one upon the other, each with the largest gain of what was left, those that
+    would take another's place behind it. under: what helps under a condition, each alone upon all of ``taken``; its
+    milliseconds are those that its name says. without: what brings nothing here, and why."""
+
+    start_ms: float
+    taken: list[Gain]
+    under: list[Gain]
+    without: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A program: how it is traced and what of it moves."""
+
+    engine: Engine = "eager"
+    traffic: Traffic = "unfused"
+    dtypes: tuple[tuple[str, str], ...] | str = "fp32"
+    request: TracedRequest = AS_THE_POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    name: str
+    line: str
+    fidelity: str
+    apply: Callable[[_Setting], _Setting]
+    group: str = field(default="")  # of it one is taken
+
+
+def order(
+    source: str,
+    machine: Hardware,
+    server: Hardware | None = None,
+    route: Sequence[Network] = (),
+) -> Order:
+    """Return what makes ``source`` faster on ``machine``, in order. server, route: another machine, and the way there.
+
+    A machine of the table called cpu has the engines of a CPU, every other those of a GPU. Raises :class:`SinewError`
+    for one that is neither."""
+    if machine.name != "cpu" and "bf16" not in machine.peak:
+        raise SinewError(
+            f"hardware {machine.name}: expected cpu or a GPU with a rate for bf16, got {', '.join(machine.peak)} alone:"
+            " no engine of Sinew computes there (`sinew export --onnx DIR --whole` writes a graph for its compiler)"
+        )
+
+    @cache
+    def program(setting: _Setting) -> PublishedProgram:
+        dtypes = setting.dtypes if isinstance(setting.dtypes, str) else dict(setting.dtypes)
+        return PublishedProgram.load(source, setting.request, dtypes=dtypes, engine=setting.engine)
+
+    @cache
+    def ms(setting: _Setting) -> float:
+        return 1e3 * seconds(program(setting).components(setting.traffic), machine)
+
+    now = _Setting()
+    start_ms = ms(now)
+    options, without = _options(source, machine, program(now))
+    taken: list[Gain] = []
+    while options:
+        best = min(options, key=lambda option: ms(option.apply(now)))
+        rivals = [
+            option for option in options if option is best or (best.group and option.group == best.group)
+        ]
+        options = [option for option in options if option not in rivals]
+        if ms(now) < LEAST * ms(best.apply(now)):
+            for option in rivals:
+                without[option.name] = "comes with what was taken" if option.apply(now) == now else NO_GAIN
+            continue
+        for option in sorted(rivals, key=lambda option: ms(option.apply(now))):
+            after = option.apply(now)
+            instead = best.name if option is not best else ""
+            short = missing(program(after), machine)
+            taken.append(Gain(option.name, option.line, ms(now), ms(after), option.fidelity, instead, short))
+        now = best.apply(now)
+    under = _under(program(now), now.traffic, machine, without)
+    if server is not None:
+        under += _away(source, program(now), now.traffic, machine, server, route, without)
+    without |= {gain.name: NO_GAIN for gain in under if gain.before_ms < LEAST * gain.after_ms}
+    under = [gain for gain in under if gain.name not in without]
+    return Order(start_ms, taken, sorted(under, key=lambda gain: gain.after_ms - gain.before_ms), without)
+
+
+def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[list[_Option], dict[str, str]]:
+    """Return what every request gains from, and what is not to be had here: its name and why."""
+    without: dict[str, str] = {}
+    options = []
+    on_cpu = machine.name == "cpu"
+    engine = ("plan", "--engine plan") if on_cpu else ("cuda", "--engine cuda")
+    fused: Traffic = "unfused" if on_cpu else "fused"  # torch's kernels one by one; one graph of fused ones
+    options.append(
+        _Option(
+            f"engine {engine[0]}",
+            engine[1],
+            "the same arithmetic, rounded elsewhere: `sinew validate` holds it to a bound",
+            lambda now: replace(now, engine="plan", traffic=fused),
+        )
+    )
+    if not is_sizes_alone(source) and open_bundle(source).lowbit:
+        without["fewer bits"] = "the bundle stores its weights in few bits"
+    else:
+        options += _bits(on_cpu, machine, without)
+    shapes, fixed = first.shapes, first.fixed
+    if "steps" in fixed or shapes.steps < 2:
+        without["fewer solver steps"] = f"the policy has {first.trace.steps} by construction"
+    else:
+        half = shapes.steps // 2
+        options.append(
+            _Option(
+                f"{half} solver steps of {shapes.steps}",
+                f"--solver-steps {half}",
+                f"other actions: `sinew eval --sweep solver_steps={half},{shapes.steps}` says at what success",
+                lambda now: replace(now, request=replace(now.request, steps=half)),
+            )
+        )
+    if "cameras" in fixed or shapes.views < 2:
+        without["one camera less"] = f"the policy was made for {shapes.views}"
+    else:
+        options.append(
+            _Option(
+                f"{shapes.views - 1} cameras of {shapes.views}",
+                "a request without it (`--allow-missing-cameras`)",
+                "a view less: only where the policy was trained so",
+                lambda now: replace(now, request=replace(now.request, cameras=shapes.views - 1)),
+            )
+        )
+    without["a smaller picture"] = f"the weights fix {shapes.height} x {shapes.width} pixels"
+    return options, without
+
+
+def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Option]:
+    """Return the narrower formats that an engine of such a machine computes in; in each the head keeps a float. What is
+    quantised comes with the one engine that computes so, and has the plan's rewrites: the others widen it."""
+    engine = "cpu" if on_cpu else "cuda"
+
+    def narrow(name: str, stored: str, fidelity: str, text: str, head: str) -> _Option:
+        dtypes = (("vision", text), ("language", text), ("head", head))
+        line = f"sinew quantize --recipe vision={stored},language={stored}, then --engine {engine}"
+        how: Traffic = "unfused" if on_cpu else "fused"
+        return _Option(
+            name, line, fidelity, lambda now: replace(now, dtypes=dtypes, engine="plan", traffic=how), "bits"
+        )
+
+    if on_cpu:
+        return [
+            narrow("int8", "int8", BITS_WON.format("97.0"), "int8/int8", "fp32"),
+            narrow("4 bits", "q4_0", BITS_WON.format("96.5"), "int4/int8", "fp32"),
+        ]
+    without["int8, 4 bits"] = "engine cuda widens them when it loads them"
+    judged = "rounded: `sinew validate` states the error, `sinew eval --gate` the success"
+    found = [_Option("bf16", "--dtype bf16", judged, lambda now: replace(now, dtypes="bf16"), "bits")]
+    if "fp8" in machine.peak:
+        return [*found, narrow("fp8", "fp8", judged, "fp8/fp8", "bf16")]
+    without["fp8"] = f"{machine.title} has no rate for it"
+    return found
+
+
+def _under(
+    program: PublishedProgram, traffic: Traffic, machine: Hardware, without: dict[str, str]
+) -> list[Gain]:
+    """Return what helps where something holds: observations that repeat, a stream, several robots."""
+    if machine.name != "cpu":
+        without["a stream"] = "engine cuda refuses it: both of its loops would share one stream of the GPU"
+        without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
+        return []
+    parts = program.components(traffic)
+    whole_ms, head_ms = 1e3 * seconds(parts, machine), 1e3 * timing(parts[-1], machine).seconds
+    found: list[Gain] = []
+    turns = loops(parts, machine, CAMERA_HZ)
+    if parts[-1].repeats < 2:
+        without["a stream"] = "the head has one step: a window is a chunk"
+    elif not turns.beside_hz:
+        without["a stream"] = f"{CAMERA_HZ:g} prefixes a second take the whole machine"
+    else:
+        name, between = f"time between windows, at {CAMERA_HZ:g} frames a second", 1e3 / turns.beside_hz
+        judged = "other actions: `sinew eval --stream PREFIX:HEAD` says at what success"
+        found.append(Gain(name, "sinew run --stream", whole_ms, between, judged))
+    found.append(
+        Gain("an observation that repeats to the byte", "--reuse", whole_ms, head_ms, "the same bits")
+    )
+    each_ms = 1e3 * seconds([batched(part, BATCH) for part in parts], machine) / BATCH
+    same = "the same arithmetic in other shapes: `sinew eval --sweep batch=1,8` pairs it"
+    found.append(
+        Gain(f"machine time of a request, {BATCH} at once", f"--max-batch {BATCH}", whole_ms, each_ms, same)
+    )
+    return found
+
+
+def _away(
+    source: str,
+    program: PublishedProgram,
+    traffic: Traffic,
+    machine: Hardware,
+    server: Hardware,
+    route: Sequence[Network],
+    without: dict[str, str],
+) -> list[Gain]:
+    """Return the quickest cut of the program over both machines, if it beats having all here."""
+    found = all_cuts(program, machine, [server], [route], payload(source, program, "raw"), traffic)
+    here = next(cut for cut in found if cut.server is None)
+    best = found[0]
+    if best.refused or best.server is None or best.latency_ms >= here.latency_ms:
+        ways = " + ".join(link.title for link in route)
+        without[f"a server {server.title}"] = f"all here is as quick as any cut over {ways}"
+        return []
+    line = "sinew serve there, sinew run tcp://... here"
+    judged = "the same policy; `sinew validate` there states its engine's error"
+    return [Gain(best.where, line, here.latency_ms, best.latency_ms, judged)]

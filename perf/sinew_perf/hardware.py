@@ -1,0 +1,151 @@
+"""Machines and links, from data files in the package and from the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sinew.core import SinewError, did_you_mean
+from sinew_client.untrusted import parse_toml, read_toml
+
+from sinew_perf.operators import BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """peak: FLOP/s by number format. bandwidth: bytes/s. memory_gib: nominal; system_gib: of it, taken by the system;
+    alone_gib: taken where nothing runs beside the policy.
+
+    on_chip_bandwidth: bytes/s between compute units and what lies on the chip; None where it is not counted.
+    """
+
+    name: str
+    title: str
+    peak: dict[str, float]
+    bandwidth: float
+    memory_gib: float
+    source: str
+    system_gib: float = 0.0
+    alone_gib: float | None = None
+    on_chip_bandwidth: float | None = None
+
+    def peak_flops(self, dtype: str) -> float:
+        """The rate for operands of ``dtype``. A format without a rate of its own computes at the next wider one."""
+        if dtype in self.peak:
+            return self.peak[dtype]
+        bits = BITS[dtype]
+        wider = [name for name in self.peak if BITS[name] >= max(bits, 16)]
+        if not wider:
+            raise SinewError(
+                f"{self.name}: peak: expected a rate for {dtype}, got {', '.join(self.peak)} alone"
+            )
+        return self.peak[min(wider, key=lambda name: BITS[name])]
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of memory that the system leaves."""
+        return round((self.memory_gib - self.system_gib) * 2**30)
+
+    @property
+    def balance(self) -> float:
+        """Operations per byte at which computing takes as long as moving, in half precision."""
+        return self.peak_flops("bf16") / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """upload, download: bit/s as the robot sees them. base_ms: one way, whatever the size."""
+
+    name: str
+    title: str
+    upload: float
+    download: float
+    base_ms: float
+    source: str = field(default="")
+
+    def up_s(self, nbytes: float) -> float:
+        """Seconds on the wire, without the base latency. 5 % of protocol overhead, as the paper has it."""
+        return nbytes * OVERHEAD * 8 / self.upload
+
+    def down_s(self, nbytes: float) -> float:
+        return nbytes * OVERHEAD * 8 / self.download
+
+
+OVERHEAD = 1.05
+Entry = TypeVar("Entry", Hardware, Network)
+
+
+def hardware(extra: Path | None = None) -> dict[str, Hardware]:
+    """All machines by name; those of ``extra`` replace or join the package's."""
+    return _table(Hardware, "hardware.toml", extra)
+
+
+def networks(extra: Path | None = None) -> dict[str, Network]:
+    return _table(Network, "networks.toml", extra)
+
+
+def load_hardware(name: str, extra: Path | None = None) -> Hardware:
+    return _find(hardware(extra), name, "hardware")
+
+
+def load_machines(names: Iterable[str], extra: Path | None = None) -> list[Hardware]:
+    """Return several; a text is a name, or several with commas. Raises :class:`SinewError` for an unknown one."""
+    return [
+        load_hardware(name, extra) for name in dict.fromkeys(n for text in names for n in text.split(","))
+    ]
+
+
+def load_network(name: str, extra: Path | None = None) -> Network:
+    return _find(networks(extra), name, "network")
+
+
+def load_hops(names: Iterable[str], extra: Path | None = None) -> list[list[Network]]:
+    """Return the links that each hop of a route may have. Arguments as of :func:`load_machines`."""
+    return [[load_network(name, extra) for name in dict.fromkeys(hop.split(","))] for hop in names]
+
+
+def _table(kind: type[Entry], name: str, extra: Path | None) -> dict[str, Entry]:
+    raw = dict(_packaged(name))
+    if extra is not None:
+        try:
+            raw |= read_toml(extra)
+        except (OSError, ValueError) as error:
+            raise SinewError(f"{extra}: {error}") from None
+    return {key: _entry(kind, key, values) for key, values in raw.items()}
+
+
+@cache
+def _packaged(name: str) -> dict[str, Any]:
+    text = (files("sinew_perf") / "data" / name).read_text("utf-8")  # own file: in an installed package
+    return parse_toml(text)
+
+
+def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
+    if not isinstance(values, dict):
+        raise SinewError(f"{name}: expected a table of values, got {type(values).__name__}")
+    given: dict[str, Any] = {"title": name, "source": "user"} | values
+    try:
+        made = kind(name=name, **given)
+    except TypeError as error:
+        raise SinewError(f"{name}: {error}") from None
+    if isinstance(made, Hardware) and not isinstance(made.peak, dict):
+        raise SinewError(f"{name}: peak: expected a table of formats, got {type(made.peak).__name__}")
+    numbers = list(made.peak.values()) if isinstance(made, Hardware) else []
+    fields = ("bandwidth", "memory_gib") if isinstance(made, Hardware) else ("upload", "download")
+    numbers += [getattr(made, each) for each in fields]
+    if not numbers or not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
+        raise SinewError(f"{name}: rates and sizes must be numbers above 0")
+    if isinstance(made, Hardware) and (unknown := [each for each in made.peak if each not in BITS]):
+        raise SinewError(f"{name}: peak of {unknown[0]!r}: expected formats of {', '.join(BITS)}")
+    return made
+
+
+def _find(table: dict[str, Entry], name: str, what: str) -> Entry:
+    if name not in table:
+        plain = "".join(filter(str.isalnum, name.lower()))  # of "RTX 4090"
+        raise SinewError(f"{what} {name!r}: expected one of {', '.join(table)}{did_you_mean(plain, table)}")
+    return table[name]

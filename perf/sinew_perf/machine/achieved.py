@@ -1,0 +1,121 @@
+"""How near an engine comes to the roofline of this machine, and to the calibrated prediction: for ``sinew bench``.
+
+Both need the machine's measured peaks, which ``sinew perf calibrate`` stores for a processor and a number of
+threads. Without them, or for a dtype or device that was not measured, there is a reason instead. ONNX Runtime is
+predicted where it was calibrated itself; fp32 products are measured on the spot for it if need be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sinew.core import SinewError, machine
+
+if TYPE_CHECKING:
+    from sinew.engine.example import Shapes
+    from sinew.policy import Policy
+
+    from sinew_perf.program import PublishedProgram
+
+SIDE, RUNS = 2048, 5  # of the product that is the peak
+
+
+def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:
+    """Per stage: milliseconds at the measured peaks, and predicted with the band. ``described``: the report's
+    ``policy``. ``reason`` says why there is nothing."""
+    if policy.device != "cpu":
+        return {"reason": f"no measured peaks for {policy.device}"}
+    if policy.facts.one_graph:
+        return {"reason": "the cuda engine's references are no program that a CPU was calibrated for"}
+    try:
+        from sinew.engine.example import Shapes
+
+        from sinew_perf.machine import fit as calibration
+    except ImportError as error:
+        return {"reason": f"counting operations needs {error.name}"}
+    try:
+        eager = calibration.load(machine.cpu_model(), threads)
+        own = calibration.load(machine.cpu_model(), threads, engine=policy.engine_name)
+        fitted = own or eager
+        runs_torch = policy.engine.model is not None
+        if fitted is None and runs_torch:
+            command = f"sinew perf calibrate {policy.bundle.path} --threads {threads}"
+            return {"reason": f"not calibrated for {threads} threads: {command}"}
+        # PyTorch's kernels say nothing of ONNX Runtime's, and fp32 nothing of int8.
+        predictable = (own is not None or runs_torch) and not policy.facts.recipe
+        image = policy.manifest.processing.image
+        shapes = Shapes(
+            described["views"],
+            image.height,
+            image.width,
+            described["prompt_tokens"],
+            described["solver_steps"],
+        )
+        program = _program(policy, shapes)
+        if program is None:
+            return {"reason": f"{policy.bundle.path} has no weights whose shapes could be counted"}
+        fused, unfused = program.components("fused"), program.components("unfused")
+        stages: dict[str, dict[str, float | None]] = {}
+        for ideal, real in zip(fused, unfused, strict=True):
+            stage: dict[str, float | None] = {
+                "gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal))
+            }
+            stages[ideal.name] = stage
+            if fitted is None:
+                continue
+            stage["roofline"] = 1e3 * calibration.roofline_seconds(ideal, fitted.speeds)
+            if predictable:
+                predicted = fitted.predict(real)
+                stage["predicted"] = 1e3 * predicted.seconds
+                stage["low"] = 1e3 * predicted.low
+                stage["high"] = None if predicted.high is None else 1e3 * predicted.high
+    except SinewError as error:
+        return {"reason": str(error)}
+    if fitted is None:
+        return {"sgemm_gflops": max(sgemm_gflops(threads).values()), "stages_ms": stages}
+    peak = fitted.speeds.peak_flops.get("fp32")
+    return {"band": fitted.band, "sgemm_gflops": None if peak is None else 1e-9 * peak, "stages_ms": stages}
+
+
+def _program(policy: Policy, shapes: Shapes) -> PublishedProgram | None:
+    """What the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in fp32."""
+    from sinew_perf.program import PublishedProgram, of_engine
+
+    if policy.engine.model is not None:
+        return of_engine(policy.engine, shapes, policy.spec.name)
+    if not policy.bundle.infos:
+        return None
+    found = PublishedProgram.load(policy.bundle.path, dtypes="fp32", engine="plan")
+    return replace(found, shapes=shapes)
+
+
+def sgemm_gflops(threads: int) -> dict[str, float]:
+    """Of the two libraries that are here, each the best of five large products; numpy's takes its own number of
+    threads, which OMP_NUM_THREADS sets, and is left out where that is not known to be ``threads``."""
+    import numpy as np
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a = torch.randn(SIDE, SIDE)
+        found = {"torch": _gflops(lambda: torch.mm(a, a))}
+    finally:
+        torch.set_num_threads(before)
+    if threads == machine.cores().physical:
+        b: np.ndarray = a.numpy()
+        found["numpy"] = _gflops(lambda: b @ b)
+    return found
+
+
+def _gflops(product: Callable[[], object]) -> float:
+    product()
+    seconds = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - begin)
+    return 2e-9 * SIDE**3 / min(seconds)

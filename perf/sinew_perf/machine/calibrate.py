@@ -1,0 +1,184 @@
+"""``sinew perf calibrate``: measure the machine and a policy's stages, fit the factors, store them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from sinew.core import SinewError, machine
+from sinew.engine.clone import on_meta
+from sinew.models.base import Model
+from torch import nn
+
+from sinew_perf.machine import fit as calibration
+from sinew_perf.machine.fit import Calibration, Sample, work
+from sinew_perf.machine.measure import DTYPES, MeasuredSizes, StageTime, measure_speeds, measure_stages
+from sinew_perf.machine.measure_engine import measure_engine, requests_of
+from sinew_perf.program import PublishedProgram, is_sizes_alone, of_model, preset
+from sinew_perf.trace import STAGES
+
+Report = Callable[[str], None]
+
+
+def calibrate(
+    source: str | Path,
+    *,
+    directory: Path | None = None,
+    threads: int | None = None,
+    dtype: str = "fp32",
+    engine: str = "eager",
+    runs: int = 3,
+    requests: Sequence[MeasuredSizes] | None = None,
+    report: Report | None = None,
+) -> tuple[Calibration, Path]:
+    """Measure ``source`` (a bundle, or a preset with random weights) on the CPU; fit, store, and say where.
+
+    engine: other engines than eager run a bundle as it is, so they need one. threads: :func:`threads_of` if absent.
+    requests: what to measure;
+    :func:`default_requests` or :func:`sinew_perf.machine.measure_engine.requests_of` if absent.
+    Samples of other policies in an earlier calibration of this processor, number of threads and engine stay in the fit.
+    """
+    if runs < 1:
+        raise SinewError(f"runs: expected at least 1, got {runs}")
+    if dtype not in DTYPES:
+        raise SinewError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    before = torch.get_num_threads()
+    say = report or (lambda _: None)
+    try:
+        torch.set_num_threads(threads or threads_of(source, engine, dtype))
+        say(f"measuring the machine with {torch.get_num_threads()} threads")
+        speeds = measure_speeds(dict.fromkeys(("fp32", dtype)))
+        if engine == "eager":
+            model, program = loaded(source, dtype)
+            asked = default_requests(program) if requests is None else requests
+            say(f"measuring {program.name}: {len(asked)} requests of {runs} runs per stage")
+            samples = measure_samples(model, program, asked, runs)
+        else:
+            samples = engine_samples(source, engine, dtype, speeds.threads, requests, runs, say)
+        old = calibration.load(speeds.processor, speeds.threads, directory, engine)
+        names = {sample.time.model for sample in samples}
+        kept = [sample for sample in old.samples if sample.time.model not in names] if old else []
+        fitted = calibration.fit([*kept, *samples], speeds, engine)
+        return fitted, calibration.save(fitted, directory)
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_of(source: str | Path, engine: str, dtype: str) -> int:
+    """Return the number of threads with which an engine computes a bundle where nobody says one: what ``sinew bench``
+    measures, and looks a calibration up for. Of sizes alone one per core."""
+    if is_sizes_alone(source):
+        return machine.recommended_threads()[0]
+    from sinew.policy import load
+
+    policy = load(source, "cpu", dtype, engine)
+    policy.warm_up()  # which settles them
+    return policy.threads
+
+
+def measure_samples(
+    model: Model, program: PublishedProgram, requests: Sequence[MeasuredSizes], runs: int
+) -> list[Sample]:
+    """``program``: of the same model. Stages that two requests share are one sample."""
+    shapes = program.shapes
+    return with_work(
+        measure_stages(model, program.name, requests, (shapes.height, shapes.width), runs), program
+    )
+
+
+def engine_samples(
+    source: str | Path,
+    engine: str,
+    dtype: str,
+    threads: int,
+    requests: Sequence[MeasuredSizes] | None,
+    runs: int,
+    say: Report,
+) -> list[Sample]:
+    """Stages of a bundle under another engine, beside the operators of the planned program that it runs."""
+    from sinew.policy import load
+
+    if is_sizes_alone(source):
+        raise SinewError(f"source: expected a bundle for engine {engine}, got the preset {source}")
+    policy = load(source, "cpu", dtype, engine, threads=threads, allow_missing_cameras=True)  # views vary
+    asked = requests_of(policy) if requests is None else requests
+    say(f"measuring {policy.spec.name} under {engine}: {len(asked)} requests of {runs} runs")
+    program = PublishedProgram.load(source, dtypes=dtype, engine="plan")
+    return with_work(measure_engine(policy, asked, runs), program)
+
+
+def with_work(times: Sequence[StageTime], program: PublishedProgram) -> list[Sample]:
+    """Measured times beside the operators that the eager engine ran in them."""
+    works = {
+        request: {
+            component.name: work(component) for component in program.at(request.request).components("unfused")
+        }
+        for request in dict.fromkeys(time.request for time in times)
+    }
+    return [Sample(time, works[time.request][time.stage]) for time in times]
+
+
+def default_requests(program: PublishedProgram) -> list[MeasuredSizes]:
+    """The policy's own request, and others around it that tell rows, products and overheads apart."""
+    views, chunk, longest = program.shapes.views, program.chunk, program.shapes.tokens
+    few = program.fixed.get("cameras", 1)
+
+    def rows(count: int) -> int:
+        return program.fixed.get("chunk", count)
+
+    return list(
+        dict.fromkeys(
+            (
+                MeasuredSizes(views, min(16, longest), chunk),
+                MeasuredSizes(few, min(8, longest), rows(max(1, chunk // 4))),
+                MeasuredSizes(few, longest, rows(2 * chunk)),
+                MeasuredSizes(views, longest, rows(4 * chunk)),
+            )
+        )
+    )
+
+
+def loaded(source: str | Path, dtype: str) -> tuple[Model, PublishedProgram]:
+    """The model on the CPU with its weights, or random ones for a preset, and its program."""
+    if is_sizes_alone(source):
+        program = preset(str(source)).cast(dtype)
+        model = random_weights(on_meta(program.model))
+    else:
+        from sinew.policy import load
+
+        policy = load(source, "cpu", dtype, "eager")
+        model = policy.engine.model
+        declared = PublishedProgram.load(source)
+        program = of_model(model, declared.shapes, declared.name)
+    return model, program
+
+
+@torch.no_grad()
+def random_weights(model: Model) -> Model:
+    """A model like ``model`` on the CPU, with noise that keeps activations near one; speeds mean something."""
+    made = model.to_empty(device="cpu")
+    for module in made.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1 and not isinstance(module, nn.Embedding):
+                bound = (3 * parameter.shape[0] / parameter.numel()) ** 0.5  # variance 1 / fan_in
+                parameter.uniform_(-bound, bound)
+            elif name == "weight" and parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.uniform_(-0.1, 0.1)
+    return made.eval().requires_grad_(False)
+
+
+def disturbed(found: Calibration) -> str:
+    """Return what speaks against a calibration: that others computed beside it; "" for nothing."""
+    note = machine.busy(found.speeds.load)
+    return note and f"{note}; calibrate again when idle"
+
+
+def errors_by_stage(fitted: Calibration) -> dict[str, float]:
+    """The largest error of the fit on each stage."""
+    found = dict.fromkeys(STAGES, 0.0)
+    for sample, error in zip(fitted.samples, fitted.errors, strict=True):
+        found[sample.time.stage] = max(found[sample.time.stage], abs(error))
+    return found

@@ -1,0 +1,282 @@
+"""From a roofline to milliseconds: a few factors of this machine, fitted to measured stages, with an error band.
+
+    T(stage) = sum over operators of
+        max(FLOPs / (e_k * peak), bytes / (e_m * bandwidth)) + p * weights / bandwidth + c * overhead
+
+``k`` is the kind of product: "linear" (it reads a weight) or "attention". ``p`` is for the packing of a linear
+layer's matrix, which CPU libraries copy into panels before they multiply, however few rows follow. ``peak``,
+``bandwidth`` and ``overhead`` are measured (:mod:`sinew_perf.machine.measure`); the five factors are fitted to the
+stages of one or several policies at several shapes, which are more than the factors. The band is the largest error on a
+stage that its own fit has not seen (leave one out).
+
+Which side of the maximum an operator is on depends on the factors; given the sides the model is linear in their
+inverses. So the fit alternates: choose sides, solve non-negative least squares on relative errors, repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from sinew.core import SinewError, machine
+from sinew.core.fields import from_builtins
+from sinew_client.untrusted import UntrustedError, read_json
+
+from sinew_perf.machine.measure import Speeds, StageTime
+from sinew_perf.operators import Component, Operator
+
+SCHEMA = "sinew.calibration/2"
+KINDS = ("linear", "attention")
+FACTORS = (*KINDS, "memory", "packing", "overhead")
+MULTIPLIERS = ("packing", "overhead")  # the others are efficiencies, which divide
+# Where a fit starts, and to which it is drawn by PRIOR_WEIGHT (in squared relative errors) where samples say nothing.
+PRIOR = {"linear": 0.8, "attention": 0.6, "memory": 1.0, "packing": 2.0, "overhead": 2.0}
+PRIOR_WEIGHT = 1e-4
+# No product is faster than the measured peak, but bytes may come from caches, faster than a copy through memory.
+FASTEST = {"linear": 1.0, "attention": 1.0, "memory": 8.0, "packing": 0.0, "overhead": 0.0}
+MAX_ROUNDS = 50
+MAX_FILE = 1 << 22  # bytes of a stored calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operators of one cost. ``kind``: of ``KINDS``, or "" for what only moves bytes. ``weights``: of ``nbytes``."""
+
+    kind: str
+    dtype: str
+    flops: int
+    nbytes: int
+    weights: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured stage and the work it did."""
+
+    time: StageTime
+    work: tuple[Work, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds. ``low`` and ``high`` are the band of the calibration around it; ``high`` is None where the band is so
+    wide that it bounds nothing."""
+
+    seconds: float
+    low: float
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``factors``: of ``FACTORS``, relative to the measured speeds. ``errors``: of each
+    sample, predicted / measured - 1, by the fit over all. ``band``: the largest leave-one-out error. ``engine``: whose
+    stages the samples are."""
+
+    speeds: Speeds
+    factors: dict[str, float]
+    samples: tuple[Sample, ...]
+    errors: tuple[float, ...]
+    band: float
+    engine: str = "eager"
+
+    def predict(self, component: Component) -> Prediction:
+        """A stage with all its repeats; ``component`` with unfused traffic, as the samples had."""
+        seconds = component.repeats * seconds_of(work(component), self.speeds, self.factors)
+        # Errors are predicted / measured - 1, so measured times lie from predicted / (1 + band) to / (1 - band).
+        high = seconds / (1 - self.band) if self.band < 1 else None
+        return Prediction(seconds, seconds / (1 + self.band), high)
+
+
+def work(component: Component) -> tuple[Work, ...]:
+    """One repeat of a component, equal operators together."""
+    counts: Counter[tuple[str, str, int, int, int]] = Counter()
+    for operator in component.operators:
+        nbytes = int(sum(tensor.bytes for tensor in operator.tensors))
+        weights = int(sum(tensor.bytes for tensor in operator.tensors if tensor.kind == "weight"))
+        counts[kind(operator), operator.compute_dtype, operator.flops, nbytes, weights] += operator.count
+    return tuple(Work(*key, count) for key, count in counts.items())
+
+
+def kind(operator: Operator) -> str:
+    if not operator.flops:
+        return ""
+    return "linear" if any(tensor.kind == "weight" for tensor in operator.tensors) else "attention"
+
+
+def seconds_of(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float]) -> float:
+    return float(_features(rows, speeds, factors) @ _inverses(factors))
+
+
+def roofline_seconds(component: Component, speeds: Speeds) -> float:
+    """All its repeats at the measured peaks, with no factor and no overhead: what nothing can beat."""
+    ideal = dict.fromkeys(FACTORS, 1.0) | dict.fromkeys(MULTIPLIERS, 0.0)
+    return component.repeats * seconds_of(work(component), speeds, ideal)
+
+
+def _features(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float]) -> np.ndarray:
+    """Seconds at the peaks, on the binding side of each operator, summed per factor: [len(FACTORS)]."""
+    found = dict.fromkeys(FACTORS, 0.0)
+    for row in rows:
+        moved = row.nbytes / speeds.bandwidth
+        computed = row.flops / _peak(speeds, row.dtype) if row.kind else 0.0
+        if row.kind and computed / factors[row.kind] >= moved / factors["memory"]:
+            found[row.kind] += row.count * computed
+        else:
+            found["memory"] += row.count * moved
+        if row.kind == "linear":
+            found["packing"] += row.count * row.weights / speeds.bandwidth
+        found["overhead"] += row.count * speeds.overhead
+    return np.array([found[name] for name in FACTORS])
+
+
+def _inverses(factors: Mapping[str, float]) -> np.ndarray:
+    return np.array([factors[name] if name in MULTIPLIERS else 1 / factors[name] for name in FACTORS])
+
+
+def _peak(speeds: Speeds, dtype: str) -> float:
+    if dtype not in speeds.peak_flops:
+        raise SinewError(f"dtype {dtype}: expected one that was measured ({', '.join(speeds.peak_flops)})")
+    return speeds.peak_flops[dtype]
+
+
+# ----------------------------------------------------------------------------- fitting
+
+
+def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Calibration:
+    """Factors for all samples, and the band from leaving out each in turn."""
+    if len(samples) <= len(FACTORS):
+        raise SinewError(
+            f"samples: expected more than the {len(FACTORS)} factors, got {len(samples)}: one whose sizes are fixed"
+            " gives one per stage; calibrate another policy before it, whose samples are kept"
+        )
+    factors = fit_factors(samples, speeds)
+    errors = tuple(error(sample, speeds, factors) for sample in samples)
+    left_out = (
+        error(sample, speeds, fit_factors([s for s in samples if s is not sample], speeds))
+        for sample in samples
+    )
+    return Calibration(speeds, factors, tuple(samples), errors, max(map(abs, left_out)), engine)
+
+
+def error(sample: Sample, speeds: Speeds, factors: Mapping[str, float]) -> float:
+    """Predicted / measured - 1."""
+    return seconds_of(sample.work, speeds, factors) / sample.time.seconds - 1
+
+
+def fit_factors(samples: Sequence[Sample], speeds: Speeds) -> dict[str, float]:
+    measured = np.array([sample.time.seconds for sample in samples])
+    floor = _inverses(FASTEST)
+    pull = PRIOR_WEIGHT**0.5 * np.diag(1 / _inverses(PRIOR))
+    best, best_loss = dict(PRIOR), np.inf
+    factors = dict(PRIOR)
+    for _ in range(MAX_ROUNDS):
+        rows = np.array([_features(sample.work, speeds, factors) for sample in samples]) / measured[:, None]
+        target = np.concatenate([np.ones(len(samples)), np.full(len(FACTORS), PRIOR_WEIGHT**0.5)])
+        table = np.vstack([rows, pull])
+        inverses = floor + _non_negative(table, target - table @ floor)
+        factors = {
+            name: float(value if name in MULTIPLIERS else 1 / value)
+            for name, value in zip(FACTORS, inverses, strict=True)
+        }
+        loss = sum(error(sample, speeds, factors) ** 2 for sample in samples)
+        if loss >= best_loss * (1 - 1e-9):
+            break
+        best, best_loss = factors, loss
+    return best
+
+
+def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """argmin |a x - b| over x >= 0: least squares on every set of unknowns, the best feasible one."""
+    size = a.shape[1]
+    best, best_loss = np.zeros(size), float(b @ b)
+    for count in range(1, size + 1):
+        for chosen in combinations(range(size), count):
+            solution = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
+            loss = float(((a[:, chosen] @ solution - b) ** 2).sum())
+            if (solution >= 0).all() and loss < best_loss:
+                best, best_loss = np.zeros(size), loss
+                best[list(chosen)] = solution
+    return best
+
+
+# ----------------------------------------------------------------------------- storage
+
+
+def folder() -> Path:
+    """Return the folder of calibrations: ``$XDG_CONFIG_HOME/sinew/calibration``, by default under ``~/.config``."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "sinew" / "calibration"
+
+
+def path_of(processor: str, threads: int | str, directory: Path | None = None, engine: str = "eager") -> Path:
+    slug = re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
+    suffix = "" if engine == "eager" else f"-{engine}"
+    return (directory or folder()) / f"{slug}-{threads}-threads{suffix}.json"
+
+
+def save(calibration: Calibration, directory: Path | None = None) -> Path:
+    path = path_of(calibration.speeds.processor, calibration.speeds.threads, directory, calibration.engine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"schema": SCHEMA, **asdict(calibration)}
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def load(
+    processor: str, threads: int, directory: Path | None = None, engine: str = "eager"
+) -> Calibration | None:
+    """The stored calibration of this processor, number of threads and engine; None where there is none."""
+    path = path_of(processor, threads, directory, engine)
+    try:
+        record = read_json(path, MAX_FILE)
+    except FileNotFoundError:
+        return None
+    except (OSError, UntrustedError) as problem:
+        raise SinewError(f"{path}: {problem}; calibrate again") from None
+    if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
+        raise SinewError(f"{path}: expected a calibration of schema {SCHEMA}; calibrate again")
+    return from_builtins(record, Calibration, str(path))
+
+
+def calibrated(
+    source: str, threads: int, engine: str = "eager", directory: Path | None = None
+) -> Calibration:
+    """Return the stored calibration of this machine. Raises :class:`SinewError` with the command that makes it."""
+    found = load(machine.cpu_model(), threads, directory, engine)
+    if found is None:
+        option = "" if engine == "eager" else f" --engine {engine}"
+        raise SinewError(
+            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
+        )
+    return found
+
+
+def threads_of(asked: int | None, engine: str = "eager", directory: Path | None = None) -> int:
+    """Return the threads that are meant. Where none are asked for, those of the newest calibration of this processor
+    and engine, whose threads were the engine's own choice, else those of this process's cores."""
+    if asked:
+        return asked
+    form = path_of(machine.cpu_model(), "*", directory, engine)
+    before, after = form.name.split("*")
+    stored = {
+        path.name.removeprefix(before).removesuffix(after): path for path in form.parent.glob(form.name)
+    }
+    ages = {int(count): path.stat().st_mtime_ns for count, path in stored.items() if count.isdigit()}
+    return max(ages, key=ages.__getitem__) if ages else machine.recommended_threads()[0]
+
+
+def program_of(engine: str) -> Literal["eager", "plan"]:
+    """Return the program that an engine runs: that of ``plan`` for all but the reference."""
+    return "eager" if engine == "eager" else "plan"

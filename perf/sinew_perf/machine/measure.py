@@ -1,0 +1,201 @@
+"""Measurements of this machine: products per second, bytes per second, time per operator, and a model's stages.
+
+A peak is the best of several runs, because everything else on a machine only takes from it; a stage's time is the
+median of its runs. The load average stands beside each, because a busy machine measures its neighbours. With one
+thread on a CPU the clock is that thread's own CPU time, which leaves out the time that others hold the core; with
+more it is the wall's.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sinew.core import SinewError, machine
+from sinew.models.base import Model
+
+from sinew_perf.request import TracedRequest
+
+GEMM_SIZE = 2048
+COPY_BYTES = 512 << 20  # beyond every cache
+OVERHEAD_CALLS = 2000
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """peak_flops: dtype -> FLOP/s of a large product. bandwidth: B/s, read and written counted, of a copy.
+    overhead: seconds of one operator on one element. load: the load average (1 min) when it was measured."""
+
+    processor: str
+    device: str
+    threads: int
+    peak_flops: dict[str, float]
+    bandwidth: float
+    overhead: float
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSizes:
+    """The sizes of one observation that is measured: views, prompt tokens, rows of the action chunk."""
+
+    views: int
+    tokens: int
+    chunk: int
+
+    @property
+    def request(self) -> TracedRequest:
+        return TracedRequest(self.views, self.tokens, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """seconds: median of ``runs``; spread: (slowest - fastest) / median."""
+
+    model: str
+    stage: str
+    request: MeasuredSizes
+    seconds: float
+    spread: float
+    runs: int
+    load: float
+    clock: str = "wall"  # or "cpu"
+
+
+def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs: int = 5) -> Speeds:
+    """The machine's peaks with torch's present number of threads; about ten seconds on two cores."""
+    unknown = set(dtypes).difference(DTYPES)
+    if unknown:
+        raise SinewError(f"dtype: expected one of {', '.join(DTYPES)}, got {', '.join(sorted(unknown))}")
+    target = torch.device(device)
+    with torch.inference_mode():
+        peaks = {name: 2 * GEMM_SIZE**3 / _gemm_seconds(DTYPES[name], target, runs) for name in dtypes}
+        source = torch.ones(COPY_BYTES // 4, device=target)
+        sink = torch.empty_like(source)
+        copy = min(_seconds(lambda: sink.copy_(source), target, runs))
+        scalar = torch.ones(1, device=target)
+        chain = _seconds(lambda: _many(scalar.add, OVERHEAD_CALLS), target, runs)
+    return Speeds(
+        processor=_processor(target),
+        device=target.type,
+        threads=torch.get_num_threads(),
+        peak_flops=peaks,
+        bandwidth=2 * source.nbytes / copy,
+        overhead=statistics.median(chain) / OVERHEAD_CALLS,
+        load=round(os.getloadavg()[0], 2),
+    )
+
+
+def measure_stages(
+    model: Model, name: str, requests: Iterable[MeasuredSizes], size: tuple[int, int], runs: int = 3
+) -> list[StageTime]:
+    """Median seconds of vision, prefix and one step of the head for each request, after one run to warm up.
+
+    size: height and width of a view. Runs the model's own code as the eager engine does. A stage that two
+    requests share (the same views, say) is measured once.
+    """
+    device = model.device
+    found: list[StageTime] = []
+    for request in requests:
+        with _chunk(model, request.chunk), torch.inference_mode():
+            for stage, run in _stages(model, request, size, device):
+                if any(t.stage == stage and _same(stage, t.request, request) for t in found):
+                    run()
+                    continue
+                times = _seconds(run, device, runs)
+                median = statistics.median(times)
+                spread = (max(times) - min(times)) / median
+                load = round(os.getloadavg()[0], 2)
+                found.append(
+                    StageTime(name, stage, request, median, round(spread, 4), runs, load, clock(device))
+                )
+    return found
+
+
+def _same(stage: str, one: MeasuredSizes, other: MeasuredSizes) -> bool:
+    """Return True if two requests ask a stage for the same work."""
+    if stage == "vision":
+        return one.views == other.views
+    if stage == "prefix":
+        return (one.views, one.tokens) == (other.views, other.tokens)
+    return one == other
+
+
+def _stages(
+    model: Model, request: MeasuredSizes, size: tuple[int, int], device: torch.device
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The stages in order, each as a call; a stage must have run before the next is asked for."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    pixels = noise(1, request.views, model.channels, *size)
+    cameras = torch.ones(1, request.views, dtype=torch.bool, device=device)
+    tokens = torch.zeros(1, request.tokens, dtype=torch.int64, device=device)
+    state, x = noise(1, model.state_size), noise(1, *model.noise_shape)
+    kept: dict[str, Any] = {}
+
+    def keep(key: str, value: object) -> None:
+        kept[key] = value
+
+    yield "vision", lambda: keep("image", model.embed_images(pixels))
+    image = kept["image"]
+    yield "prefix", lambda: keep("context", model.read(image, cameras, tokens, tokens >= 0, state))
+    context, steps = kept["context"], model.solver.fixed_steps or 1
+
+    yield "head", lambda: model.run_head(x, steps, model.time_embeddings(steps), context)
+
+
+@contextmanager
+def _chunk(model: Model, chunk: int) -> Iterator[None]:
+    config = model.config
+    if chunk != getattr(config, "chunk_size", chunk):
+        model.config = replace(config, chunk_size=chunk)
+    try:
+        yield
+    finally:
+        model.config = config
+
+
+def _gemm_seconds(dtype: torch.dtype, device: torch.device, runs: int) -> float:
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).to(dtype) for _ in range(2))
+    return min(_seconds(lambda: torch.mm(a, b), device, runs))
+
+
+def _seconds(call: Callable[[], object], device: torch.device, runs: int) -> list[float]:
+    call()  # pages, caches, kernels
+    _wait(device)
+    now = time.thread_time if clock(device) == "cpu" else time.perf_counter
+    times = []
+    for _ in range(runs):
+        start = now()
+        call()
+        _wait(device)
+        times.append(now() - start)
+    return times
+
+
+def clock(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 else "wall"
+
+
+def _many(call: Callable[[int], object], count: int) -> None:
+    for _ in range(count):
+        call(1)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _processor(device: torch.device) -> str:
+    return machine.cpu_model() if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -1,0 +1,85 @@
+"""Stage times of a loaded policy under its own engine, whichever that is.
+
+:mod:`sinew_perf.machine.measure` calls the parts of a model and may change its shapes at will. An engine
+runs what it was made for: its chunk and its solver steps stay, and one that records programs
+(ONNX Runtime, CUDA graphs) masks a camera that is missing instead of leaving it out. So the views vary for the vision
+stage alone, the prompt for the other two.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from sinew.core import Moment, Observation, SinewError, Timing
+
+from sinew_perf.machine.measure import MeasuredSizes, StageTime
+
+
+def requests_of(policy: Any) -> list[MeasuredSizes]:
+    """Every number of views that the policy takes with a short prompt, then longer prompts with all views."""
+    spec = policy.spec
+    views, longest, chunk = spec.views, spec.max_prompt_tokens, spec.noise_shape[0]
+    lengths = sorted(
+        {min(longest, tokens) for tokens in (8, longest // 4, longest // 2, longest) if tokens > 0}
+    )
+    fewest = views if policy.manifest.processing.all_cameras else 1
+    few = [MeasuredSizes(count, lengths[0], chunk) for count in range(fewest, views)]
+    return few + [MeasuredSizes(views, length, chunk) for length in lengths]
+
+
+def measure_engine(policy: Any, requests: Iterable[MeasuredSizes], runs: int = 3) -> list[StageTime]:
+    """Median seconds of vision, prefix and one step of the head, by the wall's clock, after one run to warm up.
+
+    Raises :class:`SinewError` for a request that the policy cannot take, and for an engine that does not tell its
+    stages apart.
+    """
+    if runs < 1:
+        raise SinewError(f"runs: expected at least 1, got {runs}")
+    everything = policy.spec.views
+    found: list[StageTime] = []
+    for request in requests:
+        if request.chunk != (rows := policy.spec.noise_shape[0]):
+            raise SinewError(f"chunk: expected {rows}, got {request.chunk}")
+        observation = observe(policy, request)
+        policy.infer(observation)
+        timings = [policy.infer(observation).timing for _ in range(runs)]
+        load = round(os.getloadavg()[0], 2)
+        for stage, times in seconds_by_stage(timings).items():
+            known = any(t.stage == "vision" and t.request.views == request.views for t in found)
+            if known if stage == "vision" else request.views != everything:
+                continue
+            median = statistics.median(times)
+            spread = round((max(times) - min(times)) / median, 4)
+            found.append(StageTime(policy.spec.name, stage, request, median, spread, runs, load))
+    return found
+
+
+def observe(policy: Any, request: MeasuredSizes) -> Observation:
+    """Random frames of the first cameras, the same at all moments, and token ids in place of an instruction."""
+    spec, rng = policy.spec, np.random.default_rng(0)
+    if not 1 <= request.views <= spec.views or request.views % spec.history:
+        each = f", as many of each of {spec.history} moments" if spec.history > 1 else ""
+        raise SinewError(f"views: expected 1 to {spec.views}{each}, got {request.views}")
+    frames = {
+        camera.name: rng.integers(0, 256, (camera.height, camera.width, 3), dtype=np.uint8)
+        for camera in spec.cameras[: request.views // spec.history]
+    }
+    ids = np.arange(request.tokens) % policy.manifest.processing.prompt.vocab_size
+    state = np.zeros(spec.state.dim, np.float32)
+    earlier = (Moment(frames, state),) * (spec.history - 1)
+    return Observation(images=frames, state=state, tokens=ids, seed=0, earlier=earlier)
+
+
+def seconds_by_stage(timings: Sequence[Timing]) -> dict[str, list[float]]:
+    """The head is one step: the median of the run's."""
+    if not all(timing.step_ms and timing.vision_ms and timing.prefix_ms for timing in timings):
+        raise SinewError("the engine runs all stages as one and does not tell their times")
+    return {
+        "vision": [1e-3 * timing.vision_ms for timing in timings],
+        "prefix": [1e-3 * timing.prefix_ms for timing in timings],
+        "head": [1e-3 * statistics.median(timing.step_ms) for timing in timings],
+    }

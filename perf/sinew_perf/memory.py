@@ -1,0 +1,402 @@
+"""Memory that a policy needs on a machine, and the largest request that still fits.
+
+Weights are counted by name; activations come from the traced lifetimes of every block of memory, as reference counting
+frees them in the eager engine. An engine that fuses more needs less. Of a token table only the rows of a prompt have to
+be in memory, since it stays in the file's map (``sinew/layers/stores/rows.py``); engine cuda holds all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from sinew.bundle.quant import WEIGHT
+from sinew.core import PROMPT_TABLE, SinewError
+from sinew.engine.example import Shapes
+from sinew.layers.linear import Embedding, Linear
+from sinew.policy import open_bundle
+from torch import nn
+
+from sinew_perf.hardware import Hardware
+from sinew_perf.precision import SMALL_BITS, bits, dtype_name
+from sinew_perf.program import Engine, PublishedProgram
+from sinew_perf.request import AS_THE_POLICY, LIMITS, TracedRequest
+from sinew_perf.trace import STAGES, ProgramTrace, TracedBlock
+
+Device = Literal["cpu", "cuda"]
+
+# Resident memory before any weight: interpreter, torch and its libraries. CPU: 241 MB after `import sinew.policy`
+# (`sinew.core.machine.resident_bytes()`, torch 2.13.0 CPU build). CUDA: an allowance for context and kernels, not
+# measured; give the number of your own board where it matters.
+RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
+# What libraries take beside torch's allocator. CPU: the peak of anonymous memory of the model in
+# perf/tests/test_perf_calibration.py rose 12 MB (1 thread) and 38 MB (2 threads) above the traced peak; it grows
+# with the threads, not with the model. CUDA: cuBLAS's largest default workspace, 32 MiB, not measured.
+WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
+
+# glibc hands a freed block of MAPPED[0] bytes and more back at once, until the first such block is freed: then it keeps
+# blocks up to that one's size, at most MAPPED[1], and twice as much free memory in all (mallopt(3), M_MMAP_THRESHOLD
+# and M_TRIM_THRESHOLD). On a CPU the second inference therefore peaks above the first.
+MAPPED = (128 << 10, 32 << 20)
+PAGE = 4096  # bytes of a page of a mapped file
+DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}  # engine -> the one that it runs on
+CHUNKS = 2  # of actions that a robot's side holds: the one that it executes and the one that arrives
+
+AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}  # what `fits` searches
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The parameters of one component in one format. ``resident``: bytes of them that have to be in memory."""
+
+    component: str  # top-level module; its token or position tables apart, as "language embeddings"
+    dtype: str
+    parameters: int
+    nbytes: int
+    resident: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that was alive at once during a stage, weights aside. ``cache``: the prefix's keys and values
+    in it."""
+
+    stage: str
+    nbytes: int
+    cache: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes. ``cache``: the blocks that hold the prefix's keys and values, all of a block of which they are a
+    part (as where Q, K and V come out of one product). ``peaks``: one per stage. ``actions``: the chunks that wait to
+    be executed. ``kept``: freed memory that the C library does not return. ``mapped``: True where weights are pages
+    of the file, which the system may take back and read again; ``laid_out``: but for those in int8."""
+
+    name: str
+    shapes: Shapes
+    chunk: int
+    weights: tuple[Weights, ...]
+    cache: int
+    peaks: tuple[Peak, ...]
+    workspace: int
+    runtime: int
+    actions: int
+    kept: int
+    mapped: bool
+    laid_out: bool = False
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks, key=lambda peak: peak.nbytes)
+
+    @property
+    def weights_nbytes(self) -> int:
+        return sum(row.nbytes for row in self.weights)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of weights that have to be in memory."""
+        return sum(row.resident for row in self.weights)
+
+    @property
+    def of_the_file(self) -> int:
+        """Bytes of weights that are pages of the file, at least: engine cpu copies int8 where kernels take panels."""
+        rows = () if not self.mapped else self.weights
+        return sum(row.resident for row in rows if not (self.laid_out and row.dtype == "int8"))
+
+    @property
+    def activations(self) -> int:
+        """At the peak, beside the cache."""
+        return self.peak.nbytes - self.peak.cache
+
+    @property
+    def loading(self) -> int:
+        """Bytes after the last weight was loaded, before the first inference."""
+        return self.resident + self.runtime
+
+    @property
+    def total(self) -> int:
+        """Bytes during an inference."""
+        return self.loading + self.peak.nbytes + self.kept + self.workspace + self.actions
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The verdict on whether a report fits what the system leaves. ``largest``: per axis of :data:`AXES`, the
+    largest value that fits with the other axes as asked for; 0 where nothing does."""
+
+    report: MemoryReport
+    memory: int
+    system: int
+    largest: Mapping[str, int]
+
+    @property
+    def available(self) -> int:
+        return self.memory - self.system
+
+    @property
+    def headroom(self) -> int:
+        """Bytes left; negative where it does not fit."""
+        return self.available - self.report.total
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+def memory_report(
+    program: PublishedProgram,
+    device: Device = "cpu",
+    runtime: int | None = None,
+    workspace: int | None = None,
+    *,
+    whole_tables: bool = False,
+    embodiments: int = 1,
+    stages: Collection[str] = STAGES,
+) -> MemoryReport:
+    """Return the memory of one observation. ``runtime``, ``workspace``: bytes, in place of the table's for ``device``.
+
+    whole_tables: token tables are in memory with all their rows, as engine cuda has them. embodiments: how many
+    robots' projections the head holds, as upstream's files do; a bundle has those of one. stages: those that run on
+    this machine, with the weights that they read; the prefix's keys and values count where the head runs.
+    """
+    if device not in RUNTIME:
+        raise SinewError(f"device: expected one of {', '.join(RUNTIME)}, got {device!r}")
+    found = program.trace
+    return MemoryReport(
+        name=program.name,
+        shapes=program.shapes,
+        chunk=program.chunk,
+        weights=weights(program, whole_tables, embodiments, stages),
+        cache=_cache(program, found),
+        peaks=tuple(peak for peak in peaks(found, cache_scale(program)) if peak.stage in stages),
+        workspace=WORKSPACE[device] if workspace is None else workspace,
+        runtime=RUNTIME[device] if runtime is None else runtime,
+        actions=4 * CHUNKS * math.prod(program.model.noise_shape),
+        kept=kept(found) if device == "cpu" else 0,
+        mapped=device == "cpu" and program.precision is None,
+    )
+
+
+def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str] = STAGES) -> int:
+    """Return the bytes by which ``stages`` of a program exceed what a machine's system leaves; 0 where they fit."""
+    device: Device = "cpu" if machine.name == "cpu" else "cuda"
+    return max(0, memory_report(program, device, stages=stages).total - machine.free_bytes)
+
+
+def too_large(nbytes: int) -> str:
+    """Return what a table says where a placement was refused: ``sinew perf fit`` has the details."""
+    return f"does not hold it: {nbytes / 2**20:,.0f} MiB too much"
+
+
+def fits(
+    source: str | Path,
+    memory: int,
+    system: int = 0,
+    request: TracedRequest = AS_THE_POLICY,
+    *,
+    dtypes: str | Mapping[str, str] | None = None,
+    engine: Engine | Literal["cpu", "cuda"] = "eager",
+    device: Device = "cpu",
+    runtime: int | None = None,
+    embodiments: int = 1,
+    search: bool = True,
+) -> Fit:
+    """Does ``source`` run in ``memory`` bytes of which the system takes ``system``? And what is the most?
+
+    ``request``, ``dtypes`` and ``engine`` as in :meth:`PublishedProgram.load`; engine "cpu" is the plan over a bundle's
+    low-bit weights as they are stored, "cuda" the plan with whole token tables. embodiments: see :func:`memory_report`.
+    ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of half a second.
+    """
+    if engine in DEVICES and device != DEVICES[engine]:
+        raise SinewError(f"device: engine {engine} needs {DEVICES[engine]}, got {device!r}")
+    if not 0 <= system < memory:
+        raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
+    path = Path(source) if engine == "cpu" else None
+    if path is not None and stored_weights(path, 1) and dtypes is not None:
+        raise SinewError(f"dtype: engine cpu computes on what the bundle stores, got {dtypes!r}")
+    program = PublishedProgram.load(
+        source,
+        request,
+        dtypes=dtypes,
+        engine="eager" if engine == "eager" else "plan",
+    )
+
+    def asked(program: PublishedProgram) -> MemoryReport:
+        report = memory_report(
+            program, device, runtime, whole_tables=engine == "cuda", embodiments=embodiments
+        )
+        if path is None:
+            return report
+        return replace(report, weights=stored_weights(path, program.shapes.tokens), laid_out=True)
+
+    report = asked(program)
+    largest = {}
+    if search:
+        shapes = program.shapes
+        asked_for = {"chunk": report.chunk, "cameras": shapes.views, "prompt_tokens": shapes.tokens}
+        for axis, argument in AXES.items():
+            if argument in program.fixed:
+                largest[axis] = program.fixed[argument] if report.total <= memory - system else 0
+                continue
+
+            def excess(value: int, argument: str = argument) -> int:
+                return asked(program.at(TracedRequest(**{argument: value}))).total - (memory - system)
+
+            largest[axis] = largest_fitting(excess, LIMITS[argument], asked_for[argument])
+    return Fit(report, memory, system, largest)
+
+
+def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) -> int:
+    """The largest n of 1 to ``limit`` with excess(n) <= 0, for an excess that grows with n; 0 if there is none.
+
+    An evaluation is a trace, so few: memory is a quadratic of n in pieces, and the parabola through the three
+    points nearest to the boundary finds it, then its neighbour proves it. Halving bounds the number.
+    """
+    known = {n: excess(n) for n in {1, min(start, limit)}}
+    if known[1] > 0:
+        return 0
+    while max(known.values()) <= 0:
+        if limit in known:
+            return limit
+        n = min(8 * max(known), limit)
+        known[n] = excess(n)
+    for turn in range(2 * limit.bit_length()):
+        low = max(n for n, value in known.items() if value <= 0)
+        high = min(n for n, value in known.items() if value > 0)
+        if high - low == 1:
+            break
+        guess = _root(known, low, high) if turn % 4 < 3 else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        known[guess] = excess(guess)
+    return low
+
+
+def _root(known: Mapping[int, int], low: int, high: int) -> int:
+    """Return where the parabola through the points around [low, high] crosses zero; with two points, the line."""
+    nearest = sorted(known, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
+    coefficients = np.polyfit(nearest, [known[n] for n in nearest], len(nearest) - 1)
+    roots = [root.real for root in np.roots(coefficients) if abs(root.imag) < 1 and low <= root.real <= high]
+    return math.floor(roots[0] + 1e-6) if roots else (low + high) // 2
+
+
+def weights(
+    program: PublishedProgram,
+    whole_tables: bool = False,
+    embodiments: int = 1,
+    stages: Collection[str] = STAGES,
+) -> tuple[Weights, ...]:
+    """Return the executed model's parameters by component and format, in the model's order.
+
+    stages: leaves out what only other stages read; a weight that nothing reads counts with all of them.
+    """
+    if embodiments > 1 and not program.model.per_embodiment:
+        raise SinewError(
+            f"embodiments: expected 1, as {program.name} has no weights per robot, got {embodiments}"
+        )
+    model, readers = program.executed, program.trace.readers()
+    modules = dict(model.named_modules())
+    counts: dict[tuple[str, str], list[int]] = {}
+    for name, parameter in model.named_parameters():
+        read_in = {call.stage for call in readers.get(name, ())} or set(STAGES)
+        if read_in.isdisjoint(stages):
+            continue
+        module, _, part = name.rpartition(".")
+        component, layer = name.split(".")[0], modules[module]
+        component += " embeddings" if isinstance(layer, nn.Embedding) else ""
+        if part == "weight" and isinstance(layer, Linear | Embedding) and layer.store.coded:
+            dtype, count, nbytes = layer.store.kind, math.prod(layer.store.size(layer)), parameter.nbytes
+        else:
+            dtype = _format(program, name, dtype_name(parameter.dtype), readers)
+            count = parameter.numel()
+            nbytes = -(-count * bits(dtype) // 8)
+        if module.startswith(program.model.per_embodiment):
+            count, nbytes = count * embodiments, nbytes * embodiments
+        resident = nbytes
+        if _is_prompt_table(name) and not whole_tables:
+            resident = rows_nbytes(program.shapes.tokens, len(parameter), nbytes)
+        _add(counts, (component, dtype), count, nbytes, resident)
+    return tuple(Weights(*key, *found) for key, found in counts.items())
+
+
+def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
+    """The tensors of a bundle with low-bit weights by component and stored type: mapped from the file, not copied.
+
+    tokens: of the prompt, which read rows of token tables."""
+    bundle = open_bundle(path)
+    if not bundle.lowbit:
+        raise SinewError(f"{path}: engine cpu runs bundles with low-bit weights: `sinew quantize` makes one")
+    counts: dict[tuple[str, str], list[int]] = {}
+    for name, info in bundle.infos.items():
+        module = name.removesuffix(WEIGHT)
+        stored = bundle.lowbit.get(module) if name.endswith(WEIGHT) else None
+        is_table = _is_prompt_table(name)
+        component = name.split(".")[0] + (" embeddings" if is_table else "")
+        # Ternary words hold 16 weights each; rows are padded to 64.
+        count = math.prod(info.shape) * (16 if stored == "ternary" else 1)
+        resident = rows_nbytes(tokens, info.shape[0], info.nbytes) if is_table else info.nbytes
+        _add(counts, (component, stored or info.type.name.lower()), count, info.nbytes, resident)
+    return tuple(Weights(*key, *found) for key, found in counts.items())
+
+
+def rows_nbytes(tokens: int, rows: int, nbytes: int) -> int:
+    """Return the bytes of the pages that ``tokens`` rows of a mapped table touch, of ``rows`` in ``nbytes``."""
+    pages = 1 + -(-nbytes // (rows * PAGE))  # a row begins anywhere in its first
+    return min(nbytes, tokens * pages * PAGE)
+
+
+def _add(counts: dict[tuple[str, str], list[int]], key: tuple[str, str], *numbers: int) -> None:
+    counts[key] = [a + b for a, b in zip(counts.get(key, [0, 0, 0]), numbers, strict=True)]
+
+
+def _is_prompt_table(name: str) -> bool:
+    return name.removesuffix(WEIGHT).rpartition(".")[2] == PROMPT_TABLE
+
+
+def _format(program: PublishedProgram, name: str, stored: str, readers: Mapping) -> str:
+    for call in readers.get(name, ()):
+        for operand in call.operands:
+            if operand.weight == name:
+                return program.precision_of(call).of(operand, call)
+    return stored
+
+
+def peaks(found: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
+    """The largest sum of live blocks per stage, from the order in which they came and went."""
+    live = cache = 0
+    highest: dict[str, Peak] = {}
+    prefix: set[TracedBlock] = set()
+    for event in found.events:
+        block, size = event.block, event.block.nbytes
+        if event.change > 0 and block.kind == "cache" and event.stage != "head":
+            prefix.add(block)  # copies that the head makes of it are activations
+        if block in prefix:
+            size = round(size * cache_scale)
+            cache += event.change * size
+        live += event.change * size
+        if event.stage not in highest or live > highest[event.stage].nbytes:
+            highest[event.stage] = Peak(event.stage, live, cache)
+    return tuple(highest.values())
+
+
+def kept(found: ProgramTrace) -> int:
+    """Return the bytes of freed memory that the C library may keep: twice the largest block that it would keep."""
+    largest = max((event.block.nbytes for event in found.events), default=0)
+    return 2 * min(largest, MAPPED[1]) if largest >= MAPPED[0] else 0
+
+
+def cache_scale(program: PublishedProgram) -> float:
+    """Bits of the cache's format over those of the traced one."""
+    if program.precision is None or program.precision["prefix"].cache not in SMALL_BITS:
+        return 1.0
+    precision = program.precision["prefix"]
+    return bits(precision.cache) / bits(dtype_name(precision.stream))
+
+
+def _cache(program: PublishedProgram, found: ProgramTrace) -> int:
+    return round(found.cache_nbytes * cache_scale(program))

@@ -1,0 +1,80 @@
+"""Tensor parallelism: each layer's products cut over equal devices, and what they exchange.
+
+As Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3) cut a layer: the products into its heads and its wide
+layer by columns, those back by rows, and behind each of the latter the devices add up their sums. A ring of n devices
+sends 2 (n - 1) / n of these bytes over each link, in 2 (n - 1) turns (Patarasuk and Yuan 2009). What is not of such a
+layer runs on all devices alike. Activations and the prefix's keys and values are counted whole on each, so nothing here
+is faster than it is; stages after one another on several machines are `sinew perf scenario`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sinew.core import SinewError
+
+from sinew_perf.hardware import Hardware
+from sinew_perf.operators import BITS, Component, Operator
+from sinew_perf.roofline import StageTiming, timing
+
+COLUMNS = frozenset(
+    {"qkv_proj", "q_proj", "kv_proj", "k_proj", "v_proj", "gate_up_proj", "gate_proj", "up_proj", "fc1"}
+)
+ROWS = frozenset({"o_proj", "down_proj", "fc2"})
+HEADS = frozenset({"attention", "logits", "attend"})
+
+
+def cut(component: Component, devices: int) -> Component:
+    """Return what each of the devices computes of a component.
+
+    Raises :class:`SinewError` where no layer of it can be cut, or a width is no multiple of ``devices``.
+    """
+    found = tuple(_cut(each, devices) for each in component.operators)
+    if found == component.operators:
+        raise SinewError(
+            f"--parallel {devices}: expected layers that can be cut, got none in {component.name}"
+        )
+    return replace(component, operators=found)
+
+
+def _cut(operator: Operator, devices: int) -> Operator:
+    kind = operator.name.rpartition(".")[2]
+    if kind not in COLUMNS | ROWS | HEADS:
+        return operator
+    if operator.shape:
+        _, depth, columns = map(int, operator.shape.split("x"))
+        if (width := columns if kind in COLUMNS else depth) % devices:
+            raise SinewError(
+                f"--parallel: expected a divisor of {width}, {operator.name}'s width, got {devices}"
+            )
+    tensors = tuple(
+        replace(each, elements=each.elements // devices) if each.kind == "weight" else each
+        for each in operator.tensors
+    )
+    return replace(operator, flops=operator.flops // devices, tensors=tensors)
+
+
+def exchange(components: Sequence[Component], devices: int, link: float, turn_s: float) -> StageTiming:
+    """Return what adding up takes for one observation. link: bytes/s of one device to the next; turn_s: seconds that
+    each turn of the ring takes beside."""
+    nbytes = turns = 0.0
+    for component in components:
+        for each in component.operators:
+            if each.name.rpartition(".")[2] in ROWS:
+                rows, _, columns = map(int, each.shape.split("x"))
+                times = component.repeats * each.count
+                nbytes += times * rows * columns * BITS[each.compute_dtype] / 8 * 2 * (devices - 1) / devices
+                turns += times * 2 * (devices - 1)
+    taken = nbytes / link + turns * turn_s
+    return StageTiming("links", taken, 0.0, taken, 0.0, nbytes)
+
+
+def timings(
+    components: Sequence[Component], machine: Hardware, devices: int, link: float, turn_s: float
+) -> list[StageTiming]:
+    """Return the components' times on ``devices`` of a machine, and that of their links."""
+    return [
+        *(timing(cut(each, devices), machine) for each in components),
+        exchange(components, devices, link, turn_s),
+    ]

@@ -1,0 +1,178 @@
+"""Figures of a roofline. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sinew.core import figures
+
+from sinew_perf.hardware import Hardware
+from sinew_perf.roofline import StageTiming
+
+COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
+check = figures.check  # before what is to be drawn is computed
+
+CALLED = {"prefix": "language", "head": "action"}  # of the figures' readers
+PLACES = ("network", "vision", "language", "action")
+
+
+def roofline(
+    machines: Sequence[Hardware],
+    timings: Mapping[str, Sequence[StageTiming]],
+    path: Path,
+    formats: Iterable[str] = ("bf16",),
+    title: str = "",
+) -> None:
+    """FLOP/s over FLOP per byte of memory: each machine's roof, each component as a point under it.
+
+    timings: by machine name. A point lies at the rate that the component reaches if every operator does its best, so
+    what lies below its roof has operators on both sides of the ridge. formats: of the arithmetic; the roof is that of
+    the fastest.
+    """
+    formats = list(formats)
+    figure, axes = figures.new(height=4.6)
+    rows = [row for each in timings.values() for row in each]
+    peaks = {machine.name: max(machine.peak_flops(each) for each in formats) for machine in machines}
+    ridges = [peaks[machine.name] / machine.bandwidth for machine in machines]
+    intensities = [row.intensity for row in rows]
+    lowest = min([*intensities, *ridges]) / 3
+    highest = max([*intensities, *ridges]) * 9  # the ridges are in the picture, and there is room for names
+    heights = []
+    for index, machine in enumerate(machines):
+        peak = peaks[machine.name]
+        xs = [lowest, ridges[index], highest]
+        ys = [min(peak, x * machine.bandwidth) / 1e12 for x in xs]
+        heights += ys
+        axes.plot(xs, ys, color=figures.GREY, linewidth=1.5)
+        axes.annotate(
+            f"{machine.title}, {_tera(peak)}", (highest, ys[-1]), textcoords="offset points", xytext=(-2, 5),
+            ha="right", fontsize=9,
+        )  # fmt: skip
+        for row in timings[machine.name]:
+            axes.plot(row.intensity, row.flops / row.seconds / 1e12, markersize=8, **_style(row.name))
+    handles = [
+        axes.plot([], [], label=CALLED.get(n, n), markersize=8, **_style(n))[0] for n in _components(rows)
+    ]
+    axes.set(
+        xscale="log", yscale="log", xlabel="operational intensity, FLOP per byte of memory",
+        ylabel="TFLOP/s, at most", title=title,
+    )  # fmt: skip
+    axes.margins(y=0.12)
+    figures.plain_ticks(axes.xaxis, [lowest, highest])
+    figures.plain_ticks(axes.yaxis, heights)
+    figures.legend(figure, handles)
+    figures.save(figure, path)
+
+
+def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Latency over parameters, one line per part and machine: figure 5's form."""
+    figure, axes = figures.new(height=4.6)
+    styles = {"thor": "-", "rtx4090": "--", "b100": ":"}
+    titles = {"thor": "Thor", "rtx4090": "RTX 4090", "b100": "B100"}
+    for machine, line in styles.items():
+        for part in COMPONENTS:
+            own = [row for row in rows if (row["machine"], row["part"]) == (machine, part)]
+            points = sorted({(row["params_b"], row["ms"]) for row in own})
+            axes.plot(*zip(*points, strict=True), linewidth=1.4, **{**_style(part), "linestyle": line})
+    handles = [axes.plot([], [], label=CALLED.get(p, p), **_style(p))[0] for p in COMPONENTS]
+    handles += [
+        axes.plot([], [], color=figures.GREY, linestyle=line, label=titles[machine])[0]
+        for machine, line in styles.items()
+    ]
+    axes.set(
+        xscale="log", yscale="log", xlabel="parameters of the part, 10\u2079", ylabel="latency of the part, ms",
+        title="VLA-Perf's models by size, as published",
+    )  # fmt: skip
+    figures.plain_ticks(axes.xaxis, [row["params_b"] for row in rows])
+    figures.plain_ticks(axes.yaxis, [row["ms"] for row in rows])
+    figures.legend(figure, handles, columns=3)
+    figures.save(figure, path)
+
+
+def denoising(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Latency of the action part, of all of it, and the action part's intensity over solver steps, a line per chunk:
+    figure 6's form. rows: steps, chunk, action_ms, ms, oi."""
+    figure, panels = figures.new(1, 3, width=9.6, height=3.8)
+    chunks = sorted({row["chunk"] for row in rows})
+    titles = {"action_ms": "action part, ms", "ms": "end to end, ms", "oi": "action part, MFLOP per MiB"}
+    for axes, (quantity, title) in zip(panels, titles.items(), strict=True):
+        for index, chunk in enumerate(chunks):
+            own = sorted((row["steps"], row[quantity]) for row in rows if row["chunk"] == chunk)
+            axes.plot(
+                *zip(*own, strict=True), markersize=4, linewidth=1.4, label=f"chunk {chunk}", **_line(index)
+            )
+        axes.set(xscale="log", xlabel="solver steps", title=title)
+        figures.plain_ticks(axes.xaxis, [row["steps"] for row in rows])
+        if quantity != "ms":  # which spans less than a power of ten
+            axes.set(yscale="log")
+            figures.plain_ticks(axes.yaxis, [row[quantity] for row in rows])
+    figures.legend(figure, panels[0].get_lines(), columns=6)
+    figures.save(figure, path)
+
+
+def decoders(rows: Sequence[Mapping[str, Any]], path: Path, dof: int) -> None:
+    """Latency of four ways to make actions, over the chunk and over the numbers of one action: figure 7's form. rows:
+    kind, chunk, dof, ms; dof: of the first panel's actions."""
+    figure, panels = figures.new(1, 2, width=8.4, height=3.8, sharey=True)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    chosen = (
+        ("chunk", "actions per chunk", [row for row in rows if row["dof"] == dof]),
+        ("dof", "numbers of a single action", [row for row in rows if row["chunk"] == 1]),
+    )
+    for axes, (over, title, shown) in zip(panels, chosen, strict=True):
+        for index, kind in enumerate(kinds):
+            own = sorted((row[over], row["ms"]) for row in shown if row["kind"] == kind)
+            axes.plot(*zip(*own, strict=True), markersize=5, linewidth=1.4, label=kind, **_line(index))
+        axes.set(yscale="log", xlabel=title)
+    panels[0].set_ylabel("end to end, ms")
+    figures.plain_ticks(panels[0].yaxis, [row["ms"] for row in rows])
+    figures.legend(figure, panels[0].get_lines())
+    figures.save(figure, path)
+
+
+def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, title: str = "") -> None:
+    """Draw (where, milliseconds of network, vision, language and action) as stacked bars, the shortest on top."""
+    rows = sorted(rows, key=lambda row: sum(row[1].values()), reverse=True)
+    figure, axes = figures.new(height=1.6 + 0.27 * len(rows))
+    names, totals = [name for name, _ in rows], [sum(parts.values()) for _, parts in rows]
+    left = [0.0] * len(rows)
+    handles = []
+    for part, color in zip(PLACES, ("#BBBBBB", *figures.COLORS), strict=False):
+        widths = [parts.get(part, 0.0) for _, parts in rows]
+        handles.append(axes.barh(names, widths, left=left, color=color, height=0.7, label=part))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for index, total in enumerate(totals):
+        axes.annotate(
+            f"{total:.1f}", (total, index), textcoords="offset points", xytext=(4, 0), va="center", fontsize=9
+        )
+    axes.set(xlabel="milliseconds from observation to actions", title=title)
+    axes.set_xlim(0, 1.12 * max(totals))
+    axes.grid(visible=False, axis="y")
+    figures.legend(figure, handles)
+    figures.save(figure, path)
+
+
+def _components(rows: Sequence[StageTiming]) -> list[str]:
+    """Return names of components, the usual ones first."""
+    found = {row.name for row in rows}
+    return [name for name in COMPONENTS if name in found] + sorted(found - set(COMPONENTS))
+
+
+def _style(name: str) -> dict[str, Any]:
+    index = COMPONENTS.index(name) if name in COMPONENTS else len(COMPONENTS)
+    return {
+        "color": figures.COLORS[index],
+        "marker": figures.MARKERS[index],
+        "markeredgecolor": "white",
+        "linestyle": "none",
+    }
+
+
+def _line(index: int) -> dict[str, Any]:
+    return {"color": figures.COLORS[index], "marker": figures.MARKERS[index], "markeredgecolor": "white"}
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP/s"

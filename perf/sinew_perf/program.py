@@ -1,0 +1,314 @@
+"""Costs of the program that runs: a bundle or a published model, traced, as components of a roofline.
+
+There is no second description of any architecture. The configuration comes from the bundle, or from the
+converter's reading of the published one; the operators from :mod:`sinew_perf.trace`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from sinew.bundle import Bundle
+from sinew.core import BundleError, SinewError, did_you_mean
+from sinew.core.registry import presets
+from sinew.engine.clone import on_meta
+from sinew.engine.engine import Engine as Running
+from sinew.engine.example import Shapes
+from sinew.engine.loading import load_model
+from sinew.engine.plan.plan import Plan
+from sinew.families.published import described, published
+from sinew.models import build_on_meta
+from sinew.models.base import Model
+from sinew.policy import open_bundle
+
+from sinew_perf.flops import FUSED_ATTENTION
+from sinew_perf.operators import Component, Operator, Residency, Tensor
+from sinew_perf.precision import STAGE_OF, Precision, as_number_format, as_traced, by_stage, dtype_name
+from sinew_perf.request import AS_THE_POLICY, TracedRequest
+from sinew_perf.trace import STAGES, ProgramTrace, TracedCall, trace
+
+PRESETS = tuple(presets())
+_MODELS = files("sinew_perf") / "data" / "models"
+# Models that nobody has built, by name: a file each.
+DESCRIBED = tuple(sorted(each.name.removesuffix(".json") for each in _MODELS.iterdir()))
+PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
+
+Traffic = Literal["fused", "unfused", "weights"]
+Engine = Literal["eager", "plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedProgram:
+    """A model without memory, the shapes that it is asked for by default, and the precision of its stages
+    (None: as its weights say)."""
+
+    name: str
+    model: Model
+    shapes: Shapes
+    precision: Mapping[str, Precision] | None = None
+    engine: Engine = "eager"
+    prepared: Plan | None = None  # by an engine that already runs one
+    like: PublishedProgram | None = None  # the same calls under other labels, which has the trace
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        request: TracedRequest = AS_THE_POLICY,
+        *,
+        dtypes: str | Mapping[str, str] | None = None,
+        engine: Engine = "eager",
+    ) -> PublishedProgram:
+        """Return the program of ``source``: a bundle's path, one of ``PRESETS`` at its published size, one of
+        ``DESCRIBED``, or a file in their form (:func:`sinew.families.published.described`).
+
+        dtypes: see :func:`sinew_perf.precision.by_stage`; None is what the bundle stores, and bf16 for
+        presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out
+        (:data:`sinew.engine.plan.engine.ON_CPU`), and :func:`of_engine` traces what runs there.
+        Raises :class:`SinewError` for what is not there.
+        """
+        if engine not in ("eager", "plan"):
+            raise SinewError(f"engine {engine!r} is not one of eager, plan")
+        if not is_sizes_alone(source):
+            return replace(of_bundle(Path(source)), engine=engine).cast(dtypes).at(request)
+        dtypes = dtypes or PRESET_DTYPE
+        return _of_preset(
+            str(source), request, dtypes if isinstance(dtypes, str) else tuple(dtypes.items()), engine
+        )
+
+    def at(self, request: TracedRequest) -> PublishedProgram:
+        """Return the same program asked for other sizes."""
+        now = {"cameras": self.shapes.views, "chunk": self.chunk, "steps": self.shapes.steps}
+        for name, own in now.items():
+            asked = getattr(request, name)
+            if asked not in (None, own) and name in self.fixed:
+                raise SinewError(
+                    f"{name}: expected {self.fixed[name]}, which {self.name} cannot change, got {asked}"
+                )
+        shapes = replace(
+            self.shapes,
+            views=request.cameras or self.shapes.views,
+            tokens=self.shapes.tokens if request.prompt_tokens is None else request.prompt_tokens,
+            steps=request.steps or self.shapes.steps,
+        )
+        model = self.model
+        if request.chunk not in (None, self.chunk):
+            model = on_meta(model)
+            try:
+                model.config = replace(model.config, chunk_size=request.chunk)
+            except ValueError as error:
+                raise SinewError(f"chunk: {error}") from None
+        return replace(self, model=model, shapes=shapes, like=None)
+
+    @property
+    def chunk(self) -> int:
+        """Return the rows of a chunk."""
+        return getattr(self.model.config, "chunk_size", self.model.noise_shape[0])
+
+    @cached_property
+    def fixed(self) -> dict[str, int]:
+        """Return the sizes that every request has: views and rows of a chunk that the weights fix, and the steps of a
+        solver that has one number of them. Of a policy with memory all moments are taken to be there."""
+        moments = self.model.moments
+        own = {
+            "cameras": self.model.views if moments is None else math.prod(moments),
+            "chunk": self.chunk if _weights_fix_chunk(self.model) else None,
+            "steps": self.model.solver.fixed_steps,
+        }
+        return {name: value for name, value in own.items() if value is not None}
+
+    def cast(self, dtypes: str | Mapping[str, str] | None) -> PublishedProgram:
+        """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
+        if dtypes is None:
+            return self
+        precision = by_stage(dtypes)
+        streams = {stage.stream for stage in precision.values()}
+        read_by = self.read_by if len(streams) > 1 else {}  # a trace, which one format does not need
+        model = on_meta(self.model)
+        state = {}
+        for name, tensor in model.state_dict().items():
+            wide = name.split(".")[0] in model.float32_modules
+            stream = precision[read_by.get(name, "prefix")].stream
+            is_packed = not tensor.is_floating_point()  # ternary weights stay what they are
+            state[name] = tensor if is_packed else tensor.to(torch.float32 if wide else stream)
+        model.load_state_dict(state, assign=True)
+        return replace(self, model=model.requires_grad_(False), precision=precision, like=None)
+
+    @cached_property
+    def read_by(self) -> dict[str, str]:
+        """The stage that reads each weight first, by the weight's name. It does not depend on the shapes, so the
+        smallest are traced."""
+        views = self.fixed.get("cameras", 1)
+        smallest = trace(self.model, replace(self.shapes, views=views, tokens=1))
+        return {name: calls[0].stage for name, calls in smallest.readers().items()}
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        if self.prepared is not None:
+            return self.prepared
+        if self.like is not None and self.like.engine == self.engine:
+            return self.like.plan
+        return Plan.of(self.model, self.shapes.steps) if self.engine == "plan" else None
+
+    @property
+    def executed(self) -> Model:
+        """The model whose weights are read: the plan's, where there is one."""
+        return self.model if self.plan is None else self.plan.model
+
+    @cached_property
+    def trace(self) -> ProgramTrace:
+        if self.like is not None and self.like.engine == self.engine:
+            return self.like.trace
+        return trace(self.model, self.shapes, self.plan)
+
+    def precision_of(self, call: TracedCall) -> Precision:
+        return as_traced(call) if self.precision is None else self.precision[call.stage]
+
+    def components(self, traffic: Traffic = "fused") -> list[Component]:
+        """The stages as components, the head with one solver step repeated.
+
+        traffic: "unfused" has every call read its operands from memory and write its results there, as the
+        eager engine does. "fused" is what is left when all else is fused into products and table look-ups:
+        their operands alone, with attention's scores on the chip. "weights" moves nothing else, as where all
+        activations, keys and values stay in the cache: the lower bound of arXiv 2510.26742, section 5.1.
+        """
+        if traffic not in get_args(Traffic):
+            raise SinewError(f"traffic {traffic!r} is not one of {', '.join(get_args(Traffic))}")
+        found = self.trace
+        return [
+            Component(stage, self._operators(found.of(stage), traffic), _repeats(stage, found))
+            for stage in STAGES
+        ]
+
+    def _operators(self, calls: list[TracedCall], traffic: Traffic) -> tuple[Operator, ...]:
+        counts: Counter[Operator] = Counter()  # in order of first appearance; equal layers become one row
+        for call in calls:
+            if traffic == "unfused" or call.is_product or call.operator == "embedding":
+                counts[self._operator(call, traffic)] += 1
+        return tuple(replace(operator, count=count) for operator, count in counts.items())
+
+    def _operator(self, call: TracedCall, traffic: Traffic) -> Operator:
+        precision, fused = self.precision_of(call), traffic != "unfused"
+        tensors = []
+        for operand in call.operands:
+            kind = operand.block.kind
+            dtype, repeats = as_number_format(precision.of(operand, call, fused))
+            stays = (fused and kind == "scores") or (traffic == "weights" and kind != "weight")
+            residency = Residency.ON_CHIP if stays else Residency.HBM
+            tensors.append(Tensor(operand.elements * repeats, dtype, residency, kind))
+        compute = as_number_format(precision.compute(call, fused))[0]
+        kernels = 2 if call.operator in FUSED_ATTENTION else 1
+        return Operator(
+            call.name,
+            call.flops,
+            tuple(tensors),
+            compute,
+            stage=call.stage,
+            shape=call.shape,
+            kernels=kernels,
+        )
+
+
+def _weights_fix_chunk(model: Model) -> bool:
+    """Return True if a tensor of the model has another shape where a chunk has another number of rows, or its
+    configuration refuses one row less."""
+    config = model.config
+    if "chunk_size" not in (field.name for field in fields(config)):
+        return True
+    shapes = []
+    for rows in (config.chunk_size, config.chunk_size - 1 or 2):
+        try:
+            other = replace(config, chunk_size=rows)
+        except ValueError:
+            return True
+        with torch.device("meta"):
+            made = type(model)(other)
+        shapes.append({name: tensor.shape for name, tensor in made.state_dict().items()})
+    return shapes[0] != shapes[1]
+
+
+def _repeats(stage: str, found: ProgramTrace) -> int:
+    return found.steps if stage == "head" else 1
+
+
+# ----------------------------------------------------------------------------- sources
+
+
+def is_sizes_alone(source: str | Path) -> bool:
+    """Return True for a name of a published model or a file that describes one: there are no weights."""
+    return str(source) in (*PRESETS, *DESCRIBED) or Path(source).suffix == ".json"
+
+
+def of_bundle(path: Path) -> PublishedProgram:
+    """A bundle's program. Reads the header alone."""
+    try:
+        bundle = open_bundle(path)
+    except BundleError as error:
+        raise SinewError(
+            f"{error}{did_you_mean(path.name.lower(), (*PRESETS, *DESCRIBED))}; expected one of "
+            f"{', '.join((*PRESETS, *DESCRIBED))}, FILE.json of a model's sizes, or what `sinew serve` takes"
+        ) from None
+    return of_opened(bundle)
+
+
+def of_opened(bundle: Bundle) -> PublishedProgram:
+    """The program of an opened bundle. Raises :class:`SinewError` for the head of exported graphs."""
+    if not bundle.infos:
+        raise SinewError(f"{bundle.path}: expected a bundle with weights, got the head of exported graphs")
+    model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
+    return PublishedProgram(bundle.manifest.spec.name, model, Shapes.of(bundle.manifest))
+
+
+def of_model(model: Model, shapes: Shapes, name: str = "model") -> PublishedProgram:
+    """The program of a model in memory, at the dtypes of its weights."""
+    return PublishedProgram(name, on_meta(model).eval().requires_grad_(False), shapes)
+
+
+def of_engine(engine: Running, shapes: Shapes, name: str) -> PublishedProgram:
+    """The program that an engine runs, its plan included."""
+    if engine.plan is None:
+        return of_model(engine.model, shapes, name)
+    plan = Plan(on_meta(engine.plan.model), engine.plan.outcomes)
+    return PublishedProgram(name, plan.model, shapes, engine="plan", prepared=plan)
+
+
+@lru_cache(maxsize=8)  # a trace takes seconds, and `needs` and `scenarios` ask for the same programs again
+def _of_preset(
+    name: str,
+    request: TracedRequest,
+    dtypes: str | tuple[tuple[str, str], ...],
+    engine: Engine,
+) -> PublishedProgram:
+    """Formats whose products run in the same floats differ in labels alone: they share one trace."""
+    precision = by_stage(dtypes if isinstance(dtypes, str) else dict(dtypes))
+    floats = tuple((part, dtype_name(precision[stage].stream)) for part, stage in STAGE_OF.items())
+    traced = _in_floats(name, request, floats, engine)
+    return replace(traced, precision=precision, like=traced)
+
+
+@lru_cache(maxsize=8)
+def _in_floats(
+    name: str, request: TracedRequest, floats: tuple[tuple[str, str], ...], engine: Engine
+) -> PublishedProgram:
+    return replace(preset(name).cast(dict(floats)), engine=engine).at(request)
+
+
+@lru_cache
+def preset(name: str) -> PublishedProgram:
+    """Return a model at its published size or as a file describes it, without a checkpoint; weights in fp32."""
+    if name in PRESETS:
+        found = published(name)
+    else:
+        found = described(_MODELS / f"{name}.json" if name in DESCRIBED else Path(name))
+    model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
+    return PublishedProgram(
+        name, model, Shapes(found.views, found.side, found.width or found.side, found.tokens, found.steps)
+    )

@@ -1,0 +1,120 @@
+"""What the authors of vla.cpp measured of seven policies, beside what a trace of each says: ``data/tiers.toml``.
+
+Their step is a step of the environment, in which an inference is shared by a chunk, and other work is; a roofline is of
+one inference. Memory is what ``sinew perf fit`` computes for an Orin Nano.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from sinew.core import SinewError
+from sinew_client.untrusted import parse_toml
+
+from sinew_perf.hardware import load_hardware
+from sinew_perf.memory import memory_report
+from sinew_perf.program import PublishedProgram
+from sinew_perf.request import TracedRequest
+from sinew_perf.roofline import StageTiming, timing
+from sinew_perf.trace import STAGES
+
+BOARDS = ("rtx3060", "agx-orin", "orin-nano")  # of their hardware tiers
+SHARES_ON = "rtx5070"  # of their table of shares
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTier:
+    """Return a row of theirs. Milliseconds, MiB, %; None where nothing is printed. See ``data/tiers.toml``."""
+
+    title: str
+    preset: str
+    backbone: str
+    vision: str
+    language: str
+    head: str
+    params: float
+    rank: int
+    chunk: int
+    success: float
+    step: float
+    inference: float
+    vram: int
+    agx_step: float
+    nano_step: float | None = None
+    rss: int | None = None
+    split: bool = False
+    steps: int | None = None
+    views: int | None = None
+    embodiments: int = 1
+    prefix_share: float | None = None
+
+    @property
+    def tier(self) -> str:
+        """On the board of 8 GB: fits, alone (the simulator elsewhere), or no."""
+        return "no" if self.rss is None else "alone" if self.split else "fits"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Theirs beside ours: parameters in billions; ms: the roofline of an inference by board; prefix_share: % on
+    ``SHARES_ON``; intensity: FLOP per byte by stage; memory: MiB on the Orin Nano, and the tier that follows."""
+
+    measured: MeasuredTier
+    params: float
+    steps: int
+    ms: dict[str, float]
+    prefix_share: float
+    intensity: dict[str, float]
+    memory: float
+    tier: str
+
+
+@cache
+def measured() -> tuple[MeasuredTier, ...]:
+    text = (files("sinew_perf") / "data" / "tiers.toml").read_text(
+        "utf-8"
+    )  # own file: in an installed package
+    return tuple(MeasuredTier(**row) for row in parse_toml(text)["policy"])
+
+
+def tiers(titles: Collection[str] = ()) -> Iterator[Tier]:
+    """Yield a row per policy, all of them if none is named. Raises :class:`SinewError` for an unknown one."""
+    known = {name.lower(): row for row in measured() for name in (row.title, row.preset)}
+    if unknown := [name for name in titles if name.lower() not in known]:
+        raise SinewError(
+            f"policy: expected one of {', '.join(r.preset for r in measured())}, got {unknown[0]!r}"
+        )
+    for row in [known[name.lower()] for name in titles] or measured():
+        yield _traced(row)
+
+
+def _traced(row: MeasuredTier) -> Tier:
+    whole = row.embodiments > 1  # measured memory there is that of all tables, as on a GPU
+    program = PublishedProgram.load(row.preset, TracedRequest(row.views), engine="plan" if whole else "eager")
+    report = memory_report(program, "cuda", whole_tables=whole, embodiments=row.embodiments)
+    parts = program.components()
+    boards = {name: load_hardware(name) for name in (*BOARDS, SHARES_ON)}
+    found = {name: [timing(part, board) for part in parts] for name, board in boards.items()}
+    nano = boards["orin-nano"]
+    left = round(nano.memory_gib * 2**30) - report.total
+    alone = 0.0 if nano.alone_gib is None else nano.alone_gib
+    tier = next(
+        (name for name, taken in (("fits", nano.system_gib), ("alone", alone)) if left >= taken * 2**30), "no"
+    )
+    return Tier(
+        row,
+        sum(weights.parameters for weights in report.weights) / 1e9,
+        0 if program.model.solver.fixed_steps == 1 else program.shapes.steps,
+        {name: 1e3 * _total(found[name]) for name in BOARDS},
+        100 * (1 - found[SHARES_ON][-1].seconds / _total(found[SHARES_ON])),
+        {name: stage.intensity for name, stage in zip(STAGES, found[SHARES_ON], strict=True) if stage.nbytes},
+        report.total / 2**20,
+        tier,
+    )
+
+
+def _total(stages: list[StageTiming]) -> float:
+    return sum(stage.seconds for stage in stages)

@@ -1,0 +1,350 @@
+"""The operators of a program, recorded from the tensors that flow through it.
+
+A served model runs on the meta device (shapes and dtypes, no memory, no arithmetic) under a dispatch mode that
+sees every ATen call. Nothing here knows an architecture: what a call costs follows from its operands.
+
+* FLOPs are those of matrix products, convolutions and fused attention: 2*M*N*K each. Everything else counts
+  **zero** FLOPs; norms, activations, softmax and copies are memory traffic.
+* Bytes are the distinct elements of every operand: an expanded axis is read once, an embedding reads its rows.
+  Views move nothing and are not recorded.
+* ``F.scaled_dot_product_attention`` is recorded as the one fused kernel that CPUs and GPUs run for it, not as
+  the products that it falls apart into on the meta device.
+* Lifetimes are recorded too: when each block of memory came and went, as reference counting frees it.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sinew.engine.example import Inputs, Shapes
+from sinew.engine.plan.plan import Plan
+from sinew.models.base import Model
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sinew_perf import meta
+from sinew_perf.flops import PRODUCTS
+
+STAGES = ("vision", "prefix", "head")  # in the order in which they run; head is one solver step
+# ATen's names
+ROW_READERS = {"embedding", "index", "index_select", "gather"}  # read the rows they return
+COPIES = {"cat", "clone", "_to_copy", "copy_"}  # keys and values stay keys and values
+SOFTMAXES = {"_softmax", "_safe_softmax"}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}  # touch no memory
+
+
+# ----------------------------------------------------------------------------- what a trace holds
+
+
+@dataclass(eq=False, slots=True)
+class TracedBlock:
+    """One allocation; all views of it share it. ``kind``: "weight", "activation", "scores" (of attention,
+    before and after the softmax) or "cache" (keys and values of the prefix that the head reads, and copies).
+    ``copied``: of a copy, the dtype of what it was made from."""
+
+    nbytes: int
+    kind: str = "activation"
+    maker: TracedCall | None = None
+    copied: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOperand:
+    """``elements``: distinct ones. ``weight``: the parameter's name, empty for other kinds."""
+
+    block: TracedBlock
+    elements: int
+    dtype: torch.dtype
+    weight: str = ""
+    written: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def unwidened(self) -> torch.dtype:
+        """The dtype before a copy widened it for the arithmetic of one call."""
+        return self.block.copied or self.dtype
+
+
+@dataclass(eq=False, slots=True)
+class TracedCall:
+    """One operator call. ``is_product``: a matrix product, convolution or fused attention."""
+
+    operator: str  # ATen's name, e.g. "addmm"
+    stage: str
+    flops: int
+    is_product: bool
+    dtype: torch.dtype  # of the arithmetic
+    operands: tuple[TracedOperand, ...] = ()
+
+    @property
+    def is_attention(self) -> bool:
+        """A product of activations: scores, or what they weigh, or both in one kernel."""
+        return self.is_product and not any(operand.weight for operand in self.operands)
+
+    @property
+    def shape(self) -> str:
+        """Rows x depth x columns of a product of one matrix of weights, from its operands' sizes; empty for others."""
+        matrices = [operand.elements for operand in self.operands if operand.weight]
+        results = [operand.elements for operand in self.operands if operand.written]
+        if not (self.is_product and matrices and results):
+            return ""
+        rows, rest = divmod(self.flops, 2 * max(matrices))
+        if rest or not rows or results[0] % rows:
+            return ""
+        columns = results[0] // rows
+        return f"{rows}x{max(matrices) // columns}x{columns}" if max(matrices) % columns == 0 else ""
+
+    @property
+    def name(self) -> str:
+        """The module whose weight it reads, layer numbers as ``*``; of what reads none, what it does."""
+        weights = [operand for operand in self.operands if operand.weight]
+        if weights:
+            largest = max(weights, key=lambda operand: operand.elements).weight
+            return re.sub(r"\.\d+(?=\.|$)", ".*", largest.removesuffix(".weight").removesuffix(".bias"))
+        if self.is_product and "scaled_dot_product" in self.operator:
+            return "attention"
+        if self.is_product:
+            scores = [operand for operand in self.operands if operand.block.kind == "scores"]
+            if scores:
+                return "logits" if scores[0].written else "attend"
+        return self.operator
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A block came (+1) or went (-1) during a stage."""
+
+    stage: str
+    block: TracedBlock
+    change: int
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramTrace:
+    """Return the cost of one observation: ``calls`` of the stages, the head once (one solver step, or
+    token, of ``steps``)."""
+
+    calls: tuple[TracedCall, ...]
+    events: tuple[Event, ...]
+    cache_nbytes: int  # of the blocks that hold the prefix's keys and values
+    steps: int
+
+    def of(self, stage: str) -> list[TracedCall]:
+        return [call for call in self.calls if call.stage == stage]
+
+    def flops(self, stage: str) -> int:
+        return sum(call.flops for call in self.of(stage))
+
+    def readers(self) -> dict[str, list[TracedCall]]:
+        """Parameter name -> the calls that read it."""
+        found: dict[str, list[TracedCall]] = {}
+        for call in self.calls:
+            for operand in call.operands:
+                if operand.weight:
+                    found.setdefault(operand.weight, []).append(call)
+        return found
+
+
+# ----------------------------------------------------------------------------- recording
+
+
+class TracedAttention(TorchFunctionMode):
+    """Hands attention to one kernel on the meta device too, where torch would take it apart."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and args[0].is_meta and not kwargs:
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args)[0]  # noqa: SLF001
+        return func(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class TraceRecorder(TorchDispatchMode):
+    """Records what runs under it. Tensors are known by their storage, which lives as long as a view of it."""
+
+    model: nn.Module
+    stage: str = ""
+    calls: list[TracedCall] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._blocks: dict[int, TracedBlock] = {}  # storage -> block, while it lives
+        self._weights: dict[int, list[tuple[int, str]]] = {}  # storage -> (first byte, parameter), sorted
+        held = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
+        for name, tensor in held:
+            key = _key(tensor)
+            self._blocks[key] = TracedBlock(tensor.untyped_storage().nbytes(), "weight")
+            self._weights.setdefault(key, []).append(
+                (int(tensor.storage_offset()) * tensor.element_size(), name)
+            )
+        for spans in self._weights.values():
+            spans.sort()
+
+    def adopt(self, tensors: Any, kind: str = "activation") -> int:
+        """Blocks of tensors made elsewhere, or already known and now of another kind; returns their bytes."""
+        blocks = [self._block(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        for block in blocks:
+            block.kind = kind
+        return sum(block.nbytes for block in dict.fromkeys(blocks))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = meta.run(func, args, kwargs)
+        if not _is_view(func):
+            self._record(func, args, kwargs, out)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        operator = func._overloadpacket.__name__  # noqa: SLF001 - the only way from an overload to its operator
+        read, made = meta.tensors((*args, *kwargs.values())), meta.tensors((out,))
+        held = {_key(tensor) for tensor in read}
+        mutates = func._schema.is_mutable  # noqa: SLF001
+        if not mutates and all(_key(tensor) in held for tensor in made):
+            return  # a view whose schema does not say so
+        counts = PRODUCTS.get(operator)
+        flops = counts(args, out if isinstance(out, Tensor) else made[0]) if counts else 0
+        floats = [tensor.dtype for tensor in (*read, *made) if tensor.is_floating_point()]
+        call = TracedCall(
+            operator, self.stage, flops, counts is not None, floats[0] if floats else made[0].dtype
+        )
+        inputs = [self._operand(tensor) for tensor in read]
+        if operator in ROW_READERS:
+            inputs[0] = TracedOperand(inputs[0].block, made[0].numel(), read[0].dtype, inputs[0].weight)
+        new = [tensor for tensor in made if _key(tensor) not in self._blocks]
+        outputs = [self._operand(tensor, written=True) for tensor in made]
+        call.operands = (*inputs, *outputs)
+        for tensor in new:
+            self._blocks[_key(tensor)].maker = call
+        if operator in ALLOCATIONS:
+            return
+        self._label(operator, inputs, outputs)
+        self.calls.append(call)
+
+    def _label(self, operator: str, inputs: list[TracedOperand], outputs: list[TracedOperand]) -> None:
+        """Keep the kinds of copies, and find attention's scores, which only their softmax gives away."""
+        if operator in SOFTMAXES and _mark_scores(inputs[0]):
+            outputs[0].block.kind = "scores"
+        elif operator in COPIES:
+            cached = any(operand.block.kind == "cache" for operand in inputs)
+            for operand in outputs:
+                dtypes = (operand.dtype, *(o.unwidened for o in inputs))
+                operand.block.copied = min(dtypes, key=lambda dtype: dtype.itemsize)
+                if cached:
+                    operand.block.kind = "cache"
+                elif any(o.block.kind == "scores" for o in inputs):
+                    operand.block.kind = "scores"
+        elif operator not in PRODUCTS:
+            sizes = {operand.elements for operand in inputs if operand.block.kind == "scores"}
+            for operand in outputs:
+                if operand.elements in sizes:
+                    operand.block.kind = "scores"
+
+    def _operand(self, tensor: Tensor, written: bool = False) -> TracedOperand:
+        block = self._block(tensor)
+        distinct = prod(
+            size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        elements = distinct if tensor.numel() else 0
+        return TracedOperand(block, elements, tensor.dtype, self._weight_name(tensor), written)
+
+    def _weight_name(self, tensor: Tensor) -> str:
+        spans = self._weights.get(_key(tensor))
+        if not spans:
+            return ""
+        first = tensor.storage_offset() * tensor.element_size()
+        return spans[max(0, bisect_right(spans, (first, "\uffff")) - 1)][1]
+
+    def _block(self, tensor: Tensor) -> TracedBlock:
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # noqa: SLF001 - identity
+        if key not in self._blocks:
+            block = self._blocks[key] = TracedBlock(storage.nbytes())
+            self.events.append(Event(self.stage, block, +1))
+            weakref.finalize(storage, self._freed, key, block).atexit = False
+        return self._blocks[key]
+
+    def _freed(self, key: int, block: TracedBlock) -> None:
+        del self._blocks[key]
+        self.events.append(Event(self.stage, block, -1))
+
+
+def _mark_scores(operand: TracedOperand) -> bool:
+    """Follow a softmax's input back to the product of two activations that made it; mark all on the way."""
+    chain, elements = [operand.block], operand.elements
+    while (maker := chain[-1].maker) is not None and not maker.is_product:
+        source = next(
+            (o.block for o in maker.operands if not o.written and o.elements == elements and not o.weight),
+            None,
+        )
+        if source is None:
+            return False
+        chain.append(source)
+    if maker is None or any(o.weight for o in maker.operands):
+        return False
+    for block in chain:
+        block.kind = "scores"
+    return True
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Return True for an ATen overload that says that its results are its operands' memory, and writes nothing."""
+    schema = func._schema  # noqa: SLF001
+    return not schema.is_mutable and all(result.alias_info for result in schema.returns)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity
+
+
+# ----------------------------------------------------------------------------- a model's stages
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[TraceRecorder]:
+    """Record everything inside the block. Not under inference mode, which hands composite operators over whole."""
+    recorder = TraceRecorder(model)
+    with torch.no_grad(), TracedAttention(), recorder:
+        yield recorder
+
+
+def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> ProgramTrace:
+    """Run ``model`` once on inputs of ``shapes``, on the device of its weights (meta, or for real), stage by stage.
+
+    plan: of the same model, to trace what the planned engine runs; what it hoists out of the steps counts to
+    the prefix stage. Inputs hold no values that matter: all
+    cameras and tokens are valid.
+    """
+    runs = model if plan is None else plan.model
+    # A table is made once, not per observation.
+    time_embeddings = None if plan is None else plan.time_embeddings(shapes.steps)
+    inputs = Inputs.example(runs, shapes)
+    noise = torch.zeros(1, *runs.noise_shape, device=inputs.state.device)
+    with recording(runs) as recorder:
+        recorder.stage = "vision"
+        recorder.adopt((*inputs, noise, time_embeddings))
+        image_tokens = runs.embed_images(inputs.pixels)
+        recorder.stage = "prefix"
+        context = runs.read(image_tokens, *inputs[1:])
+        cache = recorder.adopt(runs.cache(context), "cache")
+        recorder.stage = "head"
+        schedule = runs.time_embeddings(shapes.steps) if plan is None else plan.schedule(shapes.steps)
+        runs.run_head(noise, shapes.steps, schedule, context)
+        events = tuple(recorder.events)  # before this function's own tensors go
+    return ProgramTrace(tuple(recorder.calls), events, cache, runs.head_runs(shapes.steps))

@@ -1,0 +1,66 @@
+"""What `sinew` does without the distributions that add to it: it says where to get them, and the rest works."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from sinew.core import providers
+from tests import processes
+
+# As if a distribution was not installed: no metadata has this name.
+WITHOUT = """
+import sys
+from sinew.core import providers
+providers.PACKAGES = {name: (f"{each}-absent", folder) for name, (each, folder) in providers.PACKAGES.items()}
+from sinew.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without(*words: str) -> tuple[int, str]:
+    done = processes.run([sys.executable, "-c", WITHOUT, *words], timeout=120)
+    return done.returncode, " ".join(f"{done.stdout} {done.stderr}".split())
+
+
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [("perf need --rate 10", "sinew-perf"), ("perf --help", "sinew-perf"), ("perf", "sinew-perf")],
+)
+def test_a_verb_of_an_absent_package_says_how_to_get_it(line: str, package: str) -> None:
+    status, text = without(*line.split())
+    assert status == 2
+    verb = line.partition(" ")[0]
+    assert f"error: sinew {verb} is in the package {package}: pip install " in text
+
+
+def test_the_help_lists_verbs_of_absent_packages() -> None:
+    status, text = without("--help")
+    assert status == 0
+    assert "Not installed:" in text
+
+
+def test_memory_is_that_of_weights_alone_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sinew.memory import memory_need
+
+    status, text = without("doctor", "blocks")
+    assert status == 0, text
+    assert "weights alone: the package sinew-perf counts activations" in text
+    monkeypatch.setattr(providers, "provider", lambda _: None)
+    options = {"engine": "eager", "providers": (), "device": "cpu", "dtype": None, "ignore_recipe": False}
+    weights, activations = memory_need("blocks", options, None, 8)
+    assert weights > 100_000
+    assert activations == 0
+
+
+def test_a_plan_is_refused_and_a_roofline_is_left_out() -> None:
+    status, text = without("inspect", "blocks", "--plan")
+    assert status == 1
+    assert "sinew inspect --plan is in the package sinew-perf: pip install " in text
+    done = processes.run(
+        [sys.executable, "-c", WITHOUT, "bench", "blocks", "--runs", "2", "--json"], timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is in the package sinew-perf" in json.loads(done.stdout)["roofline"]["reason"]
