@@ -38,7 +38,7 @@ LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: help demo demo-full eval soak faults fuzz mutate test test-kernels test-isa elsewhere test-all test-tools lint format bench gpu gpu-carry env clients \
-	ros lerobot journeys roles installs fresh release lock graphs docs clean
+	ros lerobot journeys roles installs core fresh release lock graphs docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -144,6 +144,9 @@ roles: $(READY) ## wheels into empty environments, one per role, and the README'
 
 installs: $(READY) ## every install line of the repository against the package index alone; downloads metadata only
 	$(BIN)/python -m tools.installs $(INSTALLS)
+
+core: $(READY) ## the wheels of sinew and its client alone, with a few tests, outside of the checkout
+	$(BIN)/python -m tools.core_alone $(CORE)
 
 fresh: $(LIGHT) ## make demo of a fresh clone with an empty home, on the public index alone: bytes, seconds, successes
 	$(BIN)/python -m tools.fresh $(FRESH)

@@ -333,6 +333,12 @@ def as_wheel(name: str) -> str:
     return f"{LOCAL[folder]}{bracket}{extras} @ {wheels()[folder].as_uri()}" if folder in LOCAL else name
 
 
+def as_folder(name: str) -> str:
+    """Return a requirement for a folder of this checkout; another name is returned as it is."""
+    folder, bracket, extras = name.partition("[")
+    return f"{LOCAL[folder]}{bracket}{extras} @ {(ROOT / folder).as_uri()}" if folder in LOCAL else name
+
+
 def resolve(line: Line, platform: str, python: str) -> list[dict[str, Any]]:
     """Return the packages that a line brings to an empty environment, as PEP 751 writes them.
 
@@ -341,8 +347,8 @@ def resolve(line: Line, platform: str, python: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         lock, wanted = Path(folder) / "pylock.toml", Path(folder) / "wanted.in"
         # A wheel tells its requirements without being built again. uv's lines keep the folder, which has [tool.uv].
-        names = [name if line.uv else as_wheel(name) for name in line.names]
-        wanted.write_text("\n".join(f"-e {ROOT / name}" if name[0] == "." else name for name in names) + "\n")
+        names = [as_folder(name) if line.uv else as_wheel(name) for name in line.names]
+        wanted.write_text("\n".join(names) + "\n")
         command = [*uv(), "pip", "compile", "--no-config", "--quiet", "--python", sys.executable]
         command += ["--python-version", python, "--python-platform", PLATFORMS[platform][0]]
         command += ["--format", "pylock.toml", "--output-file", str(lock)]

@@ -47,7 +47,7 @@ BATCHES = (
     ),
 )
 MARKS = "not slow and not gpu and not kernels"
-# ONNX Runtime looks for its instructions itself, whatever the variables say (tests/conftest.py: whatever asks for
+# ONNX Runtime looks for its instructions itself, whatever the variables say (conftest.py: whatever asks for
 # exported graphs is called onnx, too); no robot's CPU computes as the CUDA engine does, whose kernels' references these
 # are; planted errors are tests of the tests.
 CHOSEN = "not onnx and not cuda and not planted"

@@ -478,7 +478,7 @@ class Fast:
             path.write_text(self._plain[module])  # for processes that tests start
         session.config.pluginmanager.register(notes := Notes(self._notes))
         live: dict[str, dict[str, dict[int, list[FunctionType]]]] = {str(path): {} for path in paths.values()}
-        gc.unfreeze()  # as tests/conftest.py has frozen what was imported, which nobody finds then
+        gc.unfreeze()  # as conftest.py has frozen what was imported, which nobody finds then
         for each in gc.get_objects():
             if type(each) is FunctionType and each.__code__.co_filename in live:
                 of = live[each.__code__.co_filename].setdefault(each.__code__.co_qualname, {})

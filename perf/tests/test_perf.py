@@ -14,6 +14,7 @@ from sinew.core import CameraSpec, PolicySpec, SinewError, VectorSpec
 from tests.covering import some
 from tests.engine.test_guidance import BLOCKS
 
+import sinew_perf
 from sinew_perf import events, scenarios
 from sinew_perf.hardware import Hardware, Network, hardware, load_hardware, load_network, networks
 from sinew_perf.needs import TASKS, budget, needs
@@ -292,7 +293,7 @@ def test_a_models_sizes_from_a_file(capsys, tmp_path):
         key: pytest.approx(rate, rel=0.2) for key, rate in printed.items()
     }  # as published, not corrected
     assert run(capsys, "run", "pi0-xl", "--hardware", "rtx4090")[1]["machines"][0]["fits"] is False
-    given = json.loads((Path(sinew.__file__).parent / "perf" / "data" / "models" / "pi0-l.json").read_text())
+    given = json.loads((Path(sinew_perf.__file__).parent / "data" / "models" / "pi0-l.json").read_text())
     given["config"]["expert"]["intermediate_size"] //= 2
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(given))
@@ -322,7 +323,7 @@ def test_the_largest_models_rate(capsys):
     ],
 )
 def test_a_file_that_describes_no_model_is_refused(tmp_path, capsys, change, message):
-    given = json.loads((Path(sinew.__file__).parent / "perf" / "data" / "models" / "pi0-l.json").read_text())
+    given = json.loads((Path(sinew_perf.__file__).parent / "data" / "models" / "pi0-l.json").read_text())
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(given | change))
     assert main(["perf", "run", str(mine)]) == 1

@@ -19,7 +19,7 @@ from sinew.core import SinewError, progress
 
 @pytest.fixture(autouse=True)
 def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the suite gives its servers (tests/conftest.py) is not there."""
+    """What the suite gives its servers (conftest.py) is not there."""
     monkeypatch.delenv("SINEW_SERVE_PREPARE")
 
 

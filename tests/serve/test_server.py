@@ -403,7 +403,7 @@ def test_busy_port_is_told_before_the_model_loads(server, bundle):
     message = f"{taken}; --wire native:{int(port) + 1} takes others"
     imported = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     told = [line for line in done.stderr.splitlines() if line not in imported]
-    assert told == ["from the environment: --prepare", message]  # tests/conftest.py
+    assert told == ["from the environment: --prepare", message]  # conftest.py
     assert not any(line.rpartition("|")[2].strip() == "torch" for line in imported)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels against their references, without a GPU in Triton's interpreter; that the checks can fail; the
 references against the models' own layers.
 
-``tests/conftest.py`` sets TRITON_INTERPRET; with TRITON_INTERPRET=0 on a machine with a GPU the same checks
+``conftest.py`` sets TRITON_INTERPRET; with TRITON_INTERPRET=0 on a machine with a GPU the same checks
 run there.
 """
 

@@ -296,9 +296,7 @@ def begin_export(config: pytest.Config, number: int) -> None:
     """Have the first worker begin the export that many tests ask for."""
     if number == 0:
         home = home_of_export(config._tmp_path_factory)  # type: ignore[attr-defined]
-        program = (
-            f"import pathlib; from tests.conftest import export_to; export_to(pathlib.Path({str(home)!r}))"
-        )
+        program = f"import pathlib; from conftest import export_to; export_to(pathlib.Path({str(home)!r}))"
         command = [sys.executable, "-c", program]
         config.stash[EXPORT] = processes.Process(
             command, cwd=processes.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
