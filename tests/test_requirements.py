@@ -191,7 +191,7 @@ def ran() -> dict[str, dict[str, Any]]:
     "command",
     some(
         CHEAP, "python -m research.vla_perf", "sinew perf machines", "sinew perf sync", "sinew doctor"
-    ),  # others: tests/perf
+    ),  # others: perf/tests
 )
 def test_what_costs_little_runs(command: str, ran: dict[str, dict[str, Any]], capsys: Any) -> None:
     assert any(command in row.proofs for row in rows()), "the page does not name it any more"
