@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
 
 from sinew.core import providers
-from tests import processes
 
 # As if a distribution was not installed: no metadata has this name.
 WITHOUT = """
@@ -20,8 +21,20 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a new process: those of tests/processes.py have the verbs already."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
 def without(*words: str) -> tuple[int, str]:
-    done = processes.run([sys.executable, "-c", WITHOUT, *words], timeout=120)
+    done = run(*words)
     return done.returncode, " ".join(f"{done.stdout} {done.stderr}".split())
 
 
@@ -59,8 +72,6 @@ def test_a_plan_is_refused_and_a_roofline_is_left_out() -> None:
     status, text = without("inspect", "blocks", "--plan")
     assert status == 1
     assert "sinew inspect --plan is in the package sinew-perf: pip install " in text
-    done = processes.run(
-        [sys.executable, "-c", WITHOUT, "bench", "blocks", "--runs", "2", "--json"], timeout=120
-    )
+    done = run("bench", "blocks", "--runs", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert "is in the package sinew-perf" in json.loads(done.stdout)["roofline"]["reason"]
