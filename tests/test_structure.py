@@ -122,7 +122,6 @@ ENGINES = {
     "cuda": {"checks/__init__.py", "eval/quantize/quantization.py"},
     "onnx": {
         *(
-            "engine/cpu/backend.py",
             "checks/__init__.py",
             "eval/quantize/quantization.py",
         ),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from sinew.bundle import Bundle
 from sinew.core import dtype_word, upcast_text
-from sinew.engine.backend import BACKENDS, EngineOptions
+from sinew.engine.backend import BACKENDS, EngineOptions, with_precision
 from sinew.engine.clone import on_meta
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
@@ -69,7 +69,7 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     manifest = bundle.manifest
     spec, image = manifest.spec, manifest.processing.image
     word = None if dtype is None else dtype_word(dtype)
-    options, reason = BACKENDS["plan"].with_precision(bundle, EngineOptions("cpu"), word)
+    options, reason = with_precision(BACKENDS["plan"], bundle, EngineOptions("cpu"), word)
     chosen, storage = options.dtype, options.storage
     model = load_model(bundle, torch.device("meta"), chosen, half_stays=bool(storage))
     prompt = Processor(manifest).prompter.encode(PROMPT, np.zeros(spec.state.dim, np.float32))

@@ -57,7 +57,7 @@ def measure(
     chosen = choose(opened, **options)  # mistakes show before torch is imported
     clock = time.perf_counter
     started = clock()
-    if BACKENDS[chosen.engine].needs_torch:
+    if "torch" in BACKENDS[chosen.engine].packages:
         import_module("sinew.engine.loading")  # torch, whose import is not a part of loading
     imported = clock()
     import_rss = machine.resident_bytes()

@@ -59,7 +59,7 @@ def installation(engine: str = "") -> list[Check]:
     """
     results: list[Check] = []
     without_torch = not installed("torch") and (
-        installed("onnxruntime") if engine in ("", AUTO) else not BACKENDS[engine].needs_torch
+        installed("onnxruntime") if engine in ("", AUTO) else "torch" not in BACKENDS[engine].packages
     )
     with progress.task("checking the installation", len(INSTALLATION)) as advance:
         for index, check in enumerate(INSTALLATION):

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from sinew.core import PROMPT_TABLE, SinewError, dtype_word, machine, upcast_text
 from sinew.core.extras import install
@@ -46,7 +46,7 @@ class EngineOptions:
 
     ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
     ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
-    weights stay while products are float32 (:meth:`Backend.half_storage`), else empty.
+    weights stay while products are float32 (:func:`half_storage`), else empty.
     ``adapters``: of the bundle, by the names that requests give.
     """
 
@@ -109,8 +109,8 @@ def choose(
     """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
 
     engine and device: "auto" or None leave it open. adapters: of the bundle, which the engine has to compute. prepared:
-    take what ``sinew prepare`` found to be faster also where it can do less (:meth:`Backend.slow_start`). stream: the
-    guidance of the stream that it is to run (:meth:`Backend.unstreamed`); None: none. Raises :class:`SinewError` for
+    take what ``sinew prepare`` found to be faster also where it can do less (:meth:`Backend.should`). stream: the
+    guidance of the stream that it is to run (:func:`unstreamed`); None: none. Raises :class:`SinewError` for
     what was asked for and cannot be: nothing else is taken in its place.
     """
     if bundle.manifest.base is not None:
@@ -131,55 +131,59 @@ def choose(
         where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe, adapters=adapters
     )
     if asked is not None:
-        options, dtype_reason = asked.with_precision(bundle, options, word)
-        if problem := asked.refused(bundle, options):
+        options, dtype_reason = with_precision(asked, bundle, options, word)
+        if problem := rejection(asked, bundle, options).against:
             raise SinewError(problem)
-        if stream is not None and (problem := asked.unstreamed(bundle, options, stream)):
+        if stream is not None and (problem := unstreamed(asked, bundle, options, stream)):
             raise SinewError(f"stream: {problem}")
         reason = ASKED
         if engine in (None, AUTO):
             reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
         return _choice(asked, bundle, options, reason, device_reason, dtype_reason)
 
-    passed_over: list[tuple[str, str]] = []
+    passed_over: list[_Passed] = []
     for name, backend in BACKENDS.items():
         if adapters and Capability.ADAPT not in backend.capabilities:
             continue
-        options, dtype_reason = backend.with_precision(bundle, options, word)
-        problem = (
-            backend.refused(bundle, options)
-            or backend.unproved(bundle, options)
-            or backend.slow_start(bundle, prepared)
-            or ("" if stream is None else backend.unstreamed(bundle, options, stream))
-        )
-        follows = bool(recipe(bundle)) and options.recipe
-        if not problem and follows:
-            wins, found = backend.rival(bundle, options)
+        options, dtype_reason = with_precision(backend, bundle, options, word)
+        verdict = rejection(backend, bundle, options)
+        if not verdict.against:
+            verdict = backend.should(bundle, options, prepared)
+        if not verdict.against and stream is not None:
+            verdict = replace(verdict, against=unstreamed(backend, bundle, options, stream))
+        if follows := not verdict.against and bool(recipe(bundle)) and options.recipe:
+            wins, why = rival(backend, bundle, options)
             if wins:
-                problem = found
-            elif found:
-                passed_over.append(("a rival", found))
-        if not problem:
+                verdict = Suitability(why)
+            elif why:
+                passed_over.append(_Passed("a rival", why))
+        if verdict.against:
+            passed_over.append(_Passed(name, verdict.against, verdict.elsewhere))
+            continue
+        if follows:
+            reason = "it follows the bundle's recipe"
+            if widened := sorted({*recipe(bundle).values()} - backend.follows):
+                kinds = ", ".join(widened)
+                reason = f"nothing here computes on weights stored as {kinds}, which it widens"
+        elif verdict.reason:
+            reason, passed_over = verdict.reason, []
+        else:
             reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
-            if follows:
-                widened = sorted({*recipe(bundle).values()} - backend.follows)
-                reason = (
-                    f"nothing here computes on weights stored as {', '.join(widened)}, which it widens"
-                    if widened
-                    else "it follows the bundle's recipe"
-                )
-            elif backend.plays_shipped(bundle):
-                reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
-                passed_over.clear()
-            elif (finding := findings.kept(bundle.path, name)) is not None and finding.taken:
+            if (finding := findings.kept(bundle.path, name)) is not None and finding.taken:
                 reason += f"; {finding.why}"
-            if adapters:
-                reason += f", of those that compute adapters ({', '.join(adapters)})"
-            if _worth_saying(passed_over):
-                reason += f"; {'; '.join(_worth_saying(passed_over))}"
-            return _choice(backend, bundle, options, reason, device_reason, dtype_reason)
-        passed_over.append((name, problem))
+        if adapters:
+            reason += f", of those that compute adapters ({', '.join(adapters)})"
+        texts = [each.text for each in passed_over if not each.elsewhere]
+        return _choice(backend, bundle, options, "; ".join([reason, *texts]), device_reason, dtype_reason)
     raise SinewError(f"{bundle.path}: no engine can run this bundle on {where}: {_each_once(passed_over)}")
+
+
+class _Passed(NamedTuple):
+    """An engine that was passed over, or a rival of the one that was taken, and why."""
+
+    name: str
+    text: str
+    elsewhere: bool = False
 
 
 def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:
@@ -214,15 +218,15 @@ def _choice(
     device_reason: str,
     dtype_reason: str,
 ) -> EngineChoice:
-    ignored = "" if options.recipe else backend.not_computed(bundle)
+    ignored = "" if options.recipe else not_computed(backend, bundle)
     in_force = {} if ignored else {p: kind for p, kind in recipe(bundle).items() if kind in backend.follows}
     return EngineChoice(backend.name, reason, device_reason, dtype_reason, options, ignored, in_force)
 
 
-def _each_once(passed_over: Sequence[tuple[str, str]]) -> str:
+def _each_once(passed_over: Sequence[_Passed]) -> str:
     """Return the problems, one that several engines have with all their names: "engine cpu or plan needs torch"."""
     owners: dict[tuple[bool, str], list[str]] = {}
-    for name, problem in passed_over:
+    for name, problem, _ in passed_over:
         own = f"engine {name} "
         owners.setdefault((problem.startswith(own), problem.removeprefix(own)), []).append(name)
     return "; ".join(
@@ -231,14 +235,31 @@ def _each_once(passed_over: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:
-    """Leave out what is for a device or for weights that are not here."""
-    found = [problem for name, problem in passed_over if "references" not in problem or "valid" in problem]
-    return [problem for problem in found if "is for weights" not in problem]
+@dataclass(frozen=True, slots=True)
+class Suitability:
+    """Whether an engine can, or should, run a bundle. One without reasons says yes.
+
+    Attributes:
+        against: Why not, as a sentence. "" for yes.
+        elsewhere: True if the reason concerns devices or weights that are not here, so that nobody needs to read it
+            where another engine was taken.
+        reason: Why it should, if that is more than that it is the fastest of those that are verified.
+        unmade: What has to be made before it can start, and how. "" if nothing has to be.
+        preparable: True if ``sinew prepare`` can make what keeps it from starting at once.
+    """
+
+    against: str = ""
+    elsewhere: bool = False
+    reason: str = ""
+    unmade: str = ""
+    preparable: bool = False
+
+
+YES = Suitability()
 
 
 class Backend:
-    """One engine: how it is opened, and whether it can and should be.
+    """One engine, before it is opened: a record of what it is, and the hooks that an engine may define.
 
     opens: "module:function" of (bundle, options). follows: precisions of a recipe that it computes, besides fp32.
     stores_half: it multiplies weights that stay in half precision in float32. copies_none: weights stay in the file's
@@ -261,71 +282,28 @@ class Backend:
     guides: tuple[str, ...] = ()
     counted_as: Literal["eager", "plan", "cpu"] = "plan"
 
-    @property
-    def needs_torch(self) -> bool:
-        return "torch" in self.packages
+    def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
+        """Return whether this engine, if it is installed, can run the bundle with these options, whoever chose it.
 
-    def lacking(self, capability: Capability) -> Refusal | None:
-        """Return that this engine lacks a capability with every bundle, and which engines have it; None if it does
-        not."""
-        if capability in self.capabilities:
-            return None
-        able = either(engines_that(capability)) or "of another package"
-        return Refusal(f"engine {able}, {capability.clause}", f"engine {self.name}")
-
-    def why_not(self, bundle: Bundle, options: EngineOptions) -> str:
-        """Return why this engine cannot run the bundle on the device, "" if it can; reads no weights."""
-        if missing := [package for package in self.packages if not installed(package)]:
-            return f"engine {self.name} needs {missing[0]}: {install(missing[0])}"
-        return self.unfit(bundle, options)
-
-    def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
-        """Return why this engine, were it installed, could not run the bundle on the device."""
-        if options.graphs is not None and not self.runs_graphs:
-            return f"engine {self.name}: {options.graphs} holds graphs and no weights; engine onnx runs them"
-        if options.providers and not self.runs_graphs:
-            return f"provider {', '.join(options.providers)}: expected engine onnx, got {self.name}"
-        return ""
-
-    def refused(self, bundle: Bundle, options: EngineOptions) -> str:
-        """Return why this engine must not run the bundle, whoever asks for it; "" if it may."""
-        if options.adapters and Capability.ADAPT not in self.capabilities:
-            others, named = either(engines_that(Capability.ADAPT)), ", ".join(options.adapters)
-            return f"engine {self.name} computes no adapters ({named}); engine {others} does"
-        if problem := self.why_not(bundle, options):
-            return problem
-        if not options.recipe or not (lacking := self.not_computed(bundle)):
-            return ""
-        able = [
-            name
-            for name, each in BACKENDS.items()
-            if not (each.not_computed(bundle) or each.unfit(bundle, EngineOptions()))
-        ]
-        who = f"engine {either(able)} does" if able else "no engine here does"
-        return (
-            f"{bundle.path}: its recipe has {lacking}, which engine {self.name} does not compute; {who}"
-            f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
-        )
-
-    def not_computed(self, bundle: Bundle) -> str:
-        """Return the parts of the bundle's recipe that this engine does not compute.
-
-        Every engine computes with weights that are stored in few bits: it may widen them, which rounds nothing.
+        Packages, adapters and the recipe are checked from the record. Reads no weights.
         """
-        return ", ".join(
-            f"{part} {kind}"
-            for part, kind in recipe(bundle).items()
-            if kind not in self.follows and not (kind in LOWBIT and bundle.lowbit)
-        )
+        if options.graphs is not None and not self.runs_graphs:
+            able = either([name for name, each in BACKENDS.items() if each.runs_graphs])
+            return Suitability(
+                f"engine {self.name}: {options.graphs} holds graphs and no weights; engine {able} runs them"
+            )
+        if options.providers and not self.runs_graphs:
+            able = either([name for name, each in BACKENDS.items() if each.runs_graphs])
+            return Suitability(
+                f"provider {', '.join(options.providers)}: expected engine {able}, got {self.name}"
+            )
+        return YES
 
-    def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
-        """Return why nothing shows that this engine computes what the reference computes, "" if something does: the
-        project's tests, of this architecture in the precisions in force, or `sinew validate` on this machine."""
-        # What it does not follow is widened.
-        kinds = self.follows.intersection(recipe(bundle).values()) or {options.dtype}
-        if options.kind == "cpu" and kinds <= proofs.proved(bundle.manifest.architecture, self.name):
-            return ""
-        return proofs.lacking(bundle.path, self.name, options.device)
+    def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
+        """Return whether this engine should run the bundle if the user chose none: it is verified, and nobody would be
+        kept waiting or lose something. prepared: take what ``sinew prepare`` measured to be faster, also where it can
+        do less than the others."""
+        return Suitability(unproved(self, bundle, options))
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
         """Return why the two verbs of this engine may not run at the same time, as those of a stream do, None if they
@@ -334,15 +312,6 @@ class Backend:
             return Refusal("a CPU", f"{options.device}, whose stream they share")
         return self.lacking(Capability.STREAM)
 
-    def unstreamed(self, bundle: Bundle, options: EngineOptions, guidance: str) -> str:
-        """Return why this engine cannot run a stream of the bundle whose whole chunks are continued by ``guidance``
-        (none, or one of :attr:`guides`), "" if it can."""
-        if problem := self.streams(bundle, options):
-            return str(problem)
-        if guidance not in ("none", *self.guides):
-            return f"expected a guidance of {', '.join(('none', *self.guides))} on engine {self.name}, got {guidance}"
-        return ""
-
     def device(self) -> tuple[str, str] | None:
         """Return where it runs if nobody says, with the reason; None for whatever there is."""
         return None
@@ -350,72 +319,6 @@ class Backend:
     def dtype(self, kind: str) -> tuple[str, str]:
         """Return the precision of weights that nobody has chosen, on a kind of device, and why."""
         return ("fp32", REFERENCE) if kind == "cpu" else ("native", "as stored in the bundle")
-
-    def with_precision(
-        self, bundle: Bundle, options: EngineOptions, word: str | None
-    ) -> tuple[EngineOptions, str]:
-        """Return the options with the precision of the weights on their device, and why it is that. word: the one that
-        was asked for (fp32, bf16, fp16, native)."""
-        dtype, reason = self.dtype(options.kind) if word is None else (word, ASKED)
-        storage, why = self.half_storage(bundle, dtype, options.kind)
-        return replace(options, dtype=dtype, storage=storage), f"{reason}; {why}" if storage else reason
-
-    def half_storage(self, bundle: Bundle, dtype: str, kind: str) -> tuple[str, str]:
-        """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
-
-        Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and
-        where fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu makes none
-        anyhow).
-        """
-        if kind != "cpu" or not self.stores_half or not bundle.infos:
-            return "", ""
-        kinds, nbytes = set(), 0
-        for name, info in bundle.infos.items():
-            # The prompt's table is never copied.
-            if info.type.name in HALVES and not name.endswith(f"{PROMPT_TABLE}.weight"):
-                kinds.add(HALVES[info.type.name])
-                nbytes += info.nbytes
-        words = sorted(kinds) if dtype in ("fp32", "native") else [dtype]
-        stored = "+".join(words)
-        if not words:
-            return "", ""
-        if dtype == "fp32" and self.copies_none:
-            reason = f"engine {self.name} copies no weights"
-        elif dtype == "fp32":
-            copies, available = 2 * nbytes, machine.memory()[1]
-            if copies + ROOM <= available:
-                return "", ""
-            reason = (
-                f"{copies / GIB:.1f} GiB of fp32 copies do not fit the {available / GIB:.1f} GiB available"
-            )
-        else:
-            words = [word for word in words if not machine.half_units(word)]
-            if not words:
-                return "", ""
-            reason = f"this CPU has no {' or '.join(words)} products"
-        return (
-            stored,
-            f"{reason}: weights stay {stored} and become fp32 block by block as they are multiplied",
-        )
-
-    def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
-        """Return why a user who did not ask for this engine would be kept waiting or lose something, "" if not.
-        prepared: he takes what ``sinew prepare`` found to be faster, also where it can do less than the others."""
-        return ""
-
-    def preparable(self, bundle: Bundle, kind: str) -> bool:
-        """Return True where ``sinew prepare`` could make what keeps this engine from starting at once on a kind of
-        device."""
-        return False
-
-    def plays_shipped(self, bundle: Bundle) -> bool:
-        """Return True where what this engine needs of the bundle came with this package, and others lack theirs."""
-        return False
-
-    def rival(self, bundle: Bundle, options: EngineOptions) -> tuple[bool, str]:
-        """Return whether a slower engine by :data:`ORDER` is faster for this bundle on this machine, and what to say
-        of it; obeys the bundle's recipe as this one does."""
-        return False, ""
 
     def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
         """Return the engine with options that :func:`choose` has found to fit it."""
@@ -430,6 +333,142 @@ class Backend:
         for each in (engine, *engine.adapters.values()):
             each.facts = replace(each.facts, refusals={**each.facts.refusals, **never})
         return engine
+
+    def lacking(self, capability: Capability) -> Refusal | None:
+        """Return that this engine lacks a capability with every bundle, and which engines have it; None if it does
+        not."""
+        if capability in self.capabilities:
+            return None
+        able = either(engines_that(capability)) or "of another package"
+        return Refusal(f"engine {able}, {capability.clause}", f"engine {self.name}")
+
+
+def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suitability:
+    """Return why an engine must not run the bundle, whoever chose it: :meth:`Backend.can`, after what its record
+    says about packages and adapters, and before what it says about the recipe."""
+    name = backend.name
+    if options.adapters and Capability.ADAPT not in backend.capabilities:
+        able, named = either(engines_that(Capability.ADAPT)), ", ".join(options.adapters)
+        return Suitability(f"engine {name} computes no adapters ({named}); engine {able} does")
+    if missing := [package for package in backend.packages if not installed(package)]:
+        return Suitability(f"engine {name} needs {missing[0]}: {install(missing[0])}")
+    if (verdict := backend.can(bundle, options)).against:
+        return verdict
+    if not options.recipe or not (lacking := not_computed(backend, bundle)):
+        return YES
+    others = [
+        other
+        for other, each in BACKENDS.items()
+        if not (not_computed(each, bundle) or each.can(bundle, EngineOptions()).against)
+    ]
+    who = f"engine {either(others)} does" if others else "no engine here does"
+    return Suitability(
+        f"{bundle.path}: its recipe has {lacking}, which engine {name} does not compute; {who}"
+        f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
+    )
+
+
+def not_computed(backend: Backend, bundle: Bundle) -> str:
+    """Return the parts of the bundle's recipe that an engine does not compute.
+
+    Every engine computes with weights that are stored in few bits: it may widen them, which rounds nothing.
+    """
+    return ", ".join(
+        f"{part} {kind}"
+        for part, kind in recipe(bundle).items()
+        if kind not in backend.follows and not (kind in LOWBIT and bundle.lowbit)
+    )
+
+
+def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
+    """Return why nothing shows that an engine computes what the reference computes, "" if something does: the
+    project's tests, of this architecture in the precisions in force, or `sinew validate` on this machine."""
+    # What it does not follow is widened.
+    kinds = backend.follows.intersection(recipe(bundle).values()) or {options.dtype}
+    if options.kind == "cpu" and kinds <= proofs.proved(bundle.manifest.architecture, backend.name):
+        return ""
+    return proofs.lacking(bundle.path, backend.name, options.device)
+
+
+def unstreamed(backend: Backend, bundle: Bundle, options: EngineOptions, guidance: str) -> str:
+    """Return why an engine cannot run a stream of the bundle whose whole chunks are continued by ``guidance`` (none,
+    or one of :attr:`Backend.guides`), "" if it can."""
+    if refusal := backend.streams(bundle, options):
+        return str(refusal)
+    if guidance not in (known := ("none", *backend.guides)):
+        return f"expected a guidance of {', '.join(known)} on engine {backend.name}, got {guidance}"
+    return ""
+
+
+def rival(backend: Backend, bundle: Bundle, options: EngineOptions) -> tuple[bool, str]:
+    """Return whether a slower engine by :data:`ORDER` is faster for a recipe on this machine, and what to say of it.
+
+    It must follow the whole recipe, as ``backend`` does, in ways of its own, and ``sinew prepare`` must have measured
+    it next to ``backend``.
+    """
+    names = [*BACKENDS]
+    for name in names[names.index(backend.name) + 1 :]:
+        other = BACKENDS[name]
+        own, _ = with_precision(other, bundle, options, "fp32")
+        if not other.follows.issuperset(recipe(bundle).values()) or rejection(other, bundle, own).against:
+            continue
+        verdict, finding = other.should(bundle, own), findings.kept(bundle.path, name)
+        if verdict.against:
+            return False, verdict.against
+        if finding is None or finding.against != backend.name:
+            how = f"`sinew prepare {bundle.path}` measures it, as `sinew serve` does by itself"
+            return False, verdict.unmade or f"engine {name} was not measured beside it: {how}"
+        if finding.taken and verdict.unmade:
+            return False, verdict.unmade
+        return finding.taken, finding.why
+    return False, ""
+
+
+def with_precision(
+    backend: Backend, bundle: Bundle, options: EngineOptions, word: str | None
+) -> tuple[EngineOptions, str]:
+    """Return the options with the precision of the weights on their device, and why it is that. word: the one that
+    was asked for (fp32, bf16, fp16, native)."""
+    dtype, reason = backend.dtype(options.kind) if word is None else (word, ASKED)
+    storage, why = half_storage(backend, bundle, dtype, options.kind)
+    return replace(options, dtype=dtype, storage=storage), f"{reason}; {why}" if storage else reason
+
+
+def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tuple[str, str]:
+    """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
+
+    Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and
+    where fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu makes none
+    anyhow).
+    """
+    if kind != "cpu" or not backend.stores_half or not bundle.infos:
+        return "", ""
+    kinds, nbytes = set(), 0
+    for name, info in bundle.infos.items():
+        # The prompt's table is never copied.
+        if info.type.name in HALVES and not name.endswith(f"{PROMPT_TABLE}.weight"):
+            kinds.add(HALVES[info.type.name])
+            nbytes += info.nbytes
+    words = sorted(kinds) if dtype in ("fp32", "native") else [dtype]
+    stored = "+".join(words)
+    if not words:
+        return "", ""
+    if dtype == "fp32" and backend.copies_none:
+        reason = f"engine {backend.name} copies no weights"
+    elif dtype == "fp32":
+        copies, available = 2 * nbytes, machine.memory()[1]
+        if copies + ROOM <= available:
+            return "", ""
+        reason = f"{copies / GIB:.1f} GiB of fp32 copies do not fit the {available / GIB:.1f} GiB available"
+    else:
+        words = [word for word in words if not machine.half_units(word)]
+        if not words:
+            return "", ""
+        reason = f"this CPU has no {' or '.join(words)} products"
+    return (
+        stored,
+        f"{reason}: weights stay {stored} and become fp32 block by block as they are multiplied",
+    )
 
 
 class Backends(Mapping[str, Backend]):
@@ -516,8 +555,8 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         if name == choice.engine or not backend.follows.issuperset(kinds):
             continue
         word = None if choice.dtype_reason.partition(";")[0] != ASKED else choice.options.dtype
-        options, why = backend.with_precision(bundle, choice.options, word)
-        if backend.refused(bundle, options) or not backend.preparable(bundle, choice.options.kind):
+        options, why = with_precision(backend, bundle, choice.options, word)
+        if rejection(backend, bundle, options).against or not backend.should(bundle, options).preparable:
             continue
         made = _choice(backend, bundle, options, "prepared", choice.device_reason, why)
         if made.recipe == choice.recipe:  # else what computes now widens what this one would round

@@ -150,7 +150,7 @@ class one_thread:  # noqa: N801 - used as a context
         # A run that computes elsewhere, or without torch, should not import it for this.
         self.needed = any(
             Target.parse(variant.target).kind == LOCAL
-            and (variant.engine is None or BACKENDS[variant.engine].needs_torch)
+            and (variant.engine is None or "torch" in BACKENDS[variant.engine].packages)
             and not Path(variant.target).is_dir()
             for variant in variants
         )

@@ -79,7 +79,8 @@ def prepare(
             if known is not None and known.against == choice.engine:
                 if not known.taken:
                     return Preparing(f"{known.why} (found before; --again tries once more)", known)
-                if not BACKENDS[known.engine].slow_start(opened, True):  # another process made it meanwhile
+                verdict = BACKENDS[known.engine].should(opened, candidate.options, prepared=True)
+                if not verdict.against:  # another process made it meanwhile
                     return Preparing(known.why, known, need=size)
             _check_room(opened, candidate, size, memory_gib)
             finding = _prepare(opened, choice, candidate, observations)

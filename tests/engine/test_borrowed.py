@@ -119,7 +119,7 @@ def test_every_embedded_policy_has_graphs_and_nothing_else_is_there() -> None:
 def test_the_same_chunks_as_eager(path: Path) -> None:
     eager, onnx_policy = (load(path, "cpu", engine=engine, threads=1) for engine in ("eager", "onnx"))
     assert onnx_policy.engine.directory == shipped_folder(path)
-    assert onnx_policy.weights_nbytes <= eager.facts.weights_nbytes
+    assert onnx_policy.facts.weights_nbytes <= eager.facts.weights_nbytes
     env, adapter = make_env(ENVS[path.stem])
     for seed in range(3):
         raw, info = env.reset(seed=seed)

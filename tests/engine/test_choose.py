@@ -20,7 +20,7 @@ from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import SinewError, machine
 from sinew.core.registry import architectures
 from sinew.engine import prepared, proofs
-from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose
+from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose, unproved, unstreamed
 from sinew.engine.capability import Capability
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
@@ -65,11 +65,11 @@ def test_a_proof_in_fp32_is_one_of_fp32(dtype: str) -> None:
     bundle = SimpleNamespace(
         path=PEN, manifest=SimpleNamespace(architecture="evo1", quantization=None), lowbit=False
     )
-    found = BACKENDS["plan"].unproved(bundle, EngineOptions("cpu", dtype))
+    found = unproved(BACKENDS["plan"], bundle, EngineOptions("cpu", dtype))
     assert (found == "") == (dtype == "fp32")
     int8 = Quantization(INT8, 7, 0.01, 0.02, 1, "a test", "a test")
     bundle.manifest.quantization = int8
-    assert "not validated" in BACKENDS["onnx"].unproved(bundle, EngineOptions("cpu", "fp32"))
+    assert "not validated" in unproved(BACKENDS["onnx"], bundle, EngineOptions("cpu", "fp32"))
 
 
 # ----------------------------------------------------------------------------- recipes
@@ -210,9 +210,9 @@ def test_wrong_devices_and_precisions_name_what_is_expected() -> None:
 
 def test_the_reported_precision_is_what_is_loaded(monkeypatch) -> None:
     monkeypatch.setattr(machine, "half_units", lambda dtype: "a test")
-    assert load(PEN, "cpu", "bf16").precision["vision"] == "bf16"
-    assert load(PEN, "cpu", "bfloat16").precision == load(PEN, "cpu", "bf16").precision
-    assert load(PEN, "cpu").precision == {"vision": "fp32", "language": "fp32", "head": "fp32"}
+    assert load(PEN, "cpu", "bf16").facts.precision["vision"] == "bf16"
+    assert load(PEN, "cpu", "bfloat16").facts.precision == load(PEN, "cpu", "bf16").facts.precision
+    assert load(PEN, "cpu").facts.precision == {"vision": "fp32", "language": "fp32", "head": "fp32"}
     assert replace(choose(Bundle(PEN), device="cpu"), ignored="x").precision_text.endswith("IGNORED: x)")
 
 
@@ -335,4 +335,4 @@ def test_a_stream_gets_an_engine_that_runs_it(rolling_bundle: Path) -> None:
     ):
         choose(Bundle(rolling_bundle), "onnx", "cpu", stream="none")
     options = EngineOptions("cuda:0", "fp32")
-    assert "whose stream they share" in BACKENDS["plan"].unstreamed(bundle, options, "none")
+    assert "whose stream they share" in unstreamed(BACKENDS["plan"], bundle, options, "none")

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from sinew.core.hints import option
 from sinew.engine import prepared as findings
-from sinew.engine import proofs
-from sinew.engine.backend import Backend, EngineOptions
+from sinew.engine.backend import Backend, EngineOptions, Suitability, unproved
 from sinew.engine.capability import Capability, Refusal
 
 if TYPE_CHECKING:
@@ -21,18 +20,14 @@ class Cuda(Backend):
     capabilities = frozenset({Capability.GUIDE, Capability.AUDIT})
     guides = ("no-jacobian", "ramp")  # graphs have neither a Jacobian nor a time per row
 
-    def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
+    def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         if options.kind == "cpu":
-            return "engine cuda runs its kernels' references on a CPU, which is for tests of them"
-        return proofs.lacking(bundle.path, self.name, options.device)
-
-    def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
-        found = findings.kept(bundle.path, self.name)
-        return "" if found is None or found.taken else found.why
-
-    def preparable(self, bundle: Bundle, kind: str) -> bool:
-        """Its kernels are compiled, proved and measured on the GPU that is here."""
-        return kind == "cuda"
+            against = "engine cuda runs its kernels' references on a CPU, which is for tests of them"
+            return Suitability(against, elsewhere=True)
+        finding = findings.kept(bundle.path, self.name)
+        against = unproved(self, bundle, options) or (finding.why if finding and not finding.taken else "")
+        # Its kernels are compiled, verified and measured on the GPU that is here.
+        return Suitability(against, preparable=options.kind == "cuda")
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
         return self.lacking(Capability.STREAM)

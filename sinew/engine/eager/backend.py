@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sinew.core import RTC
-from sinew.engine.backend import Backend, EngineOptions
+from sinew.engine.backend import YES, Backend, EngineOptions, Suitability
 from sinew.engine.capability import Capability
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ class Eager(Backend):
     guides = RTC  # autograd goes through the head, and a head that can takes a time per row
     counted_as = "eager"
 
-    def unproved(self, bundle: Bundle, options: EngineOptions) -> str:
-        return ""  # it is what the others are compared with
+    def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
+        return YES  # it is what the others are compared with
 
 
 BACKEND = Eager()

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 from sinew.core.extras import install
 from sinew.core.hints import option
 from sinew.engine import prepared as findings
-from sinew.engine.backend import Backend, EngineOptions, installed, recipe
+from sinew.engine.backend import (
+    BACKENDS,
+    YES,
+    Backend,
+    EngineOptions,
+    Suitability,
+    either,
+    installed,
+    recipe,
+    unproved,
+)
 from sinew.engine.capability import Capability, Refusal
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import graphs_folder
@@ -36,16 +46,21 @@ class Onnx(Backend):
     )
     guides = ("no-jacobian", "ramp")  # the graphs have neither a Jacobian nor a time per row
 
-    def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
+    def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
         if options.kind != "cpu" or options.dtype != "fp32":
-            return (
+            return Suitability(
                 f"engine onnx runs fp32 on cpu, not {options.dtype} on {options.device};"
                 f" other hardware is chosen as {option('providers', ['openvino'])},"
                 " less precision with `sinew quantize`"
             )
         if not options.recipe and recipe(bundle):
-            return "engine onnx runs the bundle's graphs, which follow its recipe; engine plan can ignore it"
-        return ""
+            able = either(
+                [name for name, each in BACKENDS.items() if not each.follows and not each.reference]
+            )
+            return Suitability(
+                f"engine onnx runs the bundle's graphs, which follow its recipe; engine {able} can ignore it"
+            )
+        return YES
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
         return self.lacking(Capability.ROLL) if bundle.manifest.config.get("rolling") else None
@@ -53,11 +68,25 @@ class Onnx(Backend):
     def device(self) -> tuple[str, str]:
         return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
 
-    def slow_start(self, bundle: Bundle, prepared: bool = False) -> str:
+    def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
+        unmade = lacks_graphs(bundle)
+        against = unproved(self, bundle, options) or self._slow_start(bundle, unmade, prepared)
+        reason = (
+            "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
+        )
+        return Suitability(
+            against,
+            reason=reason if self._plays_shipped(bundle) else "",
+            unmade=unmade,
+            preparable=options.kind == "cpu" and self._preparable(bundle, unmade),
+        )
+
+    def _slow_start(self, bundle: Bundle, unmade: str, prepared: bool) -> str:
+        """Return why a user who did not choose this engine would be kept waiting or lose something, "" if not."""
         kinds = {*recipe(bundle).values()}
-        if (kinds and self.follows.issuperset(kinds)) or self.plays_shipped(bundle):
+        if (kinds and self.follows.issuperset(kinds)) or self._plays_shipped(bundle):
             return ""  # a recipe is obeyed, whatever that takes
-        if kinds and lacks_graphs(bundle):
+        if kinds and unmade:
             return (
                 f"engine onnx widens them too, once they are exported, which {option('engine', 'onnx')} does"
             )
@@ -66,30 +95,27 @@ class Onnx(Backend):
         found = findings.kept(bundle.path, self.name)
         if found is not None and not found.taken:
             return found.why
-        lacking = lacks_graphs(bundle)
-        if lacking and shipped(bundle.path) is not None:
+        if unmade and shipped(bundle.path) is not None:
             if prepared and found is not None:
                 return ""
             asked = option("engine", "onnx")
             return f"engine onnx has graphs of this package, which take no guidance; {asked} plays them"
-        return lacking and f"{lacking}; {WORTH}"
+        return unmade and f"{unmade}; {WORTH}"
 
-    def preparable(self, bundle: Bundle, kind: str) -> bool:
+    def _preparable(self, bundle: Bundle, unmade: str) -> bool:
         """Its graphs are exported, or come with the package: those are proved and measured alone. Under a recipe, which
         another engine follows too, graphs that are there are measured as well."""
-        if kind != "cpu":
-            return False
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
             return False  # it was trained to continue rows, has a time per row, or says words, which graphs do not
         measured = not recipe(bundle) or findings.kept(bundle.path, self.name) is not None
-        if measured and not lacks_graphs(bundle):
+        if measured and not unmade:
             return False
         if shipped(bundle.path) is not None:  # whose robots are guided on every page of the documentation
             return bundle.manifest.spec.solver.kind != "euler"
         return all(map(installed, MAKERS))
 
-    def plays_shipped(self, bundle: Bundle) -> bool:
+    def _plays_shipped(self, bundle: Bundle) -> bool:
         """An embedded policy whose graphs came with this package, where torch is not installed: with torch other
         engines run it, which take more (guidance with a Jacobian, a time per row)."""
         return not installed("torch") and shipped(bundle.path) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sinew.core import RTC
-from sinew.engine.backend import Backend, EngineOptions
+from sinew.engine.backend import Backend, EngineOptions, Suitability
 from sinew.engine.capability import Capability
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ class Planned(Backend):
     }  # its weights are rewritten
     guides = RTC
 
-    def unfit(self, bundle: Bundle, options: EngineOptions) -> str:
+    def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
         if options.adapters and options.kind != "cpu":
-            return (
+            return Suitability(
                 f"engine plan computes adapters on cpu, not on {options.device}, where norms that it folds would give"
                 " each adapter a copy of most weights; engine eager computes them there"
             )
-        return super().unfit(bundle, options)
+        return super().can(bundle, options)
 
 
 BACKEND = Planned()
