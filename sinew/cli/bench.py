@@ -47,25 +47,27 @@ def bench(
 ) -> int:
     """Time a bundle, or the answers of a server, stage by stage.
 
-    Frames are noise and the state is zero: their content does not change the work. Exit status 1 where --baseline says
-    that it is slower than before.
+    The frames are noise and the state is zero, because their content does not change the work. The exit status is 1
+    if the result is slower than --baseline allows.
 
     Args:
-        target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, or the address of
-            a server, tcp://HOST:PORT.
-        runs: inferences in the steady state, one after the other; 20 of a bundle, 50 of a server if absent.
-        threads: for compute here; chosen from the cores of this process if absent.
-        image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
-        prompt: the instruction.
-        solver_steps: instead of the bundle's own number.
-        fit_steps: numbers of solver steps with commas, as 1,2,5,10: also fits a line to the inference's median over
-            them, which tells the prefix from a step where an engine runs both as one.
-        ladder: time every engine that runs the bundle here instead, each in a process of its own: milliseconds,
-            processor time, memory, and how far its actions lie from eager's.
-        deadline_ms: count the inferences that take longer; a server refuses a request that would begin later than this
-            after its arrival.
-        baseline: what --json FILE wrote of an earlier run of the same work on the same machine: compare the medians.
-        slower: percent that the median may be above the baseline's; more than chance and that is a failure.
+        target: Policy to time: a bundle, a folder of `sinew export`, a checkpoint or training run, a hub
+            name, or a server's address (tcp://HOST:PORT).
+        runs: Number of timed inferences, one after the other. Default: 20 for a bundle, 50 for a server.
+        threads: Compute threads on this machine. Default: chosen from the cores of this process.
+        image_size: HEIGHTxWIDTH of every frame. Default: the sizes that the bundle declares.
+        prompt: The instruction.
+        solver_steps: Number of solver steps. Default: the bundle's own number.
+        fit_steps: Numbers of solver steps, separated by commas, for example 1,2,5,10. Sinew fits a line
+            through the medians. This separates the prefix from a step on engines that run both as one.
+        ladder: Time every engine that runs the bundle here, each in its own process. The table shows
+            milliseconds, processor time, memory, and the error relative to eager.
+        deadline_ms: Count the inferences that take longer than this. A server also rejects a request that
+            would begin later than this after its arrival.
+        baseline: File that `--json FILE` wrote in an earlier run of the same work on the same machine. Sinew
+            compares the medians.
+        slower: Percent by which the median may exceed the baseline's. A larger difference that is not chance
+            is a failure.
     """
     size = _image_size_of(image_size)
     here = {

@@ -30,12 +30,14 @@ class AskingFlags:
     """How a server is asked.
 
     Attributes:
-        warmup: how many requests to send before those that are timed.
-        advantage: that the prompt shall state, as positive; '' for none, the bundle's usual one if absent.
-        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
-        jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
-        timeout: seconds to wait for each answer.
-        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
+        warmup: Number of requests to send before the timed ones.
+        advantage: Advantage label to put into the prompt, for example positive. '' states none. Default: the
+            bundle's usual label.
+        guidance_scale: Scale of classifier-free guidance towards the advantage, 0 to 100. Default: 1, the
+            prompt with the advantage alone.
+        jpeg_quality: Compress frames as JPEG with this quality, 1 to 95. Default: raw pixels.
+        timeout: Seconds to wait for each answer.
+        api_key_file: File with the server's key. Default: SINEW_API_KEY in the environment.
     """
 
     warmup: Whole = 3

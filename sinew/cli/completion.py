@@ -33,10 +33,10 @@ FISH = 'complete -c sinew -f -n "contains -- (commandline -poc)[-1] sinew {group
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
-    """Print a script that completes verbs, flags and their choices.
+    """Print a script that completes commands, flags and their choices.
 
     Args:
-        shell: whose script to print. It takes a second or two to make, so keep it in a file (docs/commands.md).
+        shell: Shell to print the script for. Printing takes a second or two, so save the script in a file.
     """
     from sinew.cli import build_app
 

@@ -34,26 +34,28 @@ def convert(
     name: str | None = None,
     force: Flag = False,
 ) -> int:
-    """Turn an upstream checkpoint into one bundle file, streaming the weights.
+    """Convert a checkpoint into one bundle file.
 
-    A bundle of an older format is rewritten in the present one: the header anew, every tensor byte for byte. Verbs read
-    older formats as they are; this is for files that other programs shall read, or that are kept.
+    The weights are streamed, so the checkpoint may be larger than the memory. A bundle in an older format gets a
+    header in the present format, and every tensor stays as it is, byte for byte. Sinew also reads older formats
+    directly. Rewrite a bundle if you keep it, or if other programs read it.
 
     Args:
-        source: checkpoint directory or training folder of LeRobot, openpi checkpoint, hub name (ORG/NAME, with the
-            hub extra), a vla.cpp GGUF file, or a bundle of an older format.
-        out: the bundle to write; with --force also the old bundle itself.
-        merge: --no-merge writes the adapter alone, a few MB for `sinew serve BASE --adapter NAME=FILE`.
-        cameras: names separated by commas, for files that do not say how many a policy takes, as vla.cpp's; notes of a
-            conversion say where they were assumed.
-        rename: NEW=CAMERA, repeatable: the checkpoint's CAMERA is called NEW by your robot, as front=camera1.
-        settings: NAME=VALUE for a choice that the files leave open, such as solver_steps=5; may be given several times.
-        vectors: JSON object, names and units of the numbers of state and action, in their order, where the checkpoint
-            does not have them: {"action": {"names": ["pan", "lift"], "units": ["deg", "deg"]}}.
-        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md). Robots
-            then take the hand-over that fits by themselves; upstream files do not say it.
-        name: the policy's name; the checkpoint directory's if absent.
-        force: overwrite an existing file.
+        source: Checkpoint folder or training run of LeRobot, openpi checkpoint, hub name (ORG/NAME, needs the
+            hub extra), vla.cpp GGUF file, or a bundle in an older format.
+        out: Bundle to write. With --force it may be the old bundle itself.
+        merge: Merge a LoRA adapter into its base. --no-merge writes the adapter alone, a few MB, for `sinew
+            serve BASE --adapter NAME=FILE`.
+        cameras: Camera names, separated by commas, for files that do not state the number of cameras, such as
+            vla.cpp's. The conversion's notes name the cameras that it assumed.
+        rename: Camera names of your robot, as NEW=CAMERA, for example front=camera1. Repeatable.
+        settings: Setting that the files leave open, as NAME=VALUE, for example solver_steps=5. Repeatable.
+        vectors: Names and units of the state and action values in their order, as a JSON object, if the
+            checkpoint lacks them: {"action": {"names": ["pan", "lift"], "units": ["deg", "deg"]}}.
+        motion: Reference of the actions: absolute (they are targets), or a JSON object that describes delta
+            actions. Robots then choose the right chunk merging. Upstream files do not state this.
+        name: Name of the policy. Default: the name of the checkpoint folder.
+        force: Overwrite an existing file.
     """
     from sinew.bundle.rename import parse_renames, rename_cameras, renamed
 

@@ -30,21 +30,24 @@ def dataset(
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
 ) -> int:
-    """Write a LeRobot data set (version 3.0), to look at, to share or to train on.
+    """Write a LeRobot data set (version 3.0) from episodes or a recording.
 
     Args:
-        source: a policy as of `sinew eval`, or `expert`: it plays episodes, and every control step is a frame. Or the
-            folder that `sinew serve --record` wrote: every request is a frame. Or that of `sinew run --frames`: every
-            control step is, and says in LeRobot's `intervention` whether a human drove.
-        out: a new folder.
-        env: gymnasium id, or a suite or a task of one; if absent, the embedded task that the policy fits.
-        episodes: to play, one per seed.
-        seed: of the first episode.
-        replan: actions executed per inference, `full`, or another rule of `sinew run`.
-        successes: leave out episodes that failed.
-        hz: of records: requests per second; if absent that of `sinew run --frames`, or the bundle's control rate.
-        bundle: of records: the policy, which gives the joints their names; frames of `sinew run` have them.
-        corrections: of records: only the steps in which a human drove.
+        source: Policy, as for `sinew eval`, or `expert`: it plays episodes, and every control step becomes a
+            frame. Or a folder of `sinew serve --record`: every request becomes a frame. Or a folder of `sinew
+            run --frames`: every control step becomes a frame, and LeRobot's `intervention` states whether a
+            person drove.
+        out: New folder to write.
+        env: Gymnasium id, a suite, or a task of a suite. Default: the built-in task that fits the policy.
+        episodes: Number of episodes to play, one per seed.
+        seed: Seed of the first episode.
+        replan: Actions executed per inference, `full`, or another rule of `sinew run`.
+        successes: Leave out failed episodes.
+        hz: Requests per second of records. Default: the rate of `sinew run --frames`, or the bundle's control
+            rate.
+        bundle: Policy of the records. It gives the joints their names. Folders of `sinew run --frames` have
+            names already.
+        corrections: Keep only the recorded steps in which a person drove.
     """
     from sinew.cli.eval import elsewhere_for
     from sinew.eval.dataset.make import of_episodes, of_records

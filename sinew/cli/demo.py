@@ -27,22 +27,24 @@ def demo(
     rounds: Count = 1,
     tiny: Flag = False,
 ) -> int:
-    """Run a trained demo policy in closed loop, through the real server and client.
+    """Run a trained policy in closed loop, through the real server and client.
 
     Args:
-        policy: blocks, a small SmolVLA that is told in words which block goes into which bin; act, a small ACT that
-            is told in numbers.
-        out: folder for the animation, the figure and the report; with --full-size for the checkpoint and the
-            bundle (3.6 GB, what is already there is used again).
-        episodes: of the blocks task, at most: it ends after 20 if all of them succeeded, or none.
-        sweep_episodes: per point of the figure of success over injected latency, at most: a point ends after 10 if
-            all of them succeeded, or none. 0 leaves the figure out.
-        film: animate by MuJoCo's own renderer, with actions and latency, which needs EGL or OSMesa; --no-film: the
-            small frames that the policy sees. If absent the first where it can be drawn.
-        full_size: instead, a random policy of 450M parameters: written, converted, served, sent photographs.
-        prepare: with --full-size, only write the bundle, OUT/policy.gguf.
-        rounds: with --full-size, how many times to send each of the three scenes.
-        tiny: with --full-size, a policy of a million parameters, for tests.
+        policy: Built-in policy: blocks (a small SmolVLA that gets the block and the bin in words), or act (a
+            small ACT that gets them as numbers).
+        out: Folder for the animation, the figure and the report. With --full-size, also for the checkpoint
+            and the bundle (3.6 GB). Existing files are used again.
+        episodes: Number of episodes of the blocks task.
+        sweep_episodes: Episodes for each point of the figure of success over injected latency. 0 leaves the
+            figure out.
+        film: Draw the animation with MuJoCo's renderer, with actions and latency. This needs EGL or OSMesa.
+            --no-film shows the small frames that the policy receives. Default: MuJoCo's renderer if it works
+            here.
+        full_size: Instead, write, convert and serve a random policy of 450M parameters, and send it
+            photographs.
+        prepare: With --full-size, only write the bundle, OUT/policy.gguf.
+        rounds: With --full-size, how often each of the three scenes is sent.
+        tiny: With --full-size, use a policy of a million parameters, for tests.
     """
     console = terminal.console()
     if full_size:

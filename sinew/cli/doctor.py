@@ -40,19 +40,21 @@ def doctor(
     """Check the installation and this machine.
 
     Args:
-        bundle: also load this bundle, folder of `sinew export`, checkpoint or name of the hub, and run it once.
-        verify: read all of the bundle and compare every tensor with the hash that was written with it.
-        observe: look at this robot (as of `sinew run --robot`), which is not commanded, or at a folder of `sinew serve
-            --record`, and say what is wired otherwise than in the training data; nothing else is checked then.
-        robot_options: of --observe, as of `sinew run`.
-        rename: of --observe, NEW=CAMERA, as of `sinew run`; repeatable.
-        rename_joint: of --observe, NEW=JOINT, as of `sinew run`; repeatable.
-        kinematics: of --observe, as of `sinew run`: units and frames of a policy of poses are looked at by it.
-        kinematics_options: of --observe, as of `sinew run`.
-        seconds: of --observe.
-        learn: a folder of `sinew serve --record`, of the right robot: write the bundle once more to --out with what its
-            cameras and joints look like, which --observe compares with.
-        out: of --learn.
+        bundle: Policy to load and run once: a bundle, a folder of `sinew export`, a checkpoint or a hub name.
+        verify: Read the whole bundle and compare every tensor with its stored hash.
+        observe: Robot to watch, as for `sinew run --robot`, or a folder of `sinew serve --record`. The robot
+            gets no commands. Sinew reports what is wired differently from the training data, and checks
+            nothing else.
+        robot_options: Options of the robot that --observe watches, as for `sinew run`.
+        rename: Camera names for --observe, as NEW=CAMERA. Repeatable.
+        rename_joint: Joint names for --observe, as NEW=JOINT. Repeatable.
+        kinematics: Robot description (URDF or MJCF) for --observe. Sinew uses it to check units and frames of
+            a policy that acts in poses.
+        kinematics_options: Options of --kinematics, as for `sinew run`.
+        seconds: How long --observe watches the robot, in seconds.
+        learn: Folder of `sinew serve --record` from the correctly wired robot. Sinew writes the bundle to
+            --out with the appearance of its cameras and joints, for --observe to compare with.
+        out: Bundle that --learn writes.
     """
     if observe is not None or learn is not None:
         from sinew.cli import doctor_observe as wiring

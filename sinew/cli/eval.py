@@ -62,40 +62,42 @@ class EpisodeFlags:
     """Say what is played, which follows from these alone.
 
     Attributes:
-        env: gymnasium id, module:Class or the name that an installed package gives its own; if absent, the embedded
-            task whose observations the policy takes. Those of suites run in an interpreter of their own.
-        suite: all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ... (docs/eval-suites.md).
-        episodes: one per seed; 100 if absent.
-        seed: of the first episode, 5000 if absent; the others follow.
-        replan: actions executed per inference, `full` for the whole chunk, or another rule of `sinew run`; a quarter of
-            a chunk if absent.
-        latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
-        handover: how a late chunk is taken over: auto (what the policy's actions ask for), freeze, naive, aligned,
-            ensemble, aggregate or rtc; with settings as in aggregate:average, rtc:guided:exp:5 or aligned+halt:1.5
-            (docs/control.md).
-        edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
-        stream: PREFIX:HEAD[:GUIDANCE], milliseconds of simulated time that the two loops of a stream take; instead of
-            chunks; --latency is then what each window takes on top. guidance of whole chunks: guided, no-jacobian,
-            ramp or none (docs/stream.md).
-        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md); as the
-            policy states it if absent, "as is" for rows as they come.
-        future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
-        solver_steps: instead of the bundle's own number.
-        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter,
-            batch; repeatable.
-        gate: a file, or blocks, pen or act of this package; its protocol is run, success is held against its record.
-            If the file names something of its own (env, adapter, options), type the same names.
-        record_gate: write the first variant as a gate file.
-        rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
+        env: Gymnasium id, module:Class, or the name of an installed task package. Default: the built-in task
+            that fits the policy. Tasks of suites run in their own interpreter.
+        suite: Play all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ...
+        episodes: Number of episodes, one per seed. Default: 100.
+        seed: Seed of the first episode. The others follow. Default: 5000.
+        replan: Actions executed per inference, `full` for the whole chunk, or another rule of `sinew run`.
+            Default: a quarter of a chunk.
+        latency: Simulated time from request to chunk: control steps, `50ms`, `uniform:1-4` or
+            `normal:80,20ms`.
+        handover: Chunk merging: auto (chosen by the policy's actions), freeze (wait), naive (no
+            compensation), aligned (latency-compensated), ensemble, aggregate or rtc. Settings follow a colon:
+            aggregate:average, rtc:guided:exp:5, aligned+halt:1.5.
+        edge_adapter: File with a small network that refines the newest chunk in every control step.
+        stream: Use a stream instead of chunks: PREFIX:HEAD[:GUIDANCE] are the simulated milliseconds of its
+            two loops. --latency is then the additional time of each action window. GUIDANCE of whole chunks:
+            guided, no-jacobian, ramp or none.
+        motion: Reference of the actions: absolute (they are targets), a JSON object that describes delta
+            actions, or "as is" to execute actions unchanged. Default: as the policy states.
+        future: Send the state that the robot will have when the answer arrives. Needs --motion.
+        solver_steps: Number of solver steps. Default: the bundle's own number.
+        sweep: Play all given values of a setting, as KEY=VALUE,VALUE... KEY is replan, latency, handover,
+            solver_steps, engine, dtype, edge_adapter or batch. Repeatable.
+        gate: Success gate (required success rate): a file, or the built-in blocks, pen or act. Sinew plays
+            its protocol and compares the success with its record. If the file names its own environment,
+            adapter or options, type the same names.
+        record_gate: File to which the first variant is written as a gate.
+        rerun: Send every step to Rerun: a file NAME.rrd, or the address of a running viewer,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
-        batch: episodes that each shard plays in lockstep, so that one inference answers what they ask at the same
-            moment: a number, or `auto` for what is fastest here (of a server, the most that it computes at once); one
-            after the other if absent.
-        realtime: pace the environment by the clock and use measured latency.
-        noise: a number that enters every noise seed; 0 if absent.
-        adapter: for environments of other makers: a .json mapping or module:Class.
-        env_options: JSON object, arguments of the environment's constructor.
-        reset_options: JSON object, options of every reset.
+        batch: Episodes that each shard plays in lockstep, so that one inference answers all of them: a
+            number, or `auto` for the fastest here (with a server, its largest batch). Default: one episode
+            after the other.
+        realtime: Pace the environment by the clock and use the measured latency.
+        noise: Number that enters every noise seed. Default: 0.
+        adapter: Adapter for environments of other projects: a .json mapping or module:Class.
+        env_options: Arguments of the environment's constructor, as a JSON object.
+        reset_options: Options of every reset, as a JSON object.
     """
 
     env: str | None = None
@@ -145,32 +147,33 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     listen: str | None = None,
     hosts: str | None = None,
 ) -> int:
-    """Run a policy in closed loop and count successes.
+    """Run a policy in closed loop and measure its success rate.
 
-    Exit status 1 means that the gate failed, or an error; 3 that answers could not be executed.
+    The exit status is 1 if the success gate failed or an error occurred, and 3 if answers could not be executed.
 
     Args:
-        target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, the address of a
-            server (tcp://host:port), or `expert`.
-        setup: make the interpreter of a simulator and do nothing else: aloha, pusht, metaworld, libero.
-        interpreter: a Python with the environment in it, instead of what --setup makes.
-        compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
-        out: folder for the log of episodes, report, page and figures; a run into the same folder continues.
-        films: of so many failures and successes, on the page; needs --out.
-        repeat: report.json or report.html of another run: play its episodes again, and print what is equal and what
-            differs. Policies of this package need no target. Give other bundles, and the addresses of servers, as the
-            target and with --compare. If the file names an environment, an adapter, options or an edge adapter of its
-            own, type the same names. Exit status 1 if an outcome differs.
-        workers: processes that play, of a queue of episodes: one that is killed loses nothing, and the same command
-            goes on where it was; the number of cores if absent, 1 in real time.
-        join: the --out folder of a run of several shards that plays now, there or on another machine, or the http://
-            address of one with --listen; helps it with --shards processes. An address sends its bundles; for a folder,
-            give the run's bundles as the target and with --compare. If the run uses an address, an environment, an
-            adapter, options or an edge adapter of its own, type the same names.
-        listen: HOST:PORT where other hosts may --join without seeing the folder. They need the key of SINEW_API_KEY.
-            On 127.0.0.1 the run draws a key if you have set none, and shows it with the command to join.
-        hosts: a Ray cluster on whose hosts the --shards play instead of here: ray (the cluster of this machine, or of
-            RAY_ADDRESS) or ray://HOST:10001. A host that has no such bundle is sent it. Needs the extra `ray`.
+        target: Policy to evaluate: a bundle, a folder of `sinew export`, a checkpoint or training run, a hub
+            name, a server's address (tcp://HOST:PORT), or `expert`.
+        setup: Only create the interpreter of a simulator: aloha, pusht, metaworld or libero.
+        interpreter: Python that contains the environment, instead of the one that --setup creates.
+        compare: Second policy, or settings of the first one as KEY=VALUE,KEY=VALUE, played with the same
+            seeds.
+        out: Folder for the episode log, report, page and figures. A run into the same folder continues it.
+        films: Number of failures and successes to film for the page. Needs --out.
+        repeat: report.json or report.html of another run. Sinew plays its episodes again and prints what is
+            equal and what differs. Built-in policies need no target. Pass other bundles, and addresses of
+            servers, as the target and with --compare. If the file names its own environment, adapter, options
+            or edge adapter, type the same names. The exit status is 1 if an outcome differs.
+        workers: Number of processes that play episodes. If one is killed, nothing is lost, and the same
+            command continues. Default: the number of cores, or 1 in real time.
+        join: Run to join with --shards processes: its --out folder, on this or another machine, or the
+            http:// address of a run with --listen. An address sends its bundles. For a folder, pass the run's
+            bundles as the target and with --compare. If the run uses an address, an environment, an adapter,
+            options or an edge adapter of its own, type the same names.
+        listen: HOST:PORT where other hosts may --join without access to the folder. They need the key in
+            SINEW_API_KEY. On 127.0.0.1 the run draws a key if you set none, and prints the command to join.
+        hosts: Ray cluster whose hosts play the --shards: ray (the cluster of this machine, or of RAY_ADDRESS)
+            or ray://HOST:10001. Sinew sends the bundle to hosts that lack it. Needs the extra `ray`.
     """
     if setup is not None:
         return _set_up(setup)

@@ -25,38 +25,42 @@ def export(
     observations: CountIfAny = None,
     vlacpp: Path | None = None,
 ) -> int:
-    """Write a folder that runs without torch (graphs for ONNX Runtime, recipes, tokenizer), or vla.cpp's file.
+    """Write a folder that runs without PyTorch, or a file for vla.cpp.
 
-    `sinew.load`, `sinew serve`, `sinew infer` and `sinew bench` take the folder in place of a bundle. vla.cpp's GGUF
-    holds the weights, sizes and statistics of a SmolVLA, pi0, pi0.5, OpenVLA-OFT, VLA-Adapter, BitVLA or Evo-1; its
-    clients bring the tokenizer.
+    The folder contains graphs for ONNX Runtime, the processing steps and the tokenizer. `sinew.load`, `sinew
+    serve`, `sinew infer` and `sinew bench` take it instead of a bundle. A file for vla.cpp contains weights, sizes
+    and statistics of a SmolVLA, pi0, pi0.5, OpenVLA-OFT, VLA-Adapter, BitVLA or Evo-1. vla.cpp's clients provide
+    the tokenizer.
 
     Args:
-        bundle: as of `sinew infer`; one from `sinew quantize` gives quantised graphs.
-        onnx: the folder to write; it must not be there.
-        whole: also write policy.onnx into it, one graph with fixed shapes from frames (uint8), state, tokens and noise
-            to actions in the robot's units, for runtimes that take a file and nothing else; held against eager.
-        prompt: the only instruction of that graph, which then takes no tokens.
-        qdq: COMPONENT=int8,...: vision, language, head. Round their products come QuantizeLinear and DequantizeLinear
-            with fixed scales, as compilers of NPUs want, in all graphs of the folder. What stays in floats is listed.
-            Exit status 1 beyond the bound that `sinew validate` has for int8.
-        records: folder that `sinew serve --record` wrote, for the scales; else as for `sinew quantize`.
-        observations: that the scales are made by (32); the error is over as many others behind them.
-        vlacpp: the GGUF file to write for vla.cpp; it must not be there.
+        bundle: Policy to export, as for `sinew infer`. A bundle of `sinew quantize` gives quantised graphs.
+        onnx: Folder to write. It must not exist.
+        whole: Also write policy.onnx: one graph with fixed shapes, from uint8 frames, state, tokens and noise
+            to actions in the robot's units. Use it for runtimes that accept one file only. Sinew compares it
+            with eager.
+        prompt: Fixed instruction of policy.onnx. The graph then takes no tokens.
+        qdq: COMPONENT=int8,... for vision, language and head. Sinew puts QuantizeLinear and DequantizeLinear
+            with fixed scales around their products in all graphs, as NPU compilers require. It lists what
+            stays in floats. The exit status is 1 if the error exceeds the int8 bound of `sinew validate`.
+        records: Folder of `sinew serve --record` to compute the scales from. Default: the observations that
+            `sinew quantize` uses.
+        observations: Number of observations to compute the scales from. The error is measured on as many
+            others.
+        vlacpp: GGUF file to write for vla.cpp. It must not exist.
     """
     from sinew.policy import open_bundle
 
     if (onnx is None) == (vlacpp is None):
         raise SinewError("expected either --onnx FOLDER or --vlacpp FILE")
     if whole and onnx is None:
-        raise SinewError("--whole: expected --onnx FOLDER beside it, got none")
+        raise SinewError("--whole needs --onnx FOLDER")
     if prompt and not whole:
-        raise SinewError("--prompt: expected --whole beside it, got none")
+        raise SinewError("--prompt needs --whole")
     if qdq and onnx is None:
-        raise SinewError("--qdq: expected --onnx FOLDER beside it, got none")
+        raise SinewError("--qdq needs --onnx FOLDER")
     for name, given in (("records", records), ("observations", observations)):
         if given is not None and not qdq:
-            raise SinewError(f"--{name}: expected --qdq beside it, got none")
+            raise SinewError(f"--{name} needs --qdq")
     opened, console = open_bundle(bundle), terminal.console(markup=False)
     if onnx is not None:
         from sinew.checks.validate.exported import prove_whole, write_reference

@@ -28,13 +28,15 @@ logger = logging.getLogger(__name__)
 def up(config: Path, /, *, attach: Flag = False, on: Listening = LISTENING, queue: Count = 64) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
 
-    Robots see one server, as of `sinew serve`. A replica that dies is replaced, and its request is sent to another.
-    Exit status 3: requests failed by internal errors; 70: it could not answer any more.
+    For robots, the fleet is one server like that of `sinew serve`. If a replica dies, Sinew starts another one and
+    sends the request again. The exit status is 3 if requests failed by internal errors, and 70 if the fleet could
+    no longer answer.
 
     Args:
-        config: a YAML file: policies by name, each with a source and a number of replicas (docs/fleet.md).
-        attach: the replicas run already (a RayService): change nothing of them, and leave them when this ends.
-        queue: requests of one policy that may wait for a replica, of one client two of them.
+        config: YAML file that lists policies by name, each with a source and a number of replicas.
+        attach: Use replicas that already run (a RayService), and leave them running at the end.
+        queue: Maximum number of requests of one policy that wait for a replica. One client may have two of
+            them.
     """
     from sinew.serve.fleet.cluster import Fleet
     from sinew.serve.fleet.config import read

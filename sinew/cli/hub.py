@@ -14,13 +14,13 @@ from sinew.core import SinewError, progress
 
 
 def pull(name: str, /, *, out: Path | None = None) -> int:
-    """Fetch a policy of the hub, convert it if it is a checkpoint, and compare every tensor with its hash.
+    """Download a policy from the hub, convert it if it is a checkpoint, and compare every tensor with its hash.
 
-    Every verb takes a name of the hub by itself; this fetches ahead of time, for a robot that will be offline.
+    Other commands download hub names by themselves. Use this command before a robot goes offline.
 
     Args:
-        name: ORG/NAME or hf://ORG/NAME[@REVISION][/FILE.gguf].
-        out: file to copy the bundle to; it stays in the cache, which is printed, if absent.
+        name: Repository to download: ORG/NAME or hf://ORG/NAME[@REVISION][/FILE.gguf].
+        out: File to copy the bundle to. Default: it stays in the cache, and Sinew prints its path.
     """
     from sinew.bundle import Bundle
 
@@ -64,21 +64,21 @@ def push(
     card: Path | None = None,
     dry: Flag = False,
 ) -> int:
-    """Upload a bundle with a card: what it expects, its provenance, and what was measured of this very file.
+    """Upload a bundle with a model card: its inputs, its origin, and the measurements of this file.
 
-    Validations that this machine has kept (`sinew validate`) are on the card by themselves. The hub's token is that of
+    The card includes the validations that `sinew validate` stored on this machine. The token for the hub is that of
     `hf auth login`, or HF_TOKEN.
 
     Args:
-        bundle: a bundle, a checkpoint or training run.
-        name: ORG/NAME or hf://ORG/NAME[@BRANCH]; made if it is not there.
-        report: report.json of `sinew validate --out` or `sinew eval --out`, made with this bundle; repeatable.
-        license: of the weights, as the hub writes it: apache-2.0, mit, ...
-        base_model: name on the hub of what was fine-tuned.
-        dataset: name on the hub of what it was trained on.
-        private: make the repository so that you alone see it.
-        card: write the card to this file too.
-        dry: upload nothing.
+        bundle: Policy to upload: a bundle, a checkpoint or a training run.
+        name: Repository: ORG/NAME or hf://ORG/NAME[@BRANCH]. Sinew creates it if it does not exist.
+        report: report.json of `sinew validate --out` or `sinew eval --out` for this bundle. Repeatable.
+        license: Licence of the weights in the hub's spelling: apache-2.0, mit, ...
+        base_model: Hub name of the model that was fine-tuned.
+        dataset: Hub name of the training data set.
+        private: Create a private repository.
+        card: File to which the model card is also written.
+        dry: Upload nothing.
     """
     from sinew.bundle import Bundle
     from sinew.bundle.digests import sha256

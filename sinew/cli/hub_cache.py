@@ -36,11 +36,11 @@ def list_entries() -> int:
 
 
 def show(entry: str, /, *, verify: Flag = False) -> int:
-    """Print what the cache knows of a converted checkpoint. Exit status 1: it is damaged.
+    """Print the cache entry of a converted checkpoint. The exit status is 1 if it is damaged.
 
     Args:
-        entry: its key, the policy's name, or the beginning of either.
-        verify: read all of the bundle and compare every tensor with its hash.
+        entry: Cache key or policy name, or the beginning of either.
+        verify: Read the whole bundle and compare every tensor with its hash.
     """
     found = cache.find(entry)
     damage, stale = found.damage(whole=verify), found.stale()
@@ -67,11 +67,11 @@ def remove(
     *names: Annotated[str, Parameter(name="ENTRY")],
     everything: Annotated[bool, Parameter(name="--all", negative="")] = False,
 ) -> int:
-    """Remove converted checkpoints, and the graphs that engines have put beside them; sources stay as they are.
+    """Remove converted checkpoints and their exported graphs. The source checkpoints stay.
 
     Args:
-        names: keys, names of policies, or beginnings of either that only one has.
-        everything: remove all, damaged ones and what interrupted conversions left as well.
+        names: Cache keys or policy names, or unique beginnings of them.
+        everything: Remove all entries, including damaged ones and the remains of interrupted conversions.
     """
     if bool(names) == everything:
         raise SinewError("expected the entries to remove, or --all")

@@ -38,20 +38,24 @@ def infer(
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
 ) -> int:
-    """Run a bundle once on image files and a state, and print the action chunk.
+    """Run a policy once on image files and a state, and print the action chunk.
 
     Args:
-        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
-        image: CAMERA=FILE, once per camera; a bare FILE where the bundle has a single camera.
-        state: numbers in world units, separated by commas; none where the policy reads none.
-        prompt: the instruction; if absent the bundle's own, where it has one, and nothing where the policy reads none.
-        seed: of the noise that starts the solver; drawn and reported if absent.
-        solver_steps: instead of the bundle's own number.
-        subtask: have the language head say a subtask of the prompt first, and act on that. Bundles keep the head on
-            request (sinew convert --set lm_head=true).
-        question: have it answer a question instead, in words.
-        advantage: that the prompt shall state, as positive; '' for none, the bundle's usual one if absent.
-        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
+        bundle: Policy to run: a bundle, a folder of `sinew export`, a checkpoint or training run, or a hub
+            name.
+        image: Picture file of a camera, as CAMERA=FILE. Repeatable. A policy with one camera also takes FILE
+            alone.
+        state: State values in the robot's units, separated by commas. Omit it for a policy without a state.
+        prompt: The instruction. Default: the bundle's own. Omit it for a policy without an instruction.
+        seed: Seed of the noise that starts the solver. Default: a random seed, which the report states.
+        solver_steps: Number of solver steps. Default: the bundle's own number.
+        subtask: Let the language head first state a subtask of the prompt, then act on it. The bundle must
+            contain the head (`sinew convert --set lm_head=true`).
+        question: Question that the language head answers in words. Sinew then computes no actions.
+        advantage: Advantage label to put into the prompt, for example positive. '' states none. Default: the
+            bundle's usual label.
+        guidance_scale: Scale of classifier-free guidance towards the advantage, 0 to 100. Default: 1, the
+            prompt with the advantage alone.
     """
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import Policy, open_bundle

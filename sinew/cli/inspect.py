@@ -23,14 +23,17 @@ def inspect(
     flops: Flag = False,
     dtype: str | None = None,
 ) -> int:
-    """Print what a bundle holds. Reads the header alone, so it is fast for any size. --json has every tensor too.
+    """Print the content of a bundle: cameras, state, actions, settings and sizes.
+
+    It reads the header only, so it is fast for any size. --json includes every tensor.
 
     Args:
-        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
-        tensors: list every tensor, not only the totals per component.
-        plan: list instead what the rewrites of the plan do to this model, and what they save.
-        flops: add parameters, bytes and FLOPs of an observation by stage, as `sinew perf` traces them; needs PyTorch.
-        dtype: compute type that the plan is for; the CPU's default if absent.
+        bundle: Policy to show: a bundle, a folder of `sinew export`, a checkpoint or training run, or a hub
+            name.
+        tensors: List every tensor instead of the totals for each component.
+        plan: List the rewrites that engine plan applies to this model, and what they save.
+        flops: Add parameters, bytes and FLOPs of one observation by stage. This needs PyTorch.
+        dtype: Compute type for --plan. Default: the CPU's default.
     """
     from sinew.policy import open_bundle
 

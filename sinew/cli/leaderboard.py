@@ -18,15 +18,15 @@ from sinew.core import SinewError
 
 
 def leaderboard(*reports: Path, out: Path | None = None) -> None:
-    """Rank what `sinew eval --out` and `sinew run --trials` wrote: a board for each task.
+    """Rank the results of `sinew eval --out` and `sinew run --trials`, one table for each task.
 
-    Success with its interval, in total and by task; milliseconds of inference for each executed action and each chunk;
-    seconds to success; memory and size. Where two played the same seeds, their difference is paired; of trials on a
-    robot it is said whether their plan was kept.
+    A table shows success with its interval (in total and by task), inference time per executed action and per
+    chunk, seconds to success, memory and size. Policies that played the same seeds are compared in pairs. For
+    trials on a robot, the table states whether the planned order was followed.
 
     Args:
-        reports: folders, of which every report.json counts, or reports (JSON or page) themselves.
-        out: write a page that holds everything it shows, a file NAME.html.
+        reports: Reports (JSON or page), or folders whose report.json files all count.
+        out: File NAME.html to write. The page contains everything that it shows.
     """
     from sinew.eval.evidence import leaderboard as found
 

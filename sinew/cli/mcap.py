@@ -20,9 +20,9 @@ class Named:
     """Tells what a recording does not say of itself.
 
     Attributes:
-        bundle: of the policy; gives the joints their names, and the rate.
-        hz: control rate: every row of a chunk is shown when it would be executed; the bundle's if absent, and the
-            first rows alone where that has none.
+        bundle: Policy that gives the joints their names, and the control rate.
+        hz: Control rate in Hz. Each action is shown at the time of its execution. Default: the bundle's rate.
+            Without a rate, only the first action of each chunk is shown.
     """
 
     bundle: Path | None = None
@@ -42,11 +42,11 @@ NAMED = Named()
 
 
 def mcap(records: Path, out: Path, /, *, named: Named = NAMED) -> int:
-    """Write what `sinew serve --record` kept as one MCAP file: pictures, states, actions, instructions, times.
+    """Write a recording of `sinew serve --record` as one MCAP file: pictures, states, actions, instructions and times.
 
     Args:
-        records: the folder that --record wrote.
-        out: the file to write, OUT.mcap.
+        records: Folder that --record wrote.
+        out: File to write, for example OUT.mcap.
     """
     from sinew.records.viewers.mcap_file import write_mcap
 
@@ -54,11 +54,12 @@ def mcap(records: Path, out: Path, /, *, named: Named = NAMED) -> int:
 
 
 def rrd(records: Path, out: Path, /, *, named: Named = NAMED) -> int:
-    """Write what `sinew serve --record` kept as one Rerun recording: pictures, joints over time, latency, instructions.
+    """Write a recording of `sinew serve --record` as one Rerun file: pictures, joints over time, latency and
+    instructions.
 
     Args:
-        records: the folder that --record wrote.
-        out: the file to write, OUT.rrd.
+        records: Folder that --record wrote.
+        out: File to write, for example OUT.rrd.
     """
     from sinew.records.viewers.rerun_records import write_rrd
 

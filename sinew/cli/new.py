@@ -38,13 +38,13 @@ KINDS = {
 def new(
     kind: Literal["family", "engine", "wire", "robot", "task"], name: str, /, *, out: Path | None = None
 ) -> int:
-    """Write a package of your own that Sinew finds once it is installed, with the test that it passes as it is.
+    """Write your own package, which Sinew finds once it is installed, with a test that passes.
 
     Args:
-        kind: family, a model and its converter; engine, what runs models; wire, what clients of a server speak;
-            robot, what `sinew run --robot` drives; or task, what `sinew eval --env` plays.
-        name: of the package and what it brings: small letters and digits, words joined by `_`.
-        out: the folder to write, which may not be there yet; the name, with hyphens, if absent.
+        kind: What the package adds: family (a model and its converter), engine (runs models), wire (a client
+            protocol of the server), robot (for `sinew run --robot`), or task (for `sinew eval --env`).
+        name: Name of the package and of the thing that it adds: lower-case letters, digits and `_`.
+        out: Folder to write. It must not exist. Default: the name, with hyphens.
     """
     check(kind, name)
     folder = Path(name.replace("_", "-")) if out is None else out

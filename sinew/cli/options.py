@@ -36,12 +36,14 @@ class Runs:
     """What runs a bundle.
 
     Attributes:
-        engine: eager, plan, cpu, onnx or cuda; auto takes the fastest that is installed, fits the device, follows the
-            bundle's recipe and is proved for it.
-        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
-        device: cpu, or cuda:N; auto takes a GPU where PyTorch has one.
-        dtype: fp32, bf16, fp16, or native for what the bundle stores; the device's default if absent.
-        ignore_recipe: run a quantised bundle unquantised where the engine does not compute its recipe.
+        engine: Execution engine: auto, eager, plan, cpu, onnx or cuda. auto takes the fastest one that is
+            installed, fits the device and the bundle's quantisation recipe, and is verified for the policy.
+        provider: ONNX Runtime execution providers, preferred first: cpu, cuda, tensorrt, openvino, coreml,
+            qnn. Repeatable.
+        device: Device: cpu or cuda:N. auto takes a GPU if PyTorch finds one.
+        dtype: Compute type: fp32, bf16, fp16, or native for the type that the bundle stores. Default: the
+            device's default.
+        ignore_recipe: Run a quantised bundle without quantisation if the engine does not support its recipe.
     """
 
     engine: Engine = "auto"
@@ -77,9 +79,10 @@ class Cameras:
     """How the cameras of observations are named, and what observations may lack.
 
     Attributes:
-        rename: NEW=CAMERA, repeatable: the bundle's CAMERA is called NEW by your robot, as front=camera1.
-        allow_missing_cameras: take observations without a frame of some cameras; each reply then carries a warning.
-        allow_empty_prompt: take observations without an instruction, for a policy that was trained without one.
+        rename: Camera names of your robot, as NEW=CAMERA, for example front=camera1. Repeatable.
+        allow_missing_cameras: Accept observations without some cameras. Each reply then carries a warning.
+        allow_empty_prompt: Accept observations without an instruction, for a policy that was trained without
+            one.
     """
 
     rename: Texts = ()

@@ -27,21 +27,23 @@ def prepare(
     again: Flag = False,
     background: Flag = False,
 ) -> int:
-    """Make the faster form of a bundle, prove it against eager fp32, measure it; `--engine auto` takes it if it wins.
+    """Build the fastest engine for a bundle, verify it against eager float32, and measure it.
 
-    `sinew serve` does this by itself, beside its clients, unless it is told `--no-prepare`. Times are processor seconds
-    of a chunk with one thread, or of the clock on a GPU, in turn with the engine that runs the bundle now. What was
-    found is kept until versions of Sinew or its libraries, or the hardware, change (docs/engines.md).
+    `--engine auto` then takes it if it is faster. `sinew serve` does the same in the background, unless you pass
+    `--no-prepare`. Times are processor seconds of a chunk with one thread, or clock time on a GPU, measured in turn
+    with the present engine. The result is stored until the version of Sinew or its libraries, or the hardware,
+    changes.
 
     Args:
-        bundle: a bundle with weights, a checkpoint or training run, or a name of the hub.
-        device: as of `sinew serve`.
-        dtype: as of `sinew serve`.
-        observations: to compare.
-        memory_gib: that a server has for the policy; one that does not fit twice, while they are exchanged, is not
-            prepared.
-        again: also where something was found before.
-        background: at the lowest priority, to the end of standard input at most; progress as JSON.
+        bundle: Policy to prepare: a bundle with weights, a checkpoint or training run, or a hub name.
+        device: Device, as for `sinew serve`.
+        dtype: Compute type, as for `sinew serve`.
+        observations: Number of observations used to compare the two engines.
+        memory_gib: Memory that a server has for the policy, in GiB. During a change of engine, the policy is
+            in memory twice. If it does not fit twice, Sinew does not prepare it.
+        again: Repeat the preparation even if a result is stored.
+        background: Run at the lowest priority, end at the latest when standard input closes, and print
+            progress as JSON.
     """
     from sinew.eval import preparing
     from sinew.memory import memory_need

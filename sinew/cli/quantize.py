@@ -27,33 +27,34 @@ def quantize(
     target_ms: PositiveIfAny = None,
     episodes: Whole = 20,
 ) -> int:
-    """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
+    """Store components with fewer bits and measure the effect.
 
-    First the bundle is validated as it is, over as many observations, at most eight: one that fails is not written. The
-    proof goes into the header with the rest.
-
-    Linear layers and token tables are stored as int8 (one scale per output channel), q8_0 or q4_0 (one per 32
-    weights); the recipe and the measured error go into the header. The onnx engine follows int8, with graphs in that
-    precision beside the new bundle; other engines widen the weights. For fp8, which the cuda engine follows, weights
-    stay as they are and the header has the scales of its layers' inputs.
+    Sinew first validates the original bundle with at most eight observations, and stops if this fails. It stores
+    linear layers and token tables as int8 (one scale per output channel), or as q8_0 or q4_0 (one scale per 32
+    weights). The header contains the recipe, the measured error and the verification. Engine cpu computes with the
+    stored weights. Engine onnx uses int8 graphs next to the new bundle. Other engines widen the weights. For fp8,
+    which engine cuda uses, the weights stay as they are and the header has the scales of each layer's inputs.
 
     Args:
-        bundle: a bundle, a checkpoint or training run, or a name of the hub.
-        recipe: COMPONENT=PRECISION,...: vision, language, head; int8, q8_0, q4_0, int8-rows (int8 that gives each
-            token a scale in onnx too: slower there), fp8 or fp32; fp32 for those not named.
-        out: the bundle to write.
-        engine: that computes the error; absent: onnx for int8 alone, else cpu.
-        search: choose the recipe of the least error within --budget, --target-ms or both, in place of --recipe;
-            measured on engine cpu.
-        budget: of all weights, such as 1.4GiB or 200MB.
-        target_ms: of vision, prefix and head of one chunk, as measured on this machine, the best of all observations.
-        observations: over which the error is measured. For fp8 as many others come before, for its scales.
-        calibration: observations before those, by whose inputs q4_0 is rounded (GPTQ), but for random frames; 0 rounds
-            each weight alone.
-        records: folder that `sinew serve --record` wrote, to take them from; else episodes of an embedded task that the
-            policy fits, else random frames.
-        episodes: of the success gate of an embedded task that the policy fits; its outcome goes into the header.
-            0 plays none.
+        bundle: Policy to quantise: a bundle, a checkpoint or training run, or a hub name.
+        recipe: Precision of each component, as COMPONENT=PRECISION,... Components: vision, language, head.
+            Precisions: int8, q8_0, q4_0, int8-rows (int8 with a scale per token in onnx too, slower there),
+            fp8 and fp32. Components that you do not name stay fp32.
+        out: Bundle to write.
+        engine: Engine that computes the error. Default: onnx if the recipe is int8 only, otherwise cpu.
+        search: Search the recipe with the smallest error within --budget, --target-ms or both, instead of
+            --recipe. Sinew measures with engine cpu.
+        budget: Maximum size of all weights, for example 1.4GiB or 200MB.
+        target_ms: Maximum time of vision, prefix and head of one chunk on this machine, in milliseconds. The
+            fastest of all observations counts.
+        observations: Number of observations over which the error is measured. fp8 uses as many others to
+            compute its scales.
+        calibration: Number of further observations used to round q4_0 weights (GPTQ). Random frames are never
+            used. 0 rounds each weight on its own.
+        records: Folder of `sinew serve --record` that provides the observations. Default: episodes of a
+            built-in task that fits the policy, otherwise random frames.
+        episodes: Number of episodes of the success gate (required success rate) on a built-in task that fits
+            the policy. The bundle stores the outcome. 0 plays none.
     """
     from sinew.eval.quantize.quantization import quantize as quantized
 

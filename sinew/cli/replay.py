@@ -29,18 +29,20 @@ def replay(
     deadline_ms: PositiveIfAny = None,
     api_key_file: Path | None = None,
 ) -> int:
-    """Send what `sinew serve --record` wrote to a server once more, or repeat the decisions of a robot's journal.
+    """Send a recording of `sinew serve --record` to a server again, or repeat the decisions of a robot's decision log.
 
-    Actions are compared with the recorded ones: every bit where the server computes as it did then, else within a
-    tolerance that is printed (docs/wires.md). So are the commands of a journal from another machine. The exit status is
-    1 if any is beyond the tolerance, or a decision is another one.
+    Sinew compares the actions with the recorded ones. They must be equal in every bit if the server computes as it
+    did then. Otherwise a tolerance applies, which is printed. Commands of a decision log are compared in the same
+    way. The exit status is 1 if a difference exceeds the tolerance, or if a decision differs.
 
     Args:
-        recording: folder of records, or a journal of `sinew run --record`, which needs no server.
-        address: of the server; tcp://127.0.0.1:5555 if absent.
-        timeout: seconds to wait for each answer; 60 if absent.
-        deadline_ms: the server refuses a request that would begin later than this after its arrival.
-        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
+        recording: Folder of records, or a decision log of `sinew run --record`. A decision log needs no
+            server.
+        address: Address of the server. Default: tcp://127.0.0.1:5555.
+        timeout: Seconds to wait for each answer. Default: 60.
+        deadline_ms: The server rejects a request that would begin later than this after its arrival, in
+            milliseconds.
+        api_key_file: File with the server's key. Default: SINEW_API_KEY in the environment.
     """
     if is_journal(recording):
         given = {

@@ -47,17 +47,18 @@ def run(
     trials: TrialFlags = TRIALS,
     runs: Runs = RUNS,
 ) -> int:
-    """Drive a robot with a policy: chunks become one command per control step, whatever the network does.
+    """Drive a robot with a policy. Sinew sends one command, or holds the robot, in each control step.
 
-    With --stream no chunk is waited for. Chunks start paused where there is a keyboard. Ends with a report of the
-    cadence and, of gym:ENV, of the episodes; with --trials, of the trials of one or several policies. Exit status 3:
-    answers failed by errors, or were missing at the end, or the robot never got a command; a late answer now and then,
-    for which it held, is none of these. docs/control.md.
+    With --stream, the policy updates the actions continuously instead of in chunks. If there is a keyboard, the run
+    begins paused. It ends with a report of the control rate, and of the episodes or trials. The exit status is 3 if
+    answers failed with errors, if answers were missing at the end, or if the robot never got a command. Late
+    answers, for which the robot held, do not count.
 
     Args:
-        target: address of a server (tcp://host:port; tcp://A,tcp://B turns to the next one where one fails), or what is
-            loaded here: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub.
-        api_key_file: a file with the key of servers; SINEW_API_KEY in the environment if absent.
+        target: Policy that drives the robot: a server's address (tcp://HOST:PORT, or tcp://A,tcp://B to
+            switch when one fails), a bundle, a folder of `sinew export`, a checkpoint or training run, or a
+            hub name.
+        api_key_file: File with the key of the servers. Default: SINEW_API_KEY in the environment.
     """
     key = api_key_of(api_key_file)
     if streaming.stream:
@@ -65,11 +66,11 @@ def run(
             raise SinewError(f"{flag}: expected none with --stream")
         return run_stream(target, on, streaming, key, runs)
     if (flag := changed(streaming)) is not None:
-        raise SinewError(f"{flag}: expected --stream beside it, got none")
+        raise SinewError(f"{flag} needs --stream")
     if trials.trials is not None:
         return run_trials(target, on, by, lead, envelope, trials, runs, key)
     if (flag := changed(trials)) is not None:
-        raise SinewError(f"{flag}: expected --trials beside it, got none")
+        raise SinewError(f"{flag} needs --trials")
     with ExitStack() as stack:
         rule = assist_rule(target, by.assist, by.assist_when, by.assist_timeout)
         lead.check()

@@ -121,9 +121,7 @@ def conditioned(
         if advantage and advantage not in known:
             raise SinewError(f"--advantage: expected one of {', '.join(known)}, got {advantage!r}")
         if scale is not None and not (about.get("usual_advantage") if advantage is None else advantage):
-            raise SinewError(
-                f"--guidance-scale: expected --advantage beside it ({', '.join(known)}), got none"
-            )
+            raise SinewError(f"--guidance-scale needs --advantage ({', '.join(known)})")
     if scale not in (None, 0, 1) and (reason := about.get("unscaled")):
         raise SinewError(f"--guidance-scale: {reason}")
     return asking(connect, lambda: said)
@@ -157,7 +155,7 @@ def assist_rule(target: str, address: str | None, when: str, deadline: float) ->
     if address is None:
         for flag, given in (("when", when != ASSIST_WHEN), ("timeout", deadline != ASSIST_TIMEOUT)):
             if given:
-                raise SinewError(f"--assist-{flag}: expected --assist beside it, got none")
+                raise SinewError(f"--assist-{flag} needs --assist")
         return None
     if is_address(target):
         raise SinewError(

@@ -35,18 +35,21 @@ class LeaderFlags:
     """Who may drive in the policy's place, and what is kept of it.
 
     Attributes:
-        takeover: what somebody drives with after the key of --takeover-key: lerobot:TYPE (a teleoperator of LeRobot's),
-            expert (of gym:ENV and the embedded tasks) or module:Class (method read; the current folder is searched
-            first). The robot holds until the leader is where it is, and on the way back until there is a fresh chunk.
-        takeover_options: JSON object, arguments of the leader's constructor or fields of LeRobot's configuration; of
-            expert {"after": STEPS}, the control steps of an episode after which it takes over by itself.
-        takeover_key: that takes over and gives back; one that a pedal types, for instance.
-        align: by how much each number of the leader may be elsewhere when it takes over; a twentieth of the range that
-            the limits give it if absent.
-        shadow: the policy computes and somebody else drives: the leader of --takeover, or whoever drives a robot that
-            is then only looked at. The report says how well they agree.
-        frames: folder; each control step with a command is kept, with what was seen and who drove, uncompressed (two
-            cameras of 640x480 at 30 Hz: 55 MB a second): `sinew recording dataset FOLDER OUT` makes a LeRobot data set.
+        takeover: Leader with which a person drives after pressing --takeover-key: lerobot:TYPE (a LeRobot
+            teleoperator), expert (for gym:ENV and built-in tasks), or module:Class with a method read. The
+            robot holds until the leader is at the robot's position. On the way back, it holds until there is
+            a new chunk.
+        takeover_options: JSON object: arguments of the leader's constructor, or fields of LeRobot's
+            configuration. For expert, {"after": STEPS} takes over by itself after that number of control
+            steps.
+        takeover_key: Key that takes over and gives back. A pedal can send it.
+        align: Distance of each leader value from the robot that is allowed when taking over. Default: a
+            twentieth of the range that the limits allow.
+        shadow: The policy computes while a person drives, with the leader of --takeover or directly at the
+            robot. The report states how well both agree.
+        frames: Folder for each executed control step: observation, command and who drove, uncompressed (two
+            cameras of 640x480 at 30 Hz: 55 MB a second). `sinew recording dataset FOLDER OUT` converts it to
+            a LeRobot data set.
     """
 
     takeover: str | None = None
@@ -68,9 +71,9 @@ class LeaderFlags:
                 f"--takeover-key: expected one character other than space, p and q, got {self.takeover_key!r}"
             )
         if self.takeover_options is not None and self.takeover is None:
-            raise SinewError("--takeover-options: expected --takeover beside it, got none")
+            raise SinewError("--takeover-options needs --takeover")
         if self.align is not None and not self.wanted:
-            raise SinewError("--align: expected --takeover or --shadow beside it, got none")
+            raise SinewError("--align needs --takeover or --shadow")
 
     def opened(self, stack: ExitStack, plan: RunPlan) -> tuple[Any, Takeover | None]:
         """Return the robot that the loop drives, and who may take over, which the stack closes."""
@@ -84,9 +87,7 @@ class LeaderFlags:
         machine: Any = robot
         if self.takeover is None:
             if plan.facts.episodes is not None:
-                raise SinewError(
-                    "--shadow: expected --takeover beside it with a simulated robot, which nobody else drives"
-                )
+                raise SinewError("--shadow needs --takeover with a simulated robot, which nobody else drives")
             machine = leader = Onlooker(robot, motion, plan.dim)
         else:
             leader = self._leader(plan)
@@ -157,12 +158,12 @@ class EnvelopeFlags:
     """What the policy's rows go through, and how old each source may be.
 
     Attributes:
-        filter: of the rows before they are sent: ema:SHARE or lowpass:HZ, behind either :COLUMNS. Its delay is in the
-            report and made up for by looking as many rows ahead.
-        speed: above 0, at most 1: at which chunks are played.
-        stale_of: CAMERA=SECONDS, repeatable: as --stale, of one camera, or of state; the robot has to say when each was
-            seen.
-        skew: seconds by which the frames of two cameras may be apart.
+        filter: Filter for actions before they are sent: ema:SHARE or lowpass:HZ, optionally followed by
+            :COLUMNS. The report states its delay. Sinew compensates the delay by looking ahead.
+        speed: Speed at which chunks are played, above 0 and at most 1.
+        stale_of: Maximum age of one camera, or of the state, as CAMERA=SECONDS. Repeatable. The robot must
+            report when it captured each.
+        skew: Maximum time between the frames of two cameras, in seconds.
     """
 
     filter: str = ""

@@ -32,28 +32,31 @@ class ChunkFlags:
     """How chunks are asked for and executed.
 
     Attributes:
-        substeps: commands per control step, for faster actuators; they are interpolated.
-        handover: auto, freeze, naive, aligned, ensemble[:M], ensemble:cosine[:ALPHA[:CHUNKS]], aggregate[:MIX] or
-            rtc[:GUIDANCE[:SCHEDULE[:BETA]]]; +halt:LIMIT behind one stops the robot where a late chunk expects it
-            elsewhere. auto: aligned where actions are targets (--motion, or the policy itself, says so), else freeze;
-            the choice is printed with its reason.
-        replan: when to ask: STEPS, full, queue:FRACTION (at most this part of a chunk is left) or
-            disagreement:LIMIT,STEPS.
-        max_age: seconds after its frame beyond which a row is not executed.
-        timeout: seconds to wait for an answer; if absent, 2, and 10 for the server's first answer.
-        finish: after a failed request, execute the rows at hand instead of holding at once.
-        future: tell the policy the state that the robot will have when the answer arrives.
-        edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
-        split: address of a server's context.FORM, which computes vision and prefix of the bundle whose head runs here.
-        assist: address of a larger policy that is asked beside the one that is loaded here.
-        assist_when: every:SECONDS since its last answer, disagreement:LIMIT, uncertainty:LIMIT; separated by commas.
-        assist_timeout: seconds to wait for it.
-        frames_as: how frames travel to a server: raw; a JPEG quality from 1 to 95; or auto, JPEG 90 where requests
-            spend more than 50 ms on the network and it helps. What was sent, and why, is in the report.
-        go: begin at once, also with a keyboard.
-        advantage: that the prompt of each request shall state, as positive; '' for none, the policy's usual one if
-            absent.
-        guidance_scale: of classifier-free guidance towards it, 0 to 100; 1, the advantage alone, if absent.
+        substeps: Commands per control step, for faster actuators. Sinew interpolates them.
+        handover: Chunk merging: auto, freeze (wait), naive (no compensation), aligned (latency-compensated),
+            ensemble[:M], ensemble:cosine[:ALPHA[:CHUNKS]], aggregate[:MIX] or
+            rtc[:GUIDANCE[:SCHEDULE[:BETA]]]. Append +halt:LIMIT to stop the robot if a late chunk expects it
+            elsewhere. auto takes aligned if the actions are targets, otherwise freeze, and prints the reason.
+        replan: When to request the next chunk: STEPS, full, queue:FRACTION (at most this part of a chunk is
+            left) or disagreement:LIMIT,STEPS.
+        max_age: Maximum age of an action after its frame, in seconds. Older actions are not executed.
+        timeout: Seconds to wait for an answer. Default: 2, and 10 for the server's first answer.
+        finish: After a failed request, execute the remaining actions instead of holding at once.
+        future: Send the state that the robot will have when the answer arrives.
+        edge_adapter: File with a small network that refines the newest chunk in every control step.
+        split: Address of a server's context.FORM. It computes vision and prefix, and the head runs here.
+        assist: Address of a larger policy that is requested in addition to the policy that runs here.
+        assist_when: When to request --assist: every:SECONDS since its last answer, disagreement:LIMIT,
+            uncertainty:LIMIT, separated by commas.
+        assist_timeout: Seconds to wait for an answer of --assist.
+        frames_as: How frames travel to a server: raw, a JPEG quality from 1 to 95, or auto. auto takes JPEG
+            90 if requests spend more than 50 ms on the network and JPEG helps. The report states the choice
+            and the reason.
+        go: Begin at once, even if there is a keyboard.
+        advantage: Advantage label to put into each prompt, for example positive. '' states none. Default: the
+            policy's usual label.
+        guidance_scale: Scale of classifier-free guidance towards the advantage, 0 to 100. Default: 1, the
+            prompt with the advantage alone.
     """
 
     substeps: Count = 1

@@ -35,34 +35,37 @@ class RobotFlags:
     """The robot, and how it is driven.
 
     Attributes:
-        robot: dry (no hardware), blocks, pen or egg (embedded tasks), gym:ENV, module:Class (methods observe, act,
-            hold and, for a stream, sense where the state alone is cheaper; the current folder is searched first), the
-            name that an installed package gives its own, or lerobot:TYPE (two with a plus for two arms).
-        robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
-        rename: NEW=CAMERA, repeatable: the policy's CAMERA is called NEW by your robot, as front=camera1.
-        rename_joint: NEW=JOINT, repeatable: the same of joints, where robot and policy call them otherwise. Where both
-            have names they are matched by them, whatever their order.
-        kinematics: robot description, URDF or MJCF, of a robot that takes joints where the policy says poses of its
-            tip: they become joints by it, or the robot holds. With a policy of joints it only shows the arm.
-        kinematics_options: JSON object, such as tip, base, action ("xyz,rotvec,gripper"), state, unit, velocity
-            (docs/control.md#poses-on-a-robot-of-joints); what the bundle's names and units say need not be said.
-        prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
-        hz: control rate; the policy's own, or the environment's, if absent.
-        motion: what actions are measured from: absolute (they are targets), or a JSON object (docs/control.md); as the
-            policy states it if absent, "as is" for rows as they come.
-        limits: .toml or .json with low, high, velocity, acceleration, jerk, jump, workspace_low, workspace_high and
-            still (the command at which the robot stands still, such as 0 of velocities) per joint; the policy's own if
-            absent.
-        stale: seconds beyond which a frame is too old to act on.
-        watchdog: hold the robot from another thread while its own methods block; --no-watchdog for one that must not be
-            held while it observes.
-        seconds: end after this long; with --trials, each trial, which has then failed.
-        episodes: of gym:ENV, end after so many.
-        record: a new file for the journal (with --trials a folder, of one for each); `sinew recording replay FILE`
-            repeats its decisions.
-        report: tell the server that drives it once a second how the run goes (docs/dashboard.md#robots); --no-report
-            keeps that here.
-        adapter: of gym:ENV of other makers: a .json mapping or module:Class (docs/eval.md).
+        robot: Robot to drive: dry (no hardware), blocks, pen or egg (built-in tasks), gym:ENV, lerobot:TYPE
+            (two with a plus for two arms), the name of an installed robot package, or module:Class with the
+            methods observe, act and hold. A stream also uses sense if it is cheaper than observe. The current
+            folder is searched first.
+        robot_options: JSON object: arguments of the robot's constructor, or fields of LeRobot's
+            configuration.
+        rename: Camera names of your robot, as NEW=CAMERA, for example front=camera1. Repeatable.
+        rename_joint: Joint names of your robot, as NEW=JOINT. Repeatable. If robot and policy both have joint
+            names, Sinew matches by name in any order.
+        kinematics: Robot description (URDF or MJCF) for a robot that takes joints and a policy that acts in
+            poses. Sinew computes the joints, or holds the robot. With a policy of joints, it only draws the
+            arm.
+        kinematics_options: JSON object with tip, base, action ("xyz,rotvec,gripper"), state, unit, velocity
+            and others. You may omit what the names and units of the bundle state.
+        prompt: Instruction for all episodes. Default: each episode's own for gym:ENV, otherwise the policy's.
+        hz: Control rate in Hz. Default: the policy's rate, or the environment's.
+        motion: Reference of the actions: absolute (they are targets), a JSON object that describes delta
+            actions, or "as is" to send actions unchanged. Default: as the policy states.
+        limits: .toml or .json file with low, high, velocity, acceleration, jerk, jump, workspace_low,
+            workspace_high and still for each joint. still is the command at which the robot stands still, for
+            example 0 for velocities. Default: the policy's limits.
+        stale: Maximum age of a frame, in seconds. The robot holds if its frames are older.
+        watchdog: Hold the robot from a second thread while its own methods block. Use --no-watchdog if the
+            robot must not be held during observe.
+        seconds: End after this many seconds. With --trials, this is the limit of each trial, which then
+            counts as failed.
+        episodes: Number of episodes to play in gym:ENV.
+        record: New file for the decision log, or a folder with one file for each trial. `sinew recording
+            replay FILE` repeats its decisions.
+        report: Send the state of the run to the server's dashboard once a second. --no-report sends nothing.
+        adapter: Adapter for a gym:ENV of another project: a .json mapping or module:Class.
     """
 
     robot: str = "dry"
@@ -104,7 +107,7 @@ class RobotFlags:
         if self.kinematics is not None:
             return self._posed(text, self.kinematics, places, substeps)
         if self.kinematics_options is not None:
-            raise SinewError("--kinematics-options: expected --kinematics beside it, got none")
+            raise SinewError("--kinematics-options needs --kinematics")
         if places and (kind in ("gym", "dry") or text == "dry"):
             raise SinewError(
                 f"--rename-joint: expected none with --robot {text}, which has no names of its own"

@@ -38,17 +38,22 @@ class StreamFlags:
     """A stream in the place of chunks: prefixes of the newest frame and runs of the head never wait for each other.
 
     Attributes:
-        stream: drive with a stream; the server side is `sinew serve` with its native wire (docs/stream.md).
-        camera_hz: frames per second.
-        rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none lets a newer window replace the old
-            one at once. auto prints what it takes for this policy, and why: at present none.
-        interpolation: between the rows of whole chunks, where hz is not the policy's own rate.
-        fusion: of overlapping windows: latest_only, average, weighted_average, conservative, mix:WEIGHT or ramp:ROWS.
-        planner: module:name of a callable (instruction, observation) that returns another instruction, or None.
-        planner_hz: calls of the planner per second.
-        text_tokens: of each text that the policy's language head says beside, one token a prefix; 0 for none. Bundles
-            keep it on request (sinew convert --set lm_head=true).
-        session: name of this robot's stream on its connection.
+        stream: Drive with a stream instead of single chunks. The server needs its native protocol.
+        camera_hz: Frames per second that the stream sends.
+        rtc: How a new chunk continues the running one: guided, no-jacobian, ramp, or none (the new one
+            replaces the old one at once). auto prints its choice for this policy with the reason. At present
+            it takes none.
+        interpolation: Interpolation between the actions of whole chunks, if hz differs from the policy's
+            rate.
+        fusion: How overlapping action windows are merged: latest_only, average, weighted_average,
+            conservative, mix:WEIGHT or ramp:ROWS.
+        planner: Callable, as module:name, that takes (instruction, observation) and returns a new instruction
+            or None.
+        planner_hz: Calls of the planner per second.
+        text_tokens: Length of each text that the policy's language head produces while it acts. One token is
+            computed per prefix. 0 produces none. The bundle must contain the head (`sinew convert --set
+            lm_head=true`).
+        session: Name of this robot's stream on its connection.
     """
 
     stream: Flag = False

@@ -57,18 +57,18 @@ class TrialFlags:
     """Trials of one policy, or of several in one sitting.
 
     Attributes:
-        trials: scenes, in each of which every policy has a trial. A person says when one begins and how it ended; a
-            robot may do so itself, as simulated ones do (`set_up(seed)` sets a scene up, `success` is True, False, or
-            None while it goes on).
-        compare: another policy, or KEY=VALUE,... of the first (replan, handover, engine ...), repeatable: it meets the
-            same scenes in random order, and nothing says which one drives.
-        out: folder, with a line for each trial; the same command goes on where it was stopped, `sinew leaderboard`
-            reads it.
-        judge: a file or FIFO that another program writes lines to: go, success, failure, discard REASON, quit.
-        seed: of the first scene: of the noise of its chunks, and of what a simulated robot sets up.
-        order: a number that the order follows from; drawn, and kept, if absent.
-        sequential: end also once a difference of two policies is shown, by a test that may be looked at after each
-            scene. Else the number of scenes is the plan, and nothing is shown before the last.
+        trials: Number of scenes. Every policy has one trial in each. A person starts each trial and judges
+            it. A robot can do so itself, as simulated ones do: `set_up(seed)` prepares a scene, and `success`
+            is True, False, or None while the trial runs.
+        compare: Another policy, or settings of the first one as KEY=VALUE,... (replan, handover, engine ...).
+            Repeatable. All meet the same scenes in random order, and nothing shows which one drives.
+        out: Folder with one line for each trial. The same command continues an interrupted run. `sinew
+            leaderboard` reads the folder.
+        judge: File or FIFO to which another program writes lines: go, success, failure, discard REASON, quit.
+        seed: Seed of the first scene. It sets the noise of the chunks and the scene of a simulated robot.
+        order: Number that determines the order of the trials. Default: a random number, which is stored.
+        sequential: Also end when a sequential test shows a difference between two policies. Without this
+            flag, all scenes are played and no result is shown before the last one.
     """
 
     trials: CountIfAny = None
@@ -95,7 +95,7 @@ def run_trials(
 ) -> int:
     """Play what is left of a sitting. Ends with its report, or where it was stopped."""
     if trials.out is None:
-        raise SinewError("--trials: expected --out FOLDER beside it, where each trial is kept, got none")
+        raise SinewError("--trials needs --out FOLDER for its results")
     if (count := trials.trials or 0) > MOST:
         raise SinewError(f"--trials: expected at most {MOST} scenes, got {count}")
     driven = changed(replace(lead, frames=None)) or changed(

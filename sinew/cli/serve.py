@@ -54,22 +54,28 @@ class Bounds(ServingLimits):
     """What clients may make the server hold and do.
 
     Args:
-        queue: requests that may wait for the running one, of one client two of them; more are refused as busy.
-        max_batch: requests of several robots that are computed at once where they fit together (docs/fleet.md): a
-            number, or auto, which measures at the start what pays. With 1 no answer depends on who else asks.
-        memory_gib: of all policies in memory together, by `sinew perf fit`'s model, or by their
-            weights alone without the package sinew-perf; one that does not fit beside the
-            others is not loaded. The machine's memory if absent (docs/fleet.md).
-        max_connections: open at once, for each wire.
-        arrival_s: seconds from a request's first byte to its last; then the connection ends (lerobot: 10 of its own).
-        max_megapixels: of one request, all frames together; 16 times the policy's cameras, at least 16, if absent.
-        stuck_s: a request that computes for longer makes the server unhealthy, and after twice the time it exits
-            with code 70; 0: never.
-        action_limits: what happens to actions far outside of the policy's statistics: refuse, clamp or off.
-        action_margin: how far that is, in half widths of the statistics' range from its middle.
-        state_margin: the same for states, which are refused.
-        max_age: seconds; observations whose `time` (Unix seconds) is longer ago are refused, and so are their answers.
-        allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
+        queue: Maximum number of waiting requests. One client may have two of them. The server rejects
+            further requests as busy.
+        max_batch: Maximum number of requests of different robots that are computed together: a number, or
+            auto, which measures at the start. With 1, no answer depends on other clients.
+        memory_gib: Memory budget for all loaded policies, in GiB. A policy that would exceed it is not
+            loaded. Without the package sinew-perf, only weights count. Default: the memory of this machine.
+        max_connections: Maximum number of open connections per protocol.
+        arrival_s: Maximum time from a request's first byte to its last, in seconds. Then the server
+            closes the connection. LeRobot's protocol has its own limit of 10 s.
+        max_megapixels: Maximum size of all frames of one request together, in megapixels. Default: 16 for
+            each camera of the policy.
+        stuck_s: A request that computes for longer makes the server unhealthy. After twice this time the
+            server exits with code 70. 0 disables this.
+        action_limits: Treatment of actions far outside of the training statistics: refuse (reject), clamp
+            or off.
+        action_margin: Distance that counts as far outside, in half ranges of the training statistics,
+            measured from their middle.
+        state_margin: The same distance for states. The server rejects states outside of it.
+        max_age: Maximum age of an observation by its `time` (Unix seconds), in seconds. The server
+            rejects older ones and their answers.
+        allow_origin: Origin of a web page that may send requests, as browsers write it
+            (https://host:port). Repeatable.
     """
 
     queue: Count = 64
@@ -106,32 +112,35 @@ def serve(
     reuse: Flag = False,
     bounds: Bounds = Bounds(),
 ) -> int:
-    """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
+    """Serve a policy to robot clients with one or more protocols, until SIGINT or SIGTERM.
 
-    The ports are taken before the model is loaded; requests that come early are answered once it is warm. The
-    first signal stops the server between two stages of the running inference, the second one at once. Where SIGINT was
-    ignored at the start (`sinew serve ... &` in a script) it stays ignored; SIGTERM, which `kill` sends, always counts.
+    The server opens its ports before it loads the model. Requests that arrive early are answered after the warm-up.
+    The first signal stops the server between two stages of the running inference, the second one immediately. If
+    SIGINT was ignored at the start (`sinew serve ... &` in a script), it stays ignored. SIGTERM, which `kill`
+    sends, always works.
 
     Args:
-        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
-        replay: folder that --record wrote: answer with its chunks, session by session, in order. Nothing is computed,
-            and every reply says so. A bundle beside it gives names, units and checks; its weights are not read.
-        replay_latency: recorded: take as long as the recorded inferences did; none: answer at once.
-        policy: NAME=SOURCE, repeatable: further policies, which clients ask by name (HOST:PORT/NAME, or docs/fleet.md).
-        adapter: NAME=FILE, repeatable: adapters of the bundle, of `sinew convert --no-merge`, which requests choose by
-            name over one set of weights (docs/sources.md); those that name none get the bundle itself.
-        context: repeatable: answer under the name context.FORM with what the head needs, floats in this form; robots
-            run the head themselves (docs/fleet.md).
-        threads: for compute; chosen from the cores of this process if absent.
-        record: folder for requests and replies, for `sinew recording replay`.
-        rerun: requests and replies for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
+        bundle: Policy to serve: a bundle, a folder of `sinew export`, a checkpoint or training run, or a hub
+            name.
+        replay: Folder of --record. The server answers with its recorded chunks, session by session, and
+            computes nothing. Every reply states this. An additional bundle provides names, units and checks.
+        replay_latency: Latency of --replay: recorded (as long as the original inference took) or none.
+        policy: Further policy, as NAME=SOURCE. Repeatable. Clients choose it by name (HOST:PORT/NAME).
+        adapter: Adapter of the bundle, as NAME=FILE, made by `sinew convert --no-merge`. Repeatable. Requests
+            choose an adapter by name. Requests without a name get the bundle itself.
+        context: Also serve context.FORM: the data that the head needs, with floats in this form. Robots then
+            compute the head themselves. Repeatable.
+        threads: Compute threads. Default: chosen from the cores of this process.
+        record: Folder in which requests and replies are recorded, for `sinew recording replay`.
+        rerun: Send requests and replies to Rerun: a file NAME.rrd, or the address of a running viewer,
             rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
-        dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
-        prepare: where an engine may be faster than the one that auto could start at once, export it in the background,
-            prove and measure it, and let it take over between two chunks if it is (docs/engines.md); compile what
-            resizes frames; --no-prepare stays with what starts at once.
-        reuse: keep image tokens and prefixes of observations that repeat to the byte; the same actions, in less time
-            while cameras and states stand still (docs/engines.md).
+        dashboard: Show the dashboard at / of the openpi and http ports: auto (on loopback, or if a key is
+            required), on or off.
+        prepare: Export, verify and time a possibly faster engine in the background, and switch to it between
+            two chunks if it is faster. Also compile the code that resizes frames. --no-prepare keeps the
+            first engine.
+        reuse: Keep image tokens and prefixes of observations that repeat byte for byte. The actions are the
+            same, and take less time while cameras and state do not change.
     """
     set_up_logs(on.verbose)
     with access_logging(on.access_log):

@@ -30,19 +30,20 @@ class Listening:
     """Where a server listens, and to whom.
 
     Args:
-        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), vla-eval (8000), http (8000),
-            groot (5555), lerobot (8080); native and openpi if absent. Port 0 picks a free one. On a Unix
-            socket, for robots of this user on this machine: native:ipc:///PATH.
-        host: address to listen on; anything but loopback is open to every machine that can reach it.
-        deadline_ms: refuse requests that would begin later than this after their arrival.
-        api_key_file: a file with the key that clients must send, or several, one a line, each of which
-            may have a role before it: robot:KEY, metrics:KEY, admin:KEY (docs/deployment.md); SINEW_API_KEY in the
-            environment if absent.
-        tls_cert: PEM file; encrypts native (tls://HOST:PORT), openpi, http and lerobot.
-        tls_key: PEM file.
-        allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
-        access_log: file for one JSON line per request, or - for standard error.
-        verbose: log more, and print the whole reason of the engine.
+        wire: Client protocol, as NAME or NAME:PORT. Repeatable. Protocols: native (5555), openpi (8000), evo1
+            (9000), vla-eval (8000), http (8000), groot (5555), lerobot (8080). Default: native and openpi.
+            Port 0 takes a free one. native:ipc:///PATH listens on a Unix socket for robots of the same user.
+        host: Address to listen on. Any address other than loopback is reachable from other machines.
+        deadline_ms: The server rejects requests that would begin later than this after their arrival, in
+            milliseconds.
+        api_key_file: File with one or several keys, one per line. A role may precede a key: robot:KEY,
+            metrics:KEY, admin:KEY. Default: SINEW_API_KEY in the environment.
+        tls_cert: PEM file with the certificate. It encrypts native (tls://HOST:PORT), openpi, http and
+            lerobot.
+        tls_key: PEM file with the private key.
+        allow_host: Further name of this server, for browsers that open its page. Repeatable.
+        access_log: File for one JSON line per request. - writes to standard error.
+        verbose: Log more, and print the complete reason for the engine.
     """
 
     wire: Texts = ()

@@ -29,17 +29,18 @@ def top(
     seconds: PositiveIfAny = None,
     answers: CountIfAny = None,
 ) -> int:
-    """Show what a server does: latency by stage, deadlines, sessions, the last chunk, and why each choice was made.
+    """Show the state of a server: latency by stage, deadlines, sessions, the last chunk, and the reason for each
+    choice.
 
-    In a terminal it ends with Ctrl-C, and finds a server that restarts. With --json or in a pipe it prints one view
-    and ends. With --seconds or --answers it prints the last view of that time. Exit status 1: no
-    answer.
+    In a terminal, press Ctrl-C to end. It reconnects to a server that restarts. With --json or in a pipe, it prints
+    one view and ends. With --seconds or --answers, it prints the last view of that time. The exit status is 1 if
+    the server does not answer.
 
     Args:
-        address: of an openpi or http port, http://HOST:PORT; its dashboard must be on.
-        api_key_file: a file with the server's key; SINEW_API_KEY in the environment if absent.
-        seconds: end after this many seconds.
-        answers: end after this many answers.
+        address: Address of an openpi or http port (http://HOST:PORT). The server's dashboard must be on.
+        api_key_file: File with the server's key. Default: SINEW_API_KEY in the environment.
+        seconds: End after this many seconds.
+        answers: End after this many answers.
     """
     host, port, tls = parse_address(address)
     key = api_key_of(api_key_file)

@@ -58,7 +58,7 @@ def said(error: CycloptsError) -> str:
     if given is not None and given.source not in ("", "cli", "env"):  # a file of settings
         name = f"{given.source}: {name}"
     if type(error) is MissingArgumentError:
-        return f"{name}: expected {_meant(error, argument)}, got none; `{verb} --help`"
+        return f"{name} is required ({_meaning(error, argument)}); see `{verb} --help`"
     if isinstance(error, CoercionError) and error.msg is None and given is not None:
         kind = _kind(error.target_type)
         close = did_you_mean(given.value, kind.removeprefix("one of ").split(", "))
@@ -82,11 +82,14 @@ def _no_verb(word: str, known: list[str], within: bool) -> str:
     return f"unknown verb {word!r}: {hint}"
 
 
-def _meant(error: MissingArgumentError, argument: Argument) -> str:
-    """Return what a value is: by its type, else as the docstring of its verb begins to say it."""
+def _meaning(error: MissingArgumentError, argument: Argument) -> str:
+    """Describe a missing value by its type, otherwise by the first clause of its help."""
     kind, word = _kind(argument.hint), argument.field_info.name
-    found = re.search(rf"^ +{word}: ((?:[^;:.]|\.\b)+)", inspect.getdoc(error.target) or "", re.MULTILINE)
-    return kind if kind != "a value" or not found else " ".join(found[1].split())
+    help_text = re.search(rf"^ +{word}: ((?:[^;:.]|\.\b)+)", inspect.getdoc(error.target) or "", re.MULTILINE)
+    if kind != "a value" or not help_text:
+        return kind
+    text = " ".join(help_text[1].split())
+    return text if text[:2].isupper() else text[0].lower() + text[1:]
 
 
 def _kind(hint: Any) -> str:

@@ -34,26 +34,29 @@ def validate(
     out: Path | None = None,
     audit: Flag = False,
 ) -> int:
-    """Prove that an engine computes a bundle as the reference does, and that it still succeeds at its task.
+    """Verify that an engine computes a bundle as the reference does, and that the policy still succeeds at its task.
 
-    Every stage of the engine is compared with eager fp32 on the same observations and noise; indices have to be equal.
-    Where the bundle has a task, episodes are played and held against the gate's record. A pass is kept: `--engine auto`
-    takes an engine on a GPU, or for an architecture that is not tested with it, only with one. Exit status 1: it fails.
+    Sinew compares every stage of the engine with eager float32, on the same observations and noise. Indices must be
+    equal. If the bundle has a task, Sinew plays episodes and compares the success with the gate's record. It stores
+    a pass. `--engine auto` takes an engine on a GPU, or for a family that is not tested with it, only after a pass.
+    The exit status is 1 if the validation fails.
 
     Args:
-        bundle: a bundle with weights, a checkpoint or training run, or a name of the hub.
-        observations: to compare; the verdict says how many they were.
-        records: folder that `sinew serve --record` wrote, to take them from; else episodes of an embedded task that the
-            policy fits, else random frames.
-        gate: a gate file; the embedded one whose task the policy fits if absent.
-        env: the environment that the gate file names, if it is not a task of Sinew: type it if you trust it.
-        adapter: the adapter that the gate file names, likewise.
-        env_options: JSON object; the options of the environment in the gate file, likewise.
-        reset_options: JSON object; the options of every reset in the gate file, likewise.
-        episodes: of the gate; 0 plays none.
-        out: folder for report.md and report.json.
-        audit: only say what in the program a CUDA graph could not record, stage by stage (--engine cuda); it computes
-            nothing and needs no GPU. Exit status 1 if there is anything.
+        bundle: Policy to check: a bundle with weights, a checkpoint or training run, or a hub name.
+        observations: Number of observations to compare. The verdict states it.
+        records: Folder of `sinew serve --record` that provides the observations. Default: episodes of a
+            built-in task that fits the policy, otherwise random frames.
+        gate: Gate file. Default: the built-in gate whose task fits the policy.
+        env: Environment that the gate file names, if it is not a task of Sinew. Type it only if you trust it.
+        adapter: Adapter that the gate file names. Type it only if you trust it.
+        env_options: Options of the environment in the gate file, as a JSON object. Type them only if you
+            trust them.
+        reset_options: Options of every reset in the gate file, as a JSON object. Type them only if you trust
+            them.
+        episodes: Number of episodes of the gate. 0 plays none.
+        out: Folder for report.md and report.json.
+        audit: List what a CUDA graph could not record in the program, stage by stage (--engine cuda). It
+            computes nothing and needs no GPU. The exit status is 1 if there is anything.
     """
     from sinew.checks.validate.report import write
     from sinew.convert.sources import resolve

@@ -42,9 +42,7 @@ def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversio
         return conversion
     names = [name.strip() for name in given.get("advantage", "").split(",") if name.strip()]
     if not names:
-        raise ConvertError(
-            f"--set {next(iter(given))}: expected --set advantage=NAME,NAME beside it, got none"
-        )
+        raise ConvertError(f"--set {next(iter(given))} needs --set advantage=NAME,NAME")
     if len(set(names)) != len(names):
         raise ConvertError(f"--set advantage: expected different names, got {', '.join(names)}")
     words = given.get("advantage_words", WORDS).replace(r"\n", "\n")

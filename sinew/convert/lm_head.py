@@ -62,7 +62,7 @@ def lm_head(
     if not options.setting("lm_head", False):
         for name in PROMPT_SETTINGS:
             if options.setting(name, None) is not None:
-                raise ConvertError(f"--set {name}: expected --set lm_head=true beside it, got none")
+                raise ConvertError(f"--set {name} needs --set lm_head=true")
         return LMHead("", dead)
     found = tensors.get(head)
     if found is None and not tied:

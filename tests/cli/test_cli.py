@@ -194,8 +194,11 @@ def test_bad_option_is_a_usage_error(here) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("infer blocks", "--image: expected CAMERA=FILE, once per camera, got none; `sinew infer --help`"),
-        ("convert a", "OUT: expected the bundle to write, got none; `sinew convert --help`"),
+        (
+            "infer blocks",
+            "--image is required (picture file of a camera, as CAMERA=FILE); see `sinew infer --help`",
+        ),
+        ("convert a", "OUT is required (bundle to write); see `sinew convert --help`"),
         ("eval blocks --episodes 10.7", "--episodes: expected a whole number, got '10.7'"),
         ("serve blocks --max-batch 2.5", "--max-batch: expected a whole number, got '2.5'"),
         ("serve blocks --reuse=maybe", "--reuse: expected true or false, got 'maybe'"),
@@ -509,7 +512,6 @@ def test_the_demo_of_an_act(tmp_path: Path) -> None:
     result = sinew("demo", "act", "--episodes", "3", "--sweep-episodes", "0", "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "as numbers of the state" in result.stdout
-    assert "engine onnx has graphs of this package" in result.stdout.replace("\n", " ")
     (played,) = json.loads((tmp_path / "report.json").read_text())["variants"]
     assert (played["wins"], played["episodes"]) == (3, 3)
     made = "closed_loop.gif" if "film       none, small frames instead" in result.stdout else "film.webp"

@@ -105,8 +105,10 @@ def test_pages_of_the_site_are_made_of_the_program(monkeypatch: pytest.MonkeyPat
         assert f"/verbs/{'-'.join(words)}.md" in menu
     assert "| `--action-limits` (`refuse`, `clamp`, `off`) | `refuse` |" in pages["verbs/serve.md"]
     settings = pages["settings.md"]
-    assert re.search(r"^\| `--timeout` \| .*`SINEW_BENCH_TIMEOUT`.*seconds", settings, re.MULTILINE), settings
-    assert re.search(r"^\| `--rename` \| .*camera", settings, re.MULTILINE)
+    assert re.search(r"^\| `--timeout` \| .*`SINEW_BENCH_TIMEOUT`.*[Ss]econds", settings, re.MULTILINE), (
+        settings
+    )
+    assert re.search(r"^\| `--rename` \| .*[Cc]amera", settings, re.MULTILINE)
     for name in re.findall(r"^::: (\S+)", pages["python.md"], re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__, name

@@ -256,10 +256,10 @@ def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]
         (("--takeover", "expert"), "--takeover expert: expected a simulated robot"),
         (("--takeover", "no.such:Arm"), "--takeover no.such:Arm: no module 'no'"),
         (("--takeover", "lerobot:so101_leader"), "--takeover lerobot"),
-        (("--takeover-options", "{}"), "--takeover-options: expected --takeover beside it"),
+        (("--takeover-options", "{}"), "--takeover-options needs --takeover"),
         (("--takeover", "expert", "--takeover-key", "q"), "--takeover-key: expected one character"),
-        (("--align", "1"), "--align: expected --takeover or --shadow"),
-        (("--shadow", "--robot", "blocks"), "--shadow: expected --takeover beside it"),
+        (("--align", "1"), "--align needs --takeover or --shadow"),
+        (("--shadow", "--robot", "blocks"), "--shadow needs --takeover"),
         (
             ("--takeover", "expert", "--robot", "blocks", "--takeover-options", '{"after": 0}'),
             "after: expected a whole number of steps",

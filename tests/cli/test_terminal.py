@@ -178,7 +178,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["serve", PEN, "--wire", "openpi:abc"], "--wire openpi:abc: expected a port"),
         (["serve", "nope.gguf", "--access-log", "-"], "nope.gguf: no such file"),
-        (["serve", PEN, "--tls-key", "key.pem"], "--tls-key key.pem: expected --tls-cert beside it"),
+        (["serve", PEN, "--tls-key", "key.pem"], "--tls-key key.pem needs --tls-cert"),
         (
             ["serve", PEN, "--tls-cert", "foo.pem"],
             "foo.pem: expected a PEM file with a certificate, got none there",
@@ -227,9 +227,9 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         (["run", PEN, "--stream", "--timeout", "3"], "--timeout: expected none with --stream"),
         (["run", PEN, "--stream", "--takeover", "expert"], "--takeover: expected none with --stream"),
-        (["run", PEN, "--text-tokens", "8"], "--text-tokens: expected --stream beside it, got none"),
-        (["run", PEN, "--assist-when", "every:3"], "--assist-when: expected --assist beside it, got none"),
-        (["run", PEN, "--assist-timeout", "9"], "--assist-timeout: expected --assist beside it, got none"),
+        (["run", PEN, "--text-tokens", "8"], "--text-tokens needs --stream"),
+        (["run", PEN, "--assist-when", "every:3"], "--assist-when needs --assist"),
+        (["run", PEN, "--assist-timeout", "9"], "--assist-timeout needs --assist"),
         (["perf", "run", "pi0.5", "--hardware", "nope"], "hardware 'nope'"),
         (["bench", PEN, "--dtype", "int3"], "dtype: expected one of fp32, bf16, fp16, native"),
         (["eval", PEN, "--dtype", "int3"], "dtype: expected one of fp32, bf16, fp16, native"),
@@ -240,7 +240,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         (["eval", PEN, "--episode", "3"], "error: unknown flag --episode: did you mean --episodes?"),
         (["bench", "localhost:5555"], "no such file or folder; did you mean 'tcp://localhost:5555'?"),
-        (["convert"], "a vla.cpp GGUF file, or a bundle of an older format, got none"),
+        (["convert"], "vla.cpp GGUF file, or a bundle in an older format); see `sinew convert --help`"),
         (["top", "--zzz"], "error: unknown flag --zzz: `sinew top --help` lists them"),
         (["top", "--seconds", "x"], "error: --seconds: expected a number, got 'x'"),
         (["top", "--answers", "0"], "error: --answers: expected a number >= 1, got 0"),
@@ -250,10 +250,10 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         ),
         (
             ["new"],
-            "error: KIND: expected one of family, engine, wire, robot, task, got none; `sinew new --help`",
+            "error: KIND is required (one of family, engine, wire, robot, task); see `sinew new --help`",
         ),
-        (["convert", "a"], "error: OUT: expected the bundle to write, got none; `sinew convert --help`"),
-        (["convert", "a", "b", "--vlm"], "error: --vlm: expected a value, got none; `sinew convert --help`"),
+        (["convert", "a"], "error: OUT is required (bundle to write); see `sinew convert --help`"),
+        (["convert", "a", "b", "--vlm"], "error: --vlm is required (a value); see `sinew convert --help`"),
     ],
     ids=lambda value: (
         "-".join(map(str, value))[:40].replace(str(ROOT), "") if isinstance(value, list) else ""

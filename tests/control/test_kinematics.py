@@ -990,7 +990,7 @@ def test_a_policy_of_poses_drives_a_robot_of_joints(capsys: pytest.CaptureFixtur
         ),
         (
             ("--robot", "dry", "--kinematics-options", "{}"),
-            "--kinematics-options: expected --kinematics beside it",
+            "--kinematics-options needs --kinematics",
         ),
         (
             ("--robot", "blocks", "--kinematics", str(UR5E)),

@@ -143,8 +143,8 @@ def test_a_prompt_gets_a_place_for_advantages(golden, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"usual_advantage": "good"}, "--set usual_advantage: expected --set advantage=NAME,NAME beside it"),
-        ({"advantage": ", "}, "--set advantage: expected --set advantage=NAME,NAME beside it, got none"),
+        ({"usual_advantage": "good"}, "--set usual_advantage needs --set advantage=NAME,NAME"),
+        ({"advantage": ", "}, "--set advantage needs --set advantage=NAME,NAME"),
         ({"advantage": "a,a"}, "--set advantage: expected different names, got a, a"),
         (
             {"advantage": "a", "advantage_words": "good"},

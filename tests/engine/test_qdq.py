@@ -141,8 +141,8 @@ def test_what_it_refuses(made: Made, tmp_path: Path, capsys: pytest.CaptureFixtu
             "--qdq: expected int8 of some components, and fp32 of others, got head=q4_0",
         ),
         (["--qdq", "head=fp32"], "expected int8 of some components"),
-        (["--records", str(tmp_path)], "--records: expected --qdq beside it"),
-        (["--observations", "5"], "--observations: expected --qdq beside it"),
+        (["--records", str(tmp_path)], "--records needs --qdq"),
+        (["--observations", "5"], "--observations needs --qdq"),
     ):
         assert export(made.bundle, tmp_path / "robot", *arguments) == 1
         assert words in " ".join(capsys.readouterr().err.split())

@@ -62,7 +62,7 @@ def test_the_only_instruction_is_a_part_of_the_graph(
     assert "policy.onnx is within" in capsys.readouterr().out
     assert {"tokens", "token_mask"}.isdisjoint(shapes(tmp_path / "robot" / WHOLE))
     assert main([*line[:3], str(tmp_path / "other"), "--prompt", "go"]) == 1
-    assert "--prompt: expected --whole beside it" in capsys.readouterr().err
+    assert "--prompt needs --whole" in capsys.readouterr().err
 
 
 def test_a_graph_that_computes_something_else_is_refused(folder: tuple[Path, Path], tmp_path: Path) -> None:

@@ -359,8 +359,8 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--trials", 2), "--trials: expected --out FOLDER beside it"),
-        (("--out", "x"), "--out: expected --trials beside it"),
+        (("--trials", 2), "--trials needs --out FOLDER"),
+        (("--out", "x"), "--out needs --trials"),
         (("--trials", 2, "--out", "x"), "got a standard input that is no terminal"),
         (("--trials", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
         (("--trials", 2, "--out", "x", "--judge", "."), "expected a file or a FIFO, got a directory"),

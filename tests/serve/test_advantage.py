@@ -320,7 +320,7 @@ def test_the_verbs_take_both(
     capsys.readouterr()
     for options, message in {
         ("--advantage", "best"): "--advantage: expected one of good, bad, got 'best'",
-        ("--advantage", "", "--guidance-scale", "2"): "--guidance-scale: expected --advantage beside it",
+        ("--advantage", "", "--guidance-scale", "2"): "--guidance-scale needs --advantage",
         ("--guidance-scale", "nan"): "--guidance-scale: expected a number from 0 to 100, got nan",
     }.items():
         assert main(["run", server.at["native"], *run, *options]) == 1

@@ -25,22 +25,23 @@ def fleet(
     engine: Literal["eager", "plan"] = "plan",
     measure: Flag = False,
 ) -> int:
-    """How many robots one machine answers in time, one request after another and in batches.
+    """Predict how many robots one machine answers in time, one request after another and in batches.
 
-    From the calibrated model (`sinew perf calibrate`), and with --measure from batches that are timed here too. The
-    plan has two cases. Staggered robots send their requests at different times of a period. Robots in step all send
-    them at the same time, as when one trigger starts them: fewer are answered in time.
+    The prediction uses the calibrated model (`sinew perf calibrate`), and with --measure also batches that are
+    timed here. It has two cases. Staggered robots send their requests at different times of a period. Robots in
+    step send them at the same time, for example after one trigger. Then fewer robots are answered in time.
 
     Args:
-        source: as of `sinew infer`; a family's preset, without --measure too.
-        hz: requests per second of each robot.
-        deadline_ms: from a robot's frame to its answer.
-        max_batch: as of `sinew serve`.
-        overhead_ms: what a request takes beside the policy: wires, decoding, preparing, the network.
-        share: of a robot's moments that have to be answered in time.
-        threads: for compute, as calibrated; those of the newest calibration of the engine if absent.
-        engine: as calibrated.
-        measure: load the policy and time its batches.
+        source: Policy, as for `sinew infer`, or a family's preset. A preset needs no --measure.
+        hz: Requests per second of each robot.
+        deadline_ms: Maximum time from a robot's frame to its answer, in milliseconds.
+        max_batch: Maximum batch, as for `sinew serve`.
+        overhead_ms: Time of a request outside of the policy, in milliseconds: protocol, decoding, preparing,
+            network.
+        share: Fraction of requests that must meet the deadline.
+        threads: Compute threads of the calibration to use. Default: those of the engine's newest calibration.
+        engine: Engine of the calibration to use.
+        measure: Load the policy and time its batches.
     """
     from sinew_perf import fleet as model
     from sinew_perf.machine import fit as calibration

@@ -21,18 +21,19 @@ def gains(
     data: Path | None = None,
     links: Path | None = None,
 ) -> int:
-    """Say what makes a policy faster on a machine, the largest predicted gain first, and what each does to the actions.
+    """Rank the changes that make a policy faster on a machine, and show the effect of each on the actions.
 
-    It begins with engine eager in float32. Each row of the first table comes upon those above; "or" is what would take
-    another's place. The second table has what helps under a condition. Exit status 1 if nothing gains.
+    The first table starts with engine eager in float32. Each row assumes the rows above it. Rows with "or" are
+    alternatives. The second table lists changes that help under a condition. The exit status is 1 if nothing helps.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, at their published size.
-        hardware: a machine's name (`sinew perf machines`); cpu has the engines of a CPU, all others engine cuda.
-        server: another machine, which may have a part of the work.
-        network: links to it, in order, repeatable; wifi7 if absent.
-        data: a file with more machines.
-        links: a file with more networks.
+        source: Policy, as for `sinew infer`, or a family's preset at its published size.
+        hardware: Name of a machine from `sinew perf machines`. cpu has the engines of a CPU, all others
+            engine cuda.
+        server: Name of a second machine that may compute a part of the work.
+        network: Link to the server. Repeat it for several links in order. Default: wifi7.
+        data: File with further machines.
+        links: File with further networks.
     """
     from sinew_perf.gains import order
     from sinew_perf.hardware import load_hardware, load_network

@@ -36,21 +36,25 @@ def fit(
     search: bool = True,
     data: Path | None = None,
 ) -> int:
-    """Does a policy fit a board's memory, and how much can be asked of it there? Exit status 1 if it does not.
+    """Check whether a policy fits the memory of a board, and with which limits. The exit status is 1 if it does not
+    fit.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, at their published size.
-        hardware: name of a machine of `sinew perf machines`, whose memory is meant; orin-nano if nothing is said.
-        memory_gib: the board's memory, in place of the machine's.
-        system_gib: what the operating system and other programs take, in place of the machine's.
-        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bf16//int8; as stored if absent.
-        engine: the plan's rewrites, as of other verbs, eager, or cpu: over low-bit weights as stored; these read rows
-            of a token table that stays in the file. cuda: the plan, with the whole table on the device.
-        device: which allowance for runtime and libraries to add; cuda if absent, cpu for engine cpu.
-        alone: the machine runs nothing else: no desktop, the simulator on another. Its system then takes less.
-        embodiments: robots whose projections the head of a GR00T holds; upstream's files have 32, a bundle one.
-        search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
-        data: a file with more machines.
+        source: Policy, as for `sinew infer`, or a family's preset at its published size.
+        hardware: Name of a machine from `sinew perf machines`, which has the memory. Default: orin-nano.
+        memory_gib: Memory of the board in GiB, instead of the machine's.
+        system_gib: Memory of the operating system and other programs in GiB, instead of the machine's value.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], for example int4 or bf16//int8. Default: as stored.
+        engine: Engine whose memory is counted: plan (with its rewrites), eager, cpu (low-bit weights as
+            stored, token table in the file), or cuda (the plan, with the whole table on the device).
+        device: Device whose runtime and libraries are added: cuda or cpu. Default: cuda, and cpu for engine
+            cpu.
+        alone: Assume that nothing else runs on the machine: no desktop, and the simulator elsewhere. The
+            system then needs less.
+        embodiments: Number of robots whose projections the head of a GR00T holds. Upstream's files have 32, a
+            bundle has one.
+        search: Also search the largest chunk, number of cameras and context that fit. This takes 15 seconds.
+        data: File with further machines.
     """
     from sinew_perf.hardware import load_hardware
     from sinew_perf.memory import DEVICES, fits
@@ -133,16 +137,16 @@ def calibrate(
     runs: Count = 3,
     directory: Path | None = None,
 ) -> int:
-    """Measure this machine and a policy's stages on it; later predictions and `sinew bench` use what is found.
+    """Measure this machine and the stages of a policy, for later predictions and for `sinew bench`.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, with random weights.
-        threads: for compute; if absent, those with which the engine computes this bundle, as `sinew bench` does; of
-            sizes alone one per core.
-        dtype: compute type.
-        engine: whose stages to measure; for others than eager the source is a bundle.
-        runs: of each stage; their median counts.
-        directory: where to store it; $XDG_CONFIG_HOME/sinew/calibration if absent.
+        source: Policy, as for `sinew infer`, or a family's preset with random weights.
+        threads: Compute threads. Default: those that `sinew bench` uses for a bundle, or one per core for a
+            preset.
+        dtype: Compute type.
+        engine: Engine whose stages are measured. Engines other than eager need a bundle.
+        runs: Number of runs of each stage. The median counts.
+        directory: Folder to store the calibration in. Default: $XDG_CONFIG_HOME/sinew/calibration.
     """
     from sinew_perf.machine.calibrate import calibrate as measure
 
@@ -170,14 +174,14 @@ def predict(
     engine: Literal["eager", "plan", "onnx"] = "eager",
     directory: Path | None = None,
 ) -> int:
-    """What an engine will take on this machine, with an error band. Needs `sinew perf calibrate` first.
+    """Predict the time of an engine on this machine, with an error band. Run `sinew perf calibrate` first.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, at their published size.
-        threads: for compute, as calibrated; those of the newest calibration of the engine if absent.
-        dtype: compute type, as calibrated.
-        engine: as calibrated.
-        directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
+        source: Policy, as for `sinew infer`, or a family's preset at its published size.
+        threads: Compute threads of the calibration to use. Default: those of the engine's newest calibration.
+        dtype: Compute type of the calibration to use.
+        engine: Engine of the calibration to use.
+        directory: Folder of the stored calibration. Default: $XDG_CONFIG_HOME/sinew/calibration.
     """
     from sinew_perf.machine import fit as calibration
     from sinew_perf.program import PublishedProgram
@@ -208,13 +212,13 @@ def sync(
     device: Literal["cpu", "cuda"] = "cpu",
     threads: CountIfAny = None,
 ) -> int:
-    """What lies between two kernels here: for `sinew perf run --sync-us`.
+    """Measure the gap between two kernels on this machine, for `sinew perf run --sync-us`.
 
     Args:
-        products: sums in a chain; `sinew perf run` says how many matrix products a policy has. 1378 is what Running
-            VLAs at Real-time Speed (arXiv 2510.26742) counts.
-        device: where they run.
-        threads: of a CPU.
+        products: Number of products in a chain. `sinew perf run` prints the number of a policy. 1378 is the
+            count in Running VLAs at Real-time Speed (arXiv 2510.26742).
+        device: Device to measure.
+        threads: Compute threads of a CPU.
     """
     from sinew_perf.machine.sync import BASELINE, SHAPE, measure
 

@@ -27,17 +27,19 @@ def need(
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
     data: Path | None = None,
 ) -> int:
-    """Tell which machine, precision and number of solver steps reach a rate and fit the memory; status 1 if none does.
+    """Find the machines, precisions and numbers of solver steps that reach a rate and fit the memory.
+
+    The exit status is 1 if none does.
 
     Args:
-        rate: chunks per second; or it follows from a task or a control rate.
-        task: a class of tasks with its usual control rates and latencies.
-        control_hz: control steps per second.
-        replan: of them between two inferences: actions of each chunk that are executed.
-        model: as of `sinew infer`, or a family's preset.
-        hardware: names of machines, repeatable or with commas; all of `sinew perf machines` if absent.
-        efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
-        data: a file with more machines.
+        rate: Required chunks per second. Default: it follows from the task or the control rate.
+        task: Class of tasks with its usual control rates and latencies.
+        control_hz: Control steps per second.
+        replan: Control steps between two inferences, which is the number of actions executed per chunk.
+        model: Policy, as for `sinew infer`, or a family's preset.
+        hardware: Names of machines, separated by commas. Repeatable. Default: all of `sinew perf machines`.
+        efficiency: Fraction of the roofline that the software reaches. Well-tuned engines reach 0.6 to 0.85.
+        data: File with further machines.
     """
     from sinew_perf.hardware import hardware as known
     from sinew_perf.hardware import load_machines
@@ -72,11 +74,11 @@ def need(
 
 
 def machines(*, data: Path | None = None, links: Path | None = None) -> int:
-    """The machines and networks that are known, with their sources.
+    """List the known machines and networks with their sources.
 
     Args:
-        data: a file with more machines.
-        links: a file with more networks.
+        data: File with further machines.
+        links: File with further networks.
     """
     from sinew_perf.hardware import hardware, networks
 

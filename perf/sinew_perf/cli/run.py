@@ -40,25 +40,30 @@ def run(
     table: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """Latency by component on one or more machines, from the traced program.
+    """Predict the latency of each component on one or more machines, from the traced program.
 
     Args:
-        source: as of `sinew infer`, or a family's preset at its published size, or FILE.json in the form of a family's
-            published.json: a model of any widths. pi0-l, pi0-xl and pi0-xxl are VLA-Perf's.
-        hardware: names of machines (`sinew perf machines`), repeatable or with commas; thor, rtx4090, h200 if absent.
-        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
-        traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves; weights
-            moves nothing but weights, the least that any program can.
-        engine: eager, or with the rewrites of the plan.
-        operators: also every product with how often it runs, its shape and its bound.
-        sync_us: microseconds between two products, as `sinew perf sync` measures them: added for each.
-        parallel: so many equal devices that share every layer (tensor parallelism); --operators shows them uncut.
-        link: gigabytes a second from each of them to the next, of --parallel; a data sheet's figure for both ways
-            together is twice that.
-        link_us: microseconds that each exchange of theirs takes, whatever its size.
-        data: a file with more machines, as perf/sinew_perf/data/hardware.toml.
-        table: write the table as CSV, or as LaTeX (.tex).
-        plot: write the roofline with each component as a point.
+        source: Policy, as for `sinew infer`, a family's preset at its published size, or FILE.json in the
+            form of a family's published.json for a model of any widths. pi0-l, pi0-xl and pi0-xxl are
+            models of the VLA-Perf paper.
+        hardware: Names of machines from `sinew perf machines`, separated by commas. Repeatable. Default:
+            thor, rtx4090 and h200.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., separated by commas:
+            vision=fp8,language=fp8.
+        traffic: Memory traffic: fused (everything between two products stays on the chip), unfused (what
+            the eager engine moves) or weights (weights alone, the minimum for any program).
+        engine: Program to count: eager, or plan with its rewrites.
+        operators: Also list every product with its count, shape and bound.
+        sync_us: Microseconds between two products, as `sinew perf sync` measures them. They are added for
+            each product.
+        parallel: Number of equal devices that share every layer (tensor parallelism). --operators lists
+            the layers before they are shared.
+        link: Gigabytes per second from one device of --parallel to the next. A data sheet that counts
+            both directions states twice this value.
+        link_us: Microseconds of each exchange between the devices, whatever its size.
+        data: File with further machines, in the format of hardware.toml.
+        table: File for the table, as CSV or LaTeX (.tex).
+        plot: File for the roofline with each component as a point.
     """
     from sinew_perf.hardware import load_machines
 

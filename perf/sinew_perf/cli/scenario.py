@@ -31,27 +31,29 @@ def scenario(
     links: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
+    """Compare running a policy on the robot, on a server, or split; in step or asynchronously; as two systems.
 
-    Of all cuts, each stage here or there, the quickest is named, with the next and what that one takes more of. A place
-    whose memory does not hold what would run there is refused, as `sinew perf fit` does. Exit status 1 if nothing fits
-    anywhere.
+    For each split of the stages, the table shows the fastest, and the next one with its additional cost. A machine
+    whose memory is too small is left out, as in `sinew perf fit`. The exit status is 1 if nothing fits.
 
     Args:
-        source: as of `sinew infer`, or a family's preset.
-        server: the machine at the far end; several with commas, of which the table has the quickest cut's.
-        device: the machine on the robot.
-        network: links in between, in order, repeatable; wifi7 if absent. NAME,NAME is either of them.
-        codec: of the frames on their way up: bytes, JPEG at ten to one, or float32.
-        control_hz: control steps per second.
-        replan: control steps between two requests; half of the chunk if absent.
-        cap_hz: how often System 2 (vision excluded, language) runs beside System 1.
-        dtype: see `sinew perf run`.
-        camera_ms: from light to the frame in memory: a part of what an action's age and reaction are.
-        actuation_ms: from a command to its effect: a part of the reaction.
-        data: a file with more machines.
-        links: a file with more networks.
-        plot: write the comparison as bars.
+        source: Policy, as for `sinew infer`, or a family's preset.
+        server: Machine at the far end. Several are separated by commas. The table then shows the machine of
+            the fastest split.
+        device: Machine on the robot.
+        network: Link between both. Repeat it for several links in order. NAME,NAME tries either. Default:
+            wifi7.
+        codec: Encoding of the frames that are sent: bytes, JPEG at ten to one, or float32.
+        control_hz: Control steps per second.
+        replan: Control steps between two requests. Default: half of the chunk.
+        cap_hz: Maximum rate of System 2 (the language model without vision) next to System 1, in Hz.
+        dtype: Data types, as for `sinew perf run`.
+        camera_ms: Milliseconds from light to the frame in memory. They count in the age and the reaction time
+            of an action.
+        actuation_ms: Milliseconds from a command to its effect. They count in the reaction time.
+        data: File with further machines.
+        links: File with further networks.
+        plot: File for the comparison as a bar chart.
     """
     from sinew_perf import plots
     from sinew_perf.cuts import all_cuts

@@ -27,21 +27,24 @@ def stream(
     actuation_ms: NotNegative = 0.0,
     data: Path | None = None,
 ) -> int:
-    """How fast the loops of a stream turn on one machine. Exit status 1 if none of the machines reaches the rate.
+    """Predict the rates of a stream's two loops on a machine. The exit status is 1 if no machine reaches the rate.
 
-    A machine whose memory the policy does not fit is refused, as `sinew perf fit` does. Prefixes and head runs either
-    take turns or run at once, as on two streams of a GPU: then what one computes hides what the other moves.
+    A machine whose memory is too small is left out, as in `sinew perf fit`. Prefixes and head runs either take
+    turns, or run at the same time on two streams of a GPU. In the second case, computing one hides the memory
+    traffic of the other.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, at their published size.
-        hardware: names of machines, repeatable or separated by commas; rtx4090, h200, thor and agx-orin if absent.
-        camera_hz: frames, and so prefixes, per second.
-        hz: head runs per second that are wanted beside them.
-        dtype: see `sinew perf run`.
-        efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
-        camera_ms: from light to the frame in memory: exposure, read-out, transfer. A part of the reaction time.
-        actuation_ms: from a command to its effect. A part of the reaction time.
-        data: a file with more machines.
+        source: Policy, as for `sinew infer`, or a family's preset at its published size.
+        hardware: Names of machines, separated by commas. Repeatable. Default: rtx4090, h200, thor and
+            agx-orin.
+        camera_hz: Frames per second, which is also the number of prefixes per second.
+        hz: Required head runs per second.
+        dtype: Data types, as for `sinew perf run`.
+        efficiency: Fraction of the roofline that the software reaches. Well-tuned engines reach 0.6 to 0.85.
+        camera_ms: Milliseconds from light to the frame in memory: exposure, read-out and transfer. They count
+            in the reaction time.
+        actuation_ms: Milliseconds from a command to its effect. They count in the reaction time.
+        data: File with further machines.
     """
     from sinew_perf.hardware import load_machines
 

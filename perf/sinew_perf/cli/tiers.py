@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def tiers(*policies: Annotated[str, Parameter(negative="")]) -> int:
-    """Seven policies on three boards: what the authors of vla.cpp measured, beside what a trace of each says.
+    """Compare the measurements of vla.cpp's authors, seven policies on three boards, with predictions from a trace of
+    each.
 
     Args:
-        policies: some of them, by their presets; all if absent, which takes a minute.
+        policies: Presets of the policies to show. Default: all, which takes a minute.
     """
     from sinew_perf.tiers import tiers as rows
 

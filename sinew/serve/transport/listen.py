@@ -121,7 +121,7 @@ class Listen:
         begin. Raises SinewError for unusable files."""
         if self.tls_cert is None:
             if self.tls_key is not None:
-                raise SinewError(f"TLS: --tls-key {self.tls_key}: expected --tls-cert beside it, got none")
+                raise SinewError(f"TLS: --tls-key {self.tls_key} needs --tls-cert")
             return None
         newest = Renewed([path for path in (self.tls_cert, self.tls_key) if path], self._tls_context)
 
