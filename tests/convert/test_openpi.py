@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from sinew_client.control import choose
 
 from sinew.bundle import Bundle
 from sinew.cli import main
@@ -135,6 +136,34 @@ def test_the_bundle_carries_the_robot(openpi_checkpoint):
         "observation/wrist_image_left": "left_wrist_0_rgb",
     }
     assert spec.keys[0].state == ("observation/joint_position", "observation/gripper_position")
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("pi0_droid", 10), ("pi05_droid", 15), ("pi05_droid_finetune", 16)]
+)
+def test_droids_names_say_what_its_actions_are(openpi_checkpoint, name, chunk):
+    """Joint velocities at 15 Hz, which no file of the checkpoint says."""
+    policy, _ = make_policy(openpi_checkpoint, name)
+    spec = Bundle(policy.bundle.path).manifest.spec
+    assert (spec.chunk_size, spec.control_hz) == (chunk, 15.0)
+    assert spec.motion is not None
+    assert (spec.motion.kind, spec.motion.scale) == ("offsets", 0.2)
+    assert spec.motion.action == tuple(range(7))  # the gripper is a position
+    assert "actions are offsets" in str(choose(policy=spec.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("pi05_full_droid_finetune", "absolute", "aligned"),  # trained on joint positions
+        ("pi05_libero", None, "nothing says what actions are measured from"),
+    ],
+)
+def test_other_names_say_what_theirs_are_or_nothing(openpi_checkpoint, name, kind, told):
+    policy, _ = make_policy(openpi_checkpoint, name)
+    spec = Bundle(policy.bundle.path).manifest.spec
+    assert (spec.motion and spec.motion.kind) == kind
+    assert told in str(choose(policy=spec.to_dict()))
 
 
 def test_default_prompt(openpi_checkpoint, tmp_path, capsys):
