@@ -20,7 +20,7 @@ def demo(
     *,
     out: Path = Path("build/demo"),
     episodes: Count = 50,
-    sweep_episodes: Whole = 30,
+    sweep_episodes: Whole = 20,
     film: bool | None = None,
     full_size: Flag = False,
     prepare: Flag = False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,14 @@ def run(
         raise SinewError(f"{bundle}: the trained demo policy is missing")
     out_dir.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    with _served(bundle, out_dir, console) as address:
+    # MuJoCo draws the film in a process of its own, while the sweep is played.
+    with _served(bundle, out_dir, console) as address, ThreadPoolExecutor(1) as drawing:
         env, told = PLAYED[policy]
-        report = _drive(address, out_dir, episodes, console, bool(film), env, told)
+        report, drawn = _drive(address, out_dir, episodes, console, bool(film), env, told, drawing)
         if sweep_episodes:
             report["injected_latency"] = _sweep(address, sweep_episodes, console, env)
+        if drawn is not None:
+            drawn.result()
     if sweep_episodes:
         write_plots(report["injected_latency"], out_dir)
     (out_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -110,9 +114,16 @@ def _served(bundle: Path, out_dir: Path, console: Console) -> Iterator[str]:
 
 
 def _drive(
-    address: str, out_dir: Path, episodes: int, console: Console, film: bool, played: str, told: str
-) -> dict[str, Any]:
-    """Play the episodes of the animation, and print them."""
+    address: str,
+    out_dir: Path,
+    episodes: int,
+    console: Console,
+    film: bool,
+    played: str,
+    told: str,
+    drawing: ThreadPoolExecutor,
+) -> tuple[dict[str, Any], Future[None] | None]:
+    """Play the episodes of the animation, and print them. Return the report, and what draws the film, if one is."""
     task, base = Task(played), Variant(address)
     env, adapter = make_env(task.env, render_mode="rgb_array", render_size=256)
     policy = ServerPolicy(address, None)
@@ -124,13 +135,14 @@ def _drive(
         results = view.play([base], seeds, film=0 if film else FILMED, look=LOOK)
         report = document(task, adapter.control_hz, [base], results, workers=1)
         report["stages_ms"] = {name: stats.summarize(values) for name, values in view.stages.items()}
+        drawn = None
         if not film:
             write_gif(view.frames, out_dir / GIF, adapter.control_hz, view.pauses)
         else:
             shots = shoot(policy, env, adapter, range(FIRST_SEED, FIRST_SEED + FILMED // 2))
-            write_film(shots, out_dir / FILM, adapter.control_hz)
+            drawn = drawing.submit(write_film, shots, out_dir / FILM, adapter.control_hz)
         _print_run(report, told, console)
-        return report
+        return report, drawn
     finally:
         policy.close()
         env.close()
