@@ -22,6 +22,7 @@ from sinew.convert import convert
 from sinew.core import ConvertError
 from sinew.eval.settings import Variant
 from sinew.eval.variants import _handed_over
+from tests.cases import cases
 
 ROWS = 4
 
@@ -48,6 +49,26 @@ def test_the_bundle_states_the_coefficient(act, coefficient):
     assert (spec.temporal_ensemble, spec.n_action_steps) == (coefficient, 1)
     chosen = choose(policy=spec.to_dict())
     assert (chosen.handover, chosen.replan) == (f"ensemble:{coefficient:g}", "1")
+
+
+@pytest.mark.parametrize("name", ["smolvla-2cam", "pi05-2cam"])
+def test_real_time_chunking_of_the_checkpoint_is_named(golden, tmp_path, name):
+    path = tmp_path / name
+    shutil.copytree(golden / name / "checkpoint", path)
+    file, given = path / "config.json", cases()[name].options(golden / name)
+    record = json.loads(file.read_text())
+    for said, told in (
+        ({"enabled": True, "execution_horizon": 12}, True),
+        ({"enabled": False}, False),
+        (None, False),
+    ):
+        file.write_text(json.dumps(record | {"rtc_config": said}))
+        notes = Bundle(convert(path, tmp_path / "out.gguf", **given)).manifest.provenance.notes
+        named = [note for note in notes if note.startswith("rtc_config=")]
+        assert bool(named) == told
+        assert all(
+            '"execution_horizon": 12' in note and "--handover rtc:no-jacobian" in note for note in named
+        )
 
 
 def test_without_a_coefficient_nothing_changes(act):

@@ -110,6 +110,17 @@ def test_a_file_without_quantiles_is_named_with_what_adds_them(case, name, has):
     assert "augment_dataset_quantile_stats.py" in message
 
 
+@pytest.mark.parametrize("name", ["meta/stats.json", "dataset_statistics.json"])
+@pytest.mark.parametrize("layout", ["pi05-2cam", "openvla-oft"])
+def test_a_folder_in_place_of_the_statistics_names_its_file(case, tmp_path, name, layout):
+    path, given = case(layout)
+    folder = tmp_path / "data"
+    (folder / name).parent.mkdir(parents=True)
+    assert f"{folder}: expected a JSON file, got a folder" in refused(path, stats=folder, **given)
+    (folder / name).write_text("{}")
+    assert f"got a folder; give {folder / name}" in refused(path, stats=folder, **given)
+
+
 def test_a_file_of_other_features_is_named_with_its_own(case):
     path, given = case("smolvla-2cam")
     file = path.parent / "stats.json"

@@ -59,7 +59,7 @@ from sinew.convert.lerobot.steps import (
 )
 from sinew.convert.options import ConvertOptions
 from sinew.convert.read.files import directory_config, named, read_json
-from sinew.convert.read.record import TRAINING, shown_fields, training_note
+from sinew.convert.read.record import MOST_SHOWN, TRAINING, shown_fields, training_note
 from sinew.convert.read.safetensors import ADAPTER_CONFIG, adapter_alone, is_adapter, read_weights
 from sinew.convert.tokenizer_files import given_folder
 from sinew.core import MAX_SIZE, CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
@@ -182,6 +182,12 @@ class LeRobotCheckpoint:
                     f"{self.file}: {key}={json.dumps(self.config[key])} is not supported yet, expected"
                     f" {json.dumps(value)}; the checkpoint cannot be converted"
                 )
+        chunking = self.config.get("rtc_config")
+        if isinstance(chunking, dict) and chunking.get("enabled", True):
+            self.notes.append(
+                f"rtc_config={json.dumps(chunking)[:MOST_SHOWN]}: LeRobot joins chunks by real-time chunking."
+                " `sinew run --handover rtc:no-jacobian` does so; without the flag, runs do not"
+            )
         absent = [
             f"{key}={json.dumps(v)}" for key, v in self.schema.defaults.items() if key not in self.config
         ]

@@ -28,9 +28,21 @@ def read_text(path: Path, limit: int = MAX_JSON_BYTES) -> str:
         return untrusted.read_text(path, limit)
 
 
+STATISTICS = (
+    "meta/stats.json",
+    "stats.json",
+    "dataset_statistics.json",
+    "norm_stats.json",
+)  # of a folder with them
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, which may have infinite numbers as PyTorch's configs do. Raises
     :class:`ConvertError`."""
+    if path.is_dir():
+        inside = [path / name for name in STATISTICS if (path / name).is_file()]
+        hint = f"; give {inside[0]}" if inside else ""
+        raise ConvertError(f"{path}: expected a JSON file, got a folder{hint}")
     with ConvertError.at(path, OSError, UntrustedError):
         record = untrusted.read_json(path, MAX_JSON_BYTES, max_values=MAX_TOKENIZER_VALUES, finite=False)
     if not isinstance(record, dict):
