@@ -26,7 +26,7 @@ TESTS = (
     # Of the robot's side what computes rows; its clocks, names, servers and journals round nothing.
     *(f"tests/control/test_{name}.py" for name in ("envelope", "kinematics", "logic", "motion_fit")),
     *(f"tests/control/test_{name}.py" for name in ("promises", "rounding", "trajectory")),
-    *(f"tests/stream/test_{name}.py" for name in ("defaults", "text", "windows")),
+    *(f"tests/stream/test_{name}.py" for name in ("stream_defaults", "text", "windows")),
     *(
         "tests/test_solvers.py",
         "tests/engine/cpu",
@@ -38,7 +38,10 @@ TESTS = (
 )
 # What computes in batches, in other processes too, or compares answers that were computed in different ones.
 BATCHES = (
-    *(f"tests/engine/test_{name}.py" for name in ("adapters", "batches", "classifier_free", "onnx_batches")),
+    *(
+        f"tests/engine/test_{name}.py"
+        for name in ("engine_adapters", "batches", "classifier_free", "onnx_batches")
+    ),
     *(f"tests/engine/test_{name}.py" for name in ("committed", "reuse", "speakers", "threads")),
     *(f"tests/eval/test_{name}.py" for name in ("evaluate", "evidence", "exploration", "farm", "rollouts")),
     *(

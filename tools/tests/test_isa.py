@@ -25,6 +25,10 @@ print(json.dumps([torch.backends.cpu.get_cpu_capability(), torch.get_num_threads
 """
 
 
+def test_what_is_run_is_there():
+    assert [each for each in (*TESTS, *BATCHES) if not (ROOT / each).exists()] == []
+
+
 @pytest.mark.slow  # the lowest is run beside `make test`
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 def test_the_lowest_is_the_lowest_and_native_is_what_is_here():
