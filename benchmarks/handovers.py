@@ -12,7 +12,7 @@ are limits of what is sent, per second of commands (docs/control.md); ``--envelo
 
     python -m benchmarks.handovers --envelope --task blocks,pen,shove --episodes 40 --out /tmp/envelope
 
-``edge`` refines chunks with an edge adapter (docs/fleet.md, ``--edge-adapter``).
+``edge`` refines chunks with an edge adapter (docs/edge-and-cloud.md, ``--edge-adapter``).
 Points are kept in OUT/TASK.json, so a run that was ended goes on, and more ``--episodes`` play the seeds that a point
 lacks; ``--render docs/figures`` draws a figure of them, ``--against freeze`` compares them in pairs.
 With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is

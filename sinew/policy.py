@@ -249,7 +249,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         between: Callable[[], None] | None = None,
     ) -> list[ActionChunk | SinewError]:
         """Run several observations of one :func:`sinew.processing.batch_key` at once, in float32 within 1e-5 of what
-        :meth:`run` gives for each (docs/fleet.md). An error of one of them stands in its place and harms no other.
+        :meth:`run` gives for each (docs/batches.md). An error of one of them stands in its place and harms no other.
 
         Raises :class:`SinewError` for what concerns them all: an engine without batches, members that do not fit
         together, ``cancel``, a changed file of weights.

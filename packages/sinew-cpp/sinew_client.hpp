@@ -17,7 +17,7 @@
 namespace sinew {
 
 // Says what went wrong. code: timeout, connection_lost, unsafe_chunk, bad_reply or bad_address, made here; bad_observation,
-// made here or by the server; else the server's own (docs/wires.md): bad_request, busy, superseded, deadline ...
+// made here or by the server; else the server's own (docs/troubleshooting.md): bad_request, busy, superseded, deadline ...
 struct Error : std::runtime_error {
   std::string code;
   Error(std::string code, const std::string& message)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Asks a Sinew server, or one of openpi's, for actions over a WebSocket: msgpack maps in which arrays are maps of bytes,
-// dtype and shape (docs/wires.md). No dependency; the same file runs in browsers and in Node. Types: sinew.d.ts.
+// dtype and shape (docs/protocol-openpi.md). No dependency; the same file runs in browsers and in Node. Types: sinew.d.ts.
 
 const OPTIONS = ["seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule",
   "subtask", "question", "text_only", "text_tokens", "adapter", "advantage", "guidance_scale", "session_id", "deadline_ms"];

@@ -1,4 +1,4 @@
-"""``sinew fleet``: policies on replicas of a Ray cluster, behind the wires of one process (docs/fleet.md)."""
+"""``sinew fleet``: policies on replicas of a Ray cluster, behind the wires of one process (docs/ray.md)."""
 
 from __future__ import annotations
 

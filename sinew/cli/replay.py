@@ -108,7 +108,7 @@ def print_replay(result: dict[str, Any]) -> None:
         )
         lines.append(
             f"so the tolerance is {tolerance['of']:.2g} of each action's scale, for sums in another order in"
-            f" {tolerance['precision']} (docs/wires.md)"
+            f" {tolerance['precision']} (docs/recordings.md)"
         )
     else:
         lines.append(

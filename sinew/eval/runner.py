@@ -153,7 +153,7 @@ class Conduct:
     # See sinew_client.control.Settings; None: as the policy states it
     motion: Mapping[str, Any] | None = None
     future: bool = False
-    edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
+    edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/edge-and-cloud.md)
     envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings
 
 

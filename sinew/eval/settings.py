@@ -86,7 +86,7 @@ class Variant:
     """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's
     (``sinew_client.control.parse_rule``). ``handover``: auto takes what the policy's actions ask for. ``stream``:
     PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.sources), which then takes
-    the place of chunks. ``edge_adapter``: a file, see docs/fleet.md. A sweep writes "none" for either. ``batch``:
+    the place of chunks. ``edge_adapter``: a file. A sweep writes "none" for either. ``batch``:
     episodes that one process plays in lockstep; what they ask at the same moment is one inference."""
 
     target: str  # a bundle file, tcp://host:port, or "expert"

@@ -1,4 +1,4 @@
-"""Vision and prefix on a server, the head on the robot: the context travels instead of the actions (docs/fleet.md).
+"""Vision and prefix on a server, the head on the robot (docs/edge-and-cloud.md): the context travels, not the actions.
 
 The robot has the bundle too, and maps its file: of the weights it reads those of the head.
 """

@@ -68,7 +68,7 @@ def eager_of(policy: Policy) -> Policy:
 
 def alone(policy: Policy, eager: Policy, member: Prepared, derivatives: bool = False) -> Rounding:
     """Return the member's actions on its own, and what rounding does to eager's: products over more rows sum in another
-    order (docs/fleet.md)."""
+    order (docs/batches.md)."""
     found = rounding(lambda: eager.run(member).actions, derivatives=derivatives)
     return found.about(policy.run(member).actions)
 

@@ -19,6 +19,7 @@ from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 FIXTURES = golden_cases()
 ASSETS = ROOT / "sinew" / "assets"
 NATIVE = f"tcp://{LOOPBACK}:5555"
+GYM = "--robot gym:sinew/Blocks-v0 --episodes 5"
 PICTURES = """
 from PIL import Image
 for number, name in enumerate(("front.jpg", "wrist.png")):
@@ -213,6 +214,12 @@ def ends(arm, row):
 Arm.act = ends
 """,
     )
+
+
+def openpi_client(walk: Walk) -> None:
+    """openpi's client, installed as the pages say."""
+    walk.run("python -m pip install -q --no-deps openpi-client")
+    walk.run("python -m pip install -q dm-tree msgpack pillow typing-extensions websockets")
 
 
 # ----------------------------------------------------------------------------- pages
@@ -686,40 +693,27 @@ def evaluation(walk: Walk) -> None:
     written(walk, "build/recorded", 1)
 
 
-def fleet(walk: Walk) -> None:
+def batches(walk: Walk) -> None:
     blocks(walk)
+    with walk.serving("sinew serve policy.gguf --max-batch auto"):
+        won(
+            walk.type(
+                "sinew run tcp://10.0.0.5:5555,tcp://10.0.0.6:5555 --robot ...",
+                instead=("--robot ...", GYM),
+            ),
+            1,  # in real time, where the load of this machine decides how many; README.md's wants eight of ten
+            of=5,
+        )
+        walk.program(0, after="assert client.metadata()['policy']['name'] == 'blocks'")
+    walk.type("sinew perf calibrate policy.gguf --engine plan")
+    walk.type("sinew perf fleet policy.gguf --hz 10 --deadline-ms 100", says=("robots at 10 Hz",))
+
+
+def several_policies(walk: Walk) -> None:
     for name in ("a.gguf", "b.gguf", "c.gguf"):
         walk.copy(ASSETS / "blocks.gguf", name)
     walk.copy(ASSETS / "blocks-rtc.gguf", "tiny.gguf")
     walk.write("key", "a key of twenty letters")
-    gym = "--robot gym:sinew/Blocks-v0 --episodes 5"
-    least = 1  # in real time, where the load of this machine decides how many; README.md's wants eight of ten
-    with walk.serving("sinew serve policy.gguf --max-batch auto"):
-        won(
-            walk.type(
-                "sinew run tcp://10.0.0.5:5555,tcp://10.0.0.6:5555 --robot ...", instead=("--robot ...", gym)
-            ),
-            least,
-            of=5,
-        )
-        won(
-            walk.type(
-                "sinew run tcp://cloud:5555 --edge-adapter sinew/assets/blocks-edge.safetensors"
-                " --config examples/modes/cloud-adapter.toml ...",
-                instead=("...", gym),
-            ),
-            1,  # of an adapter for answers that are seconds late, which wins 76 of 100
-            of=5,
-        )
-        assisted = walk.type(
-            "sinew run tiny.gguf --config examples/modes/assist.toml --assist tcp://cloud:5555 --robot ...",
-            instead=("--robot ...", gym),
-        )
-        won(
-            assisted, 1, of=5
-        )  # the mode's second may pass on a busy machine; the loop then holds, and goes on
-        assert assisted.result["assist"]["answered"] > 0, assisted
-        assert "chunks from the far policy" in assisted.text, assisted
     with walk.serving(
         "sinew serve a.gguf --policy b=b.gguf --policy tiny=org/name --wire native --wire http --api-key-file key",
         instead=("org/name", "tiny.gguf"),
@@ -733,31 +727,47 @@ def fleet(walk: Walk) -> None:
             says=('"name": *"b"',),
         )
         walk.type('curl -H "X-API-Key: $(cat key)" -X DELETE http://127.0.0.1:8000/v1/policies/b')
+
+
+def edge_and_cloud(walk: Walk) -> None:
+    blocks(walk)
+    walk.copy(ASSETS / "blocks-rtc.gguf", "tiny.gguf")
+    with walk.server("sinew serve policy.gguf --max-batch auto"):
+        won(
+            walk.type(
+                "sinew run tcp://cloud:5555 --edge-adapter sinew/assets/blocks-edge.safetensors"
+                " --config examples/modes/cloud-adapter.toml ...",
+                instead=("...", GYM),
+            ),
+            1,  # of an adapter for answers that are seconds late, which wins 76 of 100
+            of=5,
+        )
+        assisted = walk.type(
+            "sinew run tiny.gguf --config examples/modes/assist.toml --assist tcp://cloud:5555 --robot ...",
+            instead=("--robot ...", GYM),
+        )
+        won(
+            assisted, 1, of=5
+        )  # the mode's second may pass on a busy machine; the loop then holds, and goes on
+        assert assisted.result["assist"]["answered"] > 0, assisted
+        assert "chunks from the far policy" in assisted.text, assisted
     with walk.serving("sinew serve policy.gguf --engine plan --context bf16 --context int8"):
         won(
             walk.type(
                 "sinew run policy.gguf --config examples/modes/split.toml --split tcp://box:5555/context.bf16"
                 " --robot ...",
-                instead=("--robot ...", gym),
+                instead=("--robot ...", GYM),
             ),
-            least,
+            1,
             of=5,
         )
         walk.program(
-            1,
+            0,
             before=ROBOT.replace("camera1", "front")
             .replace("camera2", "wrist")
             .replace("zeros(6", "zeros(4"),
             after="assert robot.infer(observation).actions.shape == (32, 4)",
         )
-    with walk.server("sinew serve policy.gguf"):
-        walk.program(
-            0,
-            ("Client(", "client = Client("),
-            before="from sinew_client import Client",
-            after="assert client.metadata()['policy']['name'] == 'blocks'",
-        )
-    cluster(walk, "sinew fleet up fleet.yaml --wire native --wire http --api-key-file key")
     evaluated(
         walk.type(
             "sinew eval blocks --latency 2000ms --edge-adapter sinew/assets/blocks-edge.safetensors",
@@ -767,12 +777,19 @@ def fleet(walk: Walk) -> None:
     )
 
 
-def cluster(walk: Walk, line: str) -> None:
+def cluster(walk: Walk) -> None:
     """The page's configuration on a cluster of this machine, with fewer replicas."""
+    line = "sinew fleet up fleet.yaml --wire native --wire http --api-key-file key"
     if not walk.has("ray"):
-        walk.leaves(line, "needs Ray (the extra `ray`): --python with an environment that has it")
+        walk.leaves(
+            "sinew fleet up fleet.yaml --wire native --wire http --api-key-file key",
+            "needs Ray (the extra `ray`): --python with an environment that has it",
+        )
         return
-    (configuration,) = programs("docs/fleet.md", "yaml")
+    blocks(walk)
+    walk.copy(ASSETS / "blocks.gguf", "b.gguf")
+    walk.write("key", "a key of twenty letters")
+    (configuration,) = programs("docs/ray.md", "yaml")
     for written, here in (
         ("/models/policy.gguf", f"{walk.folder}/policy.gguf"),
         ("/models/b.gguf", f"{walk.folder}/b.gguf"),
@@ -876,7 +893,7 @@ def perf(walk: Walk) -> None:
     walk.type("sinew perf tiers", says=("GR00T-N1.5",))
     walk.type("sinew perf calibrate policy.gguf")
     walk.run("sinew perf predict policy.gguf", says=("head",))
-    walk.run("sinew perf calibrate policy.gguf --engine plan")  # as docs/fleet.md has it
+    walk.run("sinew perf calibrate policy.gguf --engine plan")  # as docs/batches.md has it
     walk.run("sinew perf fleet policy.gguf --hz 10 --deadline-ms 100", says=("robots at 10 Hz", "predicted"))
     walk.type("sinew perf machines", says=("orin-nano", "wifi7"))
     (board,) = programs(walk.page, "toml")
@@ -1101,8 +1118,7 @@ def tutorial_openpi(walk: Walk) -> None:
     walk.type("sinew inspect pi05.gguf", says=("droid",))
     assert walk.type("sinew validate pi05.gguf --out build/pi05").result["passed"]
     my_robot(walk, ("base_0_rgb", "left_wrist_0_rgb"), 8)
-    walk.run("python -m pip install -q --no-deps openpi-client")  # as the page says
-    walk.run("python -m pip install -q dm-tree msgpack pillow typing-extensions websockets")
+    openpi_client(walk)
     walk.run("python -c 'import openpi_client.action_chunk_broker, openpi_client.image_tools'")
     with walk.serving("sinew serve pi05.gguf --wire openpi --wire native"):
         walk.program(0, before=OPENPI, after="assert chunk.shape == (15, 8)")
@@ -1181,17 +1197,20 @@ def language(walk: Walk) -> None:
     assert all(abs(float(number)) < 1e6 for row in rows for number in row), asked.text
 
 
-def wires_lerobot(walk: Walk) -> None:
+def protocol_lerobot(walk: Walk) -> None:
     """LeRobot's client as the server prints its command, with the page's flags, and an arm that is simulated."""
     for line in walk.lines:
-        walk.leaves(line, f"{ARM}; below the same flags as the server prints them, for one that is simulated")
+        if line.startswith("python "):
+            why = f"{ARM}; below the same flags as the server prints them, for one that is simulated"
+            walk.leaves(line, why)
     if (release := lerobot_folder(RELEASES[-1])) is None:
         print(
             f"  LeRobot {RELEASES[-1]} is not in {CLIENTS.parents[1].name} (make clients): nothing is typed"
         )
+        walk.leaves("sinew serve policy.gguf --wire lerobot", "its client is not here")
         return
     arm_policy(walk)
-    with walk.server("sinew serve policy.gguf --wire lerobot") as server:
+    with walk.serving("sinew serve policy.gguf --wire lerobot") as server:
         (printed,) = re.findall(r"python (-m lerobot\S+ \\\n(?:.*\\\n)*.*)", server.text)
         words = shlex.split(printed.replace("\\\n", " "))
         flags = [word.partition("=")[0] for word in words]
@@ -1209,7 +1228,7 @@ def wires_lerobot(walk: Walk) -> None:
     assert len(seen["executed"]) == 40, seen
 
 
-def wires(walk: Walk) -> None:
+def protocols(walk: Walk) -> None:
     blocks(walk)
     walk.write("key.txt", "a key of twenty letters")
     walk.run(
@@ -1217,10 +1236,7 @@ def wires(walk: Walk) -> None:
     )
     with walk.serving("sinew serve policy.gguf"):
         walk.run(f"sinew bench {NATIVE} --runs 3")
-    with walk.serving(
-        "sinew serve policy.gguf --wire openpi --wire http --wire groot --wire lerobot:8081",
-        instead=("--wire http", "--wire http:8001"),
-    ):
+    with walk.serving("sinew serve policy.gguf --wire openpi --wire http --wire groot --wire lerobot:8081"):
         pass
     with walk.serving("sinew serve policy.gguf --wire native:ipc:///tmp/sinew.sock"):
         line = "sinew bench ipc:///tmp/sinew.sock --runs 3"
@@ -1231,6 +1247,50 @@ def wires(walk: Walk) -> None:
         instead=("0.0.0.0", LOOPBACK),
     ):
         walk.run(f"SINEW_API_KEY=$(cat key.txt) sinew bench {NATIVE} --runs 3")
+
+
+def recordings(walk: Walk) -> None:
+    blocks(walk)
+    with walk.serving("sinew serve policy.gguf --record records/"):
+        walk.run(f"sinew bench {NATIVE} --runs 3")
+        walk.type("sinew recording replay records/ tcp://127.0.0.1:5555", says=("records: ", " 0 beyond"))
+    with walk.serving("sinew serve --replay records/"):
+        walk.run(f"sinew bench {NATIVE} --runs 3")
+
+
+def protocol_native(walk: Walk) -> None:
+    with walk.serving("sinew serve blocks --wire native"):
+        walk.program(0, after="assert chunk.actions.shape == (32, 4)")
+
+
+def protocol_openpi(walk: Walk) -> None:
+    openpi_client(walk)
+    with walk.serving("sinew serve blocks --wire openpi"):
+        walk.program(0, after="assert answer['actions'].shape == (32, 4)")
+
+
+def protocol_http(walk: Walk) -> None:
+    with walk.serving("sinew serve blocks --wire http"):
+        walk.program(0, after="assert len(answer['actions']) == 32")
+
+
+def protocol_groot(walk: Walk) -> None:
+    """With a stand-in for NVIDIA's package, which sends the same messages."""
+    walk.copy(ROOT / "tests" / "serve" / "groot_client.py", "gr00t/policy/server_client.py")
+    with walk.serving("sinew serve blocks --wire groot"):
+        walk.program(
+            0,
+            before="import sys; sys.path.insert(0, '.')",
+            after="assert actions['actions'].shape == (1, 32, 4)",
+        )
+
+
+def protocol_others(walk: Walk) -> None:
+    with walk.serving("sinew serve blocks --wire http"):
+        walk.program(0, after="assert len(actions) == 32 and actions[0]['shape'] == [4]")
+    walk.run("python -m pip install -q websockets")
+    with walk.serving("sinew serve blocks --wire evo1"):
+        walk.program(1, after="assert (len(actions), len(actions[0])) == (32, 24)")
     walk.leaves(
         "sinew serve policy.gguf --wire vla-eval --max-batch auto --rename agentview=image --rename wrist=image2",
         "the cameras of a policy for LIBERO; tests/serve/test_vla_eval_wire.py plays with vla-eval's own orchestrator",
@@ -1261,15 +1321,16 @@ def wiring(walk: Walk) -> None:
 STORIES: dict[str, Story] = {
     "README.md": readme,
     "docs/adding-a-model.md": adding_a_model,
+    "docs/batches.md": batches,
     "docs/commands.md": commands,
     "docs/control.md": control,
     "docs/dashboard.md": dashboard,
     "docs/deployment.md": deployment,
+    "docs/edge-and-cloud.md": edge_and_cloud,
     "docs/install.md": install,
     "docs/engines.md": engines,
     "docs/eval-suites.md": suites,
     "docs/eval.md": evaluation,
-    "docs/fleet.md": fleet,
     "docs/gpu.md": gpu,
     "docs/hardening.md": hardening,
     "docs/jetson.md": jetson,
@@ -1278,15 +1339,23 @@ STORIES: dict[str, Story] = {
     "docs/perf.md": perf,
     "docs/perf-costs.md": perf_costs,
     "docs/plan.md": plan,
+    "docs/protocol-groot.md": protocol_groot,
+    "docs/protocol-http.md": protocol_http,
+    "docs/protocol-lerobot.md": protocol_lerobot,
+    "docs/protocol-native.md": protocol_native,
+    "docs/protocol-openpi.md": protocol_openpi,
+    "docs/protocol-others.md": protocol_others,
+    "docs/protocols.md": protocols,
+    "docs/ray.md": cluster,
+    "docs/recordings.md": recordings,
     "docs/ros.md": ros,
+    "docs/several-policies.md": several_policies,
     "docs/sim.md": sim,
     "docs/sources.md": sources,
     "docs/stream.md": stream,
     "docs/tutorial-lerobot.md": tutorial_lerobot,
     "docs/tutorial-openpi.md": tutorial_openpi,
     "docs/tutorial-quantise.md": tutorial_quantise,
-    "docs/wires-lerobot.md": wires_lerobot,
-    "docs/wires.md": wires,
     "docs/wiring.md": wiring,
     "packages/lerobot_policy_sinew/README.md": plugin,
     "packages/sinew-client/README.md": client,

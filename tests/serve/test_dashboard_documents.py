@@ -24,10 +24,14 @@ def test_every_page_is_there_and_its_links_lead_somewhere() -> None:
         assert text.count("<h1") == 1
         assert text.count("aria-current=page") == 1
         assert "<th></th>" not in text  # a heading that says nothing
+        assert "!!!" not in text  # an admonition of mkdocs
         assert not re.search(r"<img|\.md[#\"]|<script", re.sub(r'<a title="[^"]*">', "", text))
         for page, anchor in re.findall(r'href="(?:/docs/(\w+))?(?:#([\w-]+))?"', text):
             assert (page or name) in pages
             assert not anchor or anchor in marks[page or name], (name, page, anchor)
+    assert re.search(
+        r"<blockquote>\s*<p><strong>Warning</strong></p>\s*<p>By default the server", pages["protocols"]
+    )
     assert '<a title="ros.md of the source">ROS 2</a>' in pages["dashboard"]
 
 

@@ -21,7 +21,7 @@ pub enum Error {
     BadReply(String),
     /// A chunk that must not be executed: not finite, outside the limits, too long, or of another adapter.
     UnsafeChunk(String),
-    /// The server refused, with one of the codes of docs/wires.md: `busy`, `superseded`, `deadline`, `unauthorized` ...
+    /// The server refused, with one of the codes of docs/troubleshooting.md: `busy`, `superseded`, `deadline`, `unauthorized` ...
     Server {
         /// What a program decides by.
         code: String,

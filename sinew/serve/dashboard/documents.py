@@ -15,7 +15,7 @@ PAGES = {
     "dashboard": "This dashboard",
     "troubleshooting": "Troubleshooting",
     "commands": "Every verb",
-    "wires": "Serving",
+    "protocols": "Protocols",
     "control": "The robot's loop",
     "wiring": "Is it wired right?",
     "deployment": "Deployment",
@@ -24,6 +24,7 @@ PAGES = {
 LINK = re.compile(r'<a href="(?!https?:)([^"#]*)(#[^"]*)?">')
 PICTURE = re.compile(r'<img src="[^"]*" alt="([^"]*)"[^>]*>')
 HEAD = re.compile(r"<h([1-6])>(.*?)</h\1>")
+NOTE = re.compile(r'^!!! (\w+)(?: "(.*)")?\n((?: {4}.*\n|\n(?= {4}))+)', re.MULTILINE)
 
 
 def folders() -> Iterator[Path]:
@@ -40,7 +41,7 @@ def rendered(page: str) -> str | None:
         return None
     from markdown_it import MarkdownIt  # which rich brings
 
-    text = file.read_text("utf-8")  # own file: in an installed package
+    text = NOTE.sub(_note, file.read_text("utf-8"))  # own file: in an installed package
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = PICTURE.sub(r"<em>\1</em>", LINK.sub(_link, HEAD.sub(_head, body)))
     body = body.replace("<table>", '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>')
@@ -57,6 +58,13 @@ def rendered(page: str) -> str | None:
 <header><nav aria-label="Documents"><a href="/">back to the dashboard</a> {menu}</nav></header>
 <main id="main" class="document">{body}</main></body></html>
 """
+
+
+def _note(found: re.Match[str]) -> str:
+    """Turn an admonition of mkdocs into a quotation, which CommonMark has."""
+    kind, title, text = found.groups()
+    lines = [f"**{title or kind.capitalize()}**", "", *(line[4:] for line in text.splitlines())]
+    return "\n".join(f"> {line}".rstrip() for line in lines) + "\n"
 
 
 def _head(found: re.Match[str]) -> str:

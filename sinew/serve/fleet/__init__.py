@@ -1,1 +1,1 @@
-"""Policies on replicas of a Ray cluster behind the wires of this process (docs/fleet.md)."""
+"""Policies on replicas of a Ray cluster behind the wires of this process (docs/ray.md)."""
