@@ -18,6 +18,7 @@ from sinew.capabilities import Capabilities
 from sinew.core import PolicySpec, SinewError
 from sinew.engine.backend import BACKENDS, EngineChoice, choose
 from sinew.engine.capability import Capability
+from sinew.engine.cpu.kernels.frame_kernels import take_kept_resize
 from sinew.engine.engine import Engine, Facts
 from sinew.engine.fingerprint import fingerprint
 from sinew.processing import Allowed, Processor
@@ -161,8 +162,9 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
         adapted = fitted(each, manifest)
         processors[name] = Processor(adapted, beside=processors[""], adapter=name, **allowed)
 
-    # The model, its weights in memory, and the engine over it
-    engine = BACKENDS[choice.engine].open(bundle, choice.options)
+    # The model, its weights in memory, and the engine over it, with compiled kernels for frames and for few bits
+    take_kept_resize()
+    engine = BACKENDS[choice.engine].open(bundle, replace(choice.options, kernels=_compiled_products))
 
     # What all of this can do, once for all requests
     capabilities = Capabilities.of(manifest, engine.facts, choice.engine)
@@ -183,6 +185,13 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
         files=FilesInUse((*files, *map(watch, engine.facts.files))),
         start=WarmUp(options.threads, options.reuse),
     )
+
+
+def _compiled_products() -> None:
+    """Compile the kernels of weights in few bits, once, and install them."""
+    from sinew.engine.cpu.kernels.library import extension  # needs torch
+
+    extension()
 
 
 def open_adapters(bundle: Bundle, files: Mapping[str, str | Path]) -> dict[str, Bundle]:

@@ -14,15 +14,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sinew.bundle.reader import Bundle
+from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, PolicySpec, VectorSpec, did_you_mean
-
-if TYPE_CHECKING:
-    from sinew.bundle.reader import Bundle
-    from sinew.bundle.schema import Manifest
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
 MAX_NAME = 64  # characters of what requests call an adapter
@@ -30,16 +28,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Of a specification: what an adapter may say for itself, and what counts only where both say it.
 _OWN = ("name", "default_prompt", "keys")
 _STATED = ("control_hz", "n_action_steps", "temporal_ensemble", "embodiment", "motion")
-
-
-@dataclass(frozen=True)
-class AdapterBase:
-    """Says what an adapter belongs to: the base's name, for messages, and the hashes of its weights
-    (:func:`weights_hash`) and of its tokenizer's text."""
-
-    name: str
-    weights: str
-    tokenizer: str
 
 
 def weights_hash(hashes: Mapping[str, str]) -> str:
@@ -58,8 +46,6 @@ def check_name(name: str) -> None:
 def open_adapter(path: Path, base: Bundle) -> Bundle:
     """Return the adapter of a file, found to be one of ``base``: the same weights, configuration and tokenizer, and
     robots of the same form. Reads no weights. Raises :class:`BundleError` that names what differs."""
-    from sinew.bundle.reader import Bundle
-
     found = Bundle(path)
     ours, theirs = base.manifest, found.manifest
     if theirs.base is None:

@@ -14,8 +14,7 @@ from sinew.bundle.schema import KEY_HEADER
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
-    from sinew.bundle.adapter import AdapterBase
-    from sinew.bundle.schema import Quantization, Seen, VectorPart
+    from sinew.bundle.schema import AdapterBase, Quantization, Seen, VectorPart
     from sinew.steps.prompt.base import TextRecipe
 
 

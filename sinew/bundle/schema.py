@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 from sinew_client.untrusted import named, shown
 
-from sinew.bundle.adapter import AdapterBase
 from sinew.core import MAX_HISTORY_STEPS, BundleError, MotionSpec, PolicySpec
 from sinew.core.fields import (
     MAX_NAME,
@@ -298,6 +297,16 @@ class Seen:
         for name, camera in self.cameras.items():
             if not 0 <= camera.still <= self.frames:
                 yield f"cameras.{named(name)}.still: expected 0 to {self.frames}, got {camera.still}"
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """Says what an adapter belongs to: the base's name, for messages, and the hashes of its weights
+    (:func:`sinew.bundle.adapter.weights_hash`) and of its tokenizer's text."""
+
+    name: str
+    weights: str
+    tokenizer: str
 
 
 @dataclass(frozen=True)

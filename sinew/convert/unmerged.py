@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinew.bundle.adapter import LORA_A, LORA_B, AdapterBase, weights_hash
+from sinew.bundle.adapter import LORA_A, LORA_B, weights_hash
 from sinew.bundle.quant import WEIGHT
+from sinew.bundle.schema import AdapterBase
 from sinew.bundle.writer import Progress, TensorSource
 from sinew.convert.adapter import Changed
 from sinew.convert.read.elements import BF16, ELEMENTS

@@ -7,7 +7,7 @@ with its :class:`Backend`; :data:`ORDER` and the entry points ``sinew.engines`` 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -48,6 +48,7 @@ class EngineOptions:
     ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
     weights stay while products are float32 (:func:`half_storage`), else empty.
     ``adapters``: of the bundle, by the names that requests give.
+    ``kernels``: installs compiled products of weights in few bits, which the loader calls if it keeps some on a CPU.
     """
 
     device: str = "cpu"
@@ -58,6 +59,7 @@ class EngineOptions:
     recipe: bool = True
     storage: str = ""
     adapters: Mapping[str, Bundle] = field(default_factory=dict)
+    kernels: Callable[[], object] | None = field(default=None, compare=False, repr=False)
 
     @property
     def kind(self) -> str:
@@ -322,9 +324,6 @@ class Backend:
 
     def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
         """Return the engine with options that :func:`choose` has found to fit it."""
-        from sinew.engine.cpu.kernels.frame_kernels import take_kept_resize
-
-        take_kept_resize()
         lacking = {capability: self.lacking(capability) for capability in Capability}
         lacking[Capability.STREAM] = self.streams(bundle, options)
         module, _, function = self.opens.partition(":")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from sinew.core import DTYPES, PROMPT_TABLE, BundleError, SinewError, machine
 from sinew.core.fields import from_builtins
 from sinew.core.registry import model_class
 from sinew.engine.backend import EngineOptions
-from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.linear import Embedding, Linear, hold, width_of
 from sinew.layers.stores import half
 from sinew.layers.stores.codes import Codes, codes, codes_of
@@ -27,7 +26,7 @@ from sinew.layers.stores.half import HALF
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.layers.stores.store import Store, Tensors
-from sinew.models import build_on_meta, check_agreement, mismatch
+from sinew.models import check_agreement, mismatch, on_meta
 from sinew.models.base import Model
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,15 @@ def open_model(
     weights in few bits; else they become wide ones, which is said unless the architecture wants them so (ternary)."""
     where = open_device(options)
     half_stays = bool(options.storage)
-    model = load_model(bundle, where, options.dtype, lowbit=lowbit, half_stays=half_stays, tables=True)
+    model = load_model(
+        bundle,
+        where,
+        options.dtype,
+        lowbit=lowbit,
+        half_stays=half_stays,
+        tables=True,
+        kernels=options.kernels,
+    )
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
     if widened := {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}:
         kinds = ", ".join(sorted(widened))
@@ -103,6 +110,7 @@ def load_model(
     lowbit: bool = False,
     half_stays: bool = False,
     tables: bool = False,
+    kernels: Callable[[], object] | None = None,
 ) -> Model:
     """Return the bundle's architecture with its weights in precision ``dtype`` (fp32, bf16, fp16 or native);
     parameters are views of the memory map where they can be.
@@ -112,11 +120,12 @@ def load_model(
         float32; "fp32" then means the numbers of float32 without its copies.
     tables: those of tokens stay in the host's memory; rows are converted as they are read, with the same bits. Graphs
         that are recorded on a device need theirs there.
+    kernels: installs compiled products, called if weights in few bits are multiplied on a CPU.
     """
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
     config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
-    model = build_on_meta(manifest.architecture, config)
+    model = on_meta(cls, config)
     tensors = bundle.tensors("meta" if device.type == "meta" else "cpu")
     coded = {name: stored_codes(bundle, model, name) for name in bundle.lowbit}
     placement = Placement(bundle, model, device, dtype, tensors, coded, lowbit, half_stays, tables)
@@ -128,8 +137,8 @@ def load_model(
         raise BundleError(f"{bundle.path}: {problems}")
     check_agreement(bundle.path, manifest, model)
     model.solver = manifest.spec.solver
-    if device.type == "cpu" and any(isinstance(store, Codes) for store in stores.values()):
-        extension()
+    if kernels and device.type == "cpu" and any(isinstance(store, Codes) for store in stores.values()):
+        kernels()
     model.load_state_dict(placement.state(stores), strict=True, assign=True)
     for name, layer in model.named_modules():
         if (

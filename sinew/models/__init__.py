@@ -16,22 +16,27 @@ if TYPE_CHECKING:
 
 
 def build_on_meta(architecture: str, config: Any) -> Model:
-    """Return the model without memory for its weights: for shapes, and to have weights assigned.
+    """Return :func:`on_meta` of the class that the registry has for an architecture."""
+    return on_meta(model_class(architecture), config)
+
+
+def on_meta(cls: Any, config: Any) -> Model:
+    """Return a model of a class without memory for its weights: for shapes, and to have weights assigned.
 
     Raises :class:`SinewError` for a class that computes with values when it is made.
     """
     import torch  # here: exported graphs are run without, and read solvers of this folder
 
-    cls = model_class(architecture)
     try:
         with torch.device("meta"):
-            return cls(config)
+            model: Model = cls(config)
+            return model
     except RuntimeError as error:
         if "meta tensor" not in str(error):
             raise
         raise SinewError(
-            f"architecture {architecture!r}: {cls.__name__} reads the values of a tensor while it is made, on a device"
-            f' without memory: make that tensor with device="cpu" ({error})'
+            f"{cls.__name__} reads the values of a tensor while it is made, on a device without memory: make that"
+            f' tensor with device="cpu" ({error})'
         ) from error
 
 

@@ -147,7 +147,7 @@ def test_quantize_is_what_the_verb_does(smolvla_bundle: Callable[[str], Path], t
     assert 0 < made.record.error < 0.05
     assert made.nbytes[0] < 0.7 * made.nbytes[1]
     assert made.warnings == []
-    assert sinew.load(made.out).recipe == {"vision": "int8", "language": "int8"}
+    assert sinew.load(made.out).facts.recipe == {"vision": "int8", "language": "int8"}
     with pytest.raises(SinewError, match="without a recipe"):
         sinew.quantize(made.out, tmp_path / "again.gguf")
 

@@ -293,8 +293,8 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
     assert chosen.engine_name in ("cpu", "onnx")
     assert chosen.choice.engine_reason.startswith("it follows the bundle's recipe")
     assert distance(chosen.infer(g.observation()).actions, actions) < 0.05
-    assert chosen.precision["vision"].startswith("int8")
-    assert chosen.precision["head"] == "fp32"
+    assert chosen.facts.precision["vision"].startswith("int8")
+    assert chosen.facts.precision["head"] == "fp32"
     ignored = load(out, engine="eager", ignore_recipe=True).infer(g.observation()).actions
     widened = distance(ignored, load(source, engine="eager").infer(g.observation()).actions)
     assert 1e-6 < widened < 0.05  # eager widens the stored weights: they are not the source's

@@ -21,7 +21,7 @@ from sinew.core.fields import from_builtins
 from sinew.core.registry import model_class
 from sinew.layers.linear import width_of
 from sinew.layers.stores.lowbit import dequantize
-from sinew.models import build_on_meta
+from sinew.models import on_meta
 
 STORED = {
     "int8": "int8",
@@ -66,7 +66,7 @@ def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
     cls = model_class(bundle.manifest.architecture)
     config: Any = from_builtins(bundle.manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     made = {}
-    model = build_on_meta(bundle.manifest.architecture, config)
+    model = on_meta(cls, config)
     for module, layer in model.named_modules():
         component = model.component_of(module)
         name, k = STORED.get(recipe[component]), width_of(layer)

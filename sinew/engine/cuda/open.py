@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sinew.bundle import Bundle
@@ -19,7 +21,8 @@ from sinew.processing.normalize import Normalizer
 def open_cuda(bundle: Bundle, options: EngineOptions) -> CudaEngine:
     """Return the CUDA engine, in the precision of the bundle's recipe unless that is ignored."""
     where = open_device(options, available=False)  # the engine's own words say more
-    engine = cuda_engine(bundle, where, options.dtype, None if options.recipe else CudaOptions())
+    chosen = None if options.recipe else CudaOptions()
+    engine = cuda_engine(bundle, where, options.dtype, chosen, kernels=options.kernels)
     bundle.release(engine.model.parameters())
     return engine
 
@@ -30,12 +33,13 @@ def cuda_engine(
     dtype: str,
     options: CudaOptions | None = None,
     plan: Plan | None = None,
+    kernels: Callable[[], object] | None = None,
 ) -> CudaEngine:
     """options: :func:`cuda_options` if absent. plan: :func:`cuda_plan` if absent; it is left as it is. FP8 components
     use the scales of the recipe, or those that ``calibration.py`` keeps for this bundle."""
     options = options or cuda_options(bundle)
     require(device, options)  # before gigabytes are read
-    plan = plan or cuda_plan(bundle, device, dtype)
+    plan = plan or cuda_plan(bundle, device, dtype, kernels)
     found = scales(bundle) if options.fp8 else None
     manifest = bundle.manifest
     recipe = manifest.processing
@@ -54,6 +58,8 @@ def cuda_options(bundle: Bundle) -> CudaOptions:
     return CudaOptions(fp8=() if recipe is None else recipe.fp8)
 
 
-def cuda_plan(bundle: Bundle, device: torch.device, dtype: str) -> Plan:
+def cuda_plan(
+    bundle: Bundle, device: torch.device, dtype: str, kernels: Callable[[], object] | None = None
+) -> Plan:
 
-    return Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
+    return Plan.of(load_model(bundle, device, dtype, kernels=kernels), rewrites=ON_CUDA)

@@ -98,8 +98,8 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     assert cpu.engine.model.language.embed_tokens.store.coded
     assert not any(map(codes_of, wide.engine.model.modules()))
     kept = {name: kind for name, kind in RECIPES[recipe].items() if kind != "fp32"}
-    assert set(cpu.recipe) == set(kept)
-    for component, formats in cpu.recipe.items():
+    assert set(cpu.facts.recipe) == set(kept)
+    for component, formats in cpu.facts.recipe.items():
         assert set(formats.split("+")) <= {kept[component], "int8"}  # int8: rows that 32 does not divide
     assert cpu.facts.weights_nbytes < wide.facts.weights_nbytes
     seen, other = (
