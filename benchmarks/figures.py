@@ -2,9 +2,9 @@
 
 Sweeps come from the tables of research/log/measurements-closed-loop.md, so page and figure cannot differ; learning
 curves from research/log/training, hand-overs and the pen's streams from benchmarks/results, the two of the roofline
-are computed, and ``concepts.png`` is a drawing. None of them measures. The README's film is an episode that is played
-for it, and shows how long the machine took: ``film.webp`` is drawn only when it is named, on a machine with EGL that
-does nothing else.
+are computed, and ``concepts.png`` and ``late_answers.png`` are drawings. None of them measures. The README's film is an
+episode that is played for it, and shows how long the machine took: ``film.webp`` is drawn only when it is named, on a
+machine with EGL that does nothing else.
 """
 
 from __future__ import annotations
@@ -179,6 +179,51 @@ def concepts(path: Path) -> None:
     figures.save(figure, path)
 
 
+# The timeline of docs/late-answers.md. Chunk A runs from step 0. The frame of chunk B is from step 3, and it arrives at
+# step 6. Each entry names the source of steps 0 to 11, and "" is a step without a command.
+FRAME, ARRIVAL = 3, 6
+MERGED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("freeze", ("A0", "A1", "A2", "", "", "", "B0", "B1", "B2", "B3", "B4", "B5")),
+    ("naive", ("A0", "A1", "A2", "A3", "A4", "A5", "B0", "B1", "B2", "B3", "B4", "B5")),
+    ("aligned", ("A0", "A1", "A2", "A3", "A4", "A5", "B3", "B4", "B5", "B6", "B7", "B8")),
+    ("ensemble", ("A0", "A1", "A2", "A3", "A4", "A5", "A6\nB3", "A7\nB4", "A8\nB5", "A9\nB6", "B7", "B8")),
+    ("aggregate", ("A0", "A1", "A2", "A3", "A4", "A5", "A6\nB3", "A7\nB4", "A8\nB5", "A9\nB6", "B7", "B8")),
+    ("rtc", ("A0", "A1", "A2", "A3", "A4", "A5", "B3", "B4", "B5", "B6", "B7", "B8")),
+)
+
+
+def late_answers(path: Path) -> None:
+    """Draw which actions each way of merging executes when a chunk arrives three control steps late."""
+    from matplotlib.patches import Rectangle
+
+    figure, axis = figures.new(width=9.6, height=4.6)
+    axis.set_axis_off()
+    axis.set(xlim=(-2.2, 12.2), ylim=(-0.9, len(MERGED) + 1.3))
+    colors = {"A": figures.COLORS[0], "B": figures.COLORS[1], "": figures.GREY}
+    for level, (name, steps) in enumerate(reversed(MERGED)):
+        axis.text(-0.2, level + 0.5, name, ha="right", va="center", weight="bold")
+        for step, text in enumerate(steps):
+            for part, row in enumerate(reversed(text.split("\n"))):
+                height = 0.8 / (1 + text.count("\n"))
+                box = (step + 0.05, level + 0.1 + part * height)
+                color = colors[row[:1]]
+                axis.add_patch(Rectangle(box, 0.9, height, facecolor=color, alpha=0.25, edgecolor=color))
+                axis.text(
+                    step + 0.5, box[1] + height / 2, row or "hold", ha="center", va="center", fontsize=9
+                )
+    for step in range(12):
+        axis.text(step + 0.5, -0.3, str(step), ha="center", va="center", fontsize=9)
+    axis.text(-0.2, -0.3, "control step", ha="right", va="center", fontsize=9)
+    top = len(MERGED)
+    for at, text, side in (
+        (FRAME, "frame of chunk B,\nrequest is sent", "right"),
+        (ARRIVAL, "chunk B arrives,\nd = 3 steps late", "left"),
+    ):
+        axis.plot([at, at], [0.0, top + 0.25], color=figures.GREY, linestyle="--", linewidth=1.2)
+        axis.text(at, top + 0.35, text, ha=side, va="bottom", fontsize=9)
+    figures.save(figure, path)
+
+
 def film(path: Path) -> None:
     """Play one episode through the real server; every second of its steps, at the speed of the robot, half as large."""
     env, adapter = make_env("sinew/Blocks-v0")
@@ -215,6 +260,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "roofline_pi0.png": roofline,
     "placements.png": placements,
     "concepts.png": concepts,
+    "late_answers.png": late_answers,
     "film.webp": film,
 }
 MEASURED = {"film.webp"}

@@ -8,7 +8,7 @@ offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the p
 ``halt:LIMIT`` stops where a chunk expects the robot elsewhere (sinew_client.control.handover);
 ``auto`` is what the robot does that was told nothing (sinew_client.control.defaults), when to ask included.
 ``ema:SHARE`` and ``lowpass:HZ`` filter the rows, and ``velocity:``, ``acceleration:``, ``jerk:`` and ``speed:NUMBER``
-are limits of what is sent, per second of commands (docs/control.md); ``--envelope`` plays each of them:
+are limits of what is sent, per second of commands (docs/limits.md); ``--envelope`` plays each of them:
 
     python -m benchmarks.handovers --envelope --task blocks,pen,shove --episodes 40 --out /tmp/envelope
 

@@ -66,7 +66,13 @@ def assert_readable(figure: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["blocks_replan.png", "pen_latency.png", "blocks-with-blocks-rtc_handovers.png", "concepts.png"],
+    [
+        "blocks_replan.png",
+        "pen_latency.png",
+        "blocks-with-blocks-rtc_handovers.png",
+        "concepts.png",
+        "late_answers.png",
+    ],
 )
 def test_figures_of_the_pages_are_readable(name: str, drawn: list[Any]) -> None:
     documented.FIGURES[name](Path(name))

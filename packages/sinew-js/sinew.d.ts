@@ -12,7 +12,7 @@ export interface Rows {
   readonly shape: readonly number[];
 }
 
-/** What stands beside an observation; docs/protocol-openpi.md and docs/control.md say what each does. */
+/** What stands beside an observation; docs/protocol-openpi.md and docs/guidance.md say what each does. */
 export interface RequestOptions {
   seed?: number;
   solver_steps?: number;

@@ -65,6 +65,7 @@ QUESTION = json.dumps(
         "text_tokens": 16,
     }
 )
+LIMITS = "[limits]\nlow = -1\nhigh = 1\nvelocity = 20\nstill = 0\n"
 ARM = "needs the arm on that port"
 SIMULATOR = "needs a simulator's own interpreter: make sim-aloha and the like, of gigabytes"
 NOT_HERE = {
@@ -347,7 +348,7 @@ def control(walk: Walk) -> None:
     blocks(walk)
     my_robot(walk, ("front", "wrist"), 4)
     walk.type("sinew doctor policy.gguf --observe my_robot:Arm", status=1, says=("one colour",))
-    walk.write("arm.toml", "[limits]\nlow = -1\nhigh = 1\nvelocity = 20\nstill = 0\n")
+    walk.write("arm.toml", LIMITS)
     with walk.server("sinew serve policy.gguf"):
         drove(
             walk.type(
@@ -374,22 +375,11 @@ def control(walk: Walk) -> None:
             """ '{"port": "/dev/ttyACM0"}'""",
             ARM,
         )
-        walk.leaves(
-            "sinew doctor policy.gguf --observe my_robot:Arm --kinematics arm.urdf --kinematics-options"
-            """ '{"tip": "fingertips", "base": "table"}'""",
-            "an arm; tests/control/test_kinematics.py types it",
-        )
-        walk.leaves(
-            "sinew run tcp://server:5555 --robot lerobot:so101_follower --takeover lerobot:so101_leader --align 5"
-            " --frames frames/",
-            ARM,
-        )
-        simulated = "import my_robot; from my_robot import bus, camera\n"
         walk.program(
             0,
             ('{"front": camera.read()}', '{"front": camera.read(), "wrist": camera.read()}'),
             ("seconds=60", "seconds=3"),
-            before=simulated,
+            before="import my_robot; from my_robot import bus, camera\n",
             after="assert report.executed > 0, report",
         )
         walk.program(
@@ -399,23 +389,6 @@ def control(walk: Walk) -> None:
             after="assert report.executed > 0, report",
         )
     walk.type("sinew recording replay run.jsonl", says=("0 differ",))
-    drove(
-        walk.type(
-            "sinew run policy.gguf --robot dry --kinematics examples/robots/ur5e.urdf --prompt "
-            """"stack the cups" --seconds 3""",
-            says=("6 joints from base to tool0", "rotation keep"),
-        )
-    )
-    found = walk.type(
-        "sinew run policy.gguf --robot blocks --episodes 20 --takeover expert --takeover-options"
-        """ '{"after": 40}' --frames frames/""",
-        instead=("20", "3"),
-    )
-    assert found.result["handed"]["to_human"], found
-    walk.type(
-        "sinew recording dataset frames/ fixes/ --corrections --hz 20 --bundle policy.gguf",
-        says=("episodes",),
-    )
     for name in ("A.gguf", "B.gguf"):
         walk.copy(ASSETS / "pen.gguf", name)
     walk.type(
@@ -427,6 +400,79 @@ def control(walk: Walk) -> None:
         "sinew run tcp://server:5555 --robot my_robot:Arm --trials 20 --seconds 60 --out runs/arm --frames frames/",
         "needs a person at its keyboard; tests/eval/test_trials.py has one",
     )
+
+
+def late_answers(walk: Walk) -> None:
+    evaluated(
+        walk.type(
+            "sinew eval blocks --latency 200ms --sweep handover=freeze,aligned+halt:1.5 --replan 8 --episodes 10",
+        ),
+        0.8,
+    )
+    won(walk.type("sinew run blocks --robot blocks --episodes 2 --handover aligned+halt:1.5"), 1, of=2)
+
+
+def limits(walk: Walk) -> None:
+    walk.write("arm.toml", LIMITS)
+    won(
+        walk.type("sinew run blocks --robot blocks --episodes 2 --limits arm.toml --filter lowpass:3"),
+        1,
+        of=2,
+    )
+    (page,) = programs(walk.page, "toml")
+    walk.write("joints.toml", page)  # of three numbers, which this policy does not have
+    walk.run("sinew run blocks --robot blocks --limits joints.toml", status=1, says=("expected 4 numbers",))
+
+
+def kinematics(walk: Walk) -> None:
+    blocks(walk)
+    drove(
+        walk.type(
+            "sinew run policy.gguf --robot dry --kinematics examples/robots/ur5e.urdf --prompt "
+            """"stack the cups" --seconds 3""",
+            says=("6 joints from base to tool0", "rotation keep"),
+        )
+    )
+    walk.leaves(
+        "sinew doctor policy.gguf --observe my_robot:Arm --kinematics arm.urdf --kinematics-options"
+        """ '{"tip": "fingertips", "base": "table"}'""",
+        "an arm; tests/control/test_kinematics.py types it",
+    )
+
+
+def takeover(walk: Walk) -> None:
+    blocks(walk)
+    my_robot(walk, ("front", "wrist"), 4)
+    found = walk.type(
+        "sinew run policy.gguf --robot blocks --episodes 20 --takeover expert --takeover-options"
+        """ '{"after": 40}' --frames frames/""",
+        instead=("20", "3"),
+    )
+    assert found.result["handed"]["to_human"], found
+    walk.type(
+        "sinew recording dataset frames/ fixes/ --corrections --hz 20 --bundle policy.gguf",
+        says=("episodes",),
+    )
+    walk.leaves(
+        "sinew run tcp://server:5555 --robot lerobot:so101_follower --takeover lerobot:so101_leader --align 5"
+        " --frames frames/",
+        ARM,
+    )
+    with walk.server("sinew serve policy.gguf"):
+        walk.program(
+            0,
+            (
+                "report = run.run()",
+                "[each.take_over() for each in run.loop.listeners if isinstance(each, Takeover)]; report = run.run(40)",
+            ),
+            before="from my_robot import Arm\nclass my_leader:\n    read = staticmethod(lambda: [0.0] * 4)\n",
+            after="assert report.handed['to_human'] == 1, report",
+        )
+
+
+def guidance(walk: Walk) -> None:
+    ran = walk.type("sinew run blocks-rtc --robot blocks --episodes 2 --handover rtc")
+    assert ran.result["episodes"] == 2, ran
     walk.copy(FIXTURES / "pi05-2cam" / "checkpoint", "checkpoint")
     walk.copy(FIXTURES / "pi05-2cam" / "arch.json", "arch.json")
     walk.type(
@@ -1332,8 +1378,12 @@ STORIES: dict[str, Story] = {
     "docs/eval-suites.md": suites,
     "docs/eval.md": evaluation,
     "docs/gpu.md": gpu,
+    "docs/guidance.md": guidance,
     "docs/hardening.md": hardening,
     "docs/jetson.md": jetson,
+    "docs/kinematics.md": kinematics,
+    "docs/late-answers.md": late_answers,
+    "docs/limits.md": limits,
     "docs/low-bit.md": low_bit,
     "docs/quick-start.md": quick_start,
     "docs/perf.md": perf,
@@ -1353,6 +1403,7 @@ STORIES: dict[str, Story] = {
     "docs/sim.md": sim,
     "docs/sources.md": sources,
     "docs/stream.md": stream,
+    "docs/takeover.md": takeover,
     "docs/tutorial-lerobot.md": tutorial_lerobot,
     "docs/tutorial-openpi.md": tutorial_openpi,
     "docs/tutorial-quantise.md": tutorial_quantise,

@@ -15,7 +15,7 @@ from sinew.stream import StreamSettings
 
 
 def test_nothing_continues_an_old_window_unless_it_is_asked_for() -> None:
-    """On the pen guidance costs 7 and 8 points (docs/control.md), and the pen's streams were played without."""
+    """On the pen guidance costs 7 and 8 points (docs/late-answers.md), and the pen's streams were played without."""
     assert STREAM.rtc == "auto"
     assert StreamSettings(30.0).guidance == StreamCosts.parse("33:2.1").guidance == "none"
 

@@ -277,7 +277,7 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
         f"hz: {rate:g}  # control rate: rows of a chunk are this far apart",
         "start: false  # wait for true on /sinew/enable",
         "stamps: header  # or arrival, for drivers that do not stamp",
-        f"control: {{deadline: 2.0{motion}}}  # hand-over and replan: the defaults, see docs/control.md",
+        f"control: {{deadline: 2.0{motion}}}  # hand-over and replan: the defaults, see docs/late-answers.md",
         "cameras:",
     ]
     names = [str(camera["name"]) for camera in policy["cameras"]]

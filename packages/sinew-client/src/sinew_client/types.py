@@ -211,7 +211,7 @@ class Observation:
             where it is "mask", the policy reads those that there are, and warns where there is none.
     adapter: which of the policy's adapters computes the chunk (docs/sources.md), "" for the base.
 
-    Real-time chunking, where a running chunk is to be continued (docs/control.md):
+    Real-time chunking, where a running chunk is to be continued (docs/guidance.md):
     previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0
               belongs to this frame; rows past R are not guided.
     delay:    rows that will have been executed when the answer arrives; they are kept as they are.
@@ -226,7 +226,7 @@ class Observation:
     question: text to be answered in words; there are no actions then, and the prompt is not read.
     text_only: of a subtask the words alone, without actions.
     text_tokens: most tokens of the text; as many as the bundle says if absent.
-    Of a policy that was trained with advantages in its prompt (RECAP, docs/control.md):
+    Of a policy that was trained with advantages in its prompt (RECAP, docs/guidance.md):
     advantage: one of those that the policy knows, as "positive"; "" for none, the policy's own where it is absent.
     guidance_scale: how far the solution goes from what the prompt without the advantage gives to what it gives with it,
               0 to 100, and beyond (classifier-free guidance); 1, the advantage alone, where it is absent.

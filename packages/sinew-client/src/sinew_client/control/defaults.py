@@ -1,7 +1,8 @@
 """Defaults of a robot that was told nothing: how it takes over late chunks, and when it asks for the next one.
 
 The one place that says so, for :class:`~sinew_client.control.settings.Settings` and everybody who makes some: ``sinew
-run``, ``sinew eval``, ``sinew demo``, the ROS bridge, the LeRobot plugin. docs/control.md has the tables behind it.
+run``, ``sinew eval``, ``sinew demo``, the ROS bridge, the LeRobot plugin. The tables behind it are in
+docs/late-answers.md.
 """
 
 from __future__ import annotations
