@@ -609,6 +609,7 @@ with Client("{NATIVE}", timeout=120) as client:
 """,
         )
         walk.run("python still.py")
+    walk.leaves("sinew serve policy.gguf --device cuda --engine cuda", "needs a GPU: make gpu")
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve robot/"):
         walk.run(f"sinew bench {NATIVE} --runs 3")
@@ -1085,6 +1086,9 @@ def adapter_files(walk: Walk) -> None:
 
 def sources(walk: Walk) -> None:
     adapter_files(walk)
+    walk.type(
+        "sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/", says=("smolvla, .* MB",)
+    )
     walk.type("sinew convert my_smolvla/ base.gguf --vlm SmolVLM2-500M-Video-Instruct/")
     line = "sinew convert kitchen/ kitchen.gguf --base my_smolvla/ --no-merge --vlm SmolVLM2-500M-Video-Instruct/"
     made = walk.type(line)
