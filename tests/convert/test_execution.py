@@ -97,6 +97,16 @@ def test_what_the_user_asks_for_comes_first_and_is_said(act):
 
 
 @pytest.mark.usefixtures("dry_ends")
+@pytest.mark.parametrize("steps", [1, 3])
+def test_run_prints_the_rows_that_the_checkpoint_was_evaluated_with(act, capsys, steps):
+    bundle = act(None, steps)
+    main(["run", str(bundle), "--robot", "dry", "--hz", "30", "--seconds", "0.2", "--prompt", "go"])
+    said = "".join(capsys.readouterr())
+    assert (
+        f"the checkpoint was evaluated with n_action_steps {steps}, and --replan {steps} follows that" in said
+    )
+
+
 def test_run_prints_and_follows_it(act, capsys):
     words = ["run", str(act(0.01)), "--robot", "dry", "--hz", "10", "--seconds", "2", "--json"]
     assert main(words) == 0

@@ -110,6 +110,16 @@ def test_a_file_without_quantiles_is_named_with_what_adds_them(case, name, has):
     assert "augment_dataset_quantile_stats.py" in message
 
 
+def test_a_minimum_above_its_maximum_is_no_statistic(case):
+    path, given = case("diffusion-ddpm")
+    for file in path.glob("policy_*step*.safetensors"):
+        found = load_file(file)
+        if "action.max" in found:
+            found["action.max"][0], found["action.min"][0] = -3.0, 3.0
+        save_file(found, file)
+    assert "action.stats.min[0]: expected at most max[0] = -3.0, got 3.0" in refused(path, **given)
+
+
 @pytest.mark.parametrize("name", ["meta/stats.json", "dataset_statistics.json"])
 @pytest.mark.parametrize("layout", ["pi05-2cam", "openvla-oft"])
 def test_a_folder_in_place_of_the_statistics_names_its_file(case, tmp_path, name, layout):

@@ -847,6 +847,7 @@ SLOTS = tuple(CameraSpec(name, 48, 64, slot) for name, slot in (("front", "camer
         (("front", "wrist"), {}, {"front": "front", "wrist": "wrist"}),
         # The run's own rename_map, which LeRobot's server needs from its client
         (("front", "wrist"), {"front": "camera1", "wrist": "camera2"}, {"front": "front", "wrist": "wrist"}),
+        (("front", "wrist"), {"front": "camera1"}, {"front": "front", "wrist": "wrist"}),  # half of it
         (("camera1", "camera2"), {}, {"camera1": "front", "camera2": "wrist"}),  # called as the slots
         (("top", "hand"), {"top": "camera1", "hand": "camera2"}, {"top": "front", "hand": "wrist"}),
         (("front", "camera2"), {}, {"front": "front", "camera2": "wrist"}),
