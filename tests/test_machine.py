@@ -189,10 +189,11 @@ def test_work_beside_others_has_a_low_priority_and_nothing_else_has():
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     before = priority()
-    assert machine.beside_others(priority) == 19
+    lower = min(19, before + machine.BESIDE)
+    assert machine.beside_others(priority) == lower
     child = [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"]
     ran = machine.beside_others(lambda: subprocess.run(child, capture_output=True, text=True, check=True))
-    assert ran.stdout == "19\n"  # what it starts has it, too
+    assert ran.stdout == f"{lower}\n"  # what it starts has it, too
     assert priority() == before
     with pytest.raises(ZeroDivisionError):
         machine.beside_others(lambda: 1 // 0)
