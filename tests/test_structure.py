@@ -20,16 +20,6 @@ PACKAGE, FILES, room_of = STRUCTURE.package, STRUCTURE.files, STRUCTURE.room_of
 KNOWN_CIRCLES = [
     ["sinew.eval.policies", "sinew.eval.sources"],
     ["sinew.eval.quantize.quantization", "sinew.eval.quantize.recipe_search"],
-    [
-        "sinew.serve.admission",
-        "sinew.serve.batching",
-        "sinew.serve.policies",
-        "sinew.serve.request",
-        "sinew.serve.scheduler",
-    ],
-    ["sinew.serve.contexts", "sinew.serve.deploy", "sinew.serve.launch"],
-    ["sinew.serve.wires.native", "sinew.serve.wires.streams"],
-    ["sinew_ros.bridge", "sinew_ros.goals"],
 ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from sinew.core import SinewError
 from sinew.serve.batching import Batcher
+from sinew.serve.job import PreparedInputs, ServingJob
 from sinew.serve.request import Request
 
 from sinew_perf.operators import Component
@@ -79,7 +80,7 @@ def play(
     phases = np.zeros(robots) if in_step else np.random.default_rng(seed).uniform(0, period, robots)
     ticks = [(float(phase), robot) for robot, phase in enumerate(phases)]
     heapq.heapify(ticks)
-    waiting: deque[tuple[Request, float, int]] = deque()  # job, its robot's tick, the robot
+    waiting: deque[tuple[ServingJob, float, int]] = deque()  # job, its robot's tick, the robot
     free_at = [0.0] * robots  # when each robot has its answer
     latencies: list[float] = []
     sizes: list[int] = []
@@ -94,8 +95,7 @@ def play(
             moments += counts
             if free_at[robot] > tick:
                 continue  # its last answer is not there
-            job = Request("", _never, deadline=tick + deadline_s)
-            job.kind = KIND
+            job = ServingJob(Request("", _never), tick + deadline_s, prepared=PreparedInputs(kind=KIND))
             waiting.append((job, tick, robot))
             free_at[robot] = float("inf")
             clock = max(clock, tick + overhead_s / 2) if len(waiting) == 1 else clock

@@ -30,7 +30,8 @@ from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_ex
 from sinew.core import SinewError, hints
 from sinew.memory import counts_activations, memory_need
 from sinew.serve.access_log import access_logging
-from sinew.serve.launch import ServerLaunch, ServingLimits, loader, recorders, swapper
+from sinew.serve.launch import ServerLaunch, loader, recorders, swapper
+from sinew.serve.limits import ServingLimits
 from sinew.serve.policies import DEFAULT, check_name
 from sinew.serve.process import HOPELESS, Process
 from sinew.serve.supervise import STUCK_S

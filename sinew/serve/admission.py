@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
 from sinew.core import BusyError
-from sinew.serve.request import Request, Together
+from sinew.serve.job import ServingJob, Together
 
 
 class Admission:
@@ -16,18 +16,18 @@ class Admission:
     def __init__(self, size: int, per_client: int):
         self.size, self.per_client = size, per_client
         self.count = 0
-        self._waiting: dict[Hashable, list[Request]] = {}  # by client
-        self.newest: dict[Hashable | None, Request] = {}  # the waiting request of each session
+        self._waiting: dict[Hashable, list[ServingJob]] = {}  # by client
+        self.newest: dict[Hashable | None, ServingJob] = {}  # the waiting request of each session
         self._members: Counter[Together] = Counter()  # that wait, of each message of several
 
-    def __iter__(self) -> Iterator[Request]:
-        return (request for requests in self._waiting.values() for request in requests)
+    def __iter__(self) -> Iterator[ServingJob]:
+        return (job for jobs in self._waiting.values() for job in jobs)
 
-    def room(self, request: Request) -> list[Request]:
+    def room(self, job: ServingJob) -> list[ServingJob]:
         """Return the requests that go for a new one, none while there is room. Raises BusyError."""
-        if request.together in self._members:
+        if job.together in self._members:
             return []
-        client = request.connection
+        client = job.connection
         mine = len(_places(self._waiting[client])) if client in self._waiting else 0
         if client is not None and mine >= self.per_client:
             raise BusyError(f"{mine} requests of this client wait, and no client may have more")
@@ -38,39 +38,39 @@ class Admission:
             raise BusyError(f"the queue is full: {self.count} requests wait")
         return most[-1]
 
-    def enter(self, request: Request) -> None:
-        if request.episode is not None:
-            self.newest[request.episode] = request
-        self._waiting.setdefault(request.connection, []).append(request)
-        if request.together is None:
+    def enter(self, job: ServingJob) -> None:
+        if job.episode is not None:
+            self.newest[job.episode] = job
+        self._waiting.setdefault(job.connection, []).append(job)
+        if job.together is None:
             self.count += 1
         else:
-            self.count += request.together not in self._members
-            self._members[request.together] += 1
+            self.count += job.together not in self._members
+            self._members[job.together] += 1
 
-    def leave(self, request: Request) -> bool:
+    def leave(self, job: ServingJob) -> bool:
         """Count a request out; False if it was not among those that wait."""
-        if not request.waiting:
+        if not job.waiting:
             return False
-        request.waiting = False
-        requests = self._waiting[request.connection]
-        requests.remove(request)
-        if not requests:
-            del self._waiting[request.connection]
-        if self.newest.get(request.episode) is request:
-            del self.newest[request.episode]
-        if request.together is not None:
-            self._members[request.together] -= 1
-            if self._members[request.together]:
+        job.waiting = False
+        jobs = self._waiting[job.connection]
+        jobs.remove(job)
+        if not jobs:
+            del self._waiting[job.connection]
+        if self.newest.get(job.episode) is job:
+            del self.newest[job.episode]
+        if job.together is not None:
+            self._members[job.together] -= 1
+            if self._members[job.together]:
                 return True
-            del self._members[request.together]
+            del self._members[job.together]
         self.count -= 1
         return True
 
 
-def _places(requests: Sequence[Request]) -> list[list[Request]]:
+def _places(jobs: Sequence[ServingJob]) -> list[list[ServingJob]]:
     """Return a client's waiting requests by the places that they take, in their order."""
-    found: dict[object, list[Request]] = {}
-    for request in requests:
-        found.setdefault(request.together or request, []).append(request)
-    return list(found.values())
+    places: dict[object, list[ServingJob]] = {}
+    for job in jobs:
+        places.setdefault(job.together or job, []).append(job)
+    return list(places.values())

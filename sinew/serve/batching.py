@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinew.core import SinewError, machine
-from sinew.serve.request import Request
+from sinew.serve.job import ServingJob
 from sinew.serve.served import ServedPolicy
 
 LARGEST = 16  # of "auto"
@@ -166,12 +166,12 @@ class Batcher:
 
     def members(
         self,
-        first: Request,
-        waiting: Sequence[Request],
+        first: ServingJob,
+        waiting: Sequence[ServingJob],
         now: float,
-        beside: Sequence[Request] = (),
+        beside: Sequence[ServingJob] = (),
         crowded: bool = False,
-    ) -> list[Request]:
+    ) -> list[ServingJob]:
         """Return the requests to compute at once, ``first`` before the others in the order of their turns.
 
         waiting: what is ready beside it, in the order in which it would be taken. beside: requests of other policies,
@@ -212,49 +212,49 @@ class Batcher:
         fit = (size for size in sizes if (self.costs.seconds(kind, size) or 0.0) <= CROWDED * alone)
         return max(fit, default=1)
 
-    def _alone(self, request: Request, first: Request) -> float:
+    def _alone(self, job: ServingJob, first: ServingJob) -> float:
         """Return the seconds of a request by itself, as far as its kind is known."""
-        return self.costs.surely(request.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
+        return self.costs.surely(job.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
 
-    def _breaks(self, line: Sequence[Request], chosen: Sequence[Request], now: float) -> bool:
+    def _breaks(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob], now: float) -> bool:
         """Return whether a deadline breaks with the batch that holds with one request after another."""
         together = self.costs.surely(line[0].kind, len(chosen)) or 0.0
         alone = 0.0  # when each would end, one after another
         behind = together  # and when what is not in the batch would
         members = set(map(id, chosen))
-        for request in line:
-            own = self._alone(request, line[0])
+        for job in line:
+            own = self._alone(job, line[0])
             alone += own
-            end = together if id(request) in members else behind + own
-            behind = behind if id(request) in members else end
-            if request.deadline is not None and now + alone <= request.deadline < now + end:
+            end = together if id(job) in members else behind + own
+            behind = behind if id(job) in members else end
+            if job.deadline is not None and now + alone <= job.deadline < now + end:
                 return True
         return False
 
-    def _sum(self, line: Sequence[Request], chosen: Sequence[Request]) -> float:
+    def _sum(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob]) -> float:
         """Return how long all requests of ``line`` wait together if ``chosen`` are computed at once, first."""
         kind = line[0].kind
         end = self.costs.seconds(kind, len(chosen)) or 0.0
         waited = end * len(chosen)
         members = set(map(id, chosen))
-        for request in line:
-            if id(request) not in members:
-                end += self.costs.seconds(request.kind, 1) or self.costs.seconds(kind, 1) or 0.0
+        for job in line:
+            if id(job) not in members:
+                end += self.costs.seconds(job.kind, 1) or self.costs.seconds(kind, 1) or 0.0
                 waited += end
         return waited
 
 
-def _hopeless(request: Request, now: float) -> bool:
+def _hopeless(job: ServingJob, now: float) -> bool:
     """Return whether the request is answered with an error when its turn comes."""
-    return request.cancel.is_set() or (request.deadline is not None and now > request.deadline)
+    return job.cancel.is_set() or (job.deadline is not None and now > job.deadline)
 
 
 class Everyone(threading.Event):
     """Set once every member of a batch is cancelled: before that, somebody waits for it."""
 
-    def __init__(self, requests: Sequence[Request]):
+    def __init__(self, jobs: Sequence[ServingJob]):
         super().__init__()
-        self._requests = requests
+        self._requests = jobs
 
     def is_set(self) -> bool:
-        return all(request.cancel.is_set() for request in self._requests)
+        return all(job.cancel.is_set() for job in self._requests)

@@ -14,7 +14,7 @@ from sinew.processing import Processor
 from sinew.processing.limits import unit_sizes
 from sinew.processing.safety import Safety
 from sinew.serve.device_lock import DeviceLock
-from sinew.serve.launch import ServingLimits
+from sinew.serve.limits import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
 from sinew.serve.scheduler import Scheduler

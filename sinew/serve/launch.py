@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import sinew
 from sinew.core import machine
 from sinew.serve.batching import LARGEST
+from sinew.serve.limits import ServingLimits
 from sinew.serve.process import GRACE_S, Process
 from sinew.serve.renewed import Keys
 
@@ -30,19 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as `sinew perf fit` counts it
-
-
-@dataclass(frozen=True, slots=True)
-class ServingLimits:
-    """What a policy's scheduler and safety take, with the names and the defaults of the flags of ``sinew serve``."""
-
-    queue: int = 64
-    max_batch: int | Literal["auto"] = 1
-    action_limits: str = "refuse"
-    action_margin: float = 10.0
-    state_margin: float = 20.0
-    max_age: float | None = None
-    max_megapixels: float | None = None
 
 
 def loader(
@@ -62,11 +50,11 @@ def loader(
     rename_cameras(opened.manifest.spec, options["rename"])
     beside = open_adapters(opened, adapters)
     choose(opened, threads=threads, adapters=beside, **chosen_by(options))
-    found = exported_graphs(opened) or opened.path  # alone: an open bundle's map would outlive its policy
+    path = exported_graphs(opened) or opened.path  # alone: an open bundle's map would outlive its policy
 
     def load() -> Policy:
-        logger.info("loading %s", found)
-        policy = sinew.load(found, threads=threads, adapters=adapters, **options)
+        logger.info("loading %s", path)
+        policy = sinew.load(path, threads=threads, adapters=adapters, **options)
         policy.identity["source"] = shown_source(str(bundle))
         return policy
 
@@ -134,12 +122,12 @@ def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, Backg
     from sinew.records.recorder import Recorder
     from sinew.records.viewers.rerun_records import RerunRecorder
 
-    found: dict[str, BackgroundWriter] = {}
+    writers: dict[str, BackgroundWriter] = {}
     if viewer is not None:
-        found["rerun"] = RerunRecorder(viewer)
+        writers["rerun"] = RerunRecorder(viewer)
     if record is not None:
-        found["recorder"] = Recorder(record)
-    return found
+        writers["recorder"] = Recorder(record)
+    return writers
 
 
 @dataclass(frozen=True)

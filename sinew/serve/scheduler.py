@@ -32,7 +32,8 @@ from sinew.serve.admission import Admission
 from sinew.serve.batching import Batcher, Costs, Everyone
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.fair_queue import FairQueue
-from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
+from sinew.serve.job import PreparedInputs, ServingJob, release
+from sinew.serve.request import DeadlineError, Outcome, ShuttingDownError, SupersededError, bare
 from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import Supervisor
 
@@ -51,14 +52,14 @@ class _Turn:
     """One inference under way.
 
     Attributes:
-        requests: that it computes. begun: by ``time.perf_counter``. away: seconds in which others computed since.
+        jobs: that it computes. begun: by ``time.perf_counter``. away: seconds in which others computed since.
         charged: seconds that its owners were charged so far.
     """
 
-    __slots__ = ("away", "begun", "charged", "requests")
+    __slots__ = ("away", "begun", "charged", "jobs")
 
-    def __init__(self, requests: Sequence[Request]):
-        self.requests, self.begun, self.away, self.charged = requests, time.perf_counter(), 0.0, 0.0
+    def __init__(self, jobs: Sequence[ServingJob]):
+        self.jobs, self.begun, self.away, self.charged = jobs, time.perf_counter(), 0.0, 0.0
 
     def seconds(self) -> float:
         return time.perf_counter() - self.begun - self.away
@@ -96,16 +97,16 @@ class Scheduler:
         self.device_lock, self._workers = device_lock, workers
         self.supervisor = supervisor or Supervisor()
         self._quiet = RateLimitedLog(logger)
-        self._received: FairQueue[Request] = FairQueue()
-        self._ready: FairQueue[Request] = FairQueue(key=lambda request: request.accepted)
+        self._received: FairQueue[ServingJob] = FairQueue()
+        self._ready: FairQueue[ServingJob] = FairQueue(key=lambda job: job.accepted)
         self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
         self._room = threading.Condition(self._lock)  # there may be room for more decoded frames
         self._ahead = 0  # bytes of them
         self._admission = Admission(queue_size, per_client)
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = self._draining = False
-        self._running: list[Request] = []
-        self._decoding: set[Request] = set()
+        self._running: list[ServingJob] = []
+        self._decoding: set[ServingJob] = set()
         self._warming = threading.Lock()  # taken by the thread that does it, for good
         self._warm = threading.Event()
         self._warm_up_error: BaseException | None = None
@@ -134,7 +135,7 @@ class Scheduler:
         if self.device_lock is not None:
             self.device_lock.join(self, self._ready.order)
 
-    def submit(self, request: Request, on_done: Callable[[Outcome], None]) -> Request:
+    def submit(self, job: ServingJob, on_done: Callable[[Outcome], None]) -> ServingJob:
         """Queue a request, and return it. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error:
         once, on whatever thread ends the request.
 
@@ -143,51 +144,47 @@ class Scheduler:
 
         Raises BusyError or ShuttingDownError, and then does not call ``on_done``.
         """
-        request.accepted = time.perf_counter()
-        displaced: list[Request] = []
+        job.accepted = time.perf_counter()
+        displaced: list[ServingJob] = []
         with self._lock:
             if self._stopping or self._draining:
                 raise ShuttingDownError
-            older = self._admission.newest.get(request.episode)
+            older = self._admission.newest.get(job.episode)
             if older is None:
-                displaced = self._make_place(request)
+                displaced = self._make_place(job)
             else:
                 self._leave(older)
                 self._counts["superseded"] += 1
-            idle = not self._admission.count and not self._running and request.together is None
-            request.home, request.on_done = self, on_done
-            self._admission.enter(request)
+            idle = not self._admission.count and not self._running and job.together is None
+            job.home, job.on_done = self, on_done
+            self._admission.enter(job)
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
-            (self._ready if idle else self._received).put(request.connection, request)
+            (self._ready if idle else self._received).put(job.connection, job)
         if older is not None:
             self._finish(older, SupersededError("a newer observation of this session has arrived"))
         for each in displaced:
             self._finish(each, BusyError("the queue is full, and others waited with less in it"))
-        return request
+        return job
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, job: ServingJob) -> None:
         """Nobody waits for this request any more: end it now if it waits, between two stages if it runs."""
-        request.cancel.set()
+        job.cancel.set()
         with self._lock:
-            waited = self._leave(request)
+            waited = self._leave(job)
         if waited:
-            self._finish(request, CancelledError("the client left"))
+            self._finish(job, CancelledError("the client left"))
 
     def expire(self) -> None:
         """Answer the waiting requests whose deadline has passed: their turn may never come."""
         now = time.perf_counter()
         with self._lock:
-            late = [
-                request
-                for request in self._admission
-                if request.deadline is not None and now > request.deadline
-            ]
-            for request in late:
-                self._leave(request)
+            late = [job for job in self._admission if job.deadline is not None and now > job.deadline]
+            for job in late:
+                self._leave(job)
             self._counts["late"] += len(late)
             self._counts["failed"] += len(late)
-        for request in late:
-            self._finish(request, DeadlineError("the deadline passed before the request's turn came"))
+        for job in late:
+            self._finish(job, DeadlineError("the deadline passed before the request's turn came"))
 
     def stats(self) -> dict[str, int | bool]:
         """Now: waiting, running. Since the start: served, failed, busy, superseded, late, and batches: inferences."""
@@ -224,14 +221,14 @@ class Scheduler:
             self._stopping = True
             self._room.notify_all()
             busy = [*self._decoding, *self._running]
-            held = [request for request in self._admission if request.together is not None]
-        for request in busy:
-            request.cancel.set()
-        for request in held:  # some are in no queue: they wait for the others of their message
-            self._abandon(request, ShuttingDownError())
+            gathering = [job for job in self._admission if job.together is not None]
+        for job in busy:
+            job.cancel.set()
+        for job in gathering:  # some are in no queue: they wait for the others of their message
+            self._abandon(job, ShuttingDownError())
         for queue, threads in ((self._received, DECODERS), (self._ready, self._workers)):
-            for request in queue.drain():
-                self._abandon(request, ShuttingDownError())
+            for job in queue.drain():
+                self._abandon(job, ShuttingDownError())
             queue.end(threads)
 
     def join(self, timeout: float) -> bool:
@@ -245,74 +242,72 @@ class Scheduler:
         """After ``stop``: answer what is still decoded or computed, or waits for that, without waiting for its end."""
         with self._lock:
             busy = [*self._decoding, *self._running, *self._admission]
-        for request in busy:
-            self._finish(request, ShuttingDownError())
+        for job in busy:
+            self._finish(job, ShuttingDownError())
 
     # ------------------------------------------------------------------------- threads
 
     def _decode_loop(self) -> None:
-        while (request := self._received.get()) is not None:
+        while (job := self._received.get()) is not None:
             with self._lock:
                 self._room.wait_for(lambda: self._ahead < AHEAD or self._stopping)
-                self._decoding.add(request)
+                self._decoding.add(job)
             try:
-                self._raise_if_abandoned(request)
-                self._decode(request)
+                self._raise_if_abandoned(job)
+                self._decode(job)
                 with self._lock:
-                    self._raise_if_abandoned(request)
-                    told, request.gathered = request.gathered, True
-                if not told:
-                    self._decoded(request)
+                    self._raise_if_abandoned(job)
+                self._decoded(job)
             except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
-                self._abandon(request, error)
+                self._abandon(job, error)
             finally:
                 with self._lock:
-                    self._decoding.discard(request)
-                del request
+                    self._decoding.discard(job)
+                del job
 
-    def _decoded(self, request: Request) -> None:
+    def _decoded(self, job: ServingJob) -> None:
         """Let a decoded request have its turn, with the others of its message for which there is room."""
-        found = [request]
-        if request.together is not None:
-            found = request.together.arrived(request)
+        decoded = [job]
+        if job.together is not None:
+            decoded = job.together.arrived(job)
             if self._ahead >= AHEAD:
-                found += request.together.decoded()
-        release(found)
+                decoded += job.together.decoded()
+        release(decoded)
 
-    def ready(self, decoded: list[Request]) -> None:
+    def ready(self, decoded: list[ServingJob]) -> None:
         """Let decoded requests of one client, which were submitted here, have their turns."""
         with self._lock:  # or stop() could empty the queue just before they enter it
             if waiting := [each for each in decoded if each.waiting and not self._stopping]:
                 self._ready.put(waiting[0].connection, *waiting)
 
-    def _decode(self, request: Request) -> None:
-        start = request.begun = time.perf_counter()
-        observation = request.read(partial(self._raise_if_abandoned, request))
-        if request.together is not None:  # wires may find the sessions of one message as late as here
-            request.session = observation.session
+    def _decode(self, job: ServingJob) -> None:
+        start = job.begun = time.perf_counter()
+        observation = job.read(partial(self._raise_if_abandoned, job))
         size = sum(frame.nbytes for moment in observation.moments for frame in moment.images.values())
         with self._lock:
-            if not request.answered:
-                request.size, self._ahead = size, self._ahead + size
-        request.prepared = self.policy.prepare(observation)
-        request.decode_s = time.perf_counter() - start
-        if self.batcher is not None and self.batcher.limit > 1:
-            request.kind = self.policy.batch_key(request.prepared)
-        request.alike = self.policy.cost_key(request.prepared) if request.kind is None else request.kind
+            if not job.answered:
+                job.size, self._ahead = size, self._ahead + size
+        inputs = self.policy.prepare(observation)
+        seconds = time.perf_counter() - start
+        batched = self.batcher is not None and self.batcher.limit > 1
+        kind = self.policy.batch_key(inputs) if batched else None
+        job.prepared = PreparedInputs(
+            inputs, kind, self.policy.cost_key(inputs) if kind is None else kind, seconds
+        )
 
     def _infer_loop(self) -> None:
         self._warm_up()
         if self._warm_up_error is not None:
             return
-        while (request := self._ready.get()) is not None:
+        while (job := self._ready.get()) is not None:
             with self.device_lock or contextlib.nullcontext():
                 # What was first may have been replaced while others computed; its successor has its turn.
-                requests: list[Request] = []
-                while request is not None and not self._begin(request, requests):
-                    request = self._ready.next()
-                if request is not None:
-                    self._answer(request, requests)
-            request, requests = None, []  # keeps no frames until the next one comes
+                jobs: list[ServingJob] = []
+                while job is not None and not self._begin(job, jobs):
+                    job = self._ready.next()
+                if job is not None:
+                    self._answer(job, jobs)
+            job, jobs = None, []  # keeps no frames until the next one comes
 
     def _warm_up(self) -> None:
         """Warm the policy up on the first thread that comes here; the others wait for it."""
@@ -328,34 +323,34 @@ class Scheduler:
         finally:
             self._warm.set()
 
-    def _answer(self, first: Request, requests: list[Request]) -> None:
-        """Compute a request that has begun and what joins it. requests: those that have, which grow."""
+    def _answer(self, first: ServingJob, jobs: list[ServingJob]) -> None:
+        """Compute a request that has begun and what joins it. jobs: those that have, which grow."""
         outcomes: list[Outcome] = []
         try:
-            outcomes = self._run(first, requests)
+            outcomes = self._run(first, jobs)
         finally:  # also when this thread is ended: all that had begun are answered
             with self._lock:
-                outcomes = outcomes or [SinewError("internal error") for _ in requests]
-                self._running = [request for request in self._running if request not in requests]
+                outcomes = outcomes or [SinewError("internal error") for _ in jobs]
+                self._running = [job for job in self._running if job not in jobs]
                 self._counts["batches"] += 1
                 for outcome in outcomes:
                     self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
                     self._counts["late"] += isinstance(outcome, DeadlineError)
-            for each, outcome in zip(requests, outcomes, strict=True):
+            for each, outcome in zip(jobs, outcomes, strict=True):
                 self._finish(each, outcome)
 
-    def _begin(self, request: Request, requests: list[Request]) -> bool:
-        """Take a request from the waiting ones to the running ones, and to ``requests``; False if it waits no more."""
+    def _begin(self, job: ServingJob, jobs: list[ServingJob]) -> bool:
+        """Take a request from the waiting ones to the running ones, and to ``jobs``; False if it waits no more."""
         with self._lock:
-            wanted = self._admission.leave(request)  # or superseded, cancelled, failed by stop()
-            if wanted:
-                requests.append(request)
-                self._running.append(request)
-                request.begun = time.perf_counter()
-        return wanted
+            waits = self._admission.leave(job)  # or superseded, cancelled, failed by stop()
+            if waits:
+                jobs.append(job)
+                self._running.append(job)
+                job.begun = time.perf_counter()
+        return waits
 
-    def _run(self, first: Request, requests: list[Request]) -> list[Outcome]:
-        """Compute a request and what waits and may share its inference, which joins ``requests``: their outcomes."""
+    def _run(self, first: ServingJob, jobs: list[ServingJob]) -> list[Outcome]:
+        """Compute a request and what waits and may share its inference, which joins ``jobs``: their outcomes."""
         try:
             self._raise_if_abandoned(first)
             if first.prepared is None:
@@ -367,93 +362,94 @@ class Scheduler:
             beside = [] if self.device_lock is None else self.device_lock.beside(self)
             now = time.perf_counter()
             crowded = first.together is not None and not self._ready.alone(first.connection)
-            for request in self.batcher.members(first, self._ready.order(), now, beside, crowded)[1:]:
-                if self._begin(request, requests):
-                    self._ready.remove(request.connection, request)
-                    self._ready.took(request.connection)
-        return self._compute(requests)
+            for job in self.batcher.members(first, self._ready.order(), now, beside, crowded)[1:]:
+                if self._begin(job, jobs):
+                    self._ready.remove(job.connection, job)
+                    self._ready.took(job.connection)
+        return self._compute(jobs)
 
-    def _compute(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _compute(self, jobs: Sequence[ServingJob]) -> list[Outcome]:
         """Return the outcome of each request, with ``timing.queue_ms`` in chunks. Those of a batch are of one kind."""
-        turn, alike, count = _Turn(requests), requests[0].alike, len(requests)
+        turn, alike, count = _Turn(jobs), jobs[0].alike, len(jobs)
         begun = turn.begun
         around = {"between": partial(self._between, turn)} if self.policy.pauses else {}
         try:
             if count > 1:
-                outcomes = self._compute_batch(requests, around)
+                outcomes = self._compute_batch(jobs, around)
             else:
-                outcomes = [self._compute_one(requests[0], around)]
+                outcomes = [self._compute_one(jobs[0], around)]
         finally:
             seconds, usual = turn.seconds(), self.costs.seconds(alike, count)
             self._charge(turn, seconds if usual is None else min(seconds, HICCUP * usual))
-        if all(isinstance(found, ActionChunk) for found in outcomes):
+        if all(isinstance(each, ActionChunk) for each in outcomes):
             self.costs.learn(alike, count, seconds)
-        for index, (request, found) in enumerate(zip(requests, outcomes, strict=True)):
-            if isinstance(found, ActionChunk):  # dataclasses.replace looks at each field, which takes longer
-                queue_ms = 1e3 * (begun - request.accepted - request.decode_s)
-                timing = Timing(**(vars(found.timing) | {"queue_ms": queue_ms}))
-                outcomes[index] = ActionChunk(**(vars(found) | {"timing": timing}))
+        for index, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True)):
+            if isinstance(
+                outcome, ActionChunk
+            ):  # dataclasses.replace looks at each field, which takes longer
+                decode_s = 0.0 if job.prepared is None else job.prepared.seconds
+                queue_ms = 1e3 * (begun - job.accepted - decode_s)
+                timing = Timing(**(vars(outcome.timing) | {"queue_ms": queue_ms}))
+                outcomes[index] = ActionChunk(**(vars(outcome) | {"timing": timing}))
         return outcomes
 
     def _charge(self, turn: _Turn, seconds: float) -> None:
         """Charge the owners of a turn in equal parts, ``seconds`` in all."""
-        part = (seconds - turn.charged) / len(turn.requests)
+        part = (seconds - turn.charged) / len(turn.jobs)
         turn.charged = seconds
-        for request in turn.requests:
-            self._ready.charge(request.connection, part)
+        for job in turn.jobs:
+            self._ready.charge(job.connection, part)
 
     def _between(self, turn: _Turn) -> None:
         """Between two steps of a turn: compute what waits, costs a fraction of it and is of clients that have used
         less. Then let the other policies of this device have their turn."""
         now = time.perf_counter()
-        for request in turn.requests:  # a sign of life: it may take long, as others come between
-            request.begun = now
+        for job in turn.jobs:  # a sign of life: it may take long, as others come between
+            job.begun = now
         if self._ready.waits and not self._stopping:
             own = turn.seconds()
             self._charge(turn, own)
-            usual = self.costs.seconds(turn.requests[0].alike, len(turn.requests))
+            usual = self.costs.seconds(turn.jobs[0].alike, len(turn.jobs))
             most = own if usual is None else max(own, usual) / QUICK
-            owners = {request.connection for request in turn.requests}
+            owners = {job.connection for job in turn.jobs}
             light = partial(self._costs_at_most, most)
             while (first := self._ready.next_behind(owners, light)) is not None:
-                requests: list[Request] = []
-                if self._begin(first, requests):
-                    self._answer(first, requests)
+                jobs: list[ServingJob] = []
+                if self._begin(first, jobs):
+                    self._answer(first, jobs)
             turn.away += time.perf_counter() - now
         if self.device_lock is not None:
             turn.away += self.device_lock.pass_on()
 
-    def _costs_at_most(self, seconds: float, request: Request) -> bool:
+    def _costs_at_most(self, seconds: float, job: ServingJob) -> bool:
         """Return whether a request is decoded and known to cost so much at most."""
-        usual = None if request.prepared is None else self.costs.seconds(request.alike, 1)
+        usual = None if job.prepared is None else self.costs.seconds(job.alike, 1)
         return usual is not None and usual <= seconds
 
-    def _compute_batch(self, requests: Sequence[Request], around: Mapping[str, Any]) -> list[Outcome]:
+    def _compute_batch(self, jobs: Sequence[ServingJob], around: Mapping[str, Any]) -> list[Outcome]:
         """Compute several requests at once. After a failure that nobody foresaw each is computed by itself, so that it
         is answered to the one that caused it."""
-        found: list[Outcome]
+        outcomes: list[Outcome]
         try:
-            found = self.policy.run_batch(
-                [request.prepared for request in requests], cancel=Everyone(requests), **around
-            )
+            outcomes = self.policy.run_batch([_inputs(job) for job in jobs], cancel=Everyone(jobs), **around)
         except SinewError as error:
-            return [self._presentable(error) for _ in requests]
+            return [self._presentable(error) for _ in jobs]
         except BaseException as error:  # noqa: BLE001 - each request is computed alone, and fails alone
             self._quiet.error("a batch failed and is computed one by one", error)
-            return [self._compute_one(request, around) for request in requests]
+            return [self._compute_one(job, around) for job in jobs]
         self._failures, self._broken = 0, None
         left = CancelledError("the request was cancelled")
         return [
-            self._presentable(left) if request.cancel.is_set() else each
-            for request, each in zip(requests, found, strict=True)
+            self._presentable(left) if job.cancel.is_set() else each
+            for job, each in zip(jobs, outcomes, strict=True)
         ]
 
-    def _compute_one(self, request: Request, around: Mapping[str, Any]) -> Outcome:
+    def _compute_one(self, job: ServingJob, around: Mapping[str, Any]) -> Outcome:
         """Compute a request, and count failures that nobody foresaw. A few in a row may be one client's doing, so the
         policy is then tried on its own observation: what it says of that is the server's health."""
         try:
-            self._raise_if_abandoned(request)
-            chunk = self.policy.run(request.prepared, cancel=request.cancel, **around)
+            self._raise_if_abandoned(job)
+            chunk = self.policy.run(_inputs(job), cancel=job.cancel, **around)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             if not isinstance(error, SinewError):
                 self._failures += 1
@@ -470,57 +466,54 @@ class Scheduler:
         self._failures, self._broken = 0, None
         return chunk
 
-    def _raise_if_abandoned(self, request: Request) -> None:
+    def _raise_if_abandoned(self, job: ServingJob) -> None:
         if self._stopping:
             raise ShuttingDownError
-        if request.cancel.is_set():
+        if job.cancel.is_set():
             raise CancelledError("the request was cancelled")
-        if request.deadline is not None and (late := time.perf_counter() - request.deadline) > 0:
+        if job.deadline is not None and (late := time.perf_counter() - job.deadline) > 0:
             raise DeadlineError(f"the deadline passed {1e3 * late:.1f} ms before the request's turn came")
 
     # ------------------------------------------------------------------------- places in the queue
 
-    def _make_place(self, new: Request) -> list[Request]:
+    def _make_place(self, new: ServingJob) -> list[ServingJob]:
         """With the lock held. Returns the requests that have to go for a new one. Raises BusyError."""
         try:
             going = self._admission.room(new)
         except BusyError:
             self._counts["busy"] += 1
             raise
-        for request in going:
+        for job in going:
             self._counts["busy"] += 1
-            self._leave(request)
+            self._leave(job)
         return going
 
-    def _leave(self, request: Request) -> bool:
+    def _leave(self, job: ServingJob) -> bool:
         """Count a request out of the waiting ones; False if it was not among them. With the lock held."""
-        if not self._admission.leave(request):
+        if not self._admission.leave(job):
             return False
         # What has left keeps no memory: its turn may come late, or never.
-        _ = self._received.remove(request.connection, request) or self._ready.remove(
-            request.connection, request
-        )
+        _ = self._received.remove(job.connection, job) or self._ready.remove(job.connection, job)
         return True
 
-    def _abandon(self, request: Request, error: BaseException) -> None:
+    def _abandon(self, job: ServingJob, error: BaseException) -> None:
         outcome = self._presentable(error)
         with self._lock:
-            left = self._leave(request)
+            left = self._leave(job)
             self._counts["failed"] += left
             self._counts["late"] += left and isinstance(outcome, DeadlineError)
-        self._finish(request, outcome)
+        self._finish(job, outcome)
 
-    def _finish(self, request: Request, outcome: Outcome) -> None:
+    def _finish(self, job: ServingJob, outcome: Outcome) -> None:
         with self._lock:
-            answered, request.answered = request.answered, True
+            answered, job.answered = job.answered, True
             if self._ahead >= AHEAD:
                 self._room.notify_all()
-            self._ahead, request.size = self._ahead - request.size, 0
-            gathered, request.gathered = request.gathered, True
-        if request.together is not None and not gathered:
-            release(request.together.arrived(None))
-        # An outcome's traceback may know the request: a circle would keep its frames.
-        on_done, request.on_done = request.on_done, None
+            self._ahead, job.size = self._ahead - job.size, 0
+        if job.together is not None:
+            release(job.together.ended(job))
+        # An outcome's traceback may know the job: a circle would keep its frames.
+        on_done, job.on_done = job.on_done, None
         if answered or on_done is None:
             return
         try:
@@ -548,16 +541,15 @@ class Scheduler:
         now, limit = time.perf_counter(), self.supervisor.stuck_s
         with self._lock:
             running, decoding = list(self._running), list(self._decoding)
-        for what, requests in (("computed", running), ("decoded", decoding)):
-            for request in requests:
-                begun = request.begun
+        for what, jobs in (("computed", running), ("decoded", decoding)):
+            for job in jobs:
+                begun = job.begun
                 if limit and begun is not None and now - begun > limit:
                     return f"a request is being {what} for {now - begun:.0f} s"
         return None
 
 
-def release(decoded: list[Request]) -> None:
-    """Let decoded requests of one client have their turns, at the schedulers that they were submitted to."""
-    for home in dict.fromkeys(each.home for each in decoded):
-        if home is not None:
-            home.ready([each for each in decoded if each.home is home])
+def _inputs(job: ServingJob) -> Any:
+    """Return what a policy computes on."""
+    assert job.prepared is not None
+    return job.prepared.inputs

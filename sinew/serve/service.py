@@ -23,12 +23,13 @@ from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve import access
 from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.job import ServingJob, Together, release
 from sinew.serve.metrics import KeptRecords, Metrics, PolicyIdentities
 from sinew.serve.policies import DEFAULT, MAX_NAME, Deployment, Policies
 from sinew.serve.renewed import Keys
-from sinew.serve.request import Outcome, Request, ShuttingDownError, Together, WireMessage, bare
+from sinew.serve.request import Outcome, Request, ShuttingDownError, WireMessage, bare
 from sinew.serve.robots import Robots
-from sinew.serve.scheduler import Scheduler, release
+from sinew.serve.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 access_log = logging.getLogger("sinew.access")
@@ -43,8 +44,8 @@ class UnhealthyError(SinewError):
     code = "unhealthy"
 
 
-# Follows the answers: takes a request with what is known of it, what became of it, and seconds since it came.
-Listener = Callable[[Request, Outcome, float], None]
+# Follows the answers: takes a job, its outcome, and seconds since its request came.
+Listener = Callable[[ServingJob, Outcome, float], None]
 
 
 class Service:
@@ -86,88 +87,88 @@ class Service:
 
     # ------------------------------------------------------------------------- inference
 
-    def submit(self, request: Request, on_done: Callable[[Outcome], None]) -> Request:
-        """Queue a request, and return it. ``on_done`` is called exactly once, on a thread of the scheduler, and must
-        not block. Raises BusyError, ShuttingDownError or RequestError, and then does not call it."""
+    def submit(self, job: ServingJob, on_done: Callable[[Outcome], None]) -> ServingJob:
+        """Queue the job of a request, and return it. ``on_done`` is called exactly once, on a thread of the scheduler,
+        and must not block. Raises BusyError, ShuttingDownError or RequestError, and then does not call it."""
+        request = job.request
         wait_ms = self.deadline_ms if request.deadline_ms is None else request.deadline_ms
-        request.deadline = None if wait_ms is None else request.arrived + wait_ms / 1e3
+        job.deadline = None if wait_ms is None else request.arrived + wait_ms / 1e3
         try:
             if wait_ms is not None and not wait_ms > 0:
                 raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
             self.check_session(request.session)
-            while request.home is None:
-                request.deployment = deployment = self.policies.get(request.policy)
+            while job.home is None:
+                job.deployment = deployment = self.policies.get(request.policy)
                 if (stuck := deployment.scheduler.stuck()) is not None:
                     raise UnhealthyError(stuck)
-                request.warnings = list(deployment.changed)
                 try:
-                    deployment.scheduler.submit(request, partial(self._answer, request, on_done))
+                    deployment.scheduler.submit(job, partial(self._answer, job, on_done))
                 except ShuttingDownError:  # or was the policy exchanged meanwhile?
                     if deployment is self.policies.get(request.policy):
                         raise
         except SinewError as error:
-            self._tell(request, error, self._account(request, error))
+            self._tell(job, error, self._account(job, error))
             raise
-        if request.episode is not None:
-            self.metrics.session(request.episode)
-        return request
+        if (episode := job.episode) is not None:
+            self.metrics.session(episode)
+        return job
 
-    def _answer(self, request: Request, on_done: Callable[[Outcome], None], outcome: Outcome) -> None:
+    def _answer(self, job: ServingJob, on_done: Callable[[Outcome], None], outcome: Outcome) -> None:
         """Hand an outcome over: within limits, counted, recorded."""
-        outcome = _safe(request, outcome)
-        seconds = self._account(request, outcome)
-        seen, deployment = request.observation, request.deployment
+        outcome = _safe(job, outcome)
+        seconds = self._account(job, outcome)
+        seen, deployment, request = job.observation, job.deployment, job.request
         if deployment is not None and seen is not None:
             if seen.previous is not None and isinstance(outcome, ActionChunk):
                 self.uses.add(kind_of(seen, deployment.spec))
             for record in self._records.values():
                 about = deployment.metadata.get("server", {})
-                record.put(request.wire, request.session, seen, outcome, about, policy=request.policy)
+                record.put(request.wire, job.session, seen, outcome, about, policy=request.policy)
         on_done(outcome)
-        self._tell(request, outcome, seconds)
+        self._tell(job, outcome, seconds)
 
-    def submit_all(self, requests: Sequence[Request], on_done: Callable[[list[Outcome]], None]) -> None:
-        """Queue the requests of one message, to be computed at once where they fit together (``Together``).
+    def submit_all(self, jobs: Sequence[ServingJob], on_done: Callable[[list[Outcome]], None]) -> None:
+        """Queue the jobs of one message, to be computed at once where they fit together (``Together``).
 
         ``on_done`` is called exactly once, with the outcome of each in their order: those that are refused here have
         their error in their place, and the others are answered.
         """
-        count = len(requests)
+        count = len(jobs)
         if count == 1:
             try:
-                self.submit(requests[0], lambda outcome: on_done([outcome]))
+                self.submit(jobs[0], lambda outcome: on_done([outcome]))
             except SinewError as error:
                 on_done([bare(error)])
             return
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         lock, together = threading.Lock(), Together(count)
 
         def settle(index: int, outcome: Outcome) -> None:
             with lock:
-                found[index] = outcome
-                whole = len(found) == count
+                outcomes[index] = outcome
+                whole = len(outcomes) == count
             if whole:
-                on_done([found[each] for each in range(count)])
+                on_done([outcomes[each] for each in range(count)])
 
-        for index, request in enumerate(requests):
-            request.together = together
-            request.episode = None  # they do not replace each other
+        for index, job in enumerate(jobs):
+            job.together = together
             try:
-                self.submit(request, partial(settle, index))
+                self.submit(job, partial(settle, index))
             except SinewError as error:
-                release(together.arrived(None))
+                release(together.ended(job))
                 settle(index, bare(error))
 
     async def infer_all(self, requests: Sequence[Request]) -> list[Outcome]:
         """``submit_all`` for coroutines. Cancelling the coroutine abandons the requests: the client has left."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Outcome]] = loop.create_future()
-        self.submit_all(requests, partial(_call_soon, loop, future))
+        jobs = [ServingJob(request) for request in requests]
+        self.submit_all(jobs, partial(_call_soon, loop, future))
         try:
             return await future
         except asyncio.CancelledError:
-            for request in requests:
-                request.abandon()
+            for job in jobs:
+                job.abandon()
             raise
 
     async def infer(self, request: Request) -> ActionChunk:
@@ -282,8 +283,8 @@ class Service:
 
     def refused(self, wire: str, client: str, error: SinewError) -> None:
         """Count and log a request that did not get as far as ``submit``."""
-        request = Request(wire, _never, client)
-        self._tell(request, error, self._account(request, error))
+        job = ServingJob(Request(wire, _never, client))
+        self._tell(job, error, self._account(job, error))
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:
@@ -300,43 +301,45 @@ class Service:
         if len(name) > MAX_SESSION:
             raise RequestError(f"session: expected at most {MAX_SESSION} characters, got {len(name)}")
 
-    def _account(self, request: Request, outcome: Outcome) -> float:
+    def _account(self, job: ServingJob, outcome: Outcome) -> float:
         """Count and log an outcome; return seconds since the request's arrival."""
-        now = time.perf_counter()
+        request, now = job.request, time.perf_counter()
         seconds = now - request.arrived
-        missed = request.deadline is not None and now > request.deadline
-        policy = "" if request.deployment is None else request.policy or DEFAULT
+        missed = job.deadline is not None and now > job.deadline
+        policy = "" if job.deployment is None else request.policy or DEFAULT
         self.metrics.request(request.wire, outcome, seconds, missed, policy)
         if isinstance(outcome, SinewError) and not isinstance(outcome, (ShuttingDownError, BusyError)):
             quiet = self._quiet.setdefault(request.wire, RateLimitedLog(logger))
             quiet.warning("%s: a request failed: %s", request.wire, printable(outcome))
         if access_log.isEnabledFor(logging.INFO):
-            access_log.info(json.dumps(_entry(request, outcome, seconds, missed)))
+            access_log.info(json.dumps(_entry(job, outcome, seconds, missed)))
         return seconds
 
-    def _tell(self, request: Request, outcome: Outcome, seconds: float) -> None:
+    def _tell(self, job: ServingJob, outcome: Outcome, seconds: float) -> None:
         """Tell the listeners and the metrics. A robot's reply is sent before that."""
         for listener in self._listeners:
-            listener(request, outcome, seconds)
+            listener(job, outcome, seconds)
         self.metrics.count()
 
 
-def _safe(request: Request, outcome: Outcome) -> Outcome:
+def _safe(job: ServingJob, outcome: Outcome) -> Outcome:
     """Return the outcome as it may be sent to a robot."""
-    seen = request.observation
-    if request.deployment is not None and isinstance(outcome, ActionChunk):
-        outcome = replace(outcome, deployment=request.deployment.number)
-    if seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
+    if not isinstance(outcome, ActionChunk):
         return outcome
-    if request.borrowed is not None:
+    if job.deployment is not None:
+        outcome = replace(outcome, deployment=job.deployment.number)
+    decoded = job.decoded
+    if decoded is None or outcome.context:
+        return outcome
+    if decoded.borrowed is not None:
         try:
-            request.borrowed()
+            decoded.borrowed()
         except SinewError as error:
             return bare(error)
-    if request.warnings:
-        outcome = replace(outcome, warnings=(*outcome.warnings, *request.warnings))
+    if decoded.warnings:
+        outcome = replace(outcome, warnings=(*outcome.warnings, *decoded.warnings))
     try:
-        return outcome if request.safety is None else request.safety.enforce(outcome, seen)
+        return outcome if decoded.safety is None else decoded.safety.enforce(outcome, decoded.observation)
     except SinewError as error:
         return bare(error)
 
@@ -347,14 +350,14 @@ def printable(error: SinewError) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
+def _entry(job: ServingJob, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
     """A line of the access log: who, when, how long; nothing of what was seen, said or done."""
-    seen = request.observation
+    request, seen = job.request, job.observation
     entry: dict[str, Any] = {
         "time": round(time.time(), 3),
         "wire": request.wire,
         "client": request.client,
-        "session": request.session[:64],
+        "session": job.session[:64],
         **({"policy": request.policy[:MAX_SESSION]} if request.policy else {}),
         **({"adapter": seen.adapter[:MAX_NAME]} if seen is not None and seen.adapter else {}),
         "outcome": outcome.code if isinstance(outcome, SinewError) else "ok",

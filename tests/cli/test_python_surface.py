@@ -57,7 +57,7 @@ def test_a_package_is_called_and_stays_one(tmp_path: Path) -> None:
 PROGRAM = """
 import numpy as np
 import sinew
-from sinew.serve.launch import ServingLimits
+from sinew.serve.limits import ServingLimits
 
 with sinew.load("blocks") as policy:
     with sinew.serve(policy, ["native:0"], limits=ServingLimits(queue=4)) as server:

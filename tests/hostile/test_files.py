@@ -37,7 +37,8 @@ from sinew.engine.onnx.providers import open_session
 from sinew.eval.evidence import card as cards
 from sinew.policy import load
 from sinew.records.recorder import read_record
-from sinew.serve.deploy import ServingLimits, deploy
+from sinew.serve.deploy import deploy
+from sinew.serve.limits import ServingLimits
 from sinew.steps.action_tokens.base import ActionTokens
 from sinew.steps.image.letterbox import Letterbox
 from sinew.steps.tokenizer import open_tokenizer

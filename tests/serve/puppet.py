@@ -25,6 +25,7 @@ from sinew.core import (
 )
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.device_lock import DeviceLock
+from sinew.serve.job import ServingJob
 from sinew.serve.policies import Deployment, Policies
 from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
@@ -159,10 +160,11 @@ def enqueue(
     client: Hashable | None = None,
     session: str = "",
     deadline: float | None = None,
-) -> Request:
+) -> ServingJob:
     """Give a scheduler a request that comes from no wire."""
-    made = Request("", decode, session=session, connection=client, deadline=deadline)
-    return scheduler.submit(made, on_done)
+    return scheduler.submit(
+        ServingJob(Request("", decode, session=session, connection=client), deadline), on_done
+    )
 
 
 def until(condition: Callable[[], Any], what: str = "it to happen") -> Any:

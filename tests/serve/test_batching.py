@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from sinew.core import ActionChunk, CancelledError, Observation, SinewError, Timing
 from sinew.serve import batching
 from sinew.serve.batching import Batcher, Costs
-from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError, Together
+from sinew.serve.job import PreparedInputs, ServingJob, Together
+from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from tests.serve.puppet import FRAME, enqueue, until
 
 
-def job(kind: object, deadline: float | None = None) -> Request:
-    made = Request("", lambda budget: None, deadline=deadline)  # type: ignore[arg-type,return-value]
-    made.kind = kind
-    return made
+def job(kind: object, deadline: float | None = None) -> ServingJob:
+    return ServingJob(Request("", lambda budget: None), deadline, prepared=PreparedInputs(kind=kind))  # type: ignore[arg-type,return-value]
 
 
 def costs(table: dict[int, float], kind: object = "a") -> Costs:

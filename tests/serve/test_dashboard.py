@@ -35,6 +35,7 @@ from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import BY_HAND, KEPT, VIEWERS, Answer, Feed
 from sinew.serve.dashboard.history import RATIO, SPAN_S, SPANS, Hour
 from sinew.serve.dashboard.news import News
+from sinew.serve.job import ServingJob
 from sinew.serve.request import Request
 from sinew.serve.robots import Robots
 from sinew.serve.transport.greeting import ready_text
@@ -204,7 +205,9 @@ def test_the_dashboard_is_told_after_the_reply() -> None:
         feed.bell(lambda: happened.append("shown")),
     ):
         feed.follow(found.service)
-        found.service.submit(Request("native", lambda _: seen), lambda _: happened.append("replied"))
+        found.service.submit(
+            ServingJob(Request("native", lambda _: seen)), lambda _: happened.append("replied")
+        )
         until(lambda: "shown" in happened)
     assert happened == ["replied", "shown"]
 

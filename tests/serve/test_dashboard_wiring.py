@@ -19,7 +19,8 @@ from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import BY_HAND, Feed
 from sinew.serve.dashboard.wiring import EVERY, LOOKS, SESSIONS, Wiring
 from sinew.serve.deploy import deploy
-from sinew.serve.launch import ServingLimits
+from sinew.serve.job import ServingJob
+from sinew.serve.limits import ServingLimits
 from sinew.serve.request import Request
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
@@ -109,7 +110,9 @@ def test_the_page_looks_with_the_bundle_of_the_policy_that_serves() -> None:
 
     def ask() -> None:
         done = threading.Event()
-        service.submit(Request("http", lambda _: Observation(**frame), session="arm"), lambda _: done.set())
+        service.submit(
+            ServingJob(Request("http", lambda _: Observation(**frame), session="arm")), lambda _: done.set()
+        )
         assert done.wait(WAIT_S)
 
     try:
@@ -162,7 +165,9 @@ def test_viewers_are_told_of_a_robot_that_asks(monkeypatch: pytest.MonkeyPatch) 
                 client.infer({**RIGHT, "session": "right"})
         by_hand = Observation(**SWAPPED)
         for _ in range(EVERY):
-            found.service.submit(Request("http", lambda _: by_hand, session=BY_HAND), lambda _: None)
+            found.service.submit(
+                ServingJob(Request("http", lambda _: by_hand, session=BY_HAND)), lambda _: None
+            )
         rows = next(r["wiring"] for name, r in told if name == "health" and r["wiring"])
         assert [(row["wire"], row["session"]) for row in rows] == [("native", "arm")]
         assert [each["kind"] for each in rows[0]["findings"]] == ["swapped", "swapped"]

@@ -18,7 +18,8 @@ from sinew.core import ActionChunk, CancelledError, Observation, SinewError
 from sinew.serve import scheduler as scheduling
 from sinew.serve.batching import LARGEST
 from sinew.serve.device_lock import DeviceLock
-from sinew.serve.request import Outcome, Request, Together
+from sinew.serve.job import ServingJob, Together
+from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
 from tests.serve.puppet import FRAME
@@ -108,7 +109,8 @@ class Machine:
         together = Together(asker.count) if asker.count > 1 else None
         for _ in range(asker.count):
             seen = Observation({"front": FRAME}, np.zeros(2, np.float32), "go", solver_steps=asker.steps)
-            made = Request("", lambda _budget, seen=seen: seen, connection=asker.name, together=together)
+            request = Request("", lambda _budget, seen=seen: seen, connection=asker.name)
+            made = ServingJob(request, together=together)
             self.scheduler.submit(made, lambda outcome: self._answered(asker, outcome))
 
     def _answered(self, asker: Asker, outcome: Outcome) -> None:

@@ -31,6 +31,7 @@ from sinew.records.comparison import replay_records
 from sinew.records.recorder import Recorder, read_records
 from sinew.serve.batching import Batcher
 from sinew.serve.device_lock import DeviceLock
+from sinew.serve.job import PreparedInputs, ServingJob
 from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
 from sinew.serve.request import Outcome, Request
@@ -364,10 +365,8 @@ def test_a_batch_breaks_no_deadline_of_another_policy():
     for size, seconds in {1: 1.0, 2: 1.5, 3: 1.75, 4: 2.0}.items():
         made.costs.learn("kind", size, seconds)
 
-    def job(kind: str, deadline: float | None = None) -> Request:
-        found = Request("", lambda budget: None, deadline=deadline)  # type: ignore[arg-type,return-value]
-        found.kind = kind
-        return found
+    def job(kind: str, deadline: float | None = None) -> ServingJob:
+        return ServingJob(Request("", lambda budget: None), deadline, prepared=PreparedInputs(kind=kind))  # type: ignore[arg-type,return-value]
 
     line = [job("kind") for _ in range(4)]
     assert len(made.members(line[0], line[1:], 0.0, [job("other")])) == 4

@@ -27,7 +27,7 @@ from sinew.core import Observation, ObservationError, SinewError
 from sinew.policy import Policy
 from sinew.records.recorder import read_records
 from sinew.serve.deploy import deploy
-from sinew.serve.launch import ServingLimits
+from sinew.serve.limits import ServingLimits
 from sinew.serve.replay import Replay
 from sinew.serve.wires import evo1, http
 from sinew.serve.wires.groot import codec as groot

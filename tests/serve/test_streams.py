@@ -33,7 +33,7 @@ from sinew.policy import Policy, load
 from sinew.processing.safety import Safety
 from sinew.serve.deploy import deploy
 from sinew.serve.device_lock import DeviceLock
-from sinew.serve.launch import ServingLimits
+from sinew.serve.limits import ServingLimits
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.swap import Need, Swapper
 from sinew.serve.transport.listen import Listen
@@ -53,7 +53,7 @@ def policy(rolling_bundle: Path) -> Policy:
 def serving(policy: Policy, listen: Listen | None = None, **options: Any) -> Iterator[SimpleNamespace]:
     sizes = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
     with desk(policy=policy, listen=listen, **sizes, **options) as made:
-        made.streams = made.opened["native"].codec.streams
+        made.streams = made.opened["native"].codec.open_streams()
         yield made
 
 
@@ -298,7 +298,7 @@ class Asker:
 
     def __init__(self, address: str = "10.0.0.1") -> None:
         self.address = address
-        self.requests: set[Any] = set()
+        self.under_way: set[Any] = set()
         self.sent: list[bytes] = []
         self.keeps: dict[Any, int] = {}
 
@@ -321,9 +321,9 @@ def test_windows_that_nobody_reads_are_dropped(policy: Policy) -> None:
         robot.failed(SinewError("x"))
         assert (len(asker.sent), robot.dropped) == (1, 1)
         assert decode_window(asker.sent[0]).label
-        for each in list(asker.requests):  # as the wire does when a connection ends
+        for each in list(asker.under_way):  # as the wire does when a connection ends
             each.abandon()
-        assert (len(taker.robots), asker.requests) == (0, set())
+        assert (len(taker.robots), asker.under_way) == (0, set())
 
 
 def test_windows_pass_limits_that_are_per_row(policy: Policy) -> None:
@@ -363,7 +363,7 @@ def test_the_places_of_silent_robots_are_given_away(policy: Policy, monkeypatch:
         now[0] = 1.0 + streams.SPARE_S + 0.1
         take(taker, live, message())
         assert there() == {quiet, live}  # the most silent one alone made room
-        assert lost.requests == set()
+        assert lost.under_way == set()
         now[0] += streams.SILENT_S - 1.0
         take(taker, live, message())
         assert taker.end_silent() == 1
@@ -661,7 +661,7 @@ def test_messages_of_any_content_are_taken_or_refused(policy: Policy, given: lis
     codec.bind(
         lone(policy.spec, policy.padded_state_dim, policy.padded_action_dim, policy, Safety(policy.processor))
     )
-    taker, asker = codec.streams, Asker()
+    taker, asker = codec.open_streams(), Asker()
     for fields in given:
         with contextlib.suppress(SinewError):
             take(taker, asker, message(**fields))

@@ -27,7 +27,8 @@ from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.core.rate_limited_log import BURST, PERIOD_S, RateLimitedLog
 from sinew.serve import scheduler as scheduling
 from sinew.serve.decode.array import pack
-from sinew.serve.request import DeadlineError, Request, ShuttingDownError, Together
+from sinew.serve.job import ServingJob, Together
+from sinew.serve.request import DeadlineError, Request, ShuttingDownError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
 from tests.serve.groot_client import decode_npy, encode_npy
@@ -649,9 +650,17 @@ def test_frames_beyond_the_bound_are_not_decoded_before_others_are_answered(
     until(lambda: len(at.told) == 2)
 
 
-def given(scheduler: Scheduler, told: list, **options):
+def given(
+    scheduler: Scheduler,
+    told: list,
+    together: Together | None = None,
+    deadline: float | None = None,
+    **options,
+):
     seen = Observation(images={}, state=np.zeros(2), prompt="go")
-    return scheduler.submit(Request("", lambda _budget: seen, **options), told.append)
+    return scheduler.submit(
+        ServingJob(Request("", lambda _budget: seen, **options), deadline, together), told.append
+    )
 
 
 def test_only_what_finds_nothing_to_wait_for_is_decoded_where_it_is_computed():

@@ -29,9 +29,11 @@ from sinew.serve import fair_queue
 from sinew.serve import scheduler as scheduling
 from sinew.serve.admission import Admission
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
-from sinew.serve.deploy import ServingLimits, deploy
+from sinew.serve.deploy import deploy
+from sinew.serve.job import ServingJob, Together
+from sinew.serve.limits import ServingLimits
 from sinew.serve.policies import Deployment
-from sinew.serve.request import Request, ShuttingDownError, Together, bare
+from sinew.serve.request import Request, ShuttingDownError, bare
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
@@ -77,10 +79,10 @@ def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
     """A message of several has one place, and all of it goes; who has a place already gets no second one."""
     queue = Admission(4, 3)
 
-    def ask(client: str, together: Together | None = None, session: str = "") -> Request:
-        return Request("", lambda _budget: None, client, session, together=together)  # type: ignore[arg-type, return-value]
+    def ask(client: str, together: Together | None = None, session: str = "") -> ServingJob:
+        return ServingJob(Request("", lambda _budget: None, client, session), together=together)  # type: ignore[arg-type, return-value]
 
-    def enter(*asked: Request) -> None:
+    def enter(*asked: ServingJob) -> None:
         for each in asked:
             assert queue.room(each) == []
             queue.enter(each)
@@ -118,7 +120,7 @@ def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
 def test_each_is_told_of_in_its_own_session() -> None:
     told: list[str] = []
     with desk() as there, Client(there.native, timeout=WAIT_S) as client:
-        there.service.subscribe(lambda request, _outcome, _seconds: told.append(request.session))
+        there.service.subscribe(lambda job, _outcome, _seconds: told.append(job.session))
         client.infer_all([{**GOOD, "session": name} for name in ("left", "right")])
         until(lambda: len(told) == 2)
     assert sorted(told) == ["left", "right"]
@@ -272,9 +274,11 @@ def together(service: Service, count: int, prompt: str = "go") -> tuple[threadin
     """Give a service a message of so many; what is set when it ends, and where its outcomes will be."""
     done, found = threading.Event(), list[Any]()
 
-    def made(index: int) -> Request:
+    def made(index: int) -> ServingJob:
         state = np.full(2, index, np.float32)
-        return Request("native", lambda _budget: Observation(GOOD["images"], state, prompt), "there")
+        return ServingJob(
+            Request("native", lambda _budget: Observation(GOOD["images"], state, prompt), "there")
+        )
 
     service.submit_all([made(n) for n in range(count)], lambda outcomes: (found.extend(outcomes), done.set()))
     return done, found
@@ -322,13 +326,16 @@ def test_what_waits_for_its_message_ends_with_the_server(held: SimpleNamespace) 
 
 
 def test_what_a_request_is_given_and_what_is_filled_in_on_the_way() -> None:
-    made = Request("native", lambda _budget: Observation({}, np.zeros(1)))
-    all_ = dataclasses.fields(Request)
-    assert " ".join(each.name for each in all_ if each.init) == (
-        "wire decode client session deadline_ms arrived connection owner policy deadline together"
+    request = Request("native", lambda _budget: Observation({}, np.zeros(1)))
+    assert " ".join(each.name for each in dataclasses.fields(Request)) == (
+        "wire decode client session deadline_ms arrived connection owner policy"
     )
-    said = {each.name for each in all_ if getattr(made, each.name)}
-    assert said == {"wire", "decode", "arrived", "cancel", "waiting"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        request.session = "arm"  # type: ignore[misc]
+    made = ServingJob(request)
+    filled = {each.name for each in dataclasses.fields(ServingJob) if getattr(made, each.name)}
+    assert filled == {"request", "cancel", "waiting"}
+    assert (made.observation, made.kind, made.alike, made.session) == (None, None, None, "")
     assert not made.cancel.is_set()
     made.abandon()  # given to nobody
     left: Any = []
@@ -373,11 +380,11 @@ def test_a_request_is_read_within_the_limits_of_what_answers_it() -> None:
         ("free", deployed, []),
         ("left", None, []),
     ):
-        made = Request("native", partial(decode, adapter))
-        made.deployment = deployment
+        made = ServingJob(Request("native", partial(decode, adapter)), deployment=deployment)
         assert made.read(lambda: None) is made.observation
-        assert (made.warnings, found.pop(), made.borrowed) == (
-            said,
+        assert made.decoded is not None
+        assert (made.decoded.warnings, found.pop(), made.decoded.borrowed) == (
+            tuple(said),
             12 if deployment else MIN_BUDGET,
             found.clear,
         )
@@ -395,24 +402,31 @@ def test_an_error_goes_on_without_what_was_read() -> None:
 
 
 def test_a_message_is_ready_with_its_last_and_in_its_order() -> None:
-    first, second, third = (Request("native", lambda _budget: Observation({}, np.zeros(1))) for _ in range(3))
+    first, second, third, left = (
+        ServingJob(Request("native", lambda _budget: Observation({}, np.zeros(1)))) for _ in range(4)
+    )
     first.accepted, second.accepted, third.accepted = 1.0, 2.0, 3.0
     message = Together(4)
-    assert (message.arrived(third), message.arrived(None), message.arrived(first)) == ([], [], [])
+    assert (message.arrived(third), message.ended(left), message.arrived(first)) == ([], [], [])
+    assert (message.ended(left), message.ended(third), message.arrived(left)) == (
+        [],
+        [],
+        [],
+    )  # each counts once
     assert message.decoded() == [first, third]
     assert (message.decoded(), message.arrived(second)) == ([], [second])
 
 
-def members(at: SimpleNamespace, second: threading.Event) -> tuple[Request, list[Any]]:
+def members(at: SimpleNamespace, second: threading.Event) -> tuple[ServingJob, list[Any]]:
     """Give a scheduler a message of two; return the first, in no queue until ``second`` is set, and the outcomes."""
     both, told = Together(2), list[Any]()
 
-    def submit(wait: float) -> Request:
+    def submit(wait: float) -> ServingJob:
         def decode(_budget: Any) -> Observation:
             second.wait(wait)
             return Observation(GOOD["images"], np.zeros(2), "go")
 
-        return at.scheduler.submit(Request("native", decode, "there", together=both), told.append)
+        return at.scheduler.submit(ServingJob(Request("native", decode, "there"), together=both), told.append)
 
     first = submit(0.0)
     submit(WAIT_S)

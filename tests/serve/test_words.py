@@ -35,7 +35,7 @@ from sinew.serve.dashboard.feed import MAX_TEXT, Feed
 from sinew.serve.dashboard.follow import ServerSeen
 from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
-from sinew.serve.request import Request
+from sinew.serve.job import ServingJob
 from sinew.serve.wires import http
 from sinew.sim.experts import Expert, expert_spec
 from tests import processes
@@ -267,8 +267,8 @@ def test_who_leaves_ends_a_text_between_two_tokens(policy: Policy, monkeypatch: 
     monkeypatch.setattr(model, "continue_text", continued)
     body = json.dumps(posted(policy, question=QUESTION, text_tokens=256)).encode()
     with desk(("web",), policy=policy) as found:
-        abandon = Request.abandon
-        monkeypatch.setattr(Request, "abandon", lambda request: (abandon(request), gone.set()))
+        abandon = ServingJob.abandon
+        monkeypatch.setattr(ServingJob, "abandon", lambda job: (abandon(job), gone.set()))
         host, port = found.web.rpartition("/")[2].rsplit(":", 1)
         with socket.create_connection((host, int(port)), START_S) as leaver:
             head = f"POST /vqa HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"

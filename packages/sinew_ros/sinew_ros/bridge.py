@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,7 +42,6 @@ STRING, BOOL, STATUS = "std_msgs/msg/String", "std_msgs/msg/Bool", "diagnostic_m
 NODE = "sinew_policy"  # its name
 # Qualities of service: best effort and few, reliable, and reliable with the newest one for whoever comes later
 SENSOR, COMMAND, LATCHED = "sensor", "command", "latched"
-HOLDS_S = 1.0  # and three periods, within which a loop that is told to pause does
 
 
 class Transport(Protocol):
@@ -229,18 +227,6 @@ class Bridge:
         else:
             level, text = 0, "paused" if paused else "runs"
         return messages.diagnostics(self._transport.now(), level, text, values)
-
-
-def held(bridge: Bridge, failed: Callable[[], bool] = lambda: False) -> None:
-    """Pause a bridge, and return once its robot holds. failed: whether its loop has ended with an error. Raises
-    RuntimeError where it has, or does not hold in time."""
-    bridge.enable(False)
-    loop, begun = bridge.loop, bridge.loop.steps
-    end = time.monotonic() + HOLDS_S + 3 * bridge.contract.settings.period
-    while loop.steps < begun + 2 and not bridge.ended:  # the one that was under way, and one that holds
-        if failed() or time.monotonic() > end:
-            raise RuntimeError("the loop did not hold in time")
-        time.sleep(0.002)
 
 
 def planned(controller: Controller, command: Command) -> np.ndarray:

@@ -16,7 +16,8 @@ from typing import Any
 from sinew_client import ClientError
 
 from sinew_ros.bond import Bond
-from sinew_ros.bridge import NODE, Bridge, held
+from sinew_ros.bridge import NODE, Bridge
+from sinew_ros.driven import hold
 from sinew_ros.goals import Goals
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ class Managed:
     def _deactivate(self) -> None:
         assert self.bridge is not None
         self._shut()
-        held(self.bridge, lambda: self._error is not None)
+        hold(self.bridge, lambda: self._error is not None)
 
     def _shut(self) -> None:
         if self._bond is not None:

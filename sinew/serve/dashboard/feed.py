@@ -24,8 +24,8 @@ from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing, 
 from sinew.processing.image import prepare_frame
 from sinew.serve.dashboard.history import Hour
 from sinew.serve.dashboard.wiring import Wiring
-from sinew.serve.policies import DEFAULT, Deployment
-from sinew.serve.request import Request
+from sinew.serve.job import Answering, ServingJob
+from sinew.serve.policies import DEFAULT
 from sinew.serve.service import Service
 
 VIEWERS = 8  # at once; each is a connection and a few kilobytes
@@ -108,7 +108,7 @@ class Feed:
         self.wiring: Wiring | None = (
             None  # looks at robots; None: the bundle does not know how they should look
         )
-        self._deployment: Deployment | None = None  # whose answers are shown
+        self._deployment: Answering | None = None  # whose answers are shown
         self._following = False
         self._lock = threading.Lock()
         self._viewers = {"answers": 0, "pictures": 0}
@@ -128,17 +128,20 @@ class Feed:
             self._show(service.policies.get())
             service.subscribe(self._hear)
 
-    def _show(self, deployment: Deployment) -> None:
+    def _show(self, deployment: Answering) -> None:
         self._deployment, manifest = deployment, deployment.manifest
         self.image = None if manifest is None else manifest.processing.image
         self.wiring = None if manifest is None else Wiring.of(manifest)
 
-    def _hear(self, request: Request, outcome: ActionChunk | SinewError, seconds: float) -> None:
+    def _hear(self, job: ServingJob, outcome: ActionChunk | SinewError, seconds: float) -> None:
+        request = job.request
         if request.policy in ("", DEFAULT):
-            wire, client, session, seen = request.wire, request.client, request.session, request.observation
-            limit = None if request.deadline is None else request.deadline - request.arrived
-            if request.deployment not in (None, self._deployment):  # the policy was exchanged
-                self._show(request.deployment)
+            wire, client, session, seen = request.wire, request.client, job.session, job.observation
+            limit = None if job.deadline is None else job.deadline - request.arrived
+            if (
+                job.deployment is not None and job.deployment is not self._deployment
+            ):  # the policy was exchanged
+                self._show(job.deployment)
             self.put(wire, client, session, seen, outcome, seconds, limit)
             answered = isinstance(outcome, ActionChunk) and session != BY_HAND
             # What the base's cameras and joints looked like says nothing of an adapter's.

@@ -13,7 +13,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, S
 from sinew.serve.deploy import deploy
 from sinew.serve.fleet.config import PolicyConfig
 from sinew.serve.fleet.scaling import INFERENCE, TARGET
-from sinew.serve.launch import ServingLimits
+from sinew.serve.limits import ServingLimits
 from sinew.serve.request import Request
 from sinew.serve.service import Service
 

@@ -20,7 +20,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from sinew.core import BusyError, Observation, PolicySpec, RequestError, SinewEr
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.access import is_loopback
 from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.job import ServingJob
 from sinew.serve.request import Outcome, Request
 from sinew.serve.service import Service
 from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
@@ -57,8 +58,9 @@ class Codec(Protocol):
 
     name: str
     encrypts: bool  # its clients can use TLS
-    # Takes messages that get no reply of their own (wires/streams.py); None where there are none
+    # Takes messages of ``stream_kinds``, which get no reply of their own (wires/streams.py); None before the first
     streams: Any
+    stream_kinds: Collection[Any]
 
     def bind(self, service: Service) -> None:
         """The policy is loaded; called once, before the first request."""
@@ -66,6 +68,9 @@ class Codec(Protocol):
     def peek(self, payload: memoryview) -> Any:
         """Return the header of a request: its ``session``, ``policy`` (the name of the one that is asked),
         ``deadline_ms``, and ``error``: why it is refused, or None. Never raises, and cheap: it runs on the loop."""
+
+    def open_streams(self) -> Any:
+        """Return ``streams``, which takes a first message of ``stream_kinds`` now."""
 
     def authorize(self, header: Any) -> None:
         """Raises UnauthorizedError."""
@@ -121,7 +126,6 @@ class ZeroMQWire:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._woken: deque[Peer] = deque()  # what other threads want the loop to look at
         self._paused: list[tuple[float, int, Peer | None]] = []  # until when; None: the listening socket
-        self._streams: Any = None  # the codec's, which end without a word from their robots
         self._thread: threading.Thread | None = None
         if self._path:
             self.address = f"ipc://{self._path}"
@@ -133,7 +137,6 @@ class ZeroMQWire:
     def start(self, service: Service) -> None:
         self._service = service
         self.codec.bind(service)
-        self._streams = self.codec.streams
         self._thread = service.supervisor.thread(f"sinew-{self.name}", self._loop)
 
     def stop(self) -> None:
@@ -141,8 +144,8 @@ class ZeroMQWire:
         self.wake(None)
         if self._thread is not None:
             self._thread.join()
-        if self._streams is not None:
-            self._streams.stop()
+        if self.codec.streams is not None:
+            self.codec.streams.stop()
         for peer in list(self.ledger.open):
             self.close(peer, "the server stops")
         self._selector.close()
@@ -163,8 +166,8 @@ class ZeroMQWire:
             if (now := time.monotonic()) - swept > SWEEP_S:
                 swept = now
                 self.ledger.sweep(now)
-            if self._streams is not None and self._streams.robots:
-                self._streams.end_silent()
+            if (streams := self.codec.streams) is not None and streams.robots:
+                streams.end_silent()  # without a word from their robots
         end = time.monotonic() + LINGER_S
         while any(each.unsent for each in self.ledger.open):
             if (left := end - time.monotonic()) <= 0:
@@ -178,8 +181,8 @@ class ZeroMQWire:
             if each.since is not None:
                 times.append(SWEEP_S)
                 break
-        if self._streams is not None and self._streams.robots:
-            times.append(self._streams.patience())
+        if (streams := self.codec.streams) is not None and streams.robots:
+            times.append(streams.patience())
         return max(0.0, min(times)) if times else None
 
     def _step(self, timeout_s: float | None) -> None:
@@ -381,8 +384,8 @@ class ZeroMQWire:
             if (reply := codec.control(header, peer)) is not None:
                 peer.reply([*envelope, reply], size)
                 return
-            if codec.streams is not None and header.kind in codec.streams.KINDS:
-                codec.streams.take(peer, envelope, header, content)
+            if codec.stream_kinds and header.kind in codec.stream_kinds:
+                (codec.streams or codec.open_streams()).take(peer, envelope, header, content)
                 peer.prove()
                 peer.freed.append(size)
                 return
@@ -400,9 +403,9 @@ class ZeroMQWire:
         # Observations of one batch do not replace each other.
         session = header.session if len(decoders) == 1 else ""
         about = session, header.deadline_ms, arrived, peer, None, header.policy
-        requests = [Request(self.name, decode, peer.address, *about) for decode in decoders]
-        peer.requests.update(requests)
-        service.submit_all(requests, partial(self._reply, peer, envelope, header, arrived, size, requests))
+        jobs = [ServingJob(Request(self.name, decode, peer.address, *about)) for decode in decoders]
+        peer.under_way.update(jobs)
+        service.submit_all(jobs, partial(self._reply, peer, envelope, header, arrived, size, jobs))
 
     def _reply(
         self,
@@ -411,11 +414,11 @@ class ZeroMQWire:
         header: Any,
         arrived: float,
         size: int,
-        requests: Sequence[Request],
+        jobs: Sequence[ServingJob],
         outcomes: Sequence[Outcome],
     ) -> None:
         """Runs on a thread of the scheduler, or on the loop."""
-        peer.requests.difference_update(requests)
+        peer.under_way.difference_update(jobs)
         try:
             if self.on_loop() and any(isinstance(each, BusyError) for each in outcomes):
                 self._refuse(peer)
@@ -449,7 +452,7 @@ class ZeroMQWire:
         self.ledger.forget(peer)
         peer.end()
         self._service.metrics.connection(self.name, -1)
-        for each in tuple(peer.requests):
+        for each in tuple(peer.under_way):
             each.abandon()
 
     def wake(self, peer: Peer | None, at_once: bool = True) -> None:
@@ -479,7 +482,7 @@ class Peer(Account):
         self.socket = made
         self.address = address
         self.framing: zmtp.Framing = framing
-        self.requests: set[Any] = set()  # what is not answered, and streams; abandoned when it closes
+        self.under_way: set[Any] = set()  # jobs that are not answered, and streams; abandoned when it closes
         self.freed: deque[int] = deque()
         self.keeps: dict[Any, int] = {}
         self.closed = self.broken = self.paused = False

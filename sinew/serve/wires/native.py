@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -36,7 +36,9 @@ from sinew.serve.request import Outcome
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.transport.zeromq import Peer
-from sinew.serve.wires.streams import Streams
+
+if TYPE_CHECKING:
+    from sinew.serve.wires.streams import Streams
 
 Payload = bytes | memoryview
 
@@ -116,12 +118,20 @@ class NativeCodec:
 
     name = "native"
     encrypts = True
+    stream_kinds = (Kind.STREAM, Kind.STREAM_END)
 
-    streams: Streams
+    def __init__(self) -> None:
+        self.streams: Streams | None = None  # a server of chunks never imports them
 
     def bind(self, service: Service) -> None:
         self.service = service
-        self.streams = Streams(service, self)
+
+    def open_streams(self) -> Streams:
+        """Return what takes messages of ``stream_kinds``."""
+        from sinew.serve.wires.streams import Streams
+
+        self.streams = self.streams or Streams(self.service, self)
+        return self.streams
 
     # ------------------------------------------------------------------------- requests
 

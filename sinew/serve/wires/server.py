@@ -18,7 +18,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.policy import Policy as Computed
 from sinew.policy import load
 from sinew.serve.deploy import PolicyHost, deploy
-from sinew.serve.launch import ServingLimits
+from sinew.serve.limits import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.process import GRACE_S, TEND_S
 from sinew.serve.served import ServedPolicy

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from sinew_client.protocol import CONDITION_KEYS
@@ -37,7 +37,6 @@ from sinew.stream.session import StateSample
 
 if TYPE_CHECKING:
     from sinew.serve.transport.zeromq import Envelope, Peer
-    from sinew.serve.wires.native import NativeCodec
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +49,19 @@ SILENT_S = 10.0  # without a sample a stream ends: its robot lost power or netwo
 SPARE_S = 2.0
 EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
+
+
+class StreamParser(Protocol):
+    """Reads and writes the messages of a stream: the codec of its wire."""
+
+    def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]:
+        """Return a message without its images, and these apart."""
+
+    def decode(self, payload: memoryview, budget: PixelBudget, asked: str) -> Observation:
+        """Return the observation of a message. asked: the policy of one that names none."""
+
+    def encode_error(self, header: None, error: SinewError) -> bytes:
+        """Return an error as a message."""
 
 
 @dataclass(eq=False)
@@ -65,7 +77,7 @@ class StreamingRobot:
     peer: Peer
     envelope: Envelope
     safety: Safety | None
-    parser: NativeCodec
+    parser: StreamParser
     on_end: Callable[[StreamingRobot], None]
     heard: float
     quiet: RateLimitedLog
@@ -131,9 +143,7 @@ class Streams:
     robots: by connection and session. clock: seconds, by which a robot that is silent is noticed.
     """
 
-    KINDS = PredictRequest.STREAM, PredictRequest.STREAM_END
-
-    def __init__(self, service: Service, parser: NativeCodec, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, service: Service, parser: StreamParser, clock: Callable[[], float] = time.monotonic):
         self._service, self._parser, self._clock = service, parser, clock
         self.robots: dict[tuple[int, str], StreamingRobot] = {}
         self._lock = threading.Lock()
@@ -143,7 +153,7 @@ class Streams:
         service.policies.watch(self._left)
 
     def take(self, peer: Peer, envelope: Envelope, header: Any, content: memoryview) -> None:
-        """Take a message of a stream, which is of one of ``KINDS``. Raises SinewError for one that does not fit."""
+        """Take a message of one of the codec's ``stream_kinds``. Raises SinewError for one that does not fit."""
         if header.kind == PredictRequest.STREAM_END:
             if (robot := self.robots.get((id(peer), header.session))) is not None:
                 self._end(robot)
@@ -254,7 +264,7 @@ class Streams:
         )  # fmt: skip
         with self._lock:
             self.robots[key] = robot
-        peer.requests.add(robot)  # abandoned with the connection, as requests are
+        peer.under_way.add(robot)  # abandoned with the connection, as requests are
         self.loops.add(session, robot, peer, partial(Beside, deployment.scheduler.device_lock))
         if self._service.policies.get(request.policy) is not deployment:  # exchanged since it was looked at
             self._end(robot)
@@ -297,7 +307,7 @@ class Streams:
                 return
             robot.ended = True
             self.robots = {key: each for key, each in self.robots.items() if each is not robot}
-        robot.peer.requests.discard(robot)
+        robot.peer.under_way.discard(robot)
         robot.peer.release(robot)
         self.loops.remove(robot.session)
         session = robot.session

@@ -94,6 +94,10 @@ class GrootCodec:
     name = "groot"
     encrypts = False  # GR00T's clients use ZeroMQ's library without encryption
     streams = None
+    stream_kinds = ()
+
+    def open_streams(self) -> Any:
+        raise AssertionError("no kind of message belongs to a stream")
 
     def __init__(self) -> None:
         self._once = Once(logger)

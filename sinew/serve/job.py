@@ -1,0 +1,214 @@
+"""A request under way: what the service and the scheduler note of it from its arrival to its answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sinew.bundle.schema import Manifest
+from sinew.core import Observation, PolicySpec
+from sinew.processing.safety import Safety
+from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
+from sinew.serve.request import Outcome, Request
+
+Check = Callable[[], None]  # raises an error once nobody wants the result any more
+
+
+class Answering(Protocol):
+    """The policy that answers a job (:class:`sinew.serve.policies.Deployment`)."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def spec(self) -> PolicySpec: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+    @property
+    def manifest(self) -> Manifest | None: ...
+    @property
+    def changed(self) -> tuple[str, ...]: ...
+    @property
+    def pixels(self) -> int: ...
+    @property
+    def safety(self) -> Safety | None: ...
+    @property
+    def adapters(self) -> Mapping[str, Safety | None]: ...
+
+
+class Home(Protocol):
+    """The scheduler that a job was submitted to (:class:`sinew.serve.scheduler.Scheduler`)."""
+
+    def cancel(self, job: ServingJob) -> None:
+        """End a job that nobody waits for any more."""
+
+    def ready(self, decoded: list[ServingJob]) -> None:
+        """Let decoded jobs of one client have their turns."""
+
+
+class Together:
+    """The jobs of one message, so many: an inference takes those that fit together, in their order, and nobody else's.
+    They are ready when each of them is decoded or has ended. Thread-safe."""
+
+    def __init__(self, count: int):
+        self._lock = threading.Lock()
+        self._left, self._decoded = count, list[ServingJob]()
+        self._counted: set[int] = set()
+
+    def arrived(self, job: ServingJob) -> list[ServingJob]:
+        """Note a job that is decoded; return those that are ready now."""
+        return self._count(job, [job])
+
+    def ended(self, job: ServingJob) -> list[ServingJob]:
+        """Note a job that ends, maybe after it was decoded; return those that are ready now."""
+        return self._count(job, [])
+
+    def decoded(self) -> list[ServingJob]:
+        """Return those that are decoded and were not returned before, as they came."""
+        with self._lock:
+            decoded, self._decoded = self._decoded, []
+        return sorted(decoded, key=lambda job: job.accepted)
+
+    def _count(self, job: ServingJob, decoded: list[ServingJob]) -> list[ServingJob]:
+        with self._lock:
+            if id(job) in self._counted:
+                return []
+            self._counted.add(id(job))
+            self._left -= 1
+            self._decoded += decoded
+        return [] if self._left else self.decoded()
+
+
+@dataclass(slots=True, eq=False)
+class Decoded:
+    """What was read of a request.
+
+    Attributes:
+        observation: The observation.
+        safety: Limits of the answer; None for none.
+        warnings: What the client is told with the answer.
+        borrowed: Raises once frames are others than were read; None for frames that nobody else writes.
+    """
+
+    observation: Observation
+    safety: Safety | None
+    warnings: tuple[str, ...]
+    borrowed: Check | None
+
+
+@dataclass(slots=True, eq=False)
+class PreparedInputs:
+    """What the policy made of an observation.
+
+    Attributes:
+        inputs: What it computes on.
+        kind: What jobs that may be computed together have in common; None for a job that is computed alone.
+        alike: What jobs that cost as much have in common.
+        seconds: How long decoding and preparing took.
+    """
+
+    inputs: Any = None
+    kind: Hashable | None = None
+    alike: Hashable | None = None
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class ServingJob:
+    """One request under way.
+
+    Threads:
+        The service writes ``deadline``, ``together`` and ``deployment`` before it submits the job. Everything below
+        them is written by the scheduler alone.
+
+    Attributes:
+        request: The request.
+        deadline: By ``time.perf_counter()``; None for none.
+        together: The other jobs of its message, if there are any. They do not replace each other.
+        deployment: The policy that answers it.
+        home: The scheduler that it was submitted to.
+        on_done: Takes the outcome, once.
+        accepted: When it was submitted.
+        begun: When decoding or inference began last.
+        decoded: What was read of the request.
+        prepared: What the policy made of it.
+        size: Bytes of its decoded frames, while it is not answered.
+        waiting: True while it waits for its turn.
+        answered: True once it has its outcome.
+        cancel: Set when nobody waits for it any more.
+    """
+
+    request: Request
+    deadline: float | None = None
+    together: Together | None = None
+    deployment: Answering | None = None
+
+    home: Home | None = field(default=None, init=False)
+    on_done: Callable[[Outcome], None] | None = field(default=None, init=False)
+    accepted: float = field(default=0.0, init=False)
+    begun: float | None = field(default=None, init=False)
+    decoded: Decoded | None = field(default=None, init=False)
+    prepared: PreparedInputs | None = None
+    size: int = field(default=0, init=False)
+    waiting: bool = field(default=True, init=False)
+    answered: bool = field(default=False, init=False)
+    cancel: threading.Event = field(default_factory=threading.Event, init=False)
+
+    @property
+    def connection(self) -> Hashable | None:
+        return self.request.connection
+
+    @property
+    def episode(self) -> Hashable | None:
+        """What jobs that replace each other while they wait have in common; None for one that replaces none."""
+        return None if self.together is not None else self.request.episode
+
+    @property
+    def session(self) -> str:
+        """The client's name for its episode. Wires may read those of one message as late as its observations."""
+        if self.together is not None and self.decoded is not None:
+            return self.decoded.observation.session
+        return self.request.session
+
+    @property
+    def observation(self) -> Observation | None:
+        """What was read of the request; None before."""
+        return None if self.decoded is None else self.decoded.observation
+
+    @property
+    def kind(self) -> Hashable | None:
+        return None if self.prepared is None else self.prepared.kind
+
+    @property
+    def alike(self) -> Hashable | None:
+        return None if self.prepared is None else self.prepared.alike
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        if self.home is not None:
+            self.home.cancel(self)
+
+    def read(self, check: Check) -> Observation:
+        """Return the observation, within the limits of what answers it. check: raises once nobody waits for it."""
+        deployment = self.deployment
+        budget = PixelBudget(MIN_BUDGET if deployment is None else deployment.pixels, check)
+        observation = self.request.decode(budget)
+        if deployment is None:
+            self.decoded = Decoded(observation, None, (), budget.borrowed)
+            return observation
+        # An adapter that is not known is refused later.
+        safety = deployment.adapters.get(observation.adapter, deployment.safety)
+        self.decoded = Decoded(observation, safety, deployment.changed, budget.borrowed)
+        if (
+            safety is not None
+        ):  # which raises for a state beyond its limits; the log then has what was observed
+            self.decoded.warnings += tuple(safety.check(observation))
+        return observation
+
+
+def release(decoded: list[ServingJob]) -> None:
+    """Let decoded jobs of one client have their turns, at the schedulers that they were submitted to."""
+    for home in dict.fromkeys(each.home for each in decoded):
+        if home is not None:
+            home.ready([each for each in decoded if each.home is home])

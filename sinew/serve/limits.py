@@ -1,0 +1,19 @@
+"""What a server allows its policies and their requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What a policy's scheduler and safety take, with the names and the defaults of the flags of ``sinew serve``."""
+
+    queue: int = 64
+    max_batch: int | Literal["auto"] = 1
+    action_limits: str = "refuse"
+    action_margin: float = 10.0
+    state_margin: float = 20.0
+    max_age: float | None = None
+    max_megapixels: float | None = None
