@@ -16,8 +16,10 @@ PAGES = {
     "troubleshooting": "Troubleshooting",
     "commands": "Every verb",
     "protocols": "Protocols",
-    "control": "The robot's loop",
-    "wiring": "Is it wired right?",
+    "control": "Drive a robot",
+    "late-answers": "Late answers",
+    "limits": "Limits and filters",
+    "wiring": "Check the wiring",
     "deployment": "Deployment",
     "glossary": "Glossary",
 }
