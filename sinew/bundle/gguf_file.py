@@ -109,7 +109,10 @@ class FilesInUse:
 
     def problem(self) -> str | None:
         """Return a sentence if one of them was written to or truncated since it was opened, else None."""
-        return next(filter(None, (file.problem() for file in self._files)), None)
+        for file in self._files:
+            if problem := file.problem():
+                return problem
+        return None
 
     def check(self) -> None:
         """Raise :class:`BundleError` if one of them was written to or truncated since it was opened."""

@@ -109,7 +109,7 @@ def test_weights_are_in_memory_once_while_they_are_converted(smolvla_bundle, tmp
             write_bundle(files[-1], lambda manifest=manifest: manifest, lowbit_sources(bundle, formats))
         small, large = files[0], Bundle(files[1])
     (usual, _), (peak, left) = measured(LOADS, small, large.path, engine, dtype)
-    held = large.facts.weights_nbytes // (1 if dtype == "fp32" else 2)
+    held = large.weights_nbytes // (1 if dtype == "fp32" else 2)
     both = 2 * max(info.nbytes for info in large.infos.values())
     assert left > 0.5 * held  # it is what is measured; a plan needs less
     assert peak <= usual + held + both + 2 * AROUND * len(large.infos)
