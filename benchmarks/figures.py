@@ -57,6 +57,7 @@ def entry(success: str, **more: Any) -> dict[str, Any]:
     wins = round(float(success.split(maxsplit=1)[0]) * EPISODES / 100)
     variant = {"replan": 8, "latency": "0", "handover": "aligned", **more.pop("variant")}
     return {
+        "episodes": EPISODES,
         "success": wins / EPISODES,
         "interval": wilson(wins, EPISODES),
         "variant": variant,

@@ -61,14 +61,18 @@ def open_adapter(path: Path, base: Bundle) -> Bundle:
     if theirs.config != ours.config:
         keys = theirs.config.keys() | ours.config.keys()
         key = next(key for key in sorted(keys) if theirs.config.get(key) != ours.config.get(key))
-        raise BundleError(f"{path}: config.{key}: expected that of the base, {base.path}, got another")
+        raise BundleError(
+            f"{path}: config.{key} differs from that of the base {base.path}; pass the base of its training"
+        )
     if (own := weights_hash(base.hashes)) != theirs.base.weights:
         raise BundleError(
             f"{path}: an adapter of {theirs.base.name!r}, whose weights are {theirs.base.weights[:16]}...; those of"
             f" {base.path} are {own[:16]}... (a quantised or merged bundle is another base)"
         )
     if hashlib.sha256(ours.tokenizer.encode()).hexdigest() != theirs.base.tokenizer:
-        raise BundleError(f"{path}: tokenizer: expected that of the base, {base.path}, got another")
+        raise BundleError(
+            f"{path}: the tokenizer differs from that of the base {base.path}; pass the base of its training"
+        )
     if problem := other_form(theirs.spec, ours.spec):
         raise BundleError(
             f"{path}: {problem}; convert it with its base and serve it as a policy of its own (--policy)"

@@ -521,7 +521,7 @@ def seen_problems(seen: Seen, spec: PolicySpec) -> Iterator[str]:
     """Yield what a record says of cameras and a state that are not those of the policy."""
     known = ", ".join(camera.name for camera in spec.cameras)
     if set(seen.cameras) - {camera.name for camera in spec.cameras}:
-        yield f"seen.cameras: expected names of spec.cameras ({known}), got another one"
+        yield f"seen.cameras: a name is not in spec.cameras ({known})"
     rows = () if seen.state is None else (seen.state.mean, seen.state.std, seen.state.low, seen.state.high)
     if any(len(row) != spec.state.dim for row in rows):
         yield f"seen.state: expected {spec.state.dim} numbers each, got {', '.join(str(len(row)) for row in rows)}"

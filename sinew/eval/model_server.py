@@ -149,7 +149,7 @@ class ModelServer:
         try:
             return unpack_msgpack(message.data, max_values=MAX_VALUES, max_text=MAX_BYTES)
         except ValueError as error:
-            raise SinewError(f"{self.address}: expected a message in msgpack, got another: {error}") from None
+            raise SinewError(f"{self.address}: the answer is not a msgpack message: {error}") from None
 
 
 def _to_map(value: Any) -> Any:

@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused_by_its_field(manifest: Manifest, seen: Seen, 
         return replace(seen, cameras={"now": replace(camera, **changes)})  # type: ignore[arg-type]
 
     cases = {
-        "sinew.seen.cameras: expected names of spec.cameras": replace(seen, cameras={"side": camera}),
+        "sinew.seen.cameras: a name is not in spec.cameras": replace(seen, cameras={"side": camera}),
         r"sinew.seen.cameras.now.mean\[1\]: expected a number from 0 to 255, got 256": with_camera(
             mean=(0.0, 256.0, 0.0)
         ),

@@ -291,10 +291,10 @@ def test_an_adapter_of_another_base(adapters: Make, case_bundle: Any, tmp_path: 
     said = Bundle(arm).manifest
     assert said.base is not None
     config = said.config | {"min_period": 1.0}
-    with pytest.raises(BundleError, match="config.min_period: expected that of the base"):
+    with pytest.raises(BundleError, match="config.min_period differs from that of the base"):
         open_adapter(written(arm, tmp_path / "c.gguf", config=config), Bundle(found.base))
     tokenizer = replace(said.base, tokenizer="0" * 64)
-    with pytest.raises(BundleError, match="tokenizer: expected that of the base"):
+    with pytest.raises(BundleError, match="the tokenizer differs from that of the base"):
         open_adapter(written(arm, tmp_path / "t.gguf", base=tokenizer), Bundle(found.base))
 
 

@@ -537,7 +537,7 @@ def test_another_bundle_under_the_same_name_is_refused(
     with bundle.open("ab") as file:
         file.write(b"\0")
     assert main(["eval", str(bundle), "--join", str(tmp_path), "--shards", "1"]) == 1
-    assert "expected the bundle that the run was begun with" in capfd.readouterr().err
+    assert "this bundle differs from the one that the run began with" in capfd.readouterr().err
 
 
 # ----------------------------------------------------------------------------- refusals

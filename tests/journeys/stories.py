@@ -908,6 +908,16 @@ def low_bit(walk: Walk) -> None:
     walk.run("sinew perf fit small.gguf --engine cpu --device cpu --cameras 2", says=("fits with",))
 
 
+def perf_package(walk: Walk) -> None:
+    walk.leaves(
+        "pip install -c constraints.txt ./packages/sinew-client ./perf .",
+        "resolved by the test of install lines; the README's made the environment that this runs in",
+    )
+    walk.type("sinew perf run pi0.5 --hardware agx-orin --hardware h200", says=("AGX Orin", "H200"))
+    walk.type("sinew perf fit pi0.5 --hardware orin-nano", status=1, says=("does not fit",))
+    assert walk.type("sinew perf need --rate 30 --model pi0.5 --cameras 3").result["found"]
+
+
 def perf(walk: Walk) -> None:
     arm_policy(walk)
     walk.type(
@@ -1102,6 +1112,14 @@ def sources(walk: Walk) -> None:
         walk.program(0, before=ROBOT)
 
 
+def certificate(walk: Walk) -> None:
+    """A certificate of this machine: cert.pem and key.pem."""
+    walk.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 1 -subj /CN=localhost"
+        " -addext subjectAltName=DNS:localhost"
+    )
+
+
 def tutorial_lerobot(walk: Walk) -> None:
     run = "outputs/train/pick-cube/checkpoints"
     walk.copy(FIXTURES / "smolvla-2cam" / "checkpoint", f"{run}/000200/pretrained_model")
@@ -1109,6 +1127,12 @@ def tutorial_lerobot(walk: Walk) -> None:
     (walk.folder / run / "last").symlink_to("000200")
     walk.write("etc-key", "a key of twenty letters")
     walk.type("sinew inspect outputs/train/pick-cube", says=("camera1",))
+    joints = {"dtype": "float32", "shape": [6], "names": [f"joint{number}.pos" for number in range(6)]}
+    info = {"fps": 30, "features": {"action": joints, "observation.state": joints}}
+    walk.write("data/pick-cube/meta/info.json", json.dumps(info))
+    walk.type("sinew convert outputs/train/pick-cube policy.gguf --dataset data/pick-cube --motion absolute")
+    walk.run("sinew inspect policy.gguf", says=("joint5.pos",))
+    walk.run("rm policy.gguf")
     assert walk.type("sinew doctor outputs/train/pick-cube").result["ok"]
     proved = walk.type("sinew validate outputs/train/pick-cube --out build/pick-cube")
     assert proved.result["passed"], proved
@@ -1119,11 +1143,14 @@ def tutorial_lerobot(walk: Walk) -> None:
                 instead=("10", "3"),
             )
         )
+    certificate(walk)
     with walk.serving(
-        "sinew serve outputs/train/pick-cube --host 0.0.0.0 --api-key-file /etc/sinew/key",
+        "sinew serve outputs/train/pick-cube --host 0.0.0.0 --api-key-file /etc/sinew/key"
+        " --tls-cert cert.pem --tls-key key.pem",
         instead=("0.0.0.0 --api-key-file /etc/sinew/key", f"{LOOPBACK} --api-key-file etc-key"),
     ):
-        walk.run(f"SINEW_API_KEY=$(cat etc-key) sinew bench {NATIVE} --runs 3")
+        asked = f"sinew bench {NATIVE.replace('tcp://', 'tls://').replace(LOOPBACK, 'localhost')} --runs 3"
+        walk.run(f"SINEW_API_KEY=$(cat etc-key) SSL_CERT_FILE=cert.pem {asked}")
     walk.leaves(
         """sinew run tcp://127.0.0.1:5555 --robot lerobot:so101_follower --robot-options '{"port": "/dev/ttyACM0", """
         """"id": "arm"}' --prompt "pick up the cube" --hz 30 --limits limits.toml"""
@@ -1281,9 +1308,7 @@ def protocol_lerobot(walk: Walk) -> None:
 def protocols(walk: Walk) -> None:
     blocks(walk)
     walk.write("key.txt", "a key of twenty letters")
-    walk.run(
-        "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 1 -subj /CN=localhost"
-    )
+    certificate(walk)
     with walk.serving("sinew serve policy.gguf"):
         walk.run(f"sinew bench {NATIVE} --runs 3")
     with walk.serving("sinew serve policy.gguf --wire openpi --wire http --wire groot --wire lerobot:8081"):
@@ -1413,6 +1438,7 @@ STORIES: dict[str, Story] = {
     "docs/tutorial-quantise.md": tutorial_quantise,
     "docs/wiring.md": wiring,
     "packages/lerobot_policy_sinew/README.md": plugin,
+    "perf/README.md": perf_package,
     "packages/sinew-client/README.md": client,
     "packages/sinew-cpp/README.md": language,
     "packages/sinew-js/README.md": language,

@@ -172,7 +172,7 @@ def test_frames_that_are_written_while_they_are_read(tmp_path: Path) -> None:
 
 def hostile() -> Iterator[tuple[str, list[int]]]:
     """Yield (what the server says, descriptors that no client of ours would pass)."""
-    yield "that is sealed against shrinking", [os.memfd_create("m", os.MFD_ALLOW_SEALING)]
+    yield "not sealed against shrinking", [os.memfd_create("m", os.MFD_ALLOW_SEALING)]
     sealed = os.memfd_create("m", os.MFD_ALLOW_SEALING)
     fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     yield "expected 64 to 16777280 bytes, got 0", [sealed]

@@ -75,7 +75,7 @@ def against_reference(policy: Policy, folder: Path) -> tuple[float, float] | Non
     wanted = np.frombuffer(data[head:], np.float32).reshape(got.shape) if len(data) == len(like) else None
     if wanted is None or data[:head] != like[:head] or not np.isfinite(wanted).all():
         expected = f"finite float32 {list(got.shape)} as numpy writes it"
-        raise BundleError(f"{path}: expected {expected}, got another file")
+        raise BundleError(f"{path}: this is not {expected}")
     spread = spread_of(policy)
     return distance(got / spread, wanted / spread), bounds_of(policy)["actions"]
 

@@ -170,7 +170,7 @@ class FarmPlan:
         here = variant or recorded
         if key(self.task, here) != self.keys[index]:
             raise SinewError(
-                f"{named(here.target)}: expected the bundle that the run was begun with, got another one here"
+                f"{named(here.target)}: this bundle differs from the one that the run began with"
             )
 
 

@@ -256,7 +256,9 @@ class RemoteQueue:
             raise SinewError(f"{self.address}: expected a group to play, got none ({error})") from None
         job = next((job for job in left if job.name == name), None)
         if job is None and name is not None:
-            raise SinewError(f"{self.address}: expected a group of the plan that was read, got another run's")
+            raise SinewError(
+                f"{self.address}: another evaluation has started here; run `sinew eval --join` again"
+            )
         return job
 
     def store(self, job: Job, key: str, episodes: Sequence[Episode]) -> None:

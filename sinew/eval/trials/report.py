@@ -112,6 +112,6 @@ def _moment(path: Path, control_hz: float) -> WatchedMoment:
     images = {name: parts.pixels(record, name) for name in seen.images}
     rows = parts.rows(record)
     if rows is None or not images:
-        raise SinewError(f"{path}: expected a control step with a frame and a command, got another record")
+        raise SinewError(f"{path}: a record is not a control step with a frame and a command")
     step = round(control_hz * parts.seconds(record, "time", seen.time or 0.0))
     return WatchedMoment(step, images, np.asarray(seen.state), rows[0], str(seen.prompt))

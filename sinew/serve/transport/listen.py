@@ -109,7 +109,9 @@ class Listen:
     def _take_away(self) -> None:
         """Remove the socket that nobody listens to any more. Raises OSError where there is anything else."""
         if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
-            raise FileExistsError(errno.EEXIST, "expected a free name or a socket, got another kind of file")
+            raise FileExistsError(
+                errno.EEXIST, "a file that is not a socket has this name; choose another name"
+            )
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             if probe.connect_ex(self.path) != errno.ECONNREFUSED:

@@ -133,7 +133,7 @@ class ReceivedFrames:
     def _open(self, descriptor: int, limit: int) -> str:
         # Of anything else, or of a file that may shrink, a read could end this process
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
-            return f"{SENT}: expected a file of memory that is sealed against shrinking, got another"
+            return f"{SENT}: the shared memory is not sealed against shrinking"
         about = os.fstat(descriptor)
         if about.st_blksize != mmap.PAGESIZE:
             return f"{SENT}: expected pages of {mmap.PAGESIZE} bytes, got {about.st_blksize}"

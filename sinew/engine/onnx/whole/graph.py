@@ -300,7 +300,9 @@ class _Builder:
         linear = np.array(drawn) @ matrix + offset
         cut = _cut(linear, wanted)
         if not _near(np.where(cut, linear.clip(-1, 1), linear), wanted):
-            raise SinewError("one graph: state: expected a normalisation that is linear, got another")
+            raise SinewError(
+                "one graph: the normalisation of the state is not linear, which a single graph cannot contain"
+            )
         state = self._input("state", "FLOAT", (1, dim), "in the robot's units")
         product = self._node("MatMul", [state, self._constant(matrix.astype(np.float32))])
         return self._bounded(
