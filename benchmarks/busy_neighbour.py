@@ -37,7 +37,7 @@ def one_engine(bundle: Path, engine: str, runs: int, threads: int | None, spin: 
         if engine == "onnx":
             _let_onnxruntime_spin()
     from sinew.bench.measure import PROMPT, make_observation
-    from sinew.eval.report.stats import summarize
+    from sinew.core.statistics import summarize
     from sinew.policy import load
 
     policy = load(bundle, engine=engine, threads=threads)

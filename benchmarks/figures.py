@@ -25,11 +25,11 @@ from benchmarks.handovers import figure as handovers
 from research.vla_perf.__main__ import main as vla_perf
 from sinew.cli import main as sinew
 from sinew.core import figures
+from sinew.core.statistics import wilson
 from sinew.eval.adapters import make_env
 from sinew.eval.demo.film import compose, shoot
 from sinew.eval.evidence.plots import plot_replan, plot_sweep
 from sinew.eval.policies import ServerPolicy
-from sinew.eval.report.stats import wilson
 from sinew.eval.server import serving
 from sinew.sim.film import frames as film_frames
 from train.curve import plot as curve

@@ -83,10 +83,11 @@ def noisy(policy: Policy) -> EagerEngine:
 
 def trained(path: Path) -> Iterator[dict[str, Any]]:
     """Median and largest error of the action's own columns."""
-    from sinew.eval.observations import observations
+    from sinew.checks.validate.observations import observations
+    from sinew.eval.observations import episodes
 
     policy = load(path, "cpu", engine="eager")
-    origin, stream = observations(policy)
+    origin, stream = observations(policy, None, episodes)
     data = [
         (policy.processor.inputs(o), policy.processor.noise(o)[0]) for o in islice(stream, SEEN + COMPARED)
     ]

@@ -39,9 +39,10 @@ from sinew_client.control.defaults import AUTO, REPLAN
 
 from benchmarks.side_by_side import SideBySide
 from sinew.core import figures
+from sinew.core.statistics import wilson
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import ServerPolicy
-from sinew.eval.report.stats import mcnemar, paired_difference, wilson
+from sinew.eval.report.stats import mcnemar, paired_difference
 from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.server import serving
 from sinew.eval.settings import Latency

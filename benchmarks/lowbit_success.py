@@ -19,13 +19,14 @@ from typing import Any
 
 from sinew.bundle import Bundle
 from sinew.core import machine
+from sinew.core.statistics import wilson
 from sinew.eval import campaign
-from sinew.eval.quantize.quantization import quantize
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
-from sinew.eval.report.stats import mcnemar, wilson
+from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
+from sinew.quantize.quantization import quantize
 
 ASSETS = Path(__file__).parents[1] / "sinew" / "assets"
 TASKS: dict[str, dict[str, Any]] = {

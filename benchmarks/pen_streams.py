@@ -36,9 +36,10 @@ from benchmarks.side_by_side import SideBySide
 from benchmarks.soak import serving
 from benchmarks.split import Link
 from sinew.core import figures, machine
+from sinew.core.statistics import wilson
 from sinew.engine.eager.engine import EagerEngine
 from sinew.eval.adapters import make_env
-from sinew.eval.report.stats import mcnemar, wilson
+from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Latency
 from sinew.eval.sources import StreamCosts

@@ -29,9 +29,9 @@ from rich.progress import track
 from rich.table import Table
 
 from sinew.cli.bench import make_observation
+from sinew.core import statistics
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import InProcess
-from sinew.eval.report import stats
 from sinew.eval.runner import Conduct, run_episode
 from sinew.layers import vit
 from sinew.policy import Policy, load
@@ -205,7 +205,7 @@ def main() -> None:
     moved = int((ids[0] != ids[1]).sum())
     with wrong_rows():
         wins = play(arguments.episodes)
-    low, high = stats.wilson(wins, arguments.episodes)
+    low, high = statistics.wilson(wins, arguments.episodes)
     Console().print(table)
     print(f"{moved} of {len(ids[0])} patches read another row")
     tower = policy.engine.model.vision

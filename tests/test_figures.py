@@ -17,7 +17,7 @@ from sinew_perf.roofline import StageTiming
 from benchmarks import figures as documented
 from research.vla_perf.study import DOF, Study
 from sinew.core import SinewError, figures
-from sinew.eval.report.stats import wilson
+from sinew.core.statistics import wilson
 
 SMALLEST = 9  # points
 OUT = Path("figure.png")

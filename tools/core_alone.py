@@ -28,7 +28,7 @@ TESTS = (
     "tests/contract/test_policy_kinds.py",
     "tests/contract/test_targets.py",
     "tests/processing",
-    "tests/serve/test_scheduler.py",
+    "tests/serve/test_fair_queue.py",
     "tests/test_providers.py",
 )
 EVERY_MODULE = """

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from sinew.core import figures
-from sinew.eval.report.stats import wilson
+from sinew.core.statistics import wilson
 
 LOSSES = (
     ("flow", "loss of flow matching"),

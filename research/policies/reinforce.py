@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import sinew
-from sinew.eval.report.stats import wilson
+from sinew.core.statistics import wilson
 from sinew.sim.pen import PenEnv
 
 log = logging.getLogger("train")

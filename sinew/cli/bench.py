@@ -21,8 +21,8 @@ from sinew.cli.bench_server import ASKING, AskingFlags, ask
 from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed
 from sinew.core import ObservationError, SinewError, progress
 from sinew.core.hints import short_reason
+from sinew.core.statistics import p99_of, ratio_of_medians, stage_statistics
 from sinew.engine.backend import AUTO, BACKENDS
-from sinew.eval.report.stats import p99_of, ratio_of_medians, stage_statistics
 
 MAX_BASELINE = 1 << 26  # bytes
 STATISTICS = ("mean", "p50", "p95", "p99", "max")

@@ -18,7 +18,7 @@ from sinew.bench.measure import hardware, make_observation
 from sinew.cli import terminal
 from sinew.cli.options import Whole
 from sinew.core import PolicySpec
-from sinew.eval.report.stats import latencies, p99_of
+from sinew.core.statistics import latencies, p99_of
 
 SCHEMA = "sinew.client/1"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")

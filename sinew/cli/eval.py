@@ -36,12 +36,11 @@ from sinew.cli.options import (
     motion_of,
 )
 from sinew.convert.sources import resolve
-from sinew.core import SinewError
+from sinew.core import SinewError, statistics
 from sinew.eval import campaign, suites
 from sinew.eval.evidence import plots, run_page
 from sinew.eval.evidence import repeat as repetition
 from sinew.eval.outside import TypedNames, say_names
-from sinew.eval.report import stats
 from sinew.eval.report.gate import Gate, read_gate, record
 from sinew.eval.report.report import conditions, document, markdown, tables
 from sinew.eval.runner import Episode, reactions
@@ -469,7 +468,7 @@ class EpisodeBars:
         rate = self._fresh / max(time.monotonic() - self._begun, 1e-3)
         wins = self._wins[variant]
         wins.append(episode.success)
-        low, high = stats.wilson(sum(wins), len(wins))
+        low, high = statistics.wilson(sum(wins), len(wins))
         label = variant.label(self._variants)
         text = f"{label}: {sum(wins)}/{len(wins)} [{100 * low:.0f}, {100 * high:.0f}] %"
         shown = text.replace("[", r"\[")

@@ -82,7 +82,7 @@ def push(
     """
     from sinew.bundle import Bundle
     from sinew.bundle.digests import sha256
-    from sinew.eval.evidence import card as cards
+    from sinew.convert.sources import card as cards
 
     parsed = _parse(name)
     if parsed.file is not None:

@@ -26,7 +26,7 @@ from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, mot
 from sinew.core import SinewError
 from sinew.core.hints import pairs
 from sinew.core.registry import place_of
-from sinew.eval.report.stats import wilson
+from sinew.core.statistics import wilson
 
 
 @Parameter(name="*", group=Group("Robot", sort_key=-1))

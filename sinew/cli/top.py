@@ -14,7 +14,7 @@ from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny
 from sinew.cli.top_view import view
 from sinew.core import SinewError
-from sinew.eval.report.stats import summarize
+from sinew.core.statistics import summarize
 from sinew.serve.dashboard.follow import ServerSeen, events, parse_address
 
 AGAIN_S = 1.0  # between two attempts to reach it

@@ -15,7 +15,7 @@ from rich.text import Text
 from sinew.cli import terminal
 from sinew.cli.terminal import BARS
 from sinew.core.hints import short_reason
-from sinew.eval.report.stats import summarize
+from sinew.core.statistics import summarize
 from sinew.serve.dashboard.follow import ServerSeen
 
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")

@@ -58,12 +58,13 @@ def validate(
         audit: List what a CUDA graph could not record in the program, stage by stage (--engine cuda). It
             computes nothing and needs no GPU. The exit status is 1 if there is anything.
     """
+    from sinew.checks.validate.record import compared, kept_record
     from sinew.checks.validate.report import write
     from sinew.convert.sources import resolve
+    from sinew.eval.observations import episodes as episodes_of
     from sinew.eval.outside import TypedNames
     from sinew.eval.report.gate import read_gate
     from sinew.eval.report.gating import gate_of, play_gate
-    from sinew.eval.validation import compared, kept_record
     from sinew.policy import Policy, open_bundle
 
     bundle = resolve(bundle)
@@ -93,7 +94,7 @@ def validate(
         policy = Policy(opened, **runs.keywords())
     with progress.task(f"loading {bundle} as the reference"):
         reference = Policy(opened, "cpu", "fp32", "eager", ignore_recipe=True)
-    parity = compared(policy, reference, observations, records)
+    parity = compared(policy, reference, observations, episodes_of, records)
     found = kept_record(bundle, parity, terminal.typed())
     if held is None and episodes:
         gate, why = gate_of(bundle)

@@ -1,30 +1,21 @@
-"""Observations that a policy sees when it plays, for measuring what a change of engine or precision costs."""
+"""Observations that a policy sees when it plays, to measure what another engine or precision costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from sinew.checks.validate.observations import random_observations, recorded_observations
 from sinew.core import Observation, ObservationError
 from sinew.eval.fitting import TASKS
 from sinew.policy import Policy
 
 FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
 REPLAN = 8
-RANDOM = "random frames"
 
 
-def observations(reference: Policy, records: Path | None = None) -> tuple[str, Iterator[Observation]]:
-    """Return where observations come from, and they: of a folder of records; without end of episodes that the reference
-    plays, one per chunk it is asked for, where it fits an embedded task; else ``RANDOM``, without end."""
-    if records is not None:
-        return f"records of {records}", recorded_observations(records, reference)
-    return _episodes(reference) or (RANDOM, random_observations(reference))
-
-
-def _episodes(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
+def episodes(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
+    """Return the embedded task that a policy fits, and the observations of its episodes without end, one for each chunk
+    that the policy is asked for. None where it fits no task, or where no task is installed."""
     try:
         from sinew.eval.adapters import make_env
     except ModuleNotFoundError:  # gymnasium and mujoco are an extra

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from sinew.bundle import Bundle, GGUFFile, TensorSource, facts, write_bundle
 from sinew.bundle.schema import Manifest, Normalization, PolicySpec, Processing
 from sinew.bundle.writer import ArraySlice
+from sinew.convert.sources import card
 from sinew.core import BundleError, SinewError, VectorSpec
 from sinew.core.fields import from_json
-from sinew.eval.evidence import card
 from sinew.models.solvers import NoiseLevels, Solver
 from sinew.policy import load
 

@@ -28,7 +28,7 @@ from sinew.cli import build_app as program
 from sinew.cli import main
 from sinew.cli.verbs import SECTIONS, VERBS, WITHIN, commands, function_of
 from sinew.core import machine
-from sinew.eval.report.stats import summarize
+from sinew.core.statistics import summarize
 from tests import processes
 
 SCRIPT = Path(sys.executable).parent / "sinew"

@@ -16,7 +16,6 @@ from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
-from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import SinewError, machine
 from sinew.core.registry import architectures
 from sinew.engine import prepared, proofs
@@ -25,7 +24,8 @@ from sinew.engine.capability import Capability
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import graphs_folder
-from sinew.eval.quantize.quantization import write
+from sinew.quantize.quantization import write
+from sinew.quantize.sources import lowbit_sources, plan_formats
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 
-from sinew.convert.lowbit.recipes import parse_recipe
 from sinew.core import SinewError
 from sinew.engine.capability import Capability
 from sinew.engine.onnx.engine import OnnxEngine
@@ -19,6 +18,7 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.quantize import quantize_graphs
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
+from sinew.quantize.recipes import parse_recipe
 from sinew.serve.batching import Batcher
 from tests.closeness import Rounding, assert_close
 from tests.engine.test_batches import (

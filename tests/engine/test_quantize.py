@@ -15,17 +15,17 @@ from onnx import helper, numpy_helper
 from sinew.bundle import Bundle
 from sinew.bundle.schema import DEFAULT_RECIPE, Manifest
 from sinew.cli import main
-from sinew.convert.lowbit.recipes import parse_recipe
 from sinew.core import BundleError, SinewError
 from sinew.engine.onnx import export, quantize
 from sinew.engine.onnx.cache import graphs_folder
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import quantize_graphs, round_weights
-from sinew.eval.quantize.quantization import lacking
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
 from sinew.families.smolvla.model import SmolVLA
 from sinew.policy import Policy, load
+from sinew.quantize.quantization import lacking
+from sinew.quantize.recipes import parse_recipe
 from tests.engines import run_one
 from tests.golden import Golden
 

@@ -21,7 +21,6 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.capabilities import Capabilities
 from sinew.cli import main
 from sinew.convert import convert
-from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import BundleError, CancelledError, ConvertError, ObservationError, SinewError
 from sinew.core.fields import problems
 from sinew.engine.backend import BACKENDS
@@ -34,6 +33,7 @@ from sinew.models.expert import Prefix
 from sinew.policy import Policy, load
 from sinew.processing import Processor
 from sinew.processing.prompt import Prompter
+from sinew.quantize.sources import lowbit_sources, plan_formats
 from sinew.steps.prompt.base import PromptRecipe, TextRecipe
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction

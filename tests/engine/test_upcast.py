@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from sinew import load
 from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
-from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.core import machine
 from sinew.engine.backend import choose
 from sinew.engine.clone import on_meta
@@ -24,6 +23,7 @@ from sinew.layers.stores import half
 from sinew.layers.stores.half import HALF, product
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
+from sinew.quantize.sources import lowbit_sources
 from tests.engines import trace_one
 from tests.golden import Golden, assert_parity, relative_l2
 

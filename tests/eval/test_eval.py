@@ -21,7 +21,12 @@ gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim ex
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
 from sinew.cli import main  # noqa: E402
-from sinew.core import ActionChunk, SinewError, Timing  # noqa: E402
+from sinew.core import (  # noqa: E402
+    ActionChunk,
+    SinewError,
+    Timing,
+    statistics,
+)
 from sinew.eval import campaign  # noqa: E402
 from sinew.eval.adapters import Mapped, make_env, read_mapping  # noqa: E402
 from sinew.eval.policies import ServerPolicy  # noqa: E402
@@ -59,12 +64,12 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
 
 
 def test_wilson_at_the_ends() -> None:
-    assert stats.wilson(0, 10)[0] == 0.0
-    assert stats.wilson(10, 10)[1] == 1.0
-    assert stats.wilson(0, 0) == (0.0, 1.0)
+    assert statistics.wilson(0, 10)[0] == 0.0
+    assert statistics.wilson(10, 10)[1] == 1.0
+    assert statistics.wilson(0, 0) == (0.0, 1.0)
     for wins in (-1, 11):
         with pytest.raises(ValueError, match=f"^wins: expected 0 to 10, got {wins}$"):
-            stats.wilson(wins, 10)
+            statistics.wilson(wins, 10)
 
 
 @pytest.mark.parametrize("z", [1.0, 1.959963984540054])
@@ -72,7 +77,9 @@ def test_wilsons_ends_are_where_the_score_test_stands_at_its_bound(z: float) -> 
     """An end e solves (wins / count - e)^2 = z^2 e (1 - e) / count."""
     for count in (1, 2, 7, 50):
         for wins in range(count + 1):
-            ends = stats.wilson(wins, count) if z > 1 else stats.wilson(wins, count, z)  # 95 % unless told
+            ends = (
+                statistics.wilson(wins, count) if z > 1 else statistics.wilson(wins, count, z)
+            )  # 95 % unless told
             assert ends[0] <= wins / count <= ends[1]
             for end in ends:
                 assert (wins / count - end) ** 2 == pytest.approx(z * z * end * (1 - end) / count, abs=1e-12)
@@ -110,7 +117,7 @@ def test_a_paired_difference_has_newcombes_interval(table: tuple[int, ...], foun
 def test_outcomes_that_never_vary_have_no_correlation() -> None:
     """Newcombe takes it for 0 where one of the margins is."""
     first, second = dict.fromkeys(range(20), True), {seed: seed < 10 for seed in range(20)}
-    low1, (low2, high2) = stats.wilson(20, 20)[0], stats.wilson(10, 20)
+    low1, (low2, high2) = statistics.wilson(20, 20)[0], statistics.wilson(10, 20)
     wanted = 0.5, 0.5 - math.hypot(1 - low1, high2 - 0.5), 0.5 + (0.5 - low2)
     assert stats.paired_difference(first, second) == pytest.approx(wanted)
 
@@ -147,47 +154,47 @@ def test_amortized_rate_is_that_of_table_8() -> None:
 
 
 def test_percentiles_are_observed_values() -> None:
-    assert stats.summarize([1.0, 2.0, 10.0]) == {
+    assert statistics.summarize([1.0, 2.0, 10.0]) == {
         "mean": 4.3333,
         "p50": 2.0,
         "p95": 10.0,
         "p99": 10.0,
         "max": 10.0,
     }
-    assert stats.summarize([]) == {}
-    assert (stats.p99_of(100), stats.p99_of(99)) == ("", "; their p99 is the largest")
+    assert statistics.summarize([]) == {}
+    assert (statistics.p99_of(100), statistics.p99_of(99)) == ("", "; their p99 is the largest")
 
 
 def test_a_ratio_of_medians_has_an_interval_that_has_no_unit() -> None:
     before, now = [1.0, 2.0, 3.0, 4.0, 50.0], [2.0, 3.0, 4.0, 5.0, 6.0]
-    ratio, low, high = stats.ratio_of_medians(before, now)
+    ratio, low, high = statistics.ratio_of_medians(before, now)
     assert low < ratio == 4 / 3 < high
-    assert stats.ratio_of_medians([8 * x for x in before], [8 * x for x in now]) == (ratio, low, high)
-    assert stats.ratio_of_medians(before, [2 * x for x in now]) == (2 * ratio, 2 * low, 2 * high)
-    assert stats.ratio_of_medians([2.0] * 9, [3.0] * 5) == (1.5, 1.5, 1.5)
+    assert statistics.ratio_of_medians([8 * x for x in before], [8 * x for x in now]) == (ratio, low, high)
+    assert statistics.ratio_of_medians(before, [2 * x for x in now]) == (2 * ratio, 2 * low, 2 * high)
+    assert statistics.ratio_of_medians([2.0] * 9, [3.0] * 5) == (1.5, 1.5, 1.5)
     spread = [
         1.0 + rank / 2000 for rank in range(1001)
     ]  # a bootstrap's median is of a rank 500 +- sqrt(1001) / 2
-    _, low1, high1 = stats.ratio_of_medians([1.0], spread)
+    _, low1, high1 = statistics.ratio_of_medians([1.0], spread)
     ends = [2000 * (end - 1.0) for end in (low1, high1)]
     assert ends == pytest.approx([500 - 1.96 * 1001**0.5 / 2, 500 + 1.96 * 1001**0.5 / 2], abs=1.2)
-    wide = stats.ratio_of_medians(before * 40, now * 40)  # of more samples it is narrower
+    wide = statistics.ratio_of_medians(before * 40, now * 40)  # of more samples it is narrower
     assert wide[2] - wide[1] < (high - low) / 2
 
 
 def test_stages_and_answers_are_summed_up_by_name() -> None:
     whole = Timing(1.0, 2.0, 3.0, (4.0, 5.0), 6.0, 30.0, queue_ms=7.0, server_ms=40.0)
-    found = stats.stage_statistics([whole] * 2, [21.0, 23.0])
+    found = statistics.stage_statistics([whole] * 2, [21.0, 23.0])
     assert list(found) == ["preprocess", "vision", "prefix", "steps", "head", "postprocess", "total"]
     assert [found[name]["mean"] for name in ("preprocess", "vision", "prefix", "head", "postprocess", "total")] == [
         1.0, 2.0, 3.0, 9.0, 6.0, 22.0,
     ]  # fmt: skip
     assert [step["max"] for step in found["steps"]] == [4.0, 5.0]
-    graph = stats.stage_statistics([Timing(step_ms=(8.0,))], [8.0], [whole])
+    graph = statistics.stage_statistics([Timing(step_ms=(8.0,))], [8.0], [whole])
     assert (graph["graph"]["max"], graph["head"]["max"], graph["vision"]["max"]) == (8.0, 9.0, 2.0)
-    assert "steps" not in stats.stage_statistics([Timing()], [1.0])
+    assert "steps" not in statistics.stage_statistics([Timing()], [1.0])
     chunk = ActionChunk(np.zeros((1, 1), np.float32), timing=whole, round_trip_ms=100.0)
-    found = stats.latencies([chunk])
+    found = statistics.latencies([chunk])
     assert {tuple(each) for each in found.values()} == {("mean", "p50", "p90", "p95", "p99", "max")}
     seen = {name: each["p90"] for name, each in found.items()}
     assert seen == {
@@ -205,7 +212,7 @@ def test_stages_and_answers_are_summed_up_by_name() -> None:
         for wins in range(count + 1):
             kept = stats.success([True] * wins + [False] * (count - wins))["interval"]
             assert [f"{100 * end:.1f}" for end in kept] == [
-                f"{100 * end:.1f}" for end in stats.wilson(wins, count)
+                f"{100 * end:.1f}" for end in statistics.wilson(wins, count)
             ]
     assert stats.amortized_rate(8, 0.0) == math.inf
 
@@ -831,7 +838,7 @@ def test_the_demos_early_end_keeps_its_intervals() -> None:
         covered = np.zeros_like(chances)
 
         def add(wins: int, played: int, weight: np.ndarray) -> None:
-            low, high = stats.wilson(wins, played)
+            low, high = statistics.wilson(wins, played)
             covered[:] += weight * ((low <= chances) & (chances <= high))
 
         for wins in range(look + 1):

@@ -21,10 +21,17 @@ pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noqa: E402
 
 import sinew  # noqa: E402
-from sinew.core import ActionChunk, CameraSpec, SinewError, Timing, VectorSpec  # noqa: E402
+from sinew.core import (  # noqa: E402
+    ActionChunk,
+    CameraSpec,
+    SinewError,
+    Timing,
+    VectorSpec,
+    statistics,
+)
 from sinew.eval import campaign  # noqa: E402
 from sinew.eval.lockstep import INFER, ORDER, RESET, STEP, Meeting  # noqa: E402
-from sinew.eval.report import evaluation, stats  # noqa: E402
+from sinew.eval.report import evaluation  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
 from sinew.sim.experts import expert_spec  # noqa: E402
 from sinew.sim.pen import PenEnv  # noqa: E402
@@ -195,7 +202,7 @@ def test_a_policy_of_ones_own() -> None:
     policy = Towards()
     found = sinew.evaluate(policy, Reach(), episodes=20, **OWN)
     assert found.success == 1.0
-    assert found.interval == stats.wilson(20, 20)
+    assert found.interval == statistics.wilson(20, 20)
     assert str(found).startswith("Towards on Reach: 20/20 (100.0 %), 95 % interval 83.9 to 100.0 %")
     assert set(found.by_task()) == {"left", "right"}
     assert sum(each.successes for each in found.by_task().values()) == 20

@@ -27,7 +27,7 @@ from PIL import Image
 
 from sinew.bundle import Bundle
 from sinew.cli import main
-from sinew.core import SinewError
+from sinew.core import SinewError, statistics
 from sinew.core.registry import architectures, backbone, families
 from sinew.eval.evidence import films, leaderboard, page, repeat, run_page
 from sinew.eval.evidence.animation import compose
@@ -434,7 +434,7 @@ def test_a_board_ranks_and_pairs_what_reports_say(
         assert math.isclose(
             each["step_ms"], told["latency_ms"]["p50"] / told["actions_per_chunk"], rel_tol=1e-3
         )
-        assert each["interval"] == [round(end, 9) for end in stats.wilson(each["wins"], 3)]
+        assert each["interval"] == [round(end, 9) for end in statistics.wilson(each["wins"], 3)]
         assert each["size_bytes"] == PEN.stat().st_size
         assert each["peak_bytes"] > PEN.stat().st_size
         assert each["backbone"] == "SmolVLM2 in other sizes"
@@ -454,7 +454,7 @@ def test_a_board_ranks_and_pairs_what_reports_say(
 def _report(name: str, failed: list[int], first: int = 0, count: int = 10, **changes: Any) -> dict[str, Any]:
     """A report of before there were outcomes."""
     won = count - len(failed)
-    low, high = stats.wilson(won, count)
+    low, high = statistics.wilson(won, count)
     entry = {
         "label": name,
         "variant": {"target": f"/somewhere/{name}.gguf", "replan": 8, "latency": "0", "handover": "freeze",

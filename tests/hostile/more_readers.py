@@ -25,11 +25,11 @@ from sinew_client.untrusted import UntrustedError
 from sinew.bundle import Bundle
 from sinew.bundle.digests import Memo
 from sinew.cli.top_view import view
+from sinew.convert.sources.card import records_of
 from sinew.core import SinewError
 from sinew.engine import prepared, proofs
 from sinew.eval import episode_log
 from sinew.eval.evidence import leaderboard, repeat
-from sinew.eval.evidence.card import records_of
 from sinew.eval.farm.files import FORMAT, PLAN, FarmPlan
 from sinew.eval.report.gate import GATES, read_gate
 from sinew.eval.runner import Episode

@@ -28,13 +28,13 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main, terminal
 from sinew.convert import convert
 from sinew.convert.read.files import read_bytes
+from sinew.convert.sources import card as cards
 from sinew.convert.sources.cache import CacheEntry
 from sinew.core import BundleError, CameraSpec, ConvertError, KeyMap, SinewError
 from sinew.core.fields import from_builtins, from_json, problems, to_json
 from sinew.engine.onnx.engine import _table
 from sinew.engine.onnx.graphs import NEWEST, GraphSet
 from sinew.engine.onnx.providers import open_session
-from sinew.eval.evidence import card as cards
 from sinew.policy import load
 from sinew.records.recorder import read_record
 from sinew.serve.deploy import deploy

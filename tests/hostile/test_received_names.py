@@ -34,6 +34,7 @@ from sinew_client.types import PolicySpec
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
+from sinew.convert.sources import card
 from sinew.convert.sources.cache import RECORD, CacheEntry
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import SinewError
@@ -41,7 +42,7 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.eval import campaign
 from sinew.eval.adapters import read_mapping
 from sinew.eval.episode_log import episodes_of
-from sinew.eval.evidence import card, leaderboard, page, repeat
+from sinew.eval.evidence import leaderboard, page, repeat
 from sinew.eval.farm import files, shards
 from sinew.eval.outside import TypedNames
 from sinew.eval.report.gate import GATES, read_gate

@@ -27,10 +27,10 @@ from sinew_client.link import KEEPALIVE
 from sinew_client.streams import StreamLink, StreamWindow, decode_window
 
 from sinew.bundle import Bundle, write_bundle
-from sinew.convert.lowbit.sources import lowbit_sources
 from sinew.core import SinewError
 from sinew.policy import Policy, load
 from sinew.processing.safety import Safety
+from sinew.quantize.sources import lowbit_sources
 from sinew.serve.deploy import deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.limits import ServingLimits

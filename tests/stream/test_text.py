@@ -21,7 +21,6 @@ from torch import Tensor
 from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
 from sinew.convert import convert
-from sinew.convert.lowbit.sources import lowbit_sources, plan_formats
 from sinew.core import ConvertError, ObservationError
 from sinew.engine.example import Inputs
 from sinew.layers.linear import Embedding
@@ -30,6 +29,7 @@ from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
+from sinew.quantize.sources import lowbit_sources, plan_formats
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.session import StateSample
 from sinew.stream.text import Speech

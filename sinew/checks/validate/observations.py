@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,26 @@ from sinew.policy import Policy
 from sinew.records.recorder import read_records
 
 SQUARE = 16  # pixels of one colour in a random frame
+RANDOM = "random frames"
+
+# Where observations come from, and they, without end: what a policy sees when it plays a task that it fits. None for
+# a policy that fits no task.
+Episodes = Callable[[Policy], "tuple[str, Iterator[Observation]] | None"]
+
+
+def observations(
+    reference: Policy, records: Path | None, episodes: Episodes
+) -> tuple[str, Iterator[Observation]]:
+    """Return where observations come from, and the observations.
+
+    Args:
+        reference: The policy that sees them.
+        records: A folder that `sinew serve --record` wrote, to take them from.
+        episodes: Plays a task. Where it has none for this policy, frames are random.
+    """
+    if records is not None:
+        return f"records of {records}", recorded_observations(records, reference)
+    return episodes(reference) or (RANDOM, random_observations(reference))
 
 
 def random_observations(policy: Policy) -> Iterator[Observation]:

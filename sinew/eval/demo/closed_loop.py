@@ -19,7 +19,7 @@ from rich.table import Table
 from sinew_client.control import choose
 
 from sinew.convert.sources import ASSETS
-from sinew.core import SinewError
+from sinew.core import SinewError, statistics
 from sinew.core.hints import short_reason
 from sinew.eval.adapters import make_env
 from sinew.eval.demo.film import shoot, write_film
@@ -27,7 +27,6 @@ from sinew.eval.demo.view import Player, ReportView
 from sinew.eval.evidence.animation import write_gif
 from sinew.eval.evidence.plots import write_plots
 from sinew.eval.policies import ServerPolicy
-from sinew.eval.report import stats
 from sinew.eval.report.report import document, success_cells
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant, rows_between, sweep
@@ -134,7 +133,7 @@ def _drive(
         seeds = range(FIRST_SEED, FIRST_SEED + episodes)
         results = view.play([base], seeds, film=0 if film else FILMED, look=LOOK)
         report = document(task, adapter.control_hz, [base], results, workers=1)
-        report["stages_ms"] = {name: stats.summarize(values) for name, values in view.stages.items()}
+        report["stages_ms"] = {name: statistics.summarize(values) for name, values in view.stages.items()}
         drawn = None
         if not film:
             write_gif(view.frames, out_dir / GIF, adapter.control_hz, view.pauses)
@@ -184,7 +183,7 @@ def _print_run(report: dict[str, Any], told: str, console: Console) -> None:
         soft_wrap=True,
     )
     title = f"milliseconds per request over {entry['chunks']} requests, seen from the client"
-    table = Table(title=title + stats.p99_of(entry["chunks"]))
+    table = Table(title=title + statistics.p99_of(entry["chunks"]))
     table.add_column("")
     for name in ("p50", "p95", "p99", "max"):
         table.add_column(name, justify="right")

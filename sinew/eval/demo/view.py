@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from sinew.core import statistics
 from sinew.eval.adapters import EnvAdapter
 from sinew.eval.evidence.animation import compose
 from sinew.eval.policies import ServerPolicy
-from sinew.eval.report import stats
 from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.settings import Variant
 
@@ -149,7 +149,7 @@ class ReportView:
 
 def _score(episodes: Sequence[Episode]) -> str:
     wins = sum(e.success for e in episodes)
-    low, high = stats.wilson(wins, len(episodes))
+    low, high = statistics.wilson(wins, len(episodes))
     return f"{wins}/{len(episodes)} succeeded, 95 % interval {100 * low:.1f} to {100 * high:.1f} %"
 
 
@@ -160,7 +160,7 @@ def _picture(
     for episode in finished[-RECENT:]:
         mark = Text("success", "green") if episode.success else Text("no success", "red")
         recent.add_row(f"seed {episode.seed}", episode.task, mark, f"{episode.steps} steps")
-    trip = stats.summarize(stages.get("round trip", []))
+    trip = statistics.summarize(stages.get("round trip", []))
     latency = f"; round trip p50 {trip['p50']:.1f} ms, p95 {trip['p95']:.1f} ms" if trip else ""
     return Group(
         Text(label, "bold"),

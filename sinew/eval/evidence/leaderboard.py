@@ -12,10 +12,10 @@ from typing import Any
 from sinew_client.typed_names import file_name, portable
 from sinew_client.untrusted import named, read_text, shown
 
+from sinew.convert.sources.card import MAX_BYTES
 from sinew.core import SinewError
 from sinew.eval.evidence import page
 from sinew.eval.evidence.repeat import (
-    MAX_BYTES,
     MAX_EPISODES,
     MAX_SEED,
     REPORT,

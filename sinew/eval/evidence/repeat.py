@@ -12,6 +12,7 @@ from sinew_client.typed_names import portable
 from sinew_client.untrusted import named, parse_json, read_text, shown
 
 from sinew.convert.sources import resolve
+from sinew.convert.sources.card import MAX_BYTES, MAX_VALUES
 from sinew.core import SinewError
 from sinew.eval.evidence.page import record_in
 from sinew.eval.outside import PolicyFacts, TypedNames, allowed
@@ -22,8 +23,6 @@ from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
 
 REPORT = "report.json"  # of `sinew eval --out`
-MAX_BYTES = 1 << 28  # of a record, a page's films included
-MAX_VALUES = 1 << 23  # of a record
 MAX_EPISODES = 1_000_000  # of a variant
 MAX_VARIANTS = 1000
 MAX_SEED = 1 << 63

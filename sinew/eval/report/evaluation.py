@@ -19,7 +19,7 @@ from sinew_client.policy import Policy
 from sinew_client.target import EXPERT, LOCAL, Target
 
 from sinew.convert.sources import resolve
-from sinew.core import SinewError
+from sinew.core import SinewError, statistics
 from sinew.eval import campaign, suites
 from sinew.eval.adapters import Direct, EnvAdapter, Mapped, make_env, mapping_of, named_adapter
 from sinew.eval.fitting import check_variants
@@ -66,7 +66,7 @@ class Evaluation:
     @property
     def interval(self) -> tuple[float, float]:
         """Return the 95 % score interval of the success (Wilson 1927)."""
-        return stats.wilson(self.successes, len(self.episodes))
+        return statistics.wilson(self.successes, len(self.episodes))
 
     @property
     def failed_seeds(self) -> list[int]:

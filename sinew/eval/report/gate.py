@@ -16,7 +16,7 @@ from sinew_client.control import AS_IS
 from sinew_client.typed_names import comparable
 from sinew_client.untrusted import read_json, shown
 
-from sinew.core import SinewError
+from sinew.core import SinewError, statistics
 from sinew.eval.outside import TypedNames, allowed_task
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
@@ -88,7 +88,7 @@ class Gate:
             )
         wins, count = sum(run.values()), len(run)
         reference_wins = sum(recorded[seed] for seed in run)
-        low, high = stats.wilson(reference_wins, count)
+        low, high = statistics.wilson(reference_wins, count)
         test = stats.mcnemar({seed: recorded[seed] for seed in run}, run)
         text = (
             f"{wins}/{count} against {reference_wins}/{count} recorded"
@@ -120,8 +120,8 @@ class Gate:
 
     def _faults(self, wins: int, count: int, reference_wins: int, p_value: float) -> list[str]:
         """What of the rule so many wins of ``count`` break."""
-        low = stats.wilson(reference_wins, count)[0]
-        upper = stats.wilson(wins, count)[1]
+        low = statistics.wilson(reference_wins, count)[0]
+        upper = statistics.wilson(wins, count)[1]
         drop = (reference_wins - wins) / count
         faults = []
         if upper < self.rule.floor:
@@ -175,7 +175,7 @@ class Gate:
         return bool(report["gate"]["passed"])
 
     def write(self, path: Path) -> None:
-        low, high = stats.wilson(self.episodes - len(self.failed_seeds), self.episodes)
+        low, high = statistics.wilson(self.episodes - len(self.failed_seeds), self.episodes)
         values = {
             "schema": SCHEMA,
             "protocol": self.protocol,

@@ -16,7 +16,7 @@ from typing import Any
 from sinew_client.typed_names import file_name, portable
 
 from sinew import __version__
-from sinew.core import machine
+from sinew.core import machine, statistics
 from sinew.core.registry import backbone
 from sinew.eval import suites
 from sinew.eval.policies import chosen, identity
@@ -60,7 +60,7 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
     """What is known about one variant. Rates in Hz: ``chunk_rate`` of inferences back to back,
     ``control_rate`` amortised over the actions executed per chunk, both from the median latency; ``step_ms`` is that
     latency over the actions executed per chunk; ``age_ms`` of executed actions, since their frame."""
-    latency = stats.summarize([ms for episode in episodes for ms in episode.latency_ms])
+    latency = statistics.summarize([ms for episode in episodes for ms in episode.latency_ms])
     delays = [d for episode in episodes for d in episode.delays]
     chunks, executed = sum(e.chunks for e in episodes), sum(e.executed for e in episodes)
     misses = sum(e.misses for e in episodes)
@@ -81,7 +81,7 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
         "actions_per_chunk": round(per_chunk, 2),
         "delay_steps": round(sum(delays) / len(delays), 3) if delays else 0.0,
         "delay_ms": round(variant.latency.milliseconds(control_hz), 3),
-        "age_ms": stats.summarize([1e3 * int(age) / control_hz for age in ages.elements()]),
+        "age_ms": statistics.summarize([1e3 * int(age) / control_hz for age in ages.elements()]),
         "latency_ms": latency,
         "chunk_rate_hz": round(stats.amortized_rate(1, latency["p50"]), 2) if latency else None,
         "control_rate_hz": round(stats.amortized_rate(per_chunk, latency["p50"]), 2) if latency else None,

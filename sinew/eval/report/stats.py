@@ -1,35 +1,13 @@
-"""Statistics of success: intervals, paired tests, rates. Standard library and numpy alone."""
+"""Statistics of success: paired tests and rates. `sinew/core/statistics.py` has intervals and percentiles."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-if TYPE_CHECKING:
-    from sinew_client import ActionChunk, Timing
-
-Z95 = 1.959963984540054  # standard normal quantile at 0.975
-
-
-def wilson(wins: int, count: int, z: float = Z95) -> tuple[float, float]:
-    """Score interval of a proportion (Wilson 1927), within [0, 1]; (0, 1) when nothing was counted.
-
-    Unlike the normal approximation it stays honest at 0 and at ``count`` wins.
-    """
-    if not 0 <= wins <= count:
-        raise ValueError(f"wins: expected 0 to {count}, got {wins}")
-    if count == 0:
-        return 0.0, 1.0
-    p, z2 = wins / count, z * z
-    middle = (p + z2 / (2 * count)) / (1 + z2 / count)
-    half = z / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count * count))
-    low = 0.0 if wins == 0 else max(0.0, middle - half)  # exact at the ends, where rounding would show
-    high = 1.0 if wins == count else min(1.0, middle + half)
-    return low, high
+from sinew.core.statistics import Z95, wilson
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,77 +117,6 @@ def amortized_rate(steps: float, latency_ms: float) -> float:
     An upper bound set by inference alone: what one could drive if nothing else took time.
     """
     return 1e3 * steps / latency_ms if latency_ms > 0 else math.inf
-
-
-def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[str, float]:
-    """Return mean, the percentiles as p50, p95 ..., and max of some numbers; nothing for none.
-
-    Percentiles are observed values, rounded up in rank, so that p99 of few samples is their maximum.
-    """
-    values = np.asarray(samples, dtype=np.float64)
-    if not values.size:
-        return {}
-    ranks = np.percentile(values, percentiles, method="higher")
-    named = {f"p{rank}": value for rank, value in zip(percentiles, ranks, strict=True)}
-    found = {"mean": values.mean(), **named, "max": values.max()}
-    return {name: round(float(value), 4) for name, value in found.items()}
-
-
-def ratio_of_medians(before: Sequence[float], now: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of ``now`` over that of ``before``, and its 95 % interval: percentiles of 2,000 bootstrap
-    samples of both (Efron 1979), drawn from a fixed seed."""
-    draw = np.random.default_rng(0)
-    medians = [
-        np.median(draw.choice(np.asarray(samples, np.float64), (2000, len(samples))), axis=1)
-        for samples in (now, before)
-    ]
-    low, high = np.percentile(medians[0] / medians[1], (2.5, 97.5))
-    return float(np.median(now) / np.median(before)), float(low), float(high)
-
-
-def p99_of(count: int) -> str:
-    """Return what a table's title has to say of the p99 of so many samples: of fewer than 100 it is the largest."""
-    return "" if count >= 100 else "; their p99 is the largest"
-
-
-def stage_statistics(
-    timings: Sequence[Timing], totals: Sequence[float], apart: Sequence[Timing] = ()
-) -> dict[str, Any]:
-    """Return statistics per stage, in the order in which the stages run; ``steps`` has one entry per solver step.
-
-    apart: of runs in which the stages were timed one by one; ``graph`` then is what they take as one.
-    """
-    stages: dict[str, Any] = {"preprocess": summarize([t.preprocess_ms for t in timings])}
-    if apart:
-        stages["graph"] = summarize([t.head_ms for t in timings])
-    parts = apart or timings
-    stages["vision"] = summarize([t.vision_ms for t in parts])
-    stages["prefix"] = summarize([t.prefix_ms for t in parts])
-    steps = np.array([t.step_ms for t in parts])  # [runs, steps]
-    if steps.size:
-        stages["steps"] = [summarize(column) for column in steps.T]
-        stages["head"] = summarize(steps.sum(axis=1))
-    stages["postprocess"] = summarize([t.postprocess_ms for t in timings])
-    stages["total"] = summarize(totals)
-    return stages
-
-
-def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """Return statistics of answers as a client sees them, milliseconds by what takes them.
-
-    ``overhead`` is the round trip without ``server total``: client, transport, and what the sockets hold.
-    ``beside the policy`` also counts what the server adds: decoding, the hand-over between threads, encoding.
-    """
-    stages = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
-    rows = {
-        "round trip": [chunk.round_trip_ms for chunk in chunks],
-        "server total": [chunk.timing.server_ms for chunk in chunks],
-        **{stage: [getattr(chunk.timing, f"{stage}_ms") for chunk in chunks] for stage in stages},
-        "policy total": [chunk.timing.total_ms for chunk in chunks],
-        "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
-        "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
-    }
-    return {name: summarize(samples, (50, 90, 95, 99)) for name, samples in rows.items()}
 
 
 def success(outcomes: Sequence[bool]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from sinew.core import SinewError
+from sinew.core.statistics import summarize
 from sinew.eval import episode_log
 from sinew.eval.evidence import page, run_page
 from sinew.eval.evidence.films import Film, film_of
 from sinew.eval.evidence.repeat import REPORT
 from sinew.eval.report.report import conditions, document, tables
-from sinew.eval.report.stats import summarize
 from sinew.eval.runner import Episode
 from sinew.eval.trials.sitting import Sitting
 from sinew.eval.watched import WatchedMoment

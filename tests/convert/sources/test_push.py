@@ -16,10 +16,10 @@ import yaml
 
 from sinew.bundle import Bundle
 from sinew.cli import main
+from sinew.convert.sources import card as cards
 from sinew.core import SinewError
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
-from sinew.eval.evidence import card as cards
 from tests import processes
 from tests.convert.sources.fake_hub import fake_hub
 

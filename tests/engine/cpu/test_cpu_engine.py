@@ -18,7 +18,6 @@ from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
 from sinew.bundle.writer import ArraySlice
 from sinew.checks.validate.observations import random_observations
 from sinew.cli import main
-from sinew.convert.lowbit.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError, machine
 from sinew.engine.clone import on_meta
 from sinew.engine.cpu.kernels import layer_kernels
@@ -28,6 +27,7 @@ from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
 from sinew.policy import load
+from sinew.quantize.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.records.recorder import Recorder
 from tests.covering import some
 from tests.engines import run_one

@@ -17,11 +17,12 @@ from sinew_client.untrusted import named, read_json, shown
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.core import SinewError, VectorSpec
+from sinew.core.statistics import wilson
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
-from sinew.eval.evidence.repeat import MAX_BYTES, MAX_VALUES
-from sinew.eval.report.stats import wilson
 
+MAX_BYTES = 1 << 28  # of a record, a page's films included
+MAX_VALUES = 1 << 23  # of a record
 VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"
 
 

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sinew.checks.validate.record import compared, kept_record
 from sinew.core import SinewError, machine, progress, scratch
-from sinew.eval.validation import compared, kept_record
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
+    from sinew.checks.validate.observations import Episodes
     from sinew.engine.backend import EngineChoice
     from sinew.engine.prepared import EngineFinding
     from sinew.policy import Policy
@@ -53,12 +54,14 @@ def prepare(
     memory_gib: float | None,
     again: bool,
     need: Callable[[str, dict[str, Any], int | None, int], tuple[int, int]],
+    episodes: Episodes,
 ) -> Preparing:
     """Make the faster form of a bundle, prove it against eager fp32, measure it, and keep what was found.
 
     device, dtype: as of :func:`sinew.load`. observations: to compare. memory_gib: that a server has for the policy.
     again: also where something was found before. need: the bytes of a policy's weights and of what it computes
-    (:func:`sinew.memory.memory_need`). Raises :class:`SinewError` for what keeps it from being made now.
+    (:func:`sinew.memory.memory_need`). episodes: plays a task for observations to compare. Raises :class:`SinewError`
+    for what keeps it from being made now.
     """
     from sinew.engine import prepared
     from sinew.engine.backend import BACKENDS, candidates, choose
@@ -83,14 +86,14 @@ def prepare(
                 if not verdict.against:  # another process made it meanwhile
                     return Preparing(known.why, known, need=size)
             _check_room(opened, candidate, size, memory_gib)
-            finding = _prepare(opened, choice, candidate, observations)
+            finding = _prepare(opened, choice, candidate, observations, episodes)
             if not finding.taken:
                 _keep(finding, opened.path)
     return Preparing(finding.why, finding, need=size)
 
 
 def _prepare(
-    bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, observations: int
+    bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, observations: int, episodes: Episodes
 ) -> EngineFinding:
     """Return what was found. The form is where it will be looked for, if it is taken, and nowhere else."""
     from sinew.engine.prepared import EngineFinding
@@ -101,7 +104,7 @@ def _prepare(
     try:
         # A full disk: the next start tries again
         with _kept_as(there), _form(bundle, candidate) as (form, publish):
-            problem, proof = _prove(bundle, form, candidate, observations)
+            problem, proof = _prove(bundle, form, candidate, observations, episodes)
             if problem:
                 return refused(f"engine {name} is not taken: {problem}")
             note = machine.busy()
@@ -153,7 +156,9 @@ def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Calla
         yield partial, put
 
 
-def _prove(bundle: Bundle, form: Path, candidate: EngineChoice, observations: int) -> tuple[str, str]:
+def _prove(
+    bundle: Bundle, form: Path, candidate: EngineChoice, observations: int, episodes: Episodes
+) -> tuple[str, str]:
     """Return what is wrong with the form, "" if nothing is, and its proof in words; keeps the record."""
     from sinew.engine import proofs
     from sinew.policy import Policy
@@ -161,7 +166,7 @@ def _prove(bundle: Bundle, form: Path, candidate: EngineChoice, observations: in
     policy, engine = _open(form, candidate), candidate.engine
     reference = Policy(bundle, "cpu", "fp32", "eager", threads=1, ignore_recipe=True)
     try:
-        parity = compared(policy, reference, observations)
+        parity = compared(policy, reference, observations, episodes)
         device = str(policy.device)
     finally:
         policy.close()

@@ -13,17 +13,21 @@ from sinew import __version__
 from sinew.core import Observation, machine, progress
 
 if TYPE_CHECKING:
+    from sinew.checks.validate.observations import Episodes
     from sinew.policy import Policy
 
 SCHEMA = "sinew.validate/1"
 
 
-def compared(policy: Policy, reference: Policy, count: int, records: Path | None = None) -> dict[str, Any]:
-    """Compare over ``count`` observations and return the comparison, ready for JSON."""
+def compared(
+    policy: Policy, reference: Policy, count: int, episodes: Episodes, records: Path | None = None
+) -> dict[str, Any]:
+    """Compare over ``count`` observations and return the comparison, ready for JSON. episodes, records: where
+    observations come from (:func:`sinew.checks.validate.observations.observations`)."""
+    from sinew.checks.validate.observations import observations
     from sinew.checks.validate.parity import compare, report
-    from sinew.eval.observations import observations
 
-    source, stream = observations(reference, records)
+    source, stream = observations(reference, records, episodes)
     with progress.task(f"comparing with eager fp32: {source}", count) as advance:
 
         def counted() -> Iterator[Observation]:

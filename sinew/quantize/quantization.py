@@ -15,20 +15,21 @@ import numpy as np
 from sinew.bundle import EXPORTED, Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
+from sinew.checks.validate.observations import RANDOM
+from sinew.checks.validate.observations import observations as observations_of
 from sinew.checks.validate.parity import bounds_of, compare, distance, spread_of
-from sinew.convert.lowbit.gptq import WIDEST
-from sinew.convert.lowbit.recipes import parse_bytes, parse_recipe, stored_bytes
-from sinew.convert.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS, choose
 from sinew.engine.onnx.cache import graphs_folder
 from sinew.engine.watch import Watch
-from sinew.eval.observations import RANDOM
-from sinew.eval.observations import observations as observations_of
+from sinew.eval.observations import episodes
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
 from sinew.policy import Policy, open_bundle
 from sinew.processing import ModelInputs
+from sinew.quantize.gptq import WIDEST
+from sinew.quantize.recipes import parse_bytes, parse_recipe, stored_bytes
+from sinew.quantize.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 
 PROVED = 8  # observations of the proof of what will be rounded, at most
 Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
@@ -47,7 +48,7 @@ class Samples:
 
     def to(self, reference: Policy) -> tuple[str, Iterator[Input]]:
         """Return where observations come from, and what the reference's processing makes of them."""
-        processor, (origin, stream) = reference.processor, observations_of(reference, self.records)
+        processor, (origin, stream) = reference.processor, observations_of(reference, self.records, episodes)
         return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
 
@@ -146,7 +147,7 @@ def quantize(
     out.parent.mkdir(parents=True, exist_ok=True)
     search: dict[str, Any] = {}
     if searched:
-        from sinew.eval.quantize.recipe_search import search as search_recipe
+        from sinew.quantize.recipe_search import search as search_recipe
 
         trial = trials(opened, samples)
         chosen, search["search"] = search_recipe(
@@ -191,7 +192,7 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
     """
     reference = Policy(opened, "cpu", "fp32", "eager")
     policy = Policy(opened, "cpu", "fp32", "plan")
-    _, stream = observations_of(reference, samples.records)
+    _, stream = observations_of(reference, samples.records, episodes)
     found = compare(policy, reference, islice(stream, samples.count))
     if not found.passed:
         wrong = [f"{stage.name} {stage.error:.1e}" for stage in found.stages.values() if not stage.passed]
@@ -273,7 +274,7 @@ def paired(
     from sinew.engine.onnx.whole.pairs import write_pairs
 
     wide, (bits, why) = Policy(open_bundle(folder), "cpu", engine="onnx"), weight_bits()
-    origin, stream = observations_of(wide, records)
+    origin, stream = observations_of(wide, records, episodes)
     seen, held = list(islice(stream, count)), list(islice(stream, count))
     if not held:
         raise SinewError(f"{origin}: expected more than the {len(seen)} observations of the calibration")

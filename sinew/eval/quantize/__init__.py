@@ -1,1 +1,0 @@
-"""Bundles in fewer bits, and what that costs."""
