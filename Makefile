@@ -60,7 +60,7 @@ test: $(READY) ## all tests that need no full-size weights
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
 
 test-tools: $(READY) ## the tests of tools/: the runner, releases, install lines, small faults, structure
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.conftest --workers $(WORKERS) -m "not slow" tools/tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow" tools/tests $(PYTEST_ARGS)
 
 test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) --timeout 1600 -m "kernels and not slow and not gpu" \
