@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -100,6 +101,16 @@ def test_folders_that_know_nothing_of_others(folder: str, unknown: str) -> None:
         if f"{name}.".startswith(f"{foreign}.")
     }
     assert not found
+
+
+LISTS_ENGINES = re.compile(
+    r"\bengines? {0}(?:, {0})*,? (?:and|or) {0}\b".format("(?:eager|plan|cpu|onnx|cuda)")
+)
+
+
+def test_no_message_lists_engines_by_name() -> None:
+    """`engines_that` makes such a list from what each engine says it can do, so that none falls behind."""
+    assert STRUCTURE.places(LISTS_ENGINES, without=("sinew/engine/",)) == []
 
 
 # Files outside of an engine's folder that import it. Every engine builds on eager and plan, so these two are left out.
