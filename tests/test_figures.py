@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 pytest.importorskip("mujoco", reason="benchmarks.figures draws the task, too")
 
+from sinew_client.control.handover import Placed, parse_handover
+from sinew_client.control.trajectory import Trajectory
 from sinew_perf import plots
 from sinew_perf.hardware import load_hardware
 from sinew_perf.roofline import StageTiming
@@ -78,6 +81,29 @@ def test_figures_of_the_pages_are_readable(name: str, drawn: list[Any]) -> None:
     documented.FIGURES[name](Path(name))
     (figure,) = drawn
     assert_readable(figure)
+
+
+def test_the_timeline_shows_what_each_way_of_merging_executes() -> None:
+    """Chunk A has the values 0 to 9 and chunk B 100 to 109, so a value names its action."""
+    a = np.arange(10, dtype=np.float32)[:, None]
+    for name, cells in documented.MERGED:
+        way = parse_handover(name)
+        old = Placed(a, 0, 0, 0)
+        begins = documented.FRAME if way.timed else documented.ARRIVAL
+        new = Placed(100 + a, begins, documented.FRAME, 1)
+        running = Trajectory()
+        running.put(old.nodes())
+        merged = {
+            node.step: float(node.row[0]) for node in way.merge(running, [old, new], documented.ARRIVAL)
+        }
+        for step in range(documented.ARRIVAL, len(cells)):
+            *from_a, from_b = (int(each[1:]) for each in cells[step].split("\n"))
+            assert cells[step].split("\n")[-1][0] == "B"
+            if from_a:
+                assert from_a[0] < merged[step] < 100 + from_b, (name, step)
+            else:
+                assert merged[step] == 100 + from_b, (name, step)
+        assert ("" in cells) == way.stops
 
 
 def test_figures_of_steps_and_of_decoders_are_readable(drawn: list[Any]) -> None:
