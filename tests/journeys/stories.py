@@ -560,6 +560,7 @@ def deployment(walk: Walk) -> None:
     with walk.server(
         start.replace("/var/", "var/"), says=("native at tcp://127.0.0.1:5555", "openpi at .*:8000")
     ):
+        walk.type("curl http://127.0.0.1:8000/healthz", says=("OK",))
         walk.run(f"sinew bench {NATIVE} --runs 3")
     (settings,) = programs("docs/deployment.md", "toml")
     walk.write("robot.toml", settings)
