@@ -13,7 +13,7 @@ PRODUCT = {
     for root in (ROOT / "sinew", ROOT / "packages")
     for path in root.rglob("*.py")
 }
-ROOTS = ("sinew", "eval", "perf", "packages", "tests", "benchmarks", "research", "docs")
+ROOTS = ("sinew", "eval", "perf", "packages", "tests", "benchmarks", "research", "train", "docs")
 FILES = [f"/{path.relative_to(ROOT)}" for root in ROOTS for path in (ROOT / root).rglob("*.py")]
 ELSEWHERE = {  # files to be written, and files of upstream's repositories
     "families/NAME/convert.py",
@@ -28,7 +28,7 @@ TESTS = {
     for path in (ROOT / folder).rglob("test_*.py")
 }
 BOUNDS = "SECURITY.md"
-FOLDERS = "sinew|tests|tools|benchmarks|research|eval|perf|docker"
+FOLDERS = "sinew|tests|tools|benchmarks|research|eval|perf|train|docker"
 
 
 def spoken(text: str) -> list[str]:

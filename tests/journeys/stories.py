@@ -1166,7 +1166,7 @@ def tutorial_lerobot(walk: Walk) -> None:
     with walk.server("sinew serve outputs/train/pick-cube"):
         walk.type(
             "sinew recording replay records/ tcp://127.0.0.1:5555",
-            says=("8 records: .* 0 beyond; 0 answered with an error",),
+            says=("8 records: .* 0 beyond.*; 0 answered with an error",),
         )
     walk.type("sinew bench outputs/train/pick-cube", says=("vision", "head"))
     walk.type("sinew quantize outputs/train/pick-cube --recipe vision=int8,language=int8 --out small.gguf")
