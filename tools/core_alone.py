@@ -149,9 +149,8 @@ def main() -> int:
             shutil.copy(ROOT / file, work)
         (site,) = (home / "env" / "lib").glob("python*/site-packages")
         (work / "sinew").mkdir()
-        (work / "sinew" / "assets").symlink_to(
-            site / "sinew" / "assets"
-        )  # where tests look for these policies
+        for folder in ("assets", "families"):  # where tests look for policies and reference data
+            (work / "sinew" / folder).symlink_to(site / "sinew" / folder)
         words = ["-m", "pytest", "-q", "-m", "not slow and not gpu and not kernels", *(sys.argv[1:] or TESTS)]
         return subprocess.run([str(python), *words], cwd=work, env=variables, check=False).returncode
 
