@@ -26,7 +26,7 @@ from sinew.eval.report.gating import GATES
 from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.quantize.quantization import quantize
+from sinew.lowbit.quantization import quantize
 
 ASSETS = Path(__file__).parents[1] / "sinew" / "assets"
 TASKS: dict[str, dict[str, Any]] = {

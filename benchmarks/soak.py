@@ -48,7 +48,7 @@ from sinew_client.streams import StreamLink
 from benchmarks.wires import BUNDLE, statistics
 from sinew.bundle import Bundle, write_bundle
 from sinew.core import machine
-from sinew.quantize.sources import lowbit_sources
+from sinew.lowbit.sources import lowbit_sources
 
 KEY = "soak"
 PERIOD_S = 10.0  # between two rounds of the occasional attacks

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
     from sinew.eval.report.evaluation import Evaluation, evaluate
     from sinew.eval.runner import Episode
+    from sinew.lowbit.quantization import Quantized, quantize
     from sinew.policy import Policy, load
-    from sinew.quantize.quantization import Quantized, quantize
     from sinew.serve.recorded import RecordedPolicy, record
     from sinew.serve.wires.server import Server
     from sinew.serve.wires.server import Server as serve  # noqa: N813 - the package is called as it
@@ -37,7 +37,7 @@ _LATER = {
     "Evaluation": "sinew.eval.report.evaluation",
     "Exploration": "sinew.eval.learning.exploration",
     "Policy": "sinew.policy",
-    "Quantized": "sinew.quantize.quantization",
+    "Quantized": "sinew.lowbit.quantization",
     "RecordedPolicy": "sinew.serve.recorded",
     "RolloutPolicy": "sinew.eval.learning.rollouts",
     "RolloutSample": "sinew.eval.learning.rollouts",
@@ -46,7 +46,7 @@ _LATER = {
     "convert": "",  # a package, which is called as its function of this name
     "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",
-    "quantize": "sinew.quantize.quantization",
+    "quantize": "sinew.lowbit.quantization",
     "record": "sinew.serve.recorded",
     "run": "sinew.driving",
     "serve": "",  # as convert

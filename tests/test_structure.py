@@ -20,7 +20,7 @@ PACKAGE, FILES, room_of = STRUCTURE.package, STRUCTURE.files, STRUCTURE.room_of
 # Left over from before the distributions were separated. Each step of the redesign deletes lines here; none adds one.
 KNOWN_CIRCLES = [
     ["sinew.eval.policies", "sinew.eval.sources"],
-    ["sinew.quantize.quantization", "sinew.quantize.recipe_search"],
+    ["sinew.lowbit.quantization", "sinew.lowbit.recipe_search"],
 ]
 
 
@@ -117,13 +117,13 @@ def test_no_message_lists_engines_by_name() -> None:
 ENGINES = {
     "cpu": {
         *("assemble.py", "serve/prepare.py"),
-        *("checks/__init__.py", "quantize/quantization.py"),
+        *("checks/__init__.py", "lowbit/quantization.py"),
     },
-    "cuda": {"checks/__init__.py", "quantize/quantization.py"},
+    "cuda": {"checks/__init__.py", "lowbit/quantization.py"},
     "onnx": {
         *(
             "checks/__init__.py",
-            "quantize/quantization.py",
+            "lowbit/quantization.py",
         ),
         *("cli/export.py", "checks/preparing.py", "serve/prepare.py"),
     },

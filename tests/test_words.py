@@ -16,11 +16,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("sinew", "eval", "perf", "packages")
-BASE = "a7a19070"  # commit subjects follow the form after this commit
+BASE = "4ffe9301"  # commit subjects follow the form after this commit
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/concepts.md",
+    "docs/hardening.md",
     "docs/quick-start.md",
     "tests/README.md",
 )

@@ -42,7 +42,7 @@ MAY_IMPORT = {
 # The folders of `sinew`, highest first. A file imports from its own line and from the lines below.
 ROOMS = [
     {"cli"},
-    {"driving", "eval", "quantize"},
+    {"driving", "eval", "lowbit"},
     {"targets"},
     {"bench", "checks", "serve", "sim"},
     {"memory"},

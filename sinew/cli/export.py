@@ -69,7 +69,7 @@ def export(
 
         described, error, pairs = list[str](), None, list[str]()
         if qdq:
-            from sinew.quantize.quantization import paired, paired_recipe
+            from sinew.lowbit.quantization import paired, paired_recipe
 
             chosen = paired_recipe(opened, qdq)  # what is refused is said before an export
 

@@ -56,7 +56,7 @@ def quantize(
         episodes: Number of episodes of the success gate (required success rate) on a built-in task that fits
             the policy. The bundle stores the outcome. 0 plays none.
     """
-    from sinew.quantize.quantization import quantize as quantized
+    from sinew.lowbit.quantization import quantize as quantized
 
     if search != bool(budget or target_ms):
         raise SinewError("expected --search together with --budget or --target-ms")

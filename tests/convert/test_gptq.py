@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 
 from sinew.bundle.quant import quantize
 from sinew.layers.linear import Linear
-from sinew.quantize.gptq import DAMPING, GROUP, gptq, pack_q4_0, portions, second_moments
+from sinew.lowbit.gptq import DAMPING, GROUP, gptq, pack_q4_0, portions, second_moments
 
 RNG = np.random.default_rng
 
@@ -90,5 +90,5 @@ def test_moments_are_of_all_rows_and_of_layers_that_are_reached(monkeypatch: pyt
     rows = torch.cat([x.reshape(-1, 4) for x in given])
     assert set(found) == {"a", "b"}
     torch.testing.assert_close(found["a"], (rows.T @ rows).double(), rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr("sinew.quantize.gptq.MOST_BYTES", 2 * 8 * 16)
+    monkeypatch.setattr("sinew.lowbit.gptq.MOST_BYTES", 2 * 8 * 16)
     assert [list(some) for some in portions(layers)] == [["a", "b"], ["c"]]

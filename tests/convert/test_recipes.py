@@ -9,7 +9,7 @@ import pytest
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.quantize.recipes import (
+from sinew.lowbit.recipes import (
     CANDIDATES,
     Point,
     all_points,
@@ -82,7 +82,7 @@ def test_the_verb_finds_measures_and_writes(smolvla_bundle, tmp_path, capsys, mo
     assert all(point["error"] > 0 for point in within)
     assert all(point["ms"] > 0 and 0 < point["predicted_ms"] < 1e6 for point in within)
     assert set(record["search"]["stages_ms"]) >= {"vision int8", "vision fp32", "head q4_0", "head fp32"}
-    monkeypatch.setattr("sinew.quantize.quantization.measure", None)  # not called
+    monkeypatch.setattr("sinew.lowbit.quantization.measure", None)  # not called
     assert main([*arguments, "--budget", "10"]) == 1
     assert "budget: expected at least" in capsys.readouterr().err
     assert main(arguments) != 0

@@ -10,8 +10,8 @@ import pytest
 import sinew
 from sinew.bundle import Bundle, write_bundle
 from sinew.convert import silent
+from sinew.lowbit.sources import lowbit_sources
 from sinew.processing.prompt import Prompter
-from sinew.quantize.sources import lowbit_sources
 
 
 @pytest.mark.parametrize("said", ["go", "pick up the red cube", "x" * 5000, "{prompt}{state}"])

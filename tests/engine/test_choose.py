@@ -24,8 +24,8 @@ from sinew.engine.capability import Capability
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import graphs_folder
-from sinew.quantize.quantization import write
-from sinew.quantize.sources import lowbit_sources, plan_formats
+from sinew.lowbit.quantization import write
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"

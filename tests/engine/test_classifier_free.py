@@ -22,8 +22,8 @@ from sinew.core import Observation, ObservationError, SinewError
 from sinew.engine.backend import Backend, EngineOptions
 from sinew.engine.capability import Capability, Refusal
 from sinew.engine.guidance import guidance_weight
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 from sinew.policy import Policy, load
-from sinew.quantize.sources import lowbit_sources, plan_formats
 from sinew.steps.prompt.advantage import Advantage
 from tests.cases import cases
 from tests.closeness import Rounding, assert_close, rounding

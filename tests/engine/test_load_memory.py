@@ -16,8 +16,8 @@ from sinew.core.fields import from_builtins
 from sinew.core.registry import model_class
 from sinew.engine.cpu.kernels.library import extension
 from sinew.layers.stores.lowbit import BF16_PANELS, PANELS
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 from sinew.models import build_on_meta
-from sinew.quantize.sources import lowbit_sources, plan_formats
 from tests import processes
 
 ON_LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")

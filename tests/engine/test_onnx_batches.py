@@ -16,9 +16,9 @@ from sinew.engine.capability import Capability
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.quantize import quantize_graphs
+from sinew.lowbit.recipes import parse_recipe
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
-from sinew.quantize.recipes import parse_recipe
 from sinew.serve.batching import Batcher
 from tests.closeness import Rounding, assert_close
 from tests.engine.test_batches import (

@@ -20,8 +20,8 @@ from sinew.engine.onnx.graphs import STAGES
 from sinew.engine.onnx.quantize import round_weights
 from sinew.engine.onnx.whole import pairs
 from sinew.engine.onnx.whole.graph import WHOLE
+from sinew.lowbit.quantization import paired_recipe
 from sinew.policy import load, open_bundle
-from sinew.quantize.quantization import paired_recipe
 from tests.engine.test_quantize import distance
 from tests.golden import Golden
 

@@ -23,9 +23,9 @@ from sinew.engine.onnx.quantize import quantize_graphs, round_weights
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import GATES
 from sinew.families.smolvla.model import SmolVLA
+from sinew.lowbit.quantization import lacking
+from sinew.lowbit.recipes import parse_recipe
 from sinew.policy import Policy, load
-from sinew.quantize.quantization import lacking
-from sinew.quantize.recipes import parse_recipe
 from tests.engines import run_one
 from tests.golden import Golden
 

@@ -29,11 +29,11 @@ from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.watch import Watch
 from sinew.families.pi.model import PI05, PI05Config
 from sinew.layers.decoder import DecoderConfig
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 from sinew.models.expert import Prefix
 from sinew.policy import Policy, load
 from sinew.processing import Processor
 from sinew.processing.prompt import Prompter
-from sinew.quantize.sources import lowbit_sources, plan_formats
 from sinew.steps.prompt.base import PromptRecipe, TextRecipe
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction

@@ -23,7 +23,7 @@ from sinew.layers.stores import half
 from sinew.layers.stores.half import HALF, product
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
-from sinew.quantize.sources import lowbit_sources
+from sinew.lowbit.sources import lowbit_sources
 from tests.engines import trace_one
 from tests.golden import Golden, assert_parity, relative_l2
 

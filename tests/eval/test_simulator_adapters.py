@@ -38,7 +38,7 @@ from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
 from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from sinew.families.smolvla.random_checkpoint.layout import TINY  # noqa: E402
 from sinew.families.smolvla.random_checkpoint.write import write_checkpoint  # noqa: E402
-from sinew.quantize.sources import lowbit_sources  # noqa: E402
+from sinew.lowbit.sources import lowbit_sources  # noqa: E402
 from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402
 from sinew.serve.scheduler import Scheduler  # noqa: E402

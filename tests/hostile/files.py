@@ -31,9 +31,9 @@ from sinew.convert import ConvertOptions, convert, read
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.layers.stores.lowbit import dequantize
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 from sinew.policy import Policy, load
 from sinew.processing import Processor
-from sinew.quantize.sources import lowbit_sources, plan_formats
 from sinew.records.recorder import Recorder, read_record
 from tests.adapters import make_adapters, options_of
 from tests.cases import golden_cases

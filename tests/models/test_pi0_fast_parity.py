@@ -15,9 +15,9 @@ import pytest
 
 from sinew.core import ObservationError, SinewError
 from sinew.engine.watch import Watch
+from sinew.lowbit.quantization import measure
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
-from sinew.quantize.quantization import measure
 from tests.golden import Golden, assert_parity
 from tests.models.stages import fast_observation
 

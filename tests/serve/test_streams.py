@@ -28,9 +28,9 @@ from sinew_client.streams import StreamLink, StreamWindow, decode_window
 
 from sinew.bundle import Bundle, write_bundle
 from sinew.core import SinewError
+from sinew.lowbit.sources import lowbit_sources
 from sinew.policy import Policy, load
 from sinew.processing.safety import Safety
-from sinew.quantize.sources import lowbit_sources
 from sinew.serve.deploy import deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.limits import ServingLimits

@@ -27,9 +27,9 @@ from sinew.layers.linear import Embedding
 from sinew.layers.norm import GemmaRMSNorm
 from sinew.layers.stores.plain import PLAIN
 from sinew.layers.stores.rows import Rows
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
-from sinew.quantize.sources import lowbit_sources, plan_formats
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.session import StateSample
 from sinew.stream.text import Speech

@@ -21,8 +21,8 @@ from sinew.checks.validate.observations import random_observations
 from sinew.checks.validate.parity import bounds_of, compare, distance
 from sinew.cli import main
 from sinew.engine import proofs
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 from sinew.policy import Policy
-from sinew.quantize.sources import lowbit_sources, plan_formats
 from tests.covering import pairs
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"

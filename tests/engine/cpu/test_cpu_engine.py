@@ -26,8 +26,8 @@ from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
+from sinew.lowbit.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.policy import load
-from sinew.quantize.sources import lowbit_sources, plan_formats, weight_errors
 from sinew.records.recorder import Recorder
 from tests.covering import some
 from tests.engines import run_one

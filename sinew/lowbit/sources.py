@@ -20,8 +20,8 @@ from sinew.core.fields import from_builtins
 from sinew.core.registry import model_class
 from sinew.layers.linear import width_of
 from sinew.layers.stores.lowbit import dequantize
+from sinew.lowbit.gptq import WIDEST, gptq, portions, second_moments
 from sinew.models import on_meta
-from sinew.quantize.gptq import WIDEST, gptq, portions, second_moments
 
 STORED = {
     "int8": "int8",
@@ -84,7 +84,7 @@ def calibrated_rows(
     runs: Callable[[], Iterable[Callable[[], object]]],
     folder: Path,
 ) -> tuple[dict[str, Path], int]:
-    """Round the linear layers that ``formats`` stores as q4_0 by what reaches them (:mod:`sinew.quantize.gptq`).
+    """Round the linear layers that ``formats`` stores as q4_0 by what reaches them (:mod:`sinew.lowbit.gptq`).
 
     model: that of the bundle in floats. runs: the same observations each time, a call of the model each; several times
     where the moments of all layers are too large for the memory at once. folder: for the rows. Return the file of each

@@ -11,7 +11,7 @@ from itertools import product
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
-from sinew.quantize.sources import lowbit_sources, plan_formats
+from sinew.lowbit.sources import lowbit_sources, plan_formats
 
 CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # of a search; fp32: as the bundle stores it
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

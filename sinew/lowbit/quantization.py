@@ -25,11 +25,11 @@ from sinew.engine.watch import Watch
 from sinew.eval.observations import episodes
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
+from sinew.lowbit.gptq import WIDEST
+from sinew.lowbit.recipes import parse_bytes, parse_recipe, stored_bytes
+from sinew.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.policy import Policy, open_bundle
 from sinew.processing import ModelInputs
-from sinew.quantize.gptq import WIDEST
-from sinew.quantize.recipes import parse_bytes, parse_recipe, stored_bytes
-from sinew.quantize.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 
 PROVED = 8  # observations of the proof of what will be rounded, at most
 Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
@@ -147,7 +147,7 @@ def quantize(
     out.parent.mkdir(parents=True, exist_ok=True)
     search: dict[str, Any] = {}
     if searched:
-        from sinew.quantize.recipe_search import search as search_recipe
+        from sinew.lowbit.recipe_search import search as search_recipe
 
         trial = trials(opened, samples)
         chosen, search["search"] = search_recipe(

@@ -13,8 +13,8 @@ from sinew.core import scratch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
-    from sinew.quantize.quantization import Measure
-    from sinew.quantize.recipes import Point
+    from sinew.lowbit.quantization import Measure
+    from sinew.lowbit.recipes import Point
 
 
 def search(
@@ -32,7 +32,7 @@ def search(
     line of what was measured.
     """
     from sinew.bundle.schema import COMPONENTS
-    from sinew.quantize.recipes import CANDIDATES, all_points, best, pareto, parse_bytes, stored_bytes
+    from sinew.lowbit.recipes import CANDIDATES, all_points, best, pareto, parse_bytes, stored_bytes
 
     limit = parse_bytes(budget) if budget else None
     whole = stored_bytes(opened, {})
