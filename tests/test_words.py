@@ -22,10 +22,11 @@ PAGES = (
     "CONTRIBUTING.md",
     "docs/concepts.md",
     "docs/hardening.md",
+    "docs/install.md",
     "docs/quick-start.md",
     "tests/README.md",
 )
-OUTPUT = ("README.md", "docs/quick-start.md")  # guides that show what a command prints
+OUTPUT = ("README.md", "docs/install.md", "docs/quick-start.md")  # guides that show what a command prints
 HEADLESS = re.compile(r"(of|that|as of|by|at)\b")
 PRIVATE = re.compile(
     r"\b(anew|whoever|whatever|beside|is told|are told|held against|strangers?|riddle|hand-over|embedded task|wires?"
