@@ -310,23 +310,29 @@ def compiling_frames() -> Iterator[None]:
         yield
         return
     logger.info("kernels that resize frames are compiled in the background; --no-prepare does without")
-    with subprocess.Popen(
+    child = subprocess.Popen(
         [*python_module(), "sinew.engine.cpu.kernels.build", "--background"], stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    ) as child:  # fmt: skip
+    )  # fmt: skip
 
-        def take() -> None:
-            if (status := child.wait()) == 0:
-                frame_kernels.take_kept_resize.cache_clear()
-                frame_kernels.take_kept_resize()
-            elif status == 1:  # it was not ended with the server
-                logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` says why")
+    def take() -> None:
+        if (status := child.wait()) == 0:
+            frame_kernels.take_kept_resize.cache_clear()
+            frame_kernels.take_kept_resize()
+        elif status == 1:  # it was not ended with the server
+            logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` says why")
 
-        threading.Thread(target=take, name="sinew-frames", daemon=True).start()
-        try:
-            yield
-        finally:
-            child.terminate()
+    threading.Thread(target=take, name="sinew-frames", daemon=True).start()
+    try:
+        yield
+    finally:
+        child.terminate()
+        if child.stdin is not None:
+            child.stdin.close()
+        # It runs at the lowest priority, so on a busy machine it may get no time to end. The server does not wait for
+        # that: the signal stays pending, and the end of its standard input ends it too.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_S)
 
 
 def python_module() -> list[str]:

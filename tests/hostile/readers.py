@@ -365,7 +365,7 @@ class StreamMessages:
             data = fields(rng, self.window)
             gave(data)
             return decode_window(data)
-        taker, asker = self.codec.streams, Asker()
+        taker, asker = self.codec.open_streams(), Asker()
         given: dict[str, Any] = {
             "rate": rng.choice((100.0, 0.0, -1.0, 1e9, float("nan"))) if rng.random() < 0.3 else 100.0
         }

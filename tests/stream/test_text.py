@@ -345,7 +345,7 @@ def test_a_stream_of_the_wire_says_its_text(loaded: Callable[[str, str], Policy]
         word = policy.processor.prompter.words([first])
         # A robot that asks seldom, as on a busy machine, may miss the window of a word.
         until(lambda: heard() and word in {decode_window(each).text for each in asker.sent}, "the word")
-        for each in list(asker.requests):
+        for each in list(asker.under_way):
             each.abandon()
 
 

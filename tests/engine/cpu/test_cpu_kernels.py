@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -847,3 +848,24 @@ def test_arm_kernels_are_exact_under_an_emulator(tmp_path) -> None:
         "neon-dotprod",
         "portable",
     ]
+
+
+def test_a_server_that_ends_does_not_wait_for_a_compiler_without_processor_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the lowest priority on a busy machine it gets no time to end: here it ignores the signal and its input."""
+    (tmp_path / "starved.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(frame_kernels, "missing", lambda: True)
+    monkeypatch.setattr(prepare, "python_module", lambda: [sys.executable, str(tmp_path / "starved.py")])
+    with prepare.compiling_frames():
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.02)
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, 0)  # it is still there: nobody waited for its end
+    os.kill(pid, signal.SIGKILL)
