@@ -128,6 +128,7 @@ def test_spinning_is_the_users_decision() -> None:
     )
 
 
+@pytest.mark.slow
 def test_spinning_is_not_claimed_where_torch_came_first() -> None:
     assert spinning("torch", "sinew").startswith("None None idle threads spin for milliseconds")
 

@@ -131,6 +131,7 @@ def test_impossible_numbers():
         play(0, lambda n: 1.0, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_engine_that_will_run(rolling_bundle):
     options = {"engine": "eager", "providers": (), "device": "cpu", "dtype": None, "ignore_recipe": False}
     weights, computed = memory_need(str(rolling_bundle), options, None, 8)

@@ -277,6 +277,7 @@ def test_what_cannot_be_shared_is_refused(flags, why, capsys):
     assert why in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_models_sizes_from_a_file(capsys, tmp_path):
     """The paper's larger models, by name and from a file of any widths; their rates are near its printed ones."""
     rates = {}
@@ -376,6 +377,7 @@ def test_perf_run_warns_where_fit_refuses(capsys, tmp_path):
     assert run(capsys, "fit", bundle, "--no-search", "--memory-gib", 0.5, "--system-gib", 0)[0] == 1
 
 
+@pytest.mark.slow
 def test_perf_run_depends_on_what_is_asked(capsys):
     def ms(*options: object) -> float:
         return run(capsys, "run", "smolvla", "--hardware", "h200", *options)[1]["machines"][0]["ms"]
@@ -496,6 +498,7 @@ def test_perf_need_follows_from_a_task(capsys):
         )
 
 
+@pytest.mark.slow
 def test_perf_need(capsys):
     code, result = run(capsys, "need", "--rate", 30, "--model", "pi0.5", "--cameras", 3)
     assert code == 0
@@ -530,6 +533,7 @@ def test_perf_stream(capsys):
     assert run(capsys, "stream", BLOCKS, "--hardware", "h200", "--hz", 1e9)[0] == 1
 
 
+@pytest.mark.slow
 def test_480_hz_on_a_4090_need_both_loops_at_once(capsys):
     """Ma et al. 2025, section 6.1: two views, 63 rows, 30 frames a second."""
     options = ("--cameras", 2, "--chunk", 63, "--hardware", "rtx4090")
@@ -539,6 +543,7 @@ def test_480_hz_on_a_4090_need_both_loops_at_once(capsys):
     assert (code, row["reached"]) == (0, True)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_placed_nowhere(capsys):
     """Where `perf fit` refuses a machine, so do the verbs that would compute its times."""
     fit = run(capsys, "fit", "pi0", "--dtype", "bf16", "--no-search")

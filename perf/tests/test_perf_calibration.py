@@ -54,6 +54,7 @@ def middle_model() -> Model:
     return random_weights(build_on_meta("smolvla", config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", some([16, 600], 600), ids=["peak in vision", "peak in the prefix"])
 def test_peak_of_activations_is_what_torch_allocates(tokens: int) -> None:
     """Tolerance 2 %: what kernels allocate inside themselves is not in the trace."""
@@ -100,6 +101,7 @@ def test_weights_by_component() -> None:
     assert report.weights_nbytes / 2 < half.weights_nbytes < 0.65 * report.weights_nbytes
 
 
+@pytest.mark.slow
 def test_memory_that_is_kept_goes_by_the_largest_block() -> None:
     """Measured with `benchmarks.low_bit`: the third inference peaks 42 to 96 MiB above the first."""
     program = PublishedProgram.load("smolvla", TracedRequest(cameras=2), engine="plan", dtypes="fp32")
@@ -132,6 +134,7 @@ def test_pi0_on_an_eight_gigabyte_board() -> None:
     assert wide.largest == narrow.largest == {}
 
 
+@pytest.mark.slow
 def test_the_largest_request_is_the_last_that_fits() -> None:
     board = {"memory": 320_000_000, "system": 10_000_000}
     found = fits(tiny_bundle(), **board)
@@ -200,6 +203,7 @@ def measured_samples(noise: float = 0.0) -> list[Sample]:
     return samples
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_machines_factors() -> None:
     fitted = calibration.fit(measured_samples(), SPEEDS)
     assert fitted.factors == pytest.approx(TRUTH, rel=0.15)  # the prior pulls where two factors can share
@@ -224,6 +228,7 @@ def test_a_fit_predicts_what_it_has_not_seen() -> None:
             assert calibration.roofline_seconds(component, SPEEDS) < truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("band", [0.0, 0.13, 0.99, 1.0, 1.96])
 def test_a_band_holds_every_time_that_it_was_made_from(band: float) -> None:
     """Errors are predicted / measured - 1; a band of 196 % says that a time is a third of the prediction or more."""
@@ -239,6 +244,7 @@ def test_a_band_holds_every_time_that_it_was_made_from(band: float) -> None:
         assert found.high is None or measured <= found.high * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_band_that_bounds_nothing_is_said(
     quick: Path, capsys: pytest.CaptureFixture, calibrated: Any, tmp_path: Path
 ) -> None:
@@ -253,6 +259,7 @@ def test_a_band_that_bounds_nothing_is_said(
     )
 
 
+@pytest.mark.slow
 def test_a_bundle_is_calibrated_with_the_threads_that_bench_runs(
     quick: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +433,7 @@ def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
 # ------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_fit_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     board = ["--memory-gib", "0.3", "--system-gib", "0.01", "--device", "cpu"]
     out = tmp_path / "out.json"

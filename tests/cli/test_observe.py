@@ -475,6 +475,7 @@ _ANSWER: Any = SimpleNamespace(
 )
 
 
+@pytest.mark.slow
 def test_records_are_looked_at_after_the_fact_and_learnt_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

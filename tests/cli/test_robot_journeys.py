@@ -66,6 +66,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedRobot, "hold", lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
@@ -91,6 +92,7 @@ def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path
     assert main(["recording", "replay", str(journal)]) == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_that_was_given_is_that_of_all_episodes(said: Any, tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
     given = "put the green cube into the right bin"
@@ -108,6 +110,7 @@ def test_a_stream_follows_the_episodes_and_counts_them(said: Any) -> None:
     assert f"{report['successes']} of 2 succeeded" in text
 
 
+@pytest.mark.slow
 def test_a_new_instruction_of_an_episode_is_streamed(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     compute = Session.compute
@@ -173,6 +176,7 @@ def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]
     assert (f"({guidance_of[1]})" if guidance_of else "no guidance") in report["label"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_windows_continue_under_guidance_over_a_socket(said: Any, tmp_path: Path) -> None:
     with serving(BLOCKS, tmp_path / "serve.log", "--engine", "plan") as address:
@@ -309,6 +313,7 @@ def test_errors_are_told_from_what_is_late() -> None:
     assert str(faults) == "2 x internal, 1 x UnsafeChunk; the first: it was internal"
 
 
+@pytest.mark.slow
 def test_chunks_that_nothing_could_execute_end_an_evaluation(
     said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def change_step(file: Path, step: str, **values) -> None:
     edit(file, change)
 
 
+@pytest.mark.slow
 def test_a_fine_tune_of_the_bases_own_robot_is_the_reference(golden, groot_bundle, tmp_path):
     found = converted(golden, fine_tune(golden, tmp_path / "tuned"))
     base = Bundle(groot_bundle("groot-n17"))

@@ -279,6 +279,7 @@ def test_bitvla_without_its_parts(checkpoint):
     assert "proprio_projector--*_checkpoint.pt" in refused(path)
 
 
+@pytest.mark.slow
 def test_the_first_heads_of_vla_adapter(checkpoint, golden):
     """They share one projection among three sources and turn nothing; every row of a chunk is the same."""
     path = checkpoint("vla-adapter")

@@ -179,6 +179,7 @@ def test_serve_without_torch(folder, g):
         server.communicate()
 
 
+@pytest.mark.slow
 def test_doctor_compares_a_folder_with_the_chunk_that_it_carries(folder, tmp_path, capsys):
     """Graphs that compute something else are found where no weights are, and so is a chunk of another policy."""
 
@@ -252,6 +253,7 @@ def test_bench_against_sgemm(bundle, capsys, monkeypatch, tmp_path):
         assert share == pytest.approx(100 * rate / roofline["sgemm_gflops"], abs=1)
 
 
+@pytest.mark.slow
 def test_doctor_without_torch(folder, bundle):
     """The onnx engine's doctor passes and says what it left out, with a policy and without."""
     for arguments in ([folder], [bundle, "--engine", "onnx"]):

@@ -232,6 +232,7 @@ def test_graphs_are_cached_beside_the_bundle(exported, golden, tmp_path):
         load(bundle, dtype="bfloat16", engine="onnx")
 
 
+@pytest.mark.slow
 def test_a_running_chunk_is_continued_without_a_jacobian(exported, golden, tmp_path, smolvla_bundle, capsys):
     """What needs the Jacobian, or a time per row, is refused by name, on the command line before a robot moves."""
     bundle, observation = exported(tmp_path), Golden(golden / "smolvla-2cam").observation()

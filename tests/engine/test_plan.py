@@ -418,6 +418,7 @@ def test_gelu_by_the_sigmoid(block, monkeypatch):
     assert torch.equal(gelu.gelu_(half), F.gelu(half, approximate="tanh"))
 
 
+@pytest.mark.slow
 def test_gelu_stays_one_operator_where_a_program_is_recorded(open_case):
     model = open_case("pi0-2cam")[0].engine.model
     side = model.config.vision.image_size
@@ -475,6 +476,7 @@ def test_names_are_folded():
 # ----------------------------------------------------------------------------- accounting
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_the_shapes(open_case):
     """The savings of two rewrites by hand, and that single savings add up to the whole."""
     policy, g = open_case("pi0-2cam")
@@ -500,6 +502,7 @@ def test_costs_are_those_of_the_shapes(open_case):
         assert saved[rewrite].bytes > 0
 
 
+@pytest.mark.slow
 def test_inspect_prints_the_plan(smolvla_bundle, capsys):
     from sinew.cli import main
 

@@ -274,6 +274,7 @@ def test_another_laboratory_plays_the_same_episodes(
     assert [each["wins"] for each in first] == [each["wins"] for each in second]
 
 
+@pytest.mark.slow
 @needs_pen
 def test_what_differs_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = record_of(run)
@@ -332,6 +333,7 @@ def test_nothing_else_may_change_what_is_played(
     assert f"{flags[0]}: expected nothing that changes what --repeat plays" in " ".join(said.split())
 
 
+@pytest.mark.slow
 @needs_pen
 def test_what_was_played_in_lockstep_is_played_so_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -161,6 +161,7 @@ def test_batches_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 * full > sum(sizes) / 2
 
 
+@pytest.mark.slow
 @needs_pen
 def test_the_batch_that_is_fastest_is_said_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -193,6 +194,7 @@ def test_the_batch_that_is_fastest_is_said_and_kept(
     assert len(outcomes(tmp_path)) == 5
 
 
+@pytest.mark.slow
 @needs_pen
 def test_a_terminal_shows_how_fast_and_how_long(tmp_path: Path) -> None:
     import pty
@@ -378,6 +380,7 @@ def _shards_of(queue: Path) -> Iterator[int]:
             yield int(path.parent.name)
 
 
+@pytest.mark.slow
 @needs_pen
 def test_hosts_that_see_no_folder_join_by_address(
     tmp_path: Path, few: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_without_the_hub_meshes_come_by_hash_from_the_index(
     python: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -492,6 +492,7 @@ def test_the_other_interpreter_plays_the_same_episodes(tmp_path: Path) -> None:
     assert there[0][0].peak_bytes > PEN.stat().st_size  # of the server, which was asked
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")
 @pytest.mark.usefixtures("forked")
 def test_a_simulator_that_is_killed_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

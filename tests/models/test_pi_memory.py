@@ -309,6 +309,7 @@ def test_a_file_without_a_place_for_it_is_not_written(case_bundle: Any, tmp_path
         export_vlacpp(Bundle(case_bundle("pi05-mem")), tmp_path / "out.gguf")
 
 
+@pytest.mark.slow
 def test_half_precision_is_no_further_off_than_the_plain_policy(
     case_bundle: Any, checkpoint: Path, g: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ def exchanged_once(answers: list[Any], before: np.ndarray, after: np.ndarray) ->
 # ----------------------------------------------------------------------------- the exchange
 
 
+@pytest.mark.slow
 def test_a_server_changes_to_the_faster_engine_between_two_chunks(act: Path, tmp_path: Path) -> None:
     observation = grey(act)
     plan, onnx = (load(act, engine=name, threads=1).infer(observation).actions for name in ("plan", "onnx"))
@@ -308,6 +309,7 @@ def test_a_bundle_is_exported_beside_its_server(golden_bundle: Path, tmp_path: P
 # ----------------------------------------------------------------------------- what ends on the way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", some(["child", "server asked", "server killed"], "child"))
 def test_nothing_is_left_of_an_export_that_ends(victim: str, golden_bundle: Path, tmp_path: Path) -> None:
     home, observation = golden_bundle.parent, grey(golden_bundle)
@@ -383,6 +385,7 @@ def test_memory_that_is_short(act: Path, tmp_path: Path) -> None:
         assert "was not prepared: memory: expected" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written(act: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("a file in the place of the folder")
@@ -397,6 +400,7 @@ def test_a_cache_that_cannot_be_written(act: Path, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------- what is not taken
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_slower_is_not_taken(act: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """The measurement is the real one; the engine really takes longer."""
     solve = OnnxEngine.solve
@@ -580,6 +584,7 @@ def test_whatever_the_process_says(program: str, words: str, tmp_path: Path, act
     assert bool(swept) == ("SystemExit" in program or "kill" in program)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written(golden_bundle: Path, monkeypatch, caplog) -> None:
     """A process is not begun for it: a container's models lie in such a folder, at each of its starts."""
     options = {"engine": "auto", "device": "cpu", "dtype": None, "providers": (), "ignore_recipe": False}

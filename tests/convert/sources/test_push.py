@@ -68,6 +68,7 @@ def sinew(*words: object, **environment: str) -> subprocess.CompletedProcess[str
     return processes.run(command, env={**os.environ, **environment}, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_bundle_is_pushed_and_pulled(bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     proofs.keep(bundle, "plan", "cpu", validation(bundle))

@@ -336,6 +336,7 @@ def test_what_is_cached_is_used_while_the_hub_is_ill(
     assert "answers with status 503" in " ".join(found.stderr.split())
 
 
+@pytest.mark.slow
 def test_repositories_of_a_hub(run: Path, tmp_path: Path, smolvla_bundle: Callable[[str], Path]) -> None:
     pytest.importorskip("huggingface_hub")
     (tmp_path / "bundles").mkdir()

@@ -300,6 +300,7 @@ def test_quantize_stores_and_measures(case, tmp_path, capsys) -> None:
     assert main(["quantize", str(out), *arguments[2:-1], str(tmp_path / "again.gguf")]) != 0  # twice
 
 
+@pytest.mark.slow
 def test_four_bits_are_rounded_by_what_was_recorded(smolvla_bundle, tmp_path, capsys) -> None:
     path = smolvla_bundle("smolvla-2cam")
     policy, recorder = load(path, engine="eager"), Recorder(tmp_path / "records")
