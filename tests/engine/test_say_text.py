@@ -467,7 +467,7 @@ def test_the_prompts_are_data_of_the_bundle(
     out = capsys.readouterr().out
     assert '"Task: {prompt}. Subtask: "' in " ".join(out.split())
     for asked, why in (
-        ({"subtask_prompt": "{prompt}"}, "--set subtask_prompt: expected --set lm_head=true beside it"),
+        ({"subtask_prompt": "{prompt}"}, "--set subtask_prompt needs --set lm_head=true"),
         ({"lm_head": "true", "question_prompt": "why"}, "text.question: expected a place for the question"),
     ):
         with pytest.raises((ConvertError, BundleError), match=why):
