@@ -27,7 +27,7 @@ def prepare(
     again: Flag = False,
     background: Flag = False,
 ) -> int:
-    """Build the fastest engine for a bundle, verify it against eager float32, and measure it.
+    """Build the faster form of a bundle, verify it against eager float32, and measure it.
 
     `--engine auto` then takes it if it is faster. `sinew serve` does the same in the background, unless you pass
     `--no-prepare`. Times are processor seconds of a chunk with one thread, or clock time on a GPU, measured in turn

@@ -17,7 +17,7 @@ from sinew_client.errors import ClientError
 
 ALLOW_VARIABLE = "SINEW_ALLOW_UNENCRYPTED_KEY"
 FIRST_BYTE = (
-    b"\x16"  # of a TLS connection: the type of a handshake record (RFC 8446, 5.1). ZMTP begins with 0xff
+    b"\x16"  # first byte of a TLS connection: a handshake record (RFC 8446, 5.1). ZMTP begins with 0xff
 )
 MAX_PIECE = 1 << 16  # bytes that one call encrypts: a reply is sent piece by piece, as a slow peer takes it
 

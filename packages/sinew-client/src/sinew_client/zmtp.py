@@ -220,7 +220,7 @@ class Framing:
                 expected = b" or ".join(PEERS[self.kind][:2]).decode()
                 raise ZmtpError(f"its socket is a {kind[:20]!r}, and {expected} is expected")
             self.ready = True
-        elif name == b"ERROR":  # of one string, whose length stands before it
+        elif name == b"ERROR":  # its body is one string with its length in front
             raise ZmtpError(f"it refuses the connection: {shown(body[1:].decode('ascii', 'replace'), 300)}")
         elif not self.ready:
             raise ZmtpError(f"its command is {name[:20]!r}")

@@ -23,7 +23,7 @@ from sinew_client.control.safety import Limits, RowsError, checked_rows
 
 logger = logging.getLogger(__name__)
 
-ALIGN_SHARE = 0.05  # of a number's range, by which a leader may be elsewhere where nothing else is said
+ALIGN_SHARE = 0.05  # default distance between leader and robot at a take-over, as a fraction of the range
 SILENCE_S = 0.2  # seconds in which the robot was sent no row of its leader, after which that is aligned again
 
 

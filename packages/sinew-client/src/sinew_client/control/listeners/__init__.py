@@ -1,1 +1,1 @@
-"""What may take part in a control loop beside its policy, a file each. A loop imports only those that it is handed."""
+"""Listeners that add to a control loop, one file for each. A loop imports only the listeners that it is given."""

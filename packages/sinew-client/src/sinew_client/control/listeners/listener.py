@@ -1,4 +1,4 @@
-"""What every listener of a loop is."""
+"""The base class of all listeners of a control loop."""
 
 from __future__ import annotations
 

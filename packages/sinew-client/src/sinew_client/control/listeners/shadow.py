@@ -65,7 +65,7 @@ class ShadowAgreement(LoopListener):
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
         self._did: dict[int, np.ndarray] = {}  # control step -> what was sent
         self._said: list[tuple[np.ndarray, np.ndarray]] = []  # steps [H] of a chunk, and its rows [H, D]
-        self._rows = 0  # of all chunks that are kept
+        self._rows = 0  # number of actions in all stored chunks
         self.missing = 0  # control steps in which the policy had no row
 
     def attach(self, loop: Any) -> None:
