@@ -66,7 +66,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedRobot, "hold", lambda _: None)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_every_episode_gets_its_own_instruction_and_succeeds(said: Any, tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
@@ -313,7 +312,6 @@ def test_errors_are_told_from_what_is_late() -> None:
     assert str(faults) == "2 x internal, 1 x UnsafeChunk; the first: it was internal"
 
 
-@pytest.mark.slow
 def test_chunks_that_nothing_could_execute_end_an_evaluation(
     said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,7 +251,6 @@ class Patient(SimulatedRobot):
         pass
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("unhurried")  # a data set wants steps that follow each other
 def test_a_run_ends_with_the_motion_of_its_offsets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -216,7 +216,6 @@ def refuse_each(cases: Sequence[str], ask: Callable[[str], tuple[int, str]]) -> 
                 raise AssertionError(f"{case}: {error}") from error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_the_python_client_refuses_each(use: str) -> None:
     def ask(case: str) -> tuple[int, str]:

@@ -236,7 +236,6 @@ def test_no_limit_is_exceeded_whatever_is_asked_for(
         low, high = np.minimum(np.float32(-span), position), np.maximum(np.float32(span), position)
 
 
-@pytest.mark.slow
 @settings(FAST, max_examples=30)
 @given(
     targets=st.lists(st.floats(-0.9, 0.9), min_size=1, max_size=6),

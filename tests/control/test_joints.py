@@ -253,7 +253,6 @@ def refused(error: type[Exception], message: str, call: Any, *given: Any) -> Non
         call(*given)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("lerobot")
 def test_lerobots_arms_and_leaders_are_opened_by_their_type() -> None:
     log: list[str] = []

@@ -874,7 +874,6 @@ def test_guard_clips_and_counts() -> None:
     assert "shape [3]" in guard.check(np.zeros(3, np.float32)).reason
 
 
-@pytest.mark.slow
 @given(
     st.floats(-1, 1),
     st.floats(0.1, 5),

@@ -253,7 +253,6 @@ def test_bench_against_sgemm(bundle, capsys, monkeypatch, tmp_path):
         assert share == pytest.approx(100 * rate / roofline["sgemm_gflops"], abs=1)
 
 
-@pytest.mark.slow
 def test_doctor_without_torch(folder, bundle):
     """The onnx engine's doctor passes and says what it left out, with a policy and without."""
     for arguments in ([folder], [bundle, "--engine", "onnx"]):

@@ -516,7 +516,6 @@ def test_the_same_twice_and_in_parallel() -> None:
     assert [e.seed for e in once[0]] == list(range(3))
 
 
-@pytest.mark.slow
 @needs_pen
 def test_killed_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--env", "sinew/Pen-v0", "--replan", "full", "--latency", "3"]

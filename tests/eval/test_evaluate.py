@@ -71,7 +71,6 @@ def test_names_and_objects_give_the_same(alone: list[dict[str, Any]], tmp_path: 
     assert (named.env, given.env, given.control_hz) == ("sinew/Pen-v0", "PenEnv", 60.0)
 
 
-@pytest.mark.slow
 @needs_pen
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_vectorised_environment_plays_each_seed_as_alone(
@@ -107,7 +106,6 @@ def same_outcomes(found: Any, alone: list[dict[str, Any]]) -> None:
     assert sum(e.success != then["success"] for e, then in zip(found.episodes, alone, strict=True)) <= 1
 
 
-@pytest.mark.slow
 @needs_pen
 def test_a_vectorised_environment_of_processes(alone: list[dict[str, Any]]) -> None:
     env = AsyncVectorEnv([pen] * 3, autoreset_mode=AutoresetMode.DISABLED)

@@ -380,7 +380,6 @@ def _shards_of(queue: Path) -> Iterator[int]:
             yield int(path.parent.name)
 
 
-@pytest.mark.slow
 @needs_pen
 def test_hosts_that_see_no_folder_join_by_address(
     tmp_path: Path, few: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch

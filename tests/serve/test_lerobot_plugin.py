@@ -422,7 +422,6 @@ def test_lerobots_evaluation_records_our_task(release: str, plugin: Path, tmp_pa
         }
 
 
-@pytest.mark.slow
 @newest_release  # `make lerobot LEROBOT=0.4.4` has lerobot-record, which imports 300 MB of rerun
 def test_lerobots_rollout_drives_a_robot(release: str, plugin: Path, tmp_path: Path) -> None:
     """The README's line with a simulated gantry in place of the arm: the block lies in its bin."""

@@ -309,7 +309,6 @@ def test_a_bundle_is_exported_beside_its_server(golden_bundle: Path, tmp_path: P
 # ----------------------------------------------------------------------------- what ends on the way
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", some(["child", "server asked", "server killed"], "child"))
 def test_nothing_is_left_of_an_export_that_ends(victim: str, golden_bundle: Path, tmp_path: Path) -> None:
     home, observation = golden_bundle.parent, grey(golden_bundle)
@@ -400,7 +399,6 @@ def test_a_cache_that_cannot_be_written(act: Path, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------- what is not taken
 
 
-@pytest.mark.slow
 def test_an_engine_that_is_slower_is_not_taken(act: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """The measurement is the real one; the engine really takes longer."""
     solve = OnnxEngine.solve

@@ -142,7 +142,6 @@ def altered(source: Path, target: Path, change: float, server: dict | None) -> N
     np.savez(target, **arrays)
 
 
-@pytest.mark.slow
 def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
     """A server with everything on: a key, records, the access log, a deadline. What two wires asked of it is
     replayed and gives the same actions, bit for bit where it is computed as then, else within the tolerance; a record

@@ -110,7 +110,6 @@ def test_what_was_damaged_is_compiled_again(cache: Path, damage: Callable[[Path]
     assert build.is_whole(kept.parent)
 
 
-@pytest.mark.slow
 @needs_root
 def test_what_another_user_may_have_written_is_not_loaded(cache: Path) -> None:
     kept = library(cache)
@@ -219,7 +218,6 @@ wait
 """
 
 
-@pytest.mark.slow
 def test_a_compilation_that_is_ended_leaves_no_program_and_no_file(tmp_path: Path) -> None:
     driver, folder = tmp_path / "c++", tmp_path / "temporary"
     driver.write_text(DRIVER)
