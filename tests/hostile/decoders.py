@@ -15,6 +15,7 @@ import pickle
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ from sinew.processing.safety import Safety
 from sinew.serve.decode.array import dump_npy, pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.robots import Robots
+from sinew.serve.transport.listen import RemoteSettings
 from sinew.serve.wires import evo1, http, openpi, vla_eval
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.lerobot.features import agree
 from sinew.serve.wires.lerobot.features import observation as lerobot_observation
 from sinew.serve.wires.lerobot.pickle.machine import load as load_pickle
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation, read_policy_config
+from sinew.serve.wires.lerobot_remote import contract as remote
+from sinew.serve.wires.lerobot_remote import envelope as remote_envelope
 from sinew.serve.wires.native import NativeCodec
 from tests.hostile.mutate import mutate_record
 from tests.serve import test_safe_pickle as theirs
@@ -168,6 +172,8 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
         return vla_eval.observation(message, SPEC) if message.endpoint == "infer" else message
 
     return {
+        "lerobot-remote": (remote_message(), read_remote),
+        "lerobot-remote open": (remote_message("open"), read_remote),
         "vla-eval": (vla_eval.pack(step), read_vla_eval),
         "evo1": (json.dumps(evo1_message).encode(), lambda data: evo1.observation(evo1.read(data), SPEC)),
         "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
@@ -201,6 +207,58 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
             lambda data: protocol.decode_chunk(protocol.decode_reply(data, 1)),
         ),
     }
+
+
+REMOTE = remote.contract(lone(SPEC, 2, 2).policies.get(), RemoteSettings())
+GUIDED = replace(REMOTE, modes={"chunk": "", "rtc_guided": "guided"}, texts=("question",))
+
+
+def remote_body(kind: str) -> dict[str, Any]:
+    """Return a good body of LeRobot's remote inference: open, observation or language_request."""
+    if kind == "open":
+        return {
+            "expected_artifact": REMOTE.identity,
+            "features": [each.to_dict() for each in REMOTE.features],
+            "action_feature": REMOTE.action.to_dict(),
+            "semantics": REMOTE.semantics,
+            "action_interval": REMOTE.interval,
+            "mode": "rtc_guided",
+            "encoding": "raw",
+        }
+    body = {
+        "sequence": 1,
+        "artifact_identity": REMOTE.identity,
+        "observation_id": "o",
+        "capture_time": 12.5,
+        "task": "go",
+        "task_version": 0,
+        "features": {
+            "observation.state": np.zeros(2, np.float32),
+            "observation.images.front": remote_envelope.RemoteFrame(True, 48, 64, image("JPEG")),
+        },
+    }
+    if kind == "observation":
+        rows = np.zeros((2, 2), np.float32)
+        chunk = {"delay": 1, "cursor": 1, "canonical_continuation": rows, "model_continuation": rows}
+        return body | chunk
+    return body | {"kind": "vqa", "text": "what is it", "intent_generation": 0}
+
+
+def remote_message(kind: str = "observation", **changes: Any) -> bytes:
+    return remote_envelope.encode(
+        remote_envelope.Envelope(kind, "i", "s", 0, "r", remote_body(kind) | changes)
+    )
+
+
+def read_remote(data: bytes) -> object:
+    """Read a message of LeRobot's remote inference as the server does, to the decoded observation."""
+    remote_envelope.envelope_of(data)
+    message = remote_envelope.decode(data)
+    if message.kind == "open":
+        return remote.agree(message.body, GUIDED)
+    agreed = remote.Agreed(GUIDED, "rtc_guided", "append")
+    read = remote.read_language if message.kind == "language_request" else remote.read_observation
+    return remote.observation(read(message.body, agreed), GUIDED, "s", PixelBudget())
 
 
 # ----------------------------------------------------------------------------- values
@@ -320,6 +378,15 @@ def values() -> dict[str, Callable[[random.Random], object]]:
             for decode in (codec.decoders(header, payload) if header.endpoint == "get_action" else ())
         ]
 
+    def remote_values(rng: random.Random) -> object:
+        kind = rng.choice(("open", "observation", "language_request"))
+        record = replaced(remote_body(kind), rng)
+        try:
+            message = remote_envelope.encode(remote_envelope.Envelope(kind, "i", "s", 0, "r", record))
+        except (OverflowError, ValueError, TypeError) as error:
+            raise UnwritableError(str(error)) from None
+        return read_remote(message)
+
     def native_values(rng: random.Random) -> object:
         record = replaced(plain, rng)
         payload = protocol.encode_infer(record, 1)
@@ -357,6 +424,7 @@ def values() -> dict[str, Callable[[random.Random], object]]:
         "groot values": groot_values,
         "native values": native_values,
         "lerobot values": lerobot_values,
+        "lerobot-remote values": remote_values,
         "observations": observations,
     }
 

@@ -78,8 +78,11 @@ def raw_frame(
     return np.frombuffer(data, item).reshape(height, width, 3)
 
 
-def compressed_frame(name: str, data: bytes | memoryview, budget: PixelBudget) -> np.ndarray:
-    """A JPEG or PNG file as uint8 [height, width, 3] RGB. Orientation tags are not applied."""
+def compressed_frame(
+    name: str, data: bytes | memoryview, budget: PixelBudget, size: tuple[int, int] | None = None
+) -> np.ndarray:
+    """A JPEG or PNG file as uint8 [height, width, 3] RGB. Orientation tags are not applied. size: the height and width
+    that its header has to state, and three colours with them; None: any."""
     scans = _scans(data)
     if scans > MAX_SCANS:
         raise ObservationError(name, f"a JPEG file of at most {MAX_SCANS} scans", f"{scans}")
@@ -89,6 +92,9 @@ def compressed_frame(name: str, data: bytes | memoryview, budget: PixelBudget) -
             # reads the header only
             image = Image.open(_Watched(data, budget.check), formats=("JPEG", "PNG"))
         width, height = image.size
+        if size is not None and (height, width, image.mode) != (*size, "RGB"):
+            got = f"{height} x {width}, {image.mode}"
+            raise ObservationError(name, f"a file of {size[0]} x {size[1]} pixels in RGB", got)
         budget.take(name, height, width)
         if image.mode not in _MODES:
             raise ObservationError(name, "an 8-bit image", f"one of Pillow's mode {image.mode}")

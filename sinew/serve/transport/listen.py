@@ -34,6 +34,25 @@ class AddressError(SinewError):
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """What the protocol lerobot-remote needs beside a port: LeRobot's robots compare it with their own settings.
+
+    Attributes:
+        deployment: Name under which robots find the policy; "" for the name of the bundle.
+        semantics: Name of the units of state and action, which each robot has to repeat; "" for the bundle's units.
+        camera_sizes: Camera -> height and width of its frames, where they differ from those of the training data.
+        router: Endpoint of a Zenoh router to connect to, such as tls/HOST:7447; "" to listen for robots.
+        zenoh_config: JSON5 file with further settings of Zenoh, such as certificates; None for none.
+    """
+
+    deployment: str = ""
+    semantics: str = ""
+    camera_sizes: tuple[tuple[str, tuple[int, int]], ...] = ()
+    router: str = ""
+    zenoh_config: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Listen:
     """host: an address of this machine; the default is reachable from this machine only. port: 0 picks a free one.
     path: of a Unix socket in their place, for the wires of ZeroMQ.
@@ -44,6 +63,7 @@ class Listen:
     origins: of web pages that may send requests to the web wires, as browsers write them (https://host:port).
     hosts: names of this server beside the machine's own, which web pages of it may have in their address.
     dashboard: show a page at / of the web wires.
+    remote: settings of the wire lerobot-remote.
     """
 
     host: str = "127.0.0.1"
@@ -57,6 +77,7 @@ class Listen:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     dashboard: bool = False
+    remote: RemoteSettings = RemoteSettings()
 
     @property
     def is_loopback(self) -> bool:

@@ -1,0 +1,1 @@
+"""LeRobot's remote inference (LeRobot 0.7): Zenoh and MessagePack."""

@@ -1,0 +1,493 @@
+"""What robot and server agree on before the first observation: names, shapes, units, rate, identity and mode.
+
+The descriptor states it, a robot's open request repeats it, and each observation is checked against it. Source:
+huggingface/lerobot, ``remote_inference/{server,client,chunk_contract}.py`` and ``inference/contracts.py`` at 88807eb6.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sinew import __version__
+from sinew.core import Observation, ObservationError, PolicySpec, SinewError
+from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.policies import Deployment
+from sinew.serve.transport.listen import RemoteSettings
+from sinew.serve.wires import field_names
+from sinew.serve.wires.lerobot.features import DEFAULT_HZ
+from sinew.serve.wires.lerobot_remote.envelope import (
+    LIMITS,
+    MAX_COUNTER,
+    RemoteError,
+    RemoteFrame,
+    Tensor,
+    malformed,
+)
+
+STATE = "observation.state"
+IMAGES = "observation.images."
+ACTION = "action"
+ALIGNED = "chunk_alignment_v2"
+MODES = ("chunk", "rtc_guided", "rtc_trained")
+MERGES = ("append", "aligned")
+ENCODINGS = ("raw", "jpeg")
+ECHOED = ("artifact_identity", "observation_id", "capture_time", "task", "task_version")
+CURSORS = ("observation_cursor", "cursor")
+ACTION_S = 5.0  # from an observation's arrival to its answer, as LeRobot's client waits
+LANGUAGE_S = 60.0
+GRACE_S = 10.0  # how long a session outlives the robot's liveliness token
+MAX_CHARS = 4096  # of an instruction, a question and an answer: in four bytes each they fit a string
+
+Kind = Literal["vqa", "next_subtask"]
+KINDS = {"vqa": "question", "next_subtask": "subtask"}  # the protocol's word -> the observation's field
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One input or the action, as robot and server compare it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    names: tuple[str, ...]
+    semantics: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain containers for a message."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "kind": self.kind,
+            "names": list(self.names),
+            "semantics": self.semantics,
+        }
+
+    @property
+    def text(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a deployment offers to robots.
+
+    Attributes:
+        identity: ``sha256:`` and the hash of the bundle.
+        semantics: Units of state and action, as the robot's operator has to confirm them.
+        interval: Seconds from one action to the next.
+        features: Inputs in their order, the state first.
+        cameras: Feature name -> camera of the policy.
+        action: The action.
+        prediction: Rows of a chunk.
+        execution: Rows that a robot in chunk mode gets.
+        modes: The protocol's modes -> value of ``Observation.rtc``; "" for chunk.
+        max_delay: Most rows that a policy was trained to continue; 0: none.
+        texts: Fields of an observation that may ask for text.
+    """
+
+    identity: str
+    semantics: str
+    interval: float
+    features: tuple[Feature, ...]
+    cameras: Mapping[str, str]
+    action: Feature
+    prediction: int
+    execution: int
+    modes: Mapping[str, str]
+    max_delay: int
+    texts: tuple[str, ...]
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return what the client makes its record of: it rejects further keys."""
+        rtc = len(self.modes) > 1
+        return {
+            "modes": list(self.modes),
+            "prediction_steps": self.prediction,
+            "execution_steps": self.execution,
+            "action_interval": self.interval,
+            "features": [each.to_dict() for each in self.features],
+            "action_feature": self.action.to_dict(),
+            "language": bool(self.texts),
+            "training_max_delay": self.max_delay,
+            "rtc_horizon": self.prediction if rtc else 0,
+        }
+
+    def describe(self, deployment: str, instance: str) -> dict[str, Any]:
+        """Return the body of a descriptor; an accepted one adds the mode and the settings."""
+        return {
+            "deployment": deployment,
+            "instance_id": instance,
+            "artifact_identity": self.identity,
+            "ready": True,
+            "semantics": self.semantics,
+            "capabilities": self.capabilities(),
+            "execution_contracts": [ALIGNED],
+            "limits": {
+                "action_deadline_s": ACTION_S,
+                "language_deadline_s": LANGUAGE_S,
+                "idle_timeout_s": GRACE_S,
+                "max_input_chars": MAX_CHARS,
+                "max_output_chars": MAX_CHARS,
+                "codec": LIMITS,
+                "inflight_inference": 1,
+            },
+            "software": {"name": "sinew", "version": __version__},
+            "available": True,
+            "failure": None,
+            "session": "",
+            "session_status": "idle",
+        }
+
+
+def contract(deployed: Deployment, settings: RemoteSettings) -> Contract:
+    """Make the contract of a served policy.
+
+    Args:
+        deployed: The policy.
+        settings: What the operator of the server states about the robots.
+
+    Returns:
+        The contract. It depends on nothing else, so it is equal as long as the policy is.
+
+    Raises:
+        SinewError: A setting does not fit the policy.
+    """
+    spec, about = deployed.spec, deployed.metadata.get("server", {})
+    sizes = dict(settings.camera_sizes)
+    names = robot_names(spec)
+    semantics = settings.semantics or units(spec)
+    features = []
+    if spec.state.dim:
+        features.append(Feature(STATE, (spec.state.dim,), "float32", "tensor", _joints(spec), semantics))
+    for camera in spec.cameras:
+        height, width = sizes.pop(camera.name, (camera.height, camera.width))
+        if (height, width) != (camera.height, camera.width) and not spec.resizes_frames:
+            raise SinewError(
+                f"--camera-size {camera.name}: this policy does not resize frames; omit it and let the robot send"
+                f" {camera.width} x {camera.height}"
+            )
+        name = IMAGES + names[camera.name]
+        features.append(Feature(name, (height, width, 3), "uint8", "rgb", (), semantics))
+    if sizes:
+        known = ", ".join(camera.name for camera in spec.cameras)
+        raise SinewError(f"--camera-size: expected one of the cameras {known}, got {min(sizes)}")
+    guidance = about.get("guidance", ())
+    guided = next((kind for kind in ("no-jacobian", "guided") if kind in guidance), None)
+    modes = {"chunk": ""}
+    if guided is not None:
+        modes["rtc_guided"] = guided
+    if "trained" in guidance and spec.committed_rows:
+        modes["rtc_trained"] = "trained"
+    names_of_actions = spec.action.names or (
+        _joints(spec) if spec.action.dim == spec.state.dim else _numbered(spec.action.dim)
+    )
+    return Contract(
+        identity=identity(deployed),
+        semantics=semantics,
+        interval=1 / (spec.control_hz or DEFAULT_HZ),
+        features=tuple(features),
+        cameras={IMAGES + name: camera for camera, name in names.items()},
+        action=Feature(ACTION, (spec.action.dim,), "float32", "tensor", names_of_actions, semantics),
+        prediction=spec.chunk_size,
+        execution=spec.n_action_steps or spec.chunk_size,
+        modes=modes,
+        max_delay=spec.committed_rows if "rtc_trained" in modes else 0,
+        texts=tuple(about.get("says", ())),
+    )
+
+
+def identity(deployed: Deployment) -> str:
+    """Return ``sha256:`` and the hash of the bundle; of a policy without a bundle, that of its specification."""
+    found = deployed.identity.get("hash", "")
+    if not found:
+        found = hashlib.sha256(json.dumps(deployed.spec.to_dict(), sort_keys=True).encode()).hexdigest()
+    return f"sha256:{found}"
+
+
+def units(spec: PolicySpec) -> str:
+    """Return the units of state and action in one word, for a server whose operator names no profile."""
+
+    def word(which: str, values: tuple[str, ...]) -> str:
+        short = ["".join(each.split()) or "?" for each in values]
+        return f"{which}:{short[0] if len(set(short)) == 1 else ','.join(short)}"
+
+    if not spec.state.units and not spec.action.units:
+        return "as-recorded"
+    found = (("state", spec.state.units), ("action", spec.action.units))
+    return "/".join(word(which, values) for which, values in found if values)
+
+
+def robot_names(spec: PolicySpec) -> dict[str, str]:
+    """Return camera -> the name that the robot gives it, without LeRobot's prefix."""
+    keys: Mapping[str, str] = {}
+    if field_names.key_maps(spec, "lerobot"):
+        keys = field_names.camera_keys(spec, "lerobot")
+    return {camera.name: keys.get(camera.name, camera.name).removeprefix(IMAGES) for camera in spec.cameras}
+
+
+def _joints(spec: PolicySpec) -> tuple[str, ...]:
+    """Return the names of the state's numbers: LeRobot compares them with the robot's."""
+    for keys in field_names.key_maps(spec, "lerobot"):
+        if len(keys.state) == spec.state.dim and not set(keys.state) <= {STATE}:
+            return keys.state
+    return spec.state.names or _numbered(spec.state.dim)
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(f"{index}" for index in range(count))
+
+
+# ----------------------------------------------------------------------------- open
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What one robot has opened a session with."""
+
+    contract: Contract
+    mode: str
+    merge: str
+
+    @property
+    def aligned(self) -> bool:
+        return self.merge == "aligned"
+
+
+def agree(body: Mapping[str, Any], offered: Contract) -> Agreed:
+    """Check a robot's open request.
+
+    Args:
+        body: Of the request.
+        offered: What the server offers.
+
+    Returns:
+        What the session is opened with.
+
+    Raises:
+        RemoteError: A field differs. Its code is unsupported, incompatible or malformed.
+    """
+    required = body.get("required_capabilities", [])
+    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        raise malformed("required_capabilities", "a list of names", required)
+    for each in required:
+        if each != ALIGNED:
+            raise _differs("unsupported", "required_capabilities", ALIGNED, each)
+    merge: Any = "append"
+    settings = body.get("chunk_settings")
+    if settings is not None:
+        merge = settings.get("chunk_merge") if isinstance(settings, Mapping) else settings
+        if not isinstance(settings, Mapping) or set(settings) != {"chunk_merge"} or merge not in MERGES:
+            raise _differs(
+                "incompatible", "chunk_settings", '{"chunk_merge": "append" or "aligned"}', settings
+            )
+    mode = body.get("mode")
+    if required != ([ALIGNED] if merge == "aligned" else []):
+        raise _differs("incompatible", "required_capabilities", f"those of chunk_merge {merge}", required)
+    expected = body.get("expected_artifact")
+    if expected is not None and expected != offered.identity:
+        raise _differs("incompatible", "expected_artifact", offered.identity, expected)
+    if (semantics := body.get("semantics")) != offered.semantics:
+        raise _differs("incompatible", "semantics", offered.semantics, semantics)
+    if mode not in MODES:
+        raise malformed("mode", f"one of {', '.join(MODES)}", mode)
+    if mode not in offered.modes:
+        raise _differs("unsupported", "mode", " or ".join(offered.modes), mode)
+    if merge == "aligned" and mode != "chunk":
+        raise _differs("incompatible", "chunk_settings", "append beside an RTC mode", merge)
+    interval = body.get("action_interval")
+    if isinstance(interval, bool) or not isinstance(interval, (int, float)):
+        raise malformed("action_interval", "seconds", interval)
+    if not math.isclose(interval, offered.interval, rel_tol=1e-6):
+        raise _differs("incompatible", "action_interval", f"{offered.interval!r}", interval)
+    _same_features(body, offered)
+    if (encoding := body.get("encoding")) not in ENCODINGS:
+        raise _differs("unsupported", "encoding", " or ".join(ENCODINGS), encoding)
+    return Agreed(offered, str(mode), str(merge))
+
+
+def _same_features(body: Mapping[str, Any], offered: Contract) -> None:
+    features = body.get("features")
+    if not isinstance(features, list) or not all(isinstance(each, Mapping) for each in features):
+        raise malformed("features", "a list of maps", features)
+    names, expected = [each.get("name") for each in features], [each.name for each in offered.features]
+    if names != expected:
+        raise _differs("incompatible", "features", ", ".join(expected), names)
+    action = body.get("action_feature")
+    if not isinstance(action, Mapping):
+        raise malformed("action_feature", "a map", action)
+    for theirs, ours in zip([*features, action], [*offered.features, offered.action], strict=True):
+        for key, value in ours.to_dict().items():
+            if theirs.get(key) != value:
+                raise _differs("incompatible", f"{ours.name}.{key}", f"{value!r}", theirs.get(key))
+
+
+def _differs(code: str, name: str, expected: str, value: object) -> RemoteError:
+    error = malformed(name, expected, value)
+    error.code = code
+    return error
+
+
+# ----------------------------------------------------------------------------- observations
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An observation or a request for text whose fields are checked. Arrays and frames are not decoded yet.
+
+    Attributes:
+        sequence: Its number in the session.
+        echo: The fields that the answer repeats.
+        options: Further fields of the observation.
+        prompt: The instruction.
+        features: Tensors and pictures by name.
+        kind: Of text that is asked for, "" for actions.
+    """
+
+    sequence: int
+    echo: dict[str, Any]
+    options: dict[str, Any]
+    prompt: str
+    features: Mapping[str, Tensor | RemoteFrame]
+    kind: str = ""
+
+
+def read_observation(body: Mapping[str, Any], agreed: Agreed) -> Asked:
+    """Check the body of an observation.
+
+    Args:
+        body: Of the message.
+        agreed: What its session was opened with.
+
+    Returns:
+        The fields. ``observation`` makes an observation of them.
+
+    Raises:
+        RemoteError: A field is wrong: incompatible where it differs from what was agreed, else malformed.
+    """
+    offered = agreed.contract
+    sequence, echo, features = _common(body, offered)
+    delay = _whole(body, "delay", offered.prediction)
+    guided, width = agreed.mode != "chunk", offered.action.shape[0]
+    canonical = _rows(body, "canonical_continuation", offered.prediction, width)
+    model = _rows(body, "model_continuation", offered.prediction, width if guided else None)
+    counts = [None if rows is None else rows.shape[0] for rows in (canonical, model)]
+    if counts[0] != counts[1] and (guided or None not in counts):
+        raise malformed(
+            "model_continuation", f"as many rows as canonical_continuation, {counts[0]}", counts[1]
+        )
+    cursor = _whole(body, "cursor")
+    if agreed.aligned:
+        seen = _whole(body, "observation_cursor")
+        if seen > cursor:
+            raise malformed("observation_cursor", f"at most the cursor {cursor}", seen)
+        echo |= {"observation_cursor": seen, "cursor": cursor}
+    options: dict[str, Any] = {}
+    if guided and canonical is not None:
+        options = {
+            "previous": canonical.array("canonical_continuation"),
+            "delay": delay,
+            "rtc": offered.modes[agreed.mode],
+        }
+    return Asked(sequence, echo, options, echo["task"], features)
+
+
+def read_language(body: Mapping[str, Any], agreed: Agreed) -> Asked:
+    """Check the body of a request for text, as :func:`read_observation` does. Raises RemoteError."""
+    offered = agreed.contract
+    sequence, echo, features = _common(body, offered)
+    kind, text = body.get("kind"), body.get("text")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise _differs("unsupported", "kind", " or ".join(KINDS), kind)
+    if KINDS[kind] not in offered.texts:
+        able = [word for word, name in KINDS.items() if name in offered.texts]
+        raise _differs("unsupported", "kind", " or ".join(able) or "none of this policy", kind)
+    if not isinstance(text, str) or not text.strip() or len(text) > MAX_CHARS:
+        raise malformed("text", f"1 to {MAX_CHARS} characters", text)
+    echo |= {"kind": kind, "intent_generation": _whole(body, "intent_generation")}
+    if kind == "vqa":
+        return Asked(sequence, echo, {"question": text}, echo["task"], features, kind)
+    return Asked(sequence, echo, {"subtask": True, "text_only": True}, text, features, kind)
+
+
+def observation(asked: Asked, offered: Contract, session: str, budget: PixelBudget) -> Observation:
+    """Decode arrays and frames, on a thread of the scheduler. Raises ObservationError."""
+    images, state = {}, np.zeros(0, np.float32)
+    for name, record in asked.features.items():
+        if isinstance(record, RemoteFrame):
+            images[offered.cameras[name]] = record.frame(name, budget)
+        else:
+            state = record.array(name)
+    return Observation(images=images, state=state, prompt=asked.prompt, session=session, **asked.options)
+
+
+def _common(
+    body: Mapping[str, Any], offered: Contract
+) -> tuple[int, dict[str, Any], Mapping[str, Tensor | RemoteFrame]]:
+    sequence = _whole(body, "sequence")
+    if (artifact := body.get("artifact_identity")) != offered.identity:
+        raise _differs("incompatible", "artifact_identity", offered.identity, artifact)
+    name, captured, task = body.get("observation_id"), body.get("capture_time"), body.get("task")
+    if not isinstance(name, str) or not name:
+        raise malformed("observation_id", "a text", name)
+    if isinstance(captured, bool) or not isinstance(captured, (int, float)):
+        raise malformed("capture_time", "seconds", captured)
+    if not isinstance(task, str) or len(task) > MAX_CHARS:
+        raise malformed("task", f"a text of at most {MAX_CHARS} characters", task)
+    echo = dict(zip(ECHOED, (artifact, name, captured, task, _whole(body, "task_version")), strict=True))
+    return sequence, echo, _features(body, offered)
+
+
+def _features(body: Mapping[str, Any], offered: Contract) -> Mapping[str, Tensor | RemoteFrame]:
+    features = body.get("features")
+    if not isinstance(features, Mapping):
+        raise malformed("features", "a map of tensors and pictures", features)
+    expected = {each.name for each in offered.features}
+    if set(features) != expected:
+        raise _differs("incompatible", "features", ", ".join(sorted(expected)), sorted(features))
+    for each in offered.features:
+        record = features[each.name]
+        name = each.name.removeprefix("observation.")  # a policy's own errors name it so
+        if each.kind == "rgb":
+            if not isinstance(record, RemoteFrame) or record.shape != each.shape:
+                got = list(record.shape) if isinstance(record, RemoteFrame) else type(record).__name__
+                raise _differs("incompatible", name, f"a picture {list(each.shape)}", got)
+        elif not isinstance(record, Tensor) or record.shape != each.shape or record.dtype.name != each.dtype:
+            shown = (
+                f"{record.dtype.name} {list(record.shape)}" if isinstance(record, Tensor) else "another value"
+            )
+            raise RemoteError("incompatible", f"{name}: expected {each.text}, got {shown}")
+    return features
+
+
+def _whole(body: Mapping[str, Any], name: str, most: int = MAX_COUNTER) -> int:
+    value = body.get(name)
+    if type(value) is not int or not 0 <= value <= most:
+        raise malformed(name, "a whole number from 0" + (f" to {most}" if most < MAX_COUNTER else ""), value)
+    return value
+
+
+def _rows(body: Mapping[str, Any], name: str, most: int, width: int | None) -> Tensor | None:
+    """Return the rows of a continuation, None for none. width: of a row; None: any."""
+    rows = body.get(name)
+    if rows is None:
+        return None
+    expected = f"float32 [1 to {most}, {width or 'width'}]"
+    if not isinstance(rows, Tensor):
+        raise malformed(name, expected, rows)
+    good = len(rows.shape) == 2 and rows.dtype.name == "float32" and rows.shape[0] <= most
+    if not good or width not in (None, rows.shape[1]):
+        raise RemoteError("malformed", f"{name}: expected {expected}, got {rows.dtype} {list(rows.shape)}")
+    try:
+        rows.array(name)
+    except ObservationError as error:
+        raise RemoteError("malformed", str(error)) from None
+    return rows
