@@ -41,8 +41,7 @@ from sinew.engine.eager.engine import EagerEngine
 from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
-from sinew.eval.settings import Latency
-from sinew.eval.sources import StreamCosts
+from sinew.eval.settings import Latency, StreamCosts
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 

@@ -49,7 +49,7 @@ def dataset(
             names already.
         corrections: Keep only the recorded steps in which a person drove.
     """
-    from sinew.cli.eval import elsewhere_for
+    from sinew.cli.eval import elsewhere_for, variant_of
     from sinew.eval.dataset.make import of_episodes, of_records
     from sinew.eval.settings import Task, parse_replan
     from sinew.eval.variants import default_env, settled, variants
@@ -66,7 +66,7 @@ def dataset(
             )
         try:
             task = Task(env or default_env(source, cameras.rename, **cameras.allowed))
-            (variant,) = variants(runs.variant(source, cameras, replan=parse_replan(replan)))
+            (variant,) = variants(variant_of(source, runs, cameras, replan=parse_replan(replan)))
             seeds, elsewhere = range(seed, seed + episodes), elsewhere_for(task)
             counts = of_episodes(settled(variant), task, seeds, out, successes, elsewhere)
         except ModuleNotFoundError as error:

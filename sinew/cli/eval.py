@@ -37,6 +37,7 @@ from sinew.cli.options import (
 )
 from sinew.convert.sources import resolve
 from sinew.core import SinewError, statistics
+from sinew.engine.backend import AUTO
 from sinew.eval import campaign, suites
 from sinew.eval.evidence import plots, run_page
 from sinew.eval.evidence import repeat as repetition
@@ -291,12 +292,26 @@ def _asked(
     seeds = range(first, first + (count if on.episodes is None else on.episodes))
     with SinewError.at("--replan", ValueError):
         replan = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
-    variant = runs.variant(
-        target, cameras, replan=replan, latency=Latency(given["latency"] or "0"),
+    variant = variant_of(
+        target, runs, cameras, replan=replan, latency=Latency(given["latency"] or "0"),
         handover=given["handover"] or HANDOVER, solver_steps=given["solver_steps"], stream=on.stream or "",
         edge_adapter=on.edge_adapter or "", batch=1 if on.batch == "auto" else on.batch,
     )  # fmt: skip
     return task, variant, seeds
+
+
+def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Variant:
+    """Return what an evaluation plays. more: further fields of it."""
+    return Variant(
+        target,
+        dtype=runs.dtype,
+        device=runs.device,
+        engine=None if runs.engine == AUTO else runs.engine,
+        ignore_recipe=runs.ignore_recipe,
+        rename=cameras.rename,
+        **cameras.allowed,
+        **more,
+    )
 
 
 def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None = None) -> Foreign | None:

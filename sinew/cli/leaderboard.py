@@ -18,7 +18,7 @@ from sinew.core import SinewError
 
 
 def leaderboard(*reports: Path, out: Path | None = None) -> None:
-    """Rank the results of `sinew eval --out` and `sinew run --trials`, one table for each task.
+    """Rank the results of `sinew eval --out` and `sinew trials`, one table for each task.
 
     A table shows success with its interval (in total and by task), inference time per executed action and per
     chunk, seconds to success, memory and size. Policies that played the same seeds are compared in pairs. For

@@ -12,7 +12,6 @@ from sinew.core import SinewError
 from sinew.engine.backend import AUTO, BACKENDS
 
 if TYPE_CHECKING:
-    from sinew.eval.settings import Variant
     from sinew.processing import Allowed
 
     Engine = str
@@ -56,21 +55,6 @@ class Runs:
         """Return the arguments of ``sinew.load``."""
         own = asdict(self)
         return {"providers": own.pop("provider"), **own}
-
-    def variant(self, target: str, cameras: Cameras, **more: Any) -> Variant:
-        """Return what an evaluation plays. more: further fields of it."""
-        from sinew.eval.settings import Variant
-
-        return Variant(
-            target,
-            dtype=self.dtype,
-            device=self.device,
-            engine=None if self.engine == AUTO else self.engine,
-            ignore_recipe=self.ignore_recipe,
-            rename=cameras.rename,
-            **cameras.allowed,
-            **more,
-        )
 
 
 @Parameter(name="*", group="Cameras")

@@ -24,7 +24,6 @@ from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, L
 from sinew.cli.run_rig import CHUNKS, ChunkFlags, open_rig
 from sinew.cli.run_robot import ROBOT, RobotFlags, drive, episodes_of, episodes_row
 from sinew.cli.run_stream import STREAM, StreamFlags, run_stream
-from sinew.cli.run_trials import TRIALS, TrialFlags, run_trials
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
 
@@ -44,13 +43,12 @@ def run(
     api_key_file: Path | None = None,
     lead: LeaderFlags = LEADER,
     envelope: EnvelopeFlags = ENVELOPE,
-    trials: TrialFlags = TRIALS,
     runs: Runs = RUNS,
 ) -> int:
     """Drive a robot with a policy. Sinew sends one command, or holds the robot, in each control step.
 
     With --stream, the policy updates the actions continuously instead of in chunks. If there is a keyboard, the run
-    begins paused. It ends with a report of the control rate, and of the episodes or trials. The exit status is 3 if
+    begins paused. It ends with a report of the control rate, and of the episodes. The exit status is 3 if
     answers failed with errors, if answers were missing at the end, or if the robot never got a command. Late
     answers, for which the robot held, do not count.
 
@@ -62,15 +60,11 @@ def run(
     """
     key = api_key_of(api_key_file)
     if streaming.stream:
-        if (flag := changed(by) or changed(lead) or changed(envelope) or changed(trials)) is not None:
+        if (flag := changed(by) or changed(lead) or changed(envelope)) is not None:
             raise SinewError(f"{flag}: expected none with --stream")
         return run_stream(target, on, streaming, key, runs)
     if (flag := changed(streaming)) is not None:
         raise SinewError(f"{flag} needs --stream")
-    if trials.trials is not None:
-        return run_trials(target, on, by, lead, envelope, trials, runs, key)
-    if (flag := changed(trials)) is not None:
-        raise SinewError(f"{flag} needs --trials")
     with ExitStack() as stack:
         rule = assist_rule(target, by.assist, by.assist_when, by.assist_timeout)
         lead.check()

@@ -104,13 +104,10 @@ class LeaderFlags:
         options = json_object("--takeover-options", self.takeover_options) or {}
         kind, _, rest = self.takeover.partition(":")
         if self.takeover == EXPERT:
-            from sinew.eval.leader import ExpertLeader
-            from sinew.eval.robot import SimulatedRobot
-
-            if not isinstance(plan.robot, SimulatedRobot):
+            if plan.facts.leader is None:
                 raise SinewError("--takeover expert: expected a simulated robot, whose state it reads")
             with SinewError.at("--takeover-options", TypeError):
-                return ExpertLeader(plan.robot, **options)
+                return plan.facts.leader(**options)
         if kind == "lerobot" and rest:
             names = plan.facts.names("action") or plan.policy["action"].get("names")
             if not names:

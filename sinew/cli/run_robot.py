@@ -59,7 +59,7 @@ class RobotFlags:
         stale: Maximum age of a frame, in seconds. The robot holds if its frames are older.
         watchdog: Hold the robot from a second thread while its own methods block. Use --no-watchdog if the
             robot must not be held during observe.
-        seconds: End after this many seconds. With --trials, this is the limit of each trial, which then
+        seconds: End after this many seconds. In `sinew trials`, this is the limit of each trial, which then
             counts as failed.
         episodes: Number of episodes to play in gym:ENV.
         record: New file for the decision log, or a folder with one file for each trial. `sinew recording

@@ -105,6 +105,10 @@ OWN: dict[str, dict[str, Verb]] = {
         "run": Verb(
             "Drive a robot with a policy.", "run tcp://127.0.0.1:5555 --robot my_robot:Arm --seconds 60"
         ),
+        "trials": Verb(
+            "Compare policies on one robot, blind and scene by scene.",
+            "trials A.gguf --compare B.gguf --robot pen --scenes 20 --out runs/pen",
+        ),
         "top": Verb("Show what a server does, in the terminal.", "top http://127.0.0.1:8000"),
     },
     "Measure": {

@@ -23,8 +23,7 @@ from sinew.eval.policies import (
     open_policy,
 )
 from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
-from sinew.eval.settings import Task, Variant
-from sinew.eval.sources import StreamCosts
+from sinew.eval.settings import StreamCosts, Task, Variant
 
 TURNS = 4  # episodes of a group for each that is played at once: the last ones of a group have no others beside them
 

@@ -17,7 +17,7 @@ from sinew_client.untrusted import named, open_regular
 
 from sinew.core import SinewError
 from sinew.engine.backend import choose
-from sinew.eval.settings import Variant
+from sinew.eval.settings import StreamCosts, Variant
 from sinew.sim.experts import EXPERTS, Expert, open_expert
 
 if TYPE_CHECKING:
@@ -211,7 +211,6 @@ def _computing(variant: Variant) -> dict[str, Any]:
 def chosen(variant: Variant) -> EngineChoice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
     from sinew.bundle.rename import parse_renames, rename_cameras
-    from sinew.eval.sources import StreamCosts
     from sinew.policy import open_bundle
 
     opened = open_bundle(variant.target)

@@ -1,4 +1,5 @@
-"""A gymnasium environment as a robot for the controller's loop: its time passes when it is acted on."""
+"""A gymnasium environment as a robot for the controller's loop, whose time passes when it is acted on; its expert as a
+leader, which takes over from a policy."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import numpy as np
 from sinew_client.control import Stopped
 from sinew_client.control.facts import RobotFacts
 from sinew_client.control.robots import renamed
+
+from sinew.core import SinewError
 
 if TYPE_CHECKING:
     import gymnasium
@@ -60,7 +63,11 @@ class SimulatedRobot:
             episodes=self,
             scenes=self,
             success=lambda: self.success,
+            leader=self._expert,
         )
+
+    def _expert(self, **options: Any) -> ExpertLeader:
+        return ExpertLeader(self, **options)
 
     def observe(self) -> dict[str, Any]:
         """Return what the environment shows, drawn once per step. ``age`` is that of what a chunk counts its rows
@@ -128,3 +135,40 @@ class StreamedRobot(SimulatedRobot):
             del seen["images"]
         self._shown = taken
         return seen
+
+
+class ExpertLeader:
+    """What the expert of a robot's environment would do now. Implements ``Leader`` of ``sinew_client.control``.
+
+    after: control steps of an episode after which it takes over by itself, until the next one begins; None: when told
+    alone. A policy that succeeds is done by then, so it corrects those that fail.
+    """
+
+    def __init__(self, robot: SimulatedRobot, after: int | None = None):
+        spec = robot.env.spec
+        if spec is None:
+            raise SinewError(
+                "--takeover expert: expected an environment with an expert, got one without a name"
+            )
+        if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < 1):
+            raise SinewError(f"--takeover-options: after: expected a whole number of steps, got {after!r}")
+        self._robot, self._after = robot, after
+        from sinew.sim.experts import open_expert
+
+        self._expert = open_expert(spec.id)
+        self._episode = -1
+
+    @property
+    def wanted(self) -> bool:
+        """Return True if the present episode takes longer than it should."""
+        return self._after is not None and self._robot.steps >= self._after
+
+    def read(self) -> np.ndarray:
+        """Return what the expert does in the environment's present state, float32 [D]."""
+        if self._episode != self._robot.finished:
+            self._expert.start(self._robot.env)
+            self._episode = self._robot.finished
+        return self._expert.infer({"images": {}, "state": np.zeros(0, np.float32)}).actions[0]
+
+    def close(self) -> None:
+        self._expert.close()

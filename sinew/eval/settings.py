@@ -81,6 +81,30 @@ class Latency:
 NONE = "none"  # of a sweep, for what is a file or a form
 
 
+_COSTS = re.compile(
+    rf"(?P<prefix>{_NUMBER}):(?P<head>{_NUMBER})(?::(?P<guidance>guided|no-jacobian|ramp|none))?"
+)
+
+
+@dataclass(frozen=True)
+class StreamCosts:
+    """What a prefix and a run of the head take, seconds of simulated time, and the guidance of whole chunks."""
+
+    prefix: float
+    head: float
+    guidance: str = "none"
+
+    @classmethod
+    def parse(cls, text: str) -> StreamCosts:
+        """Return the costs of ``PREFIX:HEAD[:GUIDANCE]``, milliseconds. Raises SinewError."""
+        found = _COSTS.fullmatch(text)
+        if found is None:
+            raise SinewError(
+                f"stream: expected PREFIX:HEAD[:GUIDANCE] in milliseconds, such as 33:2, got {text!r}"
+            )
+        return cls(float(found["prefix"]) / 1e3, float(found["head"]) / 1e3, found["guidance"] or "none")
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's

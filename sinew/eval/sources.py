@@ -7,9 +7,7 @@ depend on the machine that plays it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from sinew_client.streams import StreamWindow
 
 from sinew.core import SinewError
 from sinew.eval.policies import EvalPolicy
-from sinew.eval.settings import Latency
+from sinew.eval.settings import Latency, StreamCosts
 from sinew.stream.session import Session, StateSample
 
 
@@ -100,30 +98,6 @@ def _timeless(observation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------- streams
-
-_NUMBER = r"\d+(?:\.\d+)?"
-_COSTS = re.compile(
-    rf"(?P<prefix>{_NUMBER}):(?P<head>{_NUMBER})(?::(?P<guidance>guided|no-jacobian|ramp|none))?"
-)
-
-
-@dataclass(frozen=True)
-class StreamCosts:
-    """What a prefix and a run of the head take, seconds of simulated time, and the guidance of whole chunks."""
-
-    prefix: float
-    head: float
-    guidance: str = "none"
-
-    @classmethod
-    def parse(cls, text: str) -> StreamCosts:
-        """Return the costs of ``PREFIX:HEAD[:GUIDANCE]``, milliseconds. Raises SinewError."""
-        found = _COSTS.fullmatch(text)
-        if found is None:
-            raise SinewError(
-                f"stream: expected PREFIX:HEAD[:GUIDANCE] in milliseconds, such as 33:2, got {text!r}"
-            )
-        return cls(float(found["prefix"]) / 1e3, float(found["head"]) / 1e3, found["guidance"] or "none")
 
 
 def way(latency: Latency) -> float:

@@ -26,15 +26,13 @@ from sinew.eval.observations import episodes
 from sinew.eval.report.gate import read_gate
 from sinew.eval.report.gating import gate_of, play_gate
 from sinew.lowbit.gptq import WIDEST
-from sinew.lowbit.recipes import parse_bytes, parse_recipe, stored_bytes
+from sinew.lowbit.recipes import Measure, Trial, parse_bytes, parse_recipe, stored_bytes
 from sinew.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
 from sinew.policy import Policy, open_bundle
 from sinew.processing import ModelInputs
 
 PROVED = 8  # observations of the proof of what will be rounded, at most
 Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
-Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
-Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from sinew.core import scratch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
-    from sinew.lowbit.quantization import Measure
-    from sinew.lowbit.recipes import Point
+    from sinew.lowbit.recipes import Measure, Point
 
 
 def search(

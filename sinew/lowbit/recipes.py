@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
@@ -19,6 +20,8 @@ UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**2
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 
 Recipe = Mapping[str, str]
+Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
+Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 
 @dataclass(frozen=True)

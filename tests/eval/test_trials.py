@@ -1,4 +1,4 @@
-"""``sinew run --trials``: the line that a person types, each trial kept, and what the leaderboard says of a sitting."""
+"""``sinew trials``: the line that a person types, each trial kept, and what the leaderboard says of a sitting."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Bench(Dry):
 
 
 def typed(*words: object) -> int:
-    return main(["run", *map(str, words)])
+    return main(["trials", *map(str, words)])
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sitting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sitting")
     kept = ("--record", folder / "journals", "--out", folder / "out")
-    assert typed(*BENCH, *kept, "--trials", 2, "--order", 1) == 0
+    assert typed(*BENCH, *kept, "--scenes", 2, "--order", 1) == 0
     return folder
 
 
@@ -117,7 +117,7 @@ def test_a_robot_that_judges_itself_gives_the_outcomes_of_the_evaluation(
     spoiled: Path, tmp_path: Path
 ) -> None:
     """Of the same seeds, to the bit of every command."""
-    robot = ("--robot", f"{__name__}:Patient", "--trials", 6, "--out", tmp_path / "trials")
+    robot = ("--robot", f"{__name__}:Patient", "--scenes", 6, "--out", tmp_path / "trials")
     assert typed(PEN, "--compare", spoiled, *robot, *PLAIN, "--frames", tmp_path / "frames") == 0
     run = (
         "--env",
@@ -191,21 +191,21 @@ def test_the_leaderboard_reads_it_and_the_page_shows_the_scenes_in_pairs(
 def test_a_plan_is_not_changed_on_the_way(sitting: Path, capsys: pytest.CaptureFixture[str]) -> None:
     robot = (*BENCH, "--out", sitting / "out")
     for flags, said in (
-        (("--trials", 4), "with scenes 2, got 4"),
-        (("--trials", 2, "--order", 2), "with order 1, got 2"),
-        (("--trials", 2, "--seconds", 9), "with seconds None, got 9.0"),
+        (("--scenes", 4), "with scenes 2, got 4"),
+        (("--scenes", 2, "--order", 2), "with order 1, got 2"),
+        (("--scenes", 2, "--seconds", 9), "with seconds None, got 9.0"),
     ):
         assert typed(*robot, *flags) == 1
         assert said in " ".join(capsys.readouterr().err.split())
     before = (sitting / "out" / "episodes.jsonl").read_bytes()
-    assert typed(*robot, "--trials", 2) == 0  # which is done
+    assert typed(*robot, "--scenes", 2) == 0  # which is done
     assert (sitting / "out" / "episodes.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow  # a process of its own, killed twice: 3 CPU s
 def test_a_kill_loses_no_trial_and_counts_none_twice(spoiled: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ("run", PEN, "--compare", spoiled, "--robot", "pen", "--trials", 4, "--out", out, "--hz", "60")
+    words = ("trials", PEN, "--compare", spoiled, "--robot", "pen", "--scenes", 4, "--out", out, "--hz", "60")
     for count in (2, 5):
         command = [sys.executable, "-m", "sinew", *map(str, words)]
         with processes.Process(command, stdin=-3, stdout=-3, stderr=-3) as process:  # subprocess.DEVNULL
@@ -231,7 +231,7 @@ def test_a_policy_that_does_not_answer_has_not_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody sees it: the trial is discarded, the sitting ends, and the same command goes on."""
-    words = (PEN, *BENCH[3:-1], "1000", "--trials", 1, "--out", tmp_path)
+    words = (PEN, *BENCH[3:-1], "1000", "--scenes", 1, "--out", tmp_path)
     assert typed(*words, "--timeout", "0.0001") == 3  # over at the next step, before any inference
     (found,) = lines(tmp_path)
     assert (found["counted"], found["judge"]) == (False, "loop")
@@ -257,7 +257,7 @@ class Person:
 
     def __init__(self, *words: object):
         self._end, theirs = pty.openpty()
-        command = [sys.executable, "-m", "sinew", "run", *map(str, words)]
+        command = [sys.executable, "-m", "sinew", "trials", *map(str, words)]
         self.process = processes.Process(command, stdin=theirs, stdout=theirs, stderr=theirs)
         self.told = [b""]
         os.close(theirs)
@@ -282,7 +282,7 @@ PRESSED = (
 def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) -> None:
     """Two policies; a verdict is changed before it is kept, a trial comes again, and q ends the sitting."""
     out = tmp_path / "out"
-    person = Person(PEN, "--compare", "replan=3", *DRY, "--trials", 2, "--out", out)
+    person = Person(PEN, "--compare", "replan=3", *DRY, "--scenes", 2, "--out", out)
     with person.process as process:
         try:
             for keys, shown in PRESSED:
@@ -311,7 +311,7 @@ def test_a_person_begins_judges_discards_and_is_told_no_names(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_person_keeps_what_the_robot_says(tmp_path: Path) -> None:
-    person = Person(PEN, "--robot", "pen", "--trials", 1, "--out", tmp_path)
+    person = Person(PEN, "--robot", "pen", "--scenes", 1, "--out", tmp_path)
     with person.process as process:
         try:
             for keys, shown in ((b"", b"waits"), (b" ", b"(robot)"), (b"\r", b"The plan was kept.")):
@@ -346,7 +346,7 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
     journals = tmp_path / "journals"
     other = threading.Thread(target=judge)
     other.start()
-    assert typed(PEN, *DRY, "--trials", 2, "--judge", said, "--out", out, "--record", journals) == 0
+    assert typed(PEN, *DRY, "--scenes", 2, "--judge", said, "--out", out, "--record", journals) == 0
     other.join()
     found = [(each["trial"], each["success"], each["counted"], each["judge"]) for each in lines(out)]
     assert found == [("001", True, True, "file"), ("002", False, False, "file")]
@@ -356,17 +356,23 @@ def test_another_program_judges(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "1 of 2 trials are left; the same command goes on" in shown
 
 
+@pytest.mark.parametrize(("flag", "value", "other"), [("--scenes", "2", "--out"), ("--out", "x", "--scenes")])
+def test_scenes_and_a_folder_are_required(
+    flag: str, value: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(PEN, *DRY, flag, value) == 2
+    assert f"{other} is required" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--trials", 2), "--trials needs --out FOLDER"),
-        (("--out", "x"), "--out needs --trials"),
-        (("--trials", 2, "--out", "x"), "got a standard input that is no terminal"),
-        (("--trials", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
-        (("--trials", 2, "--out", "x", "--judge", "."), "expected a file or a FIFO, got a directory"),
-        (("--trials", 2, "--out", "x", "--takeover", "expert"), "--takeover: expected none with --trials"),
-        (("--trials", 2, "--out", "x", "--compare", "latency=3"), "one of replan, handover, solver_steps"),
-        (("--trials", 2, "--out", "x", "--compare", "blocks"), "of the first policy"),
+        (("--scenes", 2, "--out", "x"), "got a standard input that is no terminal"),
+        (("--scenes", 2, "--out", "x", "--judge", "nowhere"), "--judge nowhere: No such file"),
+        (("--scenes", 2, "--out", "x", "--judge", "."), "expected a file or a FIFO, got a directory"),
+        (("--scenes", 2, "--out", "x", "--takeover", "expert"), "--takeover: expected none for trials"),
+        (("--scenes", 2, "--out", "x", "--compare", "latency=3"), "one of replan, handover, solver_steps"),
+        (("--scenes", 2, "--out", "x", "--compare", "blocks"), "of the first policy"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -413,7 +419,7 @@ def test_a_signal_while_a_scene_is_set_up_closes_the_robot(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        typed(PEN, "--robot", f"{__name__}:Told", "--hz", "60", "--trials", 1, "--out", "out")
+        typed(PEN, "--robot", f"{__name__}:Told", "--hz", "60", "--scenes", 1, "--out", "out")
     assert Path("closed").exists()
     assert not lines(Path("out"))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -433,7 +439,7 @@ def test_a_verdict_that_comes_too_late_is_not_the_next_trials(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("said").touch()
-    words = (PEN, "--robot", f"{__name__}:Slow", "--hz", "60", "--trials", 2, "--out", "out")
+    words = (PEN, "--robot", f"{__name__}:Slow", "--hz", "60", "--scenes", 2, "--out", "out")
     assert typed(*words, "--judge", "said", "--go") == 0
     assert [(each["judge"], each["success"]) for each in lines(Path("out"))] == [("robot", True)] * 2
     assert "as the trial is over, got 'failure'" in " ".join(capsys.readouterr().err.split())
@@ -453,7 +459,7 @@ def test_a_verdict_that_comes_too_late_is_not_the_next_trials(
 def test_a_fault_of_the_robot_is_no_verdict(
     robot: type, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (PEN, "--robot", f"{__name__}:{robot.__name__}", "--hz", "60", "--trials", 1, "--out", tmp_path)
+    words = (PEN, "--robot", f"{__name__}:{robot.__name__}", "--hz", "60", "--scenes", 1, "--out", tmp_path)
     assert typed(*words) == 1
     assert said in " ".join(capsys.readouterr().err.split())
     assert not lines(tmp_path)

@@ -368,7 +368,7 @@ def _readers(folder: Path) -> dict[str, Reader]:
         "eval --gate": Reader(json.loads((GATES / "pen.json").read_text()), _gate),
         "eval --join plan": Reader(plan, _farm),
         "episodes of a farm": Reader({"key": plan["keys"][0], **_episode(5000).to_dict()}, _episodes),
-        "run --trials": Reader(
+        "trials": Reader(
             {
                 "plan": json.loads((folder / "sitting" / "sitting.json").read_text()),
                 "begun": {"begun": "001", "seed": 5000},
@@ -394,7 +394,7 @@ def _readers(folder: Path) -> dict[str, Reader]:
 
 NAMED = (
     "eval --repeat report.json", "eval --repeat report.html", "eval --out with a report", "eval --gate",
-    "eval --join plan", "episodes of a farm", "run --trials", "leaderboard", "leaderboard of an old report", "hub push",
+    "eval --join plan", "episodes of a farm", "trials", "leaderboard", "leaderboard of an old report", "hub push",
     "recording replay", "run --limits", "eval --adapter", "manifest of a bundle", "edge adapter", "exported graphs",
     "cache", "fleet", "metadata of a server", "a checkpoint's configuration",
 )  # fmt: skip

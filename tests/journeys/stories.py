@@ -392,12 +392,12 @@ def control(walk: Walk) -> None:
     for name in ("A.gguf", "B.gguf"):
         walk.copy(ASSETS / "pen.gguf", name)
     walk.type(
-        "sinew run A.gguf --compare B.gguf --robot pen --trials 20 --out runs/pen",
+        "sinew trials A.gguf --compare B.gguf --robot pen --scenes 20 --out runs/pen",
         instead=("20", "2"),
         says=("2 scenes; 2 were played. The plan was kept.",),
     )
     walk.leaves(
-        "sinew run tcp://server:5555 --robot my_robot:Arm --trials 20 --seconds 60 --out runs/arm --frames frames/",
+        "sinew trials tcp://server:5555 --robot my_robot:Arm --scenes 20 --seconds 60 --out runs/arm --frames frames/",
         "needs a person at its keyboard; tests/eval/test_trials.py has one",
     )
 

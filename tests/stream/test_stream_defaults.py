@@ -9,7 +9,7 @@ from sinew_client.control.defaults import usual_guidance
 
 from sinew.cli import main
 from sinew.cli.run_stream import STREAM
-from sinew.eval.sources import StreamCosts
+from sinew.eval.settings import StreamCosts
 from sinew.policy import open_bundle
 from sinew.stream import StreamSettings
 

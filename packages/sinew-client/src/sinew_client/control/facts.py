@@ -77,6 +77,8 @@ class RobotFacts:
         episodes: The robot as one with episodes; None if it has none.
         scenes: The robot as one that sets up and judges trials; None if it does not.
         success: Returns how the present trial ended, if the robot judges it: True, False, or None meanwhile.
+        leader: Opens the scripted expert of its task as a leader (``sinew run --takeover expert``), with options as
+            keywords. None if it has none.
         close: Disconnects it; None if there is nothing to close.
     """
 
@@ -94,6 +96,7 @@ class RobotFacts:
     episodes: Episodic | None = None
     scenes: Scenes | None = None
     success: Callable[[], Any] = _no_verdict
+    leader: Callable[..., Any] | None = None
     close: Callable[[], None] | None = None
 
     def names(self, part: str) -> list[str]:

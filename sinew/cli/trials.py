@@ -1,4 +1,4 @@
-"""``sinew run --trials``: policies on one robot, scene by scene, blind, each trial begun, judged and kept.
+"""``sinew trials``: policies on one robot, scene by scene, blind, each trial begun, judged and kept.
 
 Space begins, pauses and goes on; ``s``, ``f`` and ``d`` say how it ended; Enter keeps that; ``q`` stops.
 """
@@ -19,17 +19,18 @@ from cyclopts import Parameter, validators
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
+from sinew_client.auth import api_key_of
 from sinew_client.control.listeners.keep import Keep
 from sinew_client.signals import handled
 from sinew_client.target import is_address
 
 from sinew.cli import status, terminal
-from sinew.cli.eval import print_report
-from sinew.cli.options import CAMERAS, CountIfAny, Flag, Runs, Texts, changed, json_object, motion_of
+from sinew.cli.eval import print_report, variant_of
+from sinew.cli.options import CAMERAS, RUNS, Count, Flag, Runs, Texts, changed, json_object, motion_of
 from sinew.cli.run_connection import asking
-from sinew.cli.run_leader import EnvelopeFlags, FrameKeeper, LeaderFlags
-from sinew.cli.run_rig import ChunkFlags, Rig, open_rig
-from sinew.cli.run_robot import EMBEDDED, RobotFlags, drive, of_robot
+from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
+from sinew.cli.run_rig import CHUNKS, ChunkFlags, Rig, open_rig
+from sinew.cli.run_robot import EMBEDDED, ROBOT, RobotFlags, drive, of_robot
 from sinew.cli.run_view import Keys
 from sinew.core import SinewError
 
@@ -57,13 +58,13 @@ class TrialFlags:
     """Trials of one policy, or of several in one sitting.
 
     Attributes:
-        trials: Number of scenes. Every policy has one trial in each. A person starts each trial and judges
+        scenes: Number of scenes. Every policy has one trial in each. A person starts each trial and judges
             it. A robot can do so itself, as simulated ones do: `set_up(seed)` prepares a scene, and `success`
             is True, False, or None while the trial runs.
-        compare: Another policy, or settings of the first one as KEY=VALUE,... (replan, handover, engine ...).
-            Repeatable. All meet the same scenes in random order, and nothing shows which one drives.
         out: Folder with one line for each trial. The same command continues an interrupted run. `sinew
             leaderboard` reads the folder.
+        compare: Another policy, or settings of the first one as KEY=VALUE,... (replan, handover, engine ...).
+            Repeatable. All meet the same scenes in random order, and nothing shows which one drives.
         judge: File or FIFO to which another program writes lines: go, success, failure, discard REASON, quit.
         seed: Seed of the first scene. It sets the noise of the chunks and the scene of a simulated robot.
         order: Number that determines the order of the trials. Default: a random number, which is stored.
@@ -71,52 +72,58 @@ class TrialFlags:
             flag, all scenes are played and no result is shown before the last one.
     """
 
-    trials: CountIfAny = None
+    scenes: Count
+    out: Path
     compare: Texts = ()
-    out: Path | None = None
     judge: Path | None = None
     seed: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 5000
     order: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None
     sequential: Flag = False
 
 
-TRIALS = TrialFlags()
-
-
-def run_trials(
-    target: str,
-    on: RobotFlags,
-    by: ChunkFlags,
-    lead: LeaderFlags,
-    envelope: EnvelopeFlags,
-    trials: TrialFlags,
-    runs: Runs,
-    key: str,
+def trials(
+    target: str = "tcp://127.0.0.1:5555",
+    /,
+    *,
+    plan: TrialFlags,
+    on: RobotFlags = ROBOT,
+    by: ChunkFlags = CHUNKS,
+    lead: LeaderFlags = LEADER,
+    envelope: EnvelopeFlags = ENVELOPE,
+    runs: Runs = RUNS,
+    api_key_file: Path | None = None,
 ) -> int:
-    """Play what is left of a sitting. Ends with its report, or where it was stopped."""
-    if trials.out is None:
-        raise SinewError("--trials needs --out FOLDER for its results")
-    if (count := trials.trials or 0) > MOST:
-        raise SinewError(f"--trials: expected at most {MOST} scenes, got {count}")
+    """Compare policies on one robot, blind and scene by scene.
+
+    A person sets up each scene, starts each trial and judges it. Nothing shows which policy drives. The run ends with a
+    report. The exit status is 3 if answers failed with errors, or if the robot never got a command.
+
+    Args:
+        target: Policy that drives the robot, as for `sinew run`.
+        api_key_file: File with the key of the servers. Default: SINEW_API_KEY in the environment.
+    """
+    key = api_key_of(api_key_file)
+    if (count := plan.scenes) > MOST:
+        raise SinewError(f"--scenes: expected at most {MOST}, got {count}")
     driven = changed(replace(lead, frames=None)) or changed(
         replace(ChunkFlags(), assist=by.assist, split=by.split)
     )
     if on.episodes is not None or driven:
-        raise SinewError(f"{driven or '--episodes'}: expected none with --trials, which are one policy's own")
+        raise SinewError(f"{driven or '--episodes'}: expected none for trials, which are one policy's own")
     from sinew.eval import episode_log
     from sinew.eval.settings import Task, Variant
     from sinew.eval.trials.report import write_page
     from sinew.eval.trials.sitting import Sitting
 
     with ExitStack() as stack:
-        asked, open_robot, rigs = _asked(target, by, trials, runs), on.opener(by.substeps), list[Rig]()
+        asked, open_robot, rigs = _asked(target, by, plan, runs), on.opener(by.substeps), list[Rig]()
         variants = list[Variant]()
 
         def robot_of(policy: Any) -> Any:
             if not rigs:
                 return on.opened(stack, open_robot, policy)
             first = rigs[0].plan
-            _same_robot(first.policy, policy, trials.compare[len(rigs) - 1], on.kinematics is not None)
+            _same_robot(first.policy, policy, plan.compare[len(rigs) - 1], on.kinematics is not None)
             return first.robot
 
         for variant in asked:
@@ -133,13 +140,11 @@ def run_trials(
         motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
         name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
-        room = Room(stack, on, by, lead, trials, rigs, key)
-        trials.out.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(episode_log.sole(trials.out, "a sitting has one robot"))
+        room = Room(stack, on, by, lead, plan, rigs, key)
+        plan.out.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(episode_log.sole(plan.out, "a sitting has one robot"))
         rules = {name: getattr(on, name) for name in DRIVEN} | {name: getattr(by, name) for name in BY_CHUNKS}
-        sitting = Sitting(
-            trials.out, task, variants, count, trials.seed, trials.order, trials.sequential, rules
-        )
+        sitting = Sitting(plan.out, task, variants, count, plan.seed, plan.order, plan.sequential, rules)
         failed = room.play(sitting)
         record, due = room.report(sitting), sitting.due()
     if due is None and record is not None:
@@ -148,26 +153,26 @@ def run_trials(
         terminal.say(f"wrote {write_page(sitting, record, lead.frames)}")
     elif due is not None:
         left = due.total - due.number + 1
-        terminal.say(f"{left} of {due.total} trials are left; the same command goes on from {trials.out}")
+        terminal.say(f"{left} of {due.total} trials are left; the same command goes on from {plan.out}")
     terminal.emit({**(record if due is None and record else {}), "complete": due is None, "failed": failed})
     return status.ended(failed)
 
 
-def _asked(target: str, by: ChunkFlags, trials: TrialFlags, runs: Runs) -> list[Variant]:
+def _asked(target: str, by: ChunkFlags, plan: TrialFlags, runs: Runs) -> list[Variant]:
     from sinew.eval.settings import parse_replan
     from sinew.eval.variants import variants
 
-    for text in trials.compare:
+    for text in plan.compare:
         names = [
             part.partition("=")[0] for part in text.split(",") if "=" in part and not Path(text).exists()
         ]
         if other := [name for name in names if name.replace("-", "_") not in VARIED]:
             raise SinewError(f"--compare: expected a policy, or one of {', '.join(VARIED)}, got {other[0]}")
     try:
-        base = runs.variant(target, CAMERAS, replan=parse_replan(by.replan), handover=by.handover)
+        base = variant_of(target, runs, CAMERAS, replan=parse_replan(by.replan), handover=by.handover)
     except ValueError as error:
         raise SinewError(f"--replan: {error}") from None
-    return variants(base, (), trials.compare)
+    return variants(base, (), plan.compare)
 
 
 def _same_robot(first: Mapping[str, Any], policy: Mapping[str, Any], name: str, posed: bool) -> None:
@@ -200,7 +205,7 @@ class Room(Keys):
         on: RobotFlags,
         by: ChunkFlags,
         lead: LeaderFlags,
-        trials: TrialFlags,
+        flags: TrialFlags,
         rigs: list[Rig],
         key: str,
     ):
@@ -219,10 +224,10 @@ class Room(Keys):
                     f"robot: expected a method set_up(seed), which sets a scene up: {error}"
                 ) from None
         self.keyboard = sys.stdin.isatty() and sys.stdout.isatty()
-        waits = (self.keyboard or trials.judge is not None) and not by.go
+        waits = (self.keyboard or flags.judge is not None) and not by.go
         if not (waits or self.alone):
             raise SinewError(
-                "--trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
+                "trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
                 f" (set_up, success), got {'--go' if by.go else 'a standard input that is no terminal'}"
             )
         limit = on.ticks(rigs[0].plan.settings.hz)
@@ -230,7 +235,7 @@ class Room(Keys):
             raise SinewError(
                 "--seconds: expected the longest time of a trial where there is no keyboard, got none"
             )
-        self.desk = Desk(waits, self.keyboard and waits, limit, trials.judge)
+        self.desk = Desk(waits, self.keyboard and waits, limit, flags.judge)
         stack.callback(self.desk.close)
         self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].plan, stack)
 
@@ -372,4 +377,4 @@ class Room(Keys):
         if self.typing is not None:
             rows.append((f"discarded, because  {self.typing}_\n", "bold"))
             help_line = "Enter discards it   Esc goes back"
-        return Panel(Group(Text.assemble(*rows), Text(help_line, style="dim")), title="sinew run --trials")
+        return Panel(Group(Text.assemble(*rows), Text(help_line, style="dim")), title="sinew trials")
