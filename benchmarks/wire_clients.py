@@ -191,6 +191,40 @@ class LeRobot:
         self.robot.channel.close()
 
 
+class LeRobotRemote:
+    """A robot of LeRobot's remote inference in chunk mode; no place for a seed."""
+
+    def __init__(self, address: str, api_key: str = "", policy: str = "blocks"):
+        from tests.serve.lerobot_remote_client import RemoteRobot, rgb, tensor
+
+        self.tensor, self.rgb = tensor, rgb
+        self.robot = RemoteRobot(address, policy, api_key)
+        try:
+            self.robot.start()
+        except BaseException:
+            self.robot.close(politely=False)
+            raise
+        self.names = [each["name"] for each in self.robot.descriptor["capabilities"]["features"]]
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        features: dict[str, Any] = {}
+        for name in self.names:
+            short = name.rpartition(".")[2]
+            frame = frames.get(short)
+            features[name] = self.tensor(state.astype(np.float32)) if frame is None else self.rgb(frame)
+        from tests.serve.lerobot_remote_client import array
+
+        body = self.robot.infer(features, prompt)
+        seconds = body["server_durations"]
+        rows = array(body["canonical_actions"])
+        return Answer(rows, 1e3 * seconds["worker"], 1e3 * seconds["queue"])
+
+    def close(self) -> None:
+        self.robot.close(politely=False)
+
+
 class Evo1:
     """Text frames of JSON with pictures in BGR, as the scripts of Evo-1's repository; no place for a seed or timing.
     width: of the robot's actions, of the 24 that the model has."""
@@ -271,6 +305,7 @@ CLIENTS: dict[str, Any] = {
     "http": Http,
     "groot": Groot,
     "lerobot": LeRobot,
+    "lerobot-remote": LeRobotRemote,
     "evo1": Evo1,
 }
 

@@ -26,7 +26,7 @@ from sinew.cli.options import (
     Runs,
     Texts,
 )
-from sinew.cli.serve_listen import LISTENING, Listening, set_up_logs, warn_of_exposure
+from sinew.cli.serve_listen import LISTENING, REMOTE, Listening, Remote, set_up_logs, warn_of_exposure
 from sinew.core import SinewError, hints
 from sinew.memory import counts_activations, memory_need
 from sinew.serve.access_log import access_logging
@@ -103,6 +103,7 @@ def serve(
     adapter: Texts = (),
     context: Annotated[tuple[Literal["fp32", "bf16", "int8"], ...], Parameter(negative="")] = (),
     on: Listening = LISTENING,
+    remote: Remote = REMOTE,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
     threads: CountIfAny = None,
@@ -150,6 +151,7 @@ def serve(
             max_connections=bounds.max_connections,
             arrival_s=bounds.arrival_s,
             origins=bounds.allow_origin,
+            remote=remote.settings(),
         )
         viewer = None
         if rerun is not None:

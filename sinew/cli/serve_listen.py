@@ -15,9 +15,10 @@ from sinew_client.tls import ALLOW_VARIABLE
 
 from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts
+from sinew.core import MAX_SIZE, SinewError, hints
 from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.renewed import Keys, Renewed
-from sinew.serve.transport.listen import Listen
+from sinew.serve.transport.listen import Listen, RemoteSettings
 from sinew.serve.wire import Listener
 from sinew.serve.wires import parse, servers
 
@@ -31,15 +32,16 @@ class Listening:
 
     Args:
         wire: Client protocol, as NAME or NAME:PORT. Repeatable. Protocols: native (5555), openpi (8000), evo1
-            (9000), vla-eval (8000), http (8000), groot (5555), lerobot (8080). Default: native and openpi.
-            Port 0 takes a free one. native:ipc:///PATH listens on a Unix socket for robots of the same user.
+            (9000), vla-eval (8000), http (8000), groot (5555), lerobot (8080), lerobot-remote (7447).
+            Default: native and openpi. Port 0 takes a free one. native:ipc:///PATH listens on a Unix socket
+            for robots of the same user.
         host: Address to listen on. Any address other than loopback is reachable from other machines.
         deadline_ms: The server rejects requests that would begin later than this after their arrival, in
             milliseconds.
         api_key_file: File with one or several keys, one per line. A role may precede a key: robot:KEY,
             metrics:KEY, admin:KEY. Default: SINEW_API_KEY in the environment.
-        tls_cert: PEM file with the certificate. It encrypts native (tls://HOST:PORT), openpi, http and
-            lerobot.
+        tls_cert: PEM file with the certificate. It encrypts native (tls://HOST:PORT), openpi, http, lerobot
+            and lerobot-remote.
         tls_key: PEM file with the private key.
         allow_host: Further name of this server, for browsers that open its page. Repeatable.
         access_log: File for one JSON line per request. - writes to standard error.
@@ -81,6 +83,45 @@ class Listening:
 
 
 LISTENING = Listening()
+
+
+@Parameter(name="*", group="LeRobot's remote inference")
+@dataclass(frozen=True)
+class Remote:
+    """What the protocol lerobot-remote needs. LeRobot's robots compare it with their own settings.
+
+    Args:
+        deployment: Name under which LeRobot's robots find the policy (--inference.deployment). Default: the
+            policy's name.
+        semantics: Name of the units of state and action (--inference.semantics). Each robot has to repeat it.
+            Default: the units of the bundle.
+        camera_size: Size of a camera's frames, as CAMERA=WIDTHxHEIGHT, if it differs from the training data.
+            The policy resizes the frames. Repeatable.
+        router: Zenoh router to connect to, as tls/HOST:7447. Default: listen for robots.
+        zenoh_config: JSON5 file with further settings of Zenoh, for example certificates for the router.
+    """
+
+    deployment: str = ""
+    semantics: str = ""
+    camera_size: Texts = ()
+    router: str = ""
+    zenoh_config: Path | None = None
+
+    def settings(self) -> RemoteSettings:
+        """Return the settings for the wire. Raises :class:`SinewError` for a size that is none."""
+        sizes = []
+        for camera, size in hints.pairs("--camera-size", "CAMERA=WIDTHxHEIGHT", self.camera_size).items():
+            width, _, height = size.partition("x")
+            pixels = [int(each) if each.isdecimal() and len(each) < 6 else 0 for each in (height, width)]
+            if not all(1 <= each <= MAX_SIZE for each in pixels):
+                raise SinewError(
+                    f"--camera-size {camera}: expected WIDTHxHEIGHT, such as 640x480, got {size!r}"
+                )
+            sizes.append((camera, (pixels[0], pixels[1])))
+        return RemoteSettings(self.deployment, self.semantics, tuple(sizes), self.router, self.zenoh_config)
+
+
+REMOTE = Remote()
 
 
 def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:

@@ -32,6 +32,7 @@ EXTRAS = {
     "tensorstore": "jax",
     "torch": "torch",
     "yaml": "ray",
+    "zenoh": "lerobot-remote",
 }
 
 

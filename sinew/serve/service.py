@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sinew_client.auth import role_and_key
+
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError, machine
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.processing.continuation import kind_of
@@ -231,6 +233,12 @@ class Service:
     @property
     def wants_key(self) -> bool:
         return bool(self._keys())
+
+    def robot_keys(self) -> list[str]:
+        """Return the keys with which a robot may ask for actions, for a transport that checks them itself."""
+        return [
+            key for role, key in map(role_and_key, self._keys()) if role in ("", access.ADMIN, access.ROBOT)
+        ]
 
     def health(self) -> dict[str, Any]:
         """Status (ok, unhealthy, stopping), what is wrong, the most memory that the process had, its GPU's, and

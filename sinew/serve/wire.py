@@ -16,13 +16,14 @@ class Wire:
     """port: where the field's clients expect it. transport: what moves its bytes.
 
     codec: ``module:name`` of what translates them: over zeromq the class of a codec, over websocket a ``Dialect``, over
-    http ``Routes``, which share one server with the others of their port; over grpc the class of the whole server.
+    http ``Routes``, which share one server with the others of their port; over grpc and zenoh the class of the whole
+    server.
     """
 
     name: str
     port: int
     about: str
-    transport: Literal["zeromq", "websocket", "http", "grpc"]
+    transport: Literal["zeromq", "websocket", "http", "grpc", "zenoh"]
     codec: str
 
     @property

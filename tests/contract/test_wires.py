@@ -8,6 +8,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,19 @@ from sinew.serve.wires import WIRES
 from tests import processes
 from tests.serve.puppet import FRAME, WAIT_S, desk, until
 
-each_wire = pytest.mark.parametrize("wire", sorted(WIRES))
+needs_zenoh = pytest.mark.skipif(find_spec("zenoh") is None, reason="lerobot-remote needs eclipse-zenoh")
+each_wire = pytest.mark.parametrize(
+    "wire",
+    [pytest.param(name, marks=needs_zenoh if name == "lerobot-remote" else ()) for name in sorted(WIRES)],
+)
 
 
 def open_client(wire: str, address: str, key: str = "") -> WireClient:
-    more: dict[str, Any] = {"lerobot": {"policy": "puppet", "kind": "puppet"}, "evo1": {"width": 2}}.get(
-        wire, {}
-    )
+    more: dict[str, Any] = {
+        "lerobot": {"policy": "puppet", "kind": "puppet"},
+        "lerobot-remote": {"policy": "puppet"},
+        "evo1": {"width": 2},
+    }.get(wire, {})
     return CLIENTS[wire](address.replace("ws://", "http://") if wire == "http" else address, key, **more)
 
 

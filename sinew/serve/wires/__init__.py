@@ -71,6 +71,13 @@ WIRES = {
             "grpc",
             f"{__name__}.lerobot.wire:LeRobotWire",
         ),
+        Wire(
+            "lerobot-remote",
+            7447,
+            "Zenoh and MessagePack: lerobot-rollout --inference.type=remote of LeRobot 0.7",
+            "zenoh",
+            f"{__name__}.lerobot_remote.wire:LeRobotRemoteWire",
+        ),
     )
 }
 GROUP = "sinew.wires"
@@ -142,7 +149,7 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
                 from sinew.serve.transport.zeromq import ZeroMQWire
 
                 opened.append(ZeroMQWire(wire.load()(), here))
-            elif wire.transport == "grpc":
+            elif wire.transport in ("grpc", "zenoh"):
                 opened.append(wire.load()(here))
             elif wires := web.pop(port, []):
                 from sinew.serve.transport.web import WebServer

@@ -37,7 +37,7 @@ MARK = "__lerobot_type__"
 TYPES = ("describe", "descriptor", "open", "accepted", "control", "ack", "observation", "action",
          "language_request", "language_result", "error")  # fmt: skip
 SESSION_TYPES = ("control", "ack", "observation", "action", "language_request", "language_result")
-NAME = re.compile(
+IDENTIFIER = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
 )  # of a deployment, an instance, a session and a request
 DTYPES = {
@@ -221,7 +221,7 @@ def _read(payload: bytes | memoryview) -> tuple[Envelope, Mapping[str, Any]]:
         raise UnreadableError("protocol", f"message_type: expected one of the protocol's, got {shown(kind)}")
     names = [tree.get(name) for name in ("instance_id", "session_id", "request_id")]
     for each in names:
-        if not isinstance(each, str) or (each and not NAME.fullmatch(each)):
+        if not isinstance(each, str) or (each and not IDENTIFIER.fullmatch(each)):
             raise UnreadableError("protocol", f"identifier: expected a short name, got {shown(each)}")
     generation = tree.get("generation")
     if type(generation) is not int or not 0 <= generation <= MAX_COUNTER:
