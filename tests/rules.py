@@ -28,7 +28,7 @@ from sinew.bundle import GGUFFile
 from sinew.families.smolvla.golden.frames import grey_frame, wave, with_noise
 
 ROOT = Path(__file__).resolve().parents[1]
-DTYPES = {"F32": "<f4", "I64": "<i8", "U8": "|u1"}
+DTYPES = {"F32": "<f4", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 PARTS = 4  # of 16 bits in a word, whose sum is nearly normal
 MEAN = PARTS * 0xFFFF / 2
 STD = math.sqrt((2.0**32 - 1) / 3)  # of that sum: PARTS variances of (2**32 - 1) / 12
@@ -116,6 +116,17 @@ def coloured(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
     return with_noise(picture, seed, spec["skip"] + camera * height * width * colours, 32)
 
 
+def tril(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """VQ-BeT's causal mask, [1, 1, N, N]: ones on and below the diagonal."""
+    return np.tril(np.ones(spec["shape"][-2:]))
+
+
+def windows(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """VQ-BeT's indices of the actions of each step, [N, chunk], which inference does not read."""
+    count, width = spec["shape"]
+    return np.arange(count)[:, None] + np.arange(width)[None]
+
+
 RULES: dict[str, Rule] = {
     "normal": normal,
     "uniform": uniform,
@@ -126,6 +137,8 @@ RULES: dict[str, Rule] = {
     "sinusoid_32": sinusoid_32,
     "grey_frame": grey,
     "coloured_frame": coloured,
+    "tril": tril,
+    "windows": windows,
 }
 
 

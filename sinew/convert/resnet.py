@@ -1,4 +1,5 @@
-"""torchvision's ResNets in a checkpoint, under the names of :mod:`sinew.layers.resnet`."""
+"""torchvision's ResNets in a checkpoint, under the names of :mod:`sinew.layers.resnet`, and LeRobot's encoder of views
+by one, under those of :mod:`sinew.layers.keypoints`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from sinew.bundle.writer import TensorSource
-from sinew.convert.tensors import computed
+from sinew.convert.tensors import Rule, apply, computed, reshape
 from sinew.core import ConvertError
 from sinew.layers.resnet import folded
 
@@ -57,3 +58,20 @@ def module(theirs: str) -> str:
     block, _, part = rest.partition(".")
     stage = re.fullmatch(r"layer([1-4])", first)
     return f"stages.{int(stage[1]) - 1}.{block}.{PARTS.get(part, part)}" if stage and part else ""
+
+
+def keypoint_encoder(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
+    """Return the tensors with those of LeRobot's encoder of views below ``theirs`` as :class:`KeypointEncoder`'s below
+    ``ours``. Both end with a dot."""
+    maps, old = f"{ours}keypoints.maps", re.escape(theirs)
+    rules = (
+        Rule(
+            rf"{old}pool\.nets\.weight",  # a convolution of one pixel
+            (f"{maps}.weight",),
+            lambda source: reshape(source, source.shape[0], -1),
+        ),
+        Rule(rf"{old}pool\.nets\.bias", (f"{maps}.bias",)),
+        Rule(rf"{old}pool\.pos_grid", (f"{ours}keypoints.places",)),
+        Rule(rf"{old}out\.(.+)", (rf"{ours}out.\1",)),
+    )
+    return apply(backbone(found, f"{theirs}backbone.", f"{ours}tower."), rules)

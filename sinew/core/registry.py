@@ -33,6 +33,7 @@ FAMILIES = (
     "vla_jepa",
     "act",
     "diffusion",
+    "vqbet",
     "xvla",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs

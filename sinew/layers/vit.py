@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.layers.attention import attend
 from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, linear_layer
 from sinew.layers.norm import LayerNorm
@@ -168,6 +169,21 @@ class ViTLayer(nn.Module):
         turn = () if rotate is None else (rotate,)  # an attention of another kind need not take it
         x = x + self.scale1(self.attn(self.norm1(x), *turn))
         return x + self.scale2(self.mlp(self.norm2(x)))
+
+
+class MaskedLayer(ViTLayer):
+    """A tower's block whose rows see what a mask lets them see."""
+
+    def fold_sites(self) -> list[FoldSite]:
+        return super().fold_sites()
+
+    def see(self, x: Tensor, mask: Tensor) -> Tensor:  # [B, L, C], bool [B, L, L] -> [B, L, C]
+        q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in self.attn.project(x))
+        return self.attn.o_proj(attend(q, k, v, mask))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.see(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
 
 
 class VisionTransformer(nn.Module):

@@ -99,6 +99,7 @@ class Prepared:
     scale: float
 
 
+SMALLEST_DRAW = np.float32(1e-30)  # of exponential noise, by which policies divide
 MOST_SHAPES = 64  # of frames that are known to fit: they come from clients
 _continued = attrgetter("previous", "delay", "horizon", "rtc", "schedule", "beta")
 
@@ -302,6 +303,8 @@ class Processor:
         generator = np.random.default_rng(seed)
         if kind == "uniform":
             return 2 * generator.random(shape, np.float32) - 1, seed
+        if kind == "exponential":
+            return np.maximum(generator.standard_exponential(shape, np.float32), SMALLEST_DRAW), seed
         return generator.standard_normal(shape, np.float32), seed
 
     def actions(self, chunk: np.ndarray, observation: Observation) -> np.ndarray:
@@ -439,7 +442,12 @@ class Processor:
             return None
         if self.spec.solver.noise == "zeros":
             raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
-        return _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
+        noise = _vector(observation.noise, "noise", self.spec.noises(observation.solver_steps))
+        if self.spec.solver.noise == "exponential" and (least := float(noise.min())) <= 0:
+            raise ObservationError(
+                "noise", "numbers above 0, because this policy divides by them", f"{least:g}"
+            )
+        return noise
 
     def _tokens(self, observation: Observation, state: np.ndarray, advantage: str) -> np.ndarray:
         if not isinstance(observation.prompt, str):

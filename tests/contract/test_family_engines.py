@@ -32,6 +32,7 @@ FAST = (
     "diffusion-ddim",
     "xvla-ee6d",
     "omnivla-edge",
+    "vqbet-parallel",
 )
 TWICE = [
     ("plan", "evo1-mint"),
@@ -42,6 +43,7 @@ TWICE = [
     ("onnx", "act-env"),
     ("onnx", "diffusion-ddpm"),
     ("onnx", "xvla-auto"),
+    ("onnx", "vqbet-sequential"),
 ]  # as another case of its family
 PACKED = {"fold-norms", "pack-qkv", "pack-gate-up"}
 HEADED = PACKED | {"tabulate-time"}
@@ -56,6 +58,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **{case: set() for case in ("act-2cam", "act-env")},
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("xvla-ee6d", "xvla-auto")},
+    **{case: {"fold-norms", "pack-qkv"} for case in ("vqbet-parallel", "vqbet-sequential")},
 }
 
 Open = Callable[[str, str], Policy]

@@ -25,7 +25,15 @@ NEW = "brand_new"
 
 
 # Cases whose layout is that of another case
-ALIKE = ("act-env", "diffusion-ddpm", "pi05-mem", "smolvla-3cam-padded", "smolvla-bf16-vlm", "xvla-auto")
+ALIKE = (
+    "act-env",
+    "diffusion-ddpm",
+    "pi05-mem",
+    "smolvla-3cam-padded",
+    "smolvla-bf16-vlm",
+    "xvla-auto",
+    "vqbet-parallel",
+)
 SHARD = re.compile(r"-0000[2-9]-of-.*")
 ALONE, BESIDE = "alone", "beside"
 

@@ -40,6 +40,7 @@ CASES = (
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
     *("cogact", "omnivla", "omnivla-edge"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
+    *("vqbet-parallel", "vqbet-sequential"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
 
@@ -82,7 +83,9 @@ def observation(case: str, g: Golden) -> Observation:
     if case.startswith("pi0fast"):
         return fast_observation(g, 0)
     if case.startswith("diffusion"):
-        return diffusion_observation(g)
+        return moments_observation(g, diffusion_noise(g))
+    if case.startswith("vqbet"):
+        return moments_observation(g, code_noise(g))
     if case == "pi05-mem":
         return memory_observation(g)
     if case == "omnivla-edge":
@@ -107,8 +110,8 @@ def fast_observation(g: Golden, number: int) -> Observation:
     return Observation.from_mapping(given)
 
 
-def diffusion_observation(g: Golden) -> Observation:
-    """Return Diffusion Policy's, which has two moments, and the noise of each step where the sampler draws it."""
+def moments_observation(g: Golden, noise: np.ndarray) -> Observation:
+    """Return that of a policy that reads several moments."""
     moments = [
         Moment(
             {name.removeprefix("observation.images."): g.numpy(f"frame.{name}")[i] for name in g.cameras},
@@ -116,11 +119,28 @@ def diffusion_observation(g: Golden) -> Observation:
         )
         for i, state in enumerate(g.numpy("state_raw"))
     ]
+    *earlier, newest = moments
+    return Observation(
+        newest.images, newest.state, prompt=g.metadata["task"], noise=noise, earlier=tuple(earlier)
+    )
+
+
+def diffusion_noise(g: Golden) -> np.ndarray:
+    """Return Diffusion Policy's noise, with that of each step where the sampler draws it."""
     noise = g.numpy("noise")[0]
     if "step_noise" in g.tensors:
         noise = np.concatenate([noise[None], g.numpy("step_noise")[:, 0]])
-    *earlier, newest = moments
-    return Observation(newest.images, newest.state, noise=noise, earlier=tuple(earlier))
+    return noise
+
+
+def code_noise(g: Golden, draws: int | None = 0) -> np.ndarray:
+    """Return VQ-BeT's noise of a set of draws; None: that of the most likely codes. Spare numbers are not read."""
+    rows, dim = g["actions"].shape[1:]
+    layers, codes = g["code_noise"].shape[2:]
+    noise = np.ones((max(rows, layers), max(dim, codes)), np.float32)
+    if draws is not None:
+        noise[:layers, :codes] = g.numpy("code_noise")[draws, len(g["state_raw"]) - 1]
+    return noise
 
 
 def memory_observation(g: Golden, step: int = 5, moments: int = 3, stride: int = 2) -> Observation:
@@ -411,17 +431,7 @@ def diffusion(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
     pixels, cameras, tokens, mask, state = arguments(policy, given)
     for camera, name in enumerate(g.cameras):
         own = pixels[0, camera :: len(g.cameras)]  # [T, 3, h, w]; numpy made them, where no noise comes
-        encoder = model.vision[camera % len(model.vision)]
-        first = run(encoder.tower.begin, own)
-        stored = g[f"backbone.maxpool.{name}"]
-        yield Stage(f"backbone.maxpool.{name}", first[:, : stored.shape[1]], stored)
-        with Outputs(encoder.tower.stages) as outputs:
-            features = run(encoder.tower, own)
-        for index, output in enumerate(outputs[:3], 1):
-            stored = g[f"backbone.layer{index}.{name}"]
-            yield Stage(f"backbone.layer{index}.{name}", output[:, : stored.shape[1]], stored)
-        yield Stage(f"feature_map.{name}", features, g[f"feature_map.{name}"])
-        yield Stage(f"keypoints.{name}", run(encoder.keypoints, features), g[f"keypoints.{name}"])
+        yield from keypoints(model.vision[camera % len(model.vision)], own, g, name, run)
     image_tokens = run(model.embed_images, pixels)
     for camera, name in enumerate(g.cameras):
         found = image_tokens[0, camera :: len(g.cameras), 0]
@@ -452,6 +462,52 @@ def diffusion(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
     for step in sorted({0, 1, len(g["t"]) // 2, len(g["t"]) - 1}):
         found = run(model.act, g["x_t"][step], embed_time(model, float(g["t"][step]), run), context)
         yield Stage(f"model_output.{step}", found, g["model_output"][step])
+
+
+def keypoints(encoder: Any, pixels: Tensor, g: Golden, name: str, run: Run) -> Iterator[Stage]:
+    """The stages of a camera's frames, up to their keypoints."""
+    first = run(encoder.tower.begin, pixels)
+    stored = g[f"backbone.maxpool.{name}"]
+    yield Stage(f"backbone.maxpool.{name}", first[:, : stored.shape[1]], stored)
+    with Outputs(encoder.tower.stages) as outputs:
+        features = run(encoder.tower, pixels)
+    for index, output in enumerate(outputs[:3], 1):
+        stored = g[f"backbone.layer{index}.{name}"]
+        yield Stage(f"backbone.layer{index}.{name}", output[:, : stored.shape[1]], stored)
+    yield Stage(f"feature_map.{name}", features, g[f"feature_map.{name}"])
+    yield Stage(f"keypoints.{name}", run(encoder.keypoints, features), g[f"keypoints.{name}"])
+
+
+# ----------------------------------------------------------------------------- VQ-BeT
+
+
+def vqbet(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """Up to the newest observation step: the reference also computes action tokens of the future."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    (name,) = g.cameras
+    yield from keypoints(model.vision, pixels[0], g, name, run)
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage(f"image_feature.{name}", image_tokens[0, :, 0], g[f"image_feature.{name}"])
+    x = run(model.embed, image_tokens, state)
+    count, newest = x.shape[1], len(g["state_raw"]) - 1
+    yield Stage("gpt_in", x, g["gpt_in"][:, :count])
+    with Outputs([*model.layers, model.feature_proj]) as outputs:
+        run(model.encode, x)
+    names = *(f"gpt_layer.{index}" for index in range(len(model.layers))), "gpt_out"
+    for name, output in zip(names, outputs, strict=True):
+        yield Stage(name, output, g[name][:, :count])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    if "code_logits" in g.tensors:
+        yield Stage("code_logits", context.logits[0], g["code_logits"][0, newest])
+    yield Stage("offsets_all", context.offsets[0].reshape(g["offsets_all"].shape), g["offsets_all"])
+    noise = torch.from_numpy(np.asarray(given.noise))[None]
+    drawn = model.choose(context.logits, noise[:, :2, : model.config.codes])
+    assert [int(code) for code in drawn] == g["codes"][0, newest].tolist()
+    yield Stage("decoded", run(model.decode, drawn).reshape(g["decoded"][:1].shape), g["decoded"][:1])
+    chunk = run(model.act, noise, embed_time(model, 0.0, run), context)
+    rows, dim = g["chunk_normalized"].shape[1:]
+    yield Stage("chunk_normalized", chunk[:, :rows, :dim], g["chunk_normalized"])
 
 
 # ----------------------------------------------------------------------------- X-VLA
@@ -652,5 +708,6 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "omnivla": poses,
     "act": act,
     "diffusion": diffusion,
+    "vqbet": vqbet,
     "xvla": xvla,
 }

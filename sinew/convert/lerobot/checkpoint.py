@@ -498,7 +498,7 @@ class LeRobotCheckpoint:
             architecture=architecture,
             chunk_size=chunk_size,
             state=state or self.state,
-            n_action_steps=self.size("n_action_steps", high=chunk_size),
+            n_action_steps=fields.pop("n_action_steps", None) or self.size("n_action_steps", high=chunk_size),
             action=fields.pop("action", None) or self.action,
             **{"name": self.name, "cameras": self.cameras, "control_hz": self.control_hz} | fields,
         )

@@ -29,6 +29,7 @@ STORAGE = {
     **{
         kind: GGMLQuantizationType[kind] for kind in ("F64", "I8", "I16", "I32", "I64")
     },  # buffers, to be dropped
+    "BOOL": GGMLQuantizationType.I8,  # a byte each, also of buffers
 }
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -7,8 +7,6 @@ part of their convolutions. The solution has rows of the earlier moments too: th
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
 
 from sinew.bundle.schema import ImageRecipe
@@ -16,18 +14,16 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert import silent
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
+from sinew.convert.lerobot.frames import whole_frames
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
-from sinew.convert.resnet import backbone
-from sinew.convert.tensors import Rule, apply, join, renames, reshape, split
+from sinew.convert.resnet import keypoint_encoder
+from sinew.convert.tensors import apply, join, renames, split
 from sinew.core import MAX_HISTORY, ConvertError, PolicySpec, VectorSpec
 from sinew.families.diffusion.model import DiffusionConfig
 from sinew.families.diffusion.unet import UNetConfig
 from sinew.layers.resnet import LAYERS, ResNetConfig
 from sinew.models.solvers import NoiseLevels, Solver
-from sinew.steps.image.base import ImageStep
-from sinew.steps.image.crop import Crop
-from sinew.steps.image.resize import Resize
 
 NAMES = ("diffusion",)
 recognises = of_type(*NAMES)
@@ -82,7 +78,7 @@ RULES = (
 def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
-    state, image = checkpoint.whole_state(), image_recipe(checkpoint)
+    state, image = checkpoint.whole_state(), whole_frames(checkpoint, *image_sizes(checkpoint))
     config = model_config(checkpoint, state.dim, image)
     return Conversion(
         format="lerobot-diffusion",
@@ -103,30 +99,14 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     )
 
 
-def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
-    """Return what is done to a frame. Normalisation is the same at each pixel, so that it may come last."""
-    recipe = ImageRecipe(0, 0, image_steps(checkpoint), **checkpoint.image_scales())
-    height, width = recipe.size_after(*checkpoint.frame_size)
-    return replace(recipe, height=height, width=width)
-
-
-def image_steps(checkpoint: LeRobotCheckpoint) -> tuple[ImageStep, ...]:
-    """Return how a frame is resized, and then cut to its middle, where it is."""
+def image_sizes(checkpoint: LeRobotCheckpoint) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Return to what size a frame is resized, and to what size it is cut then; None for what is not done."""
     resized, cut = checkpoint.sides("resize_shape"), checkpoint.sides("crop_shape")
-    steps: list[ImageStep] = []
     if resized is not None:
         if (ratio := checkpoint.number("crop_ratio")) > 1:
             raise ConvertError(f"{checkpoint.file}: crop_ratio: expected at most 1, got {ratio:g}")
-        steps.append(Resize(*resized, method="bilinear_float"))
         cut = (int(resized[0] * ratio), int(resized[1] * ratio)) if ratio < 1 else None
-    if cut is not None:
-        frame = resized or checkpoint.frame_size
-        if not all(0 < inner <= side for inner, side in zip(cut, frame, strict=True)):
-            raise ConvertError(
-                f"{checkpoint.file}: crop_shape: expected at most {frame[0]} x {frame[1]}, got {cut[0]} x {cut[1]}"
-            )
-        steps.append(Crop(*cut, rounded=True, floats=resized is not None))
-    return tuple(steps)
+    return resized, cut
 
 
 def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageRecipe) -> DiffusionConfig:
@@ -196,8 +176,7 @@ def tensors(found: dict[str, TensorSource], config: DiffusionConfig) -> dict[str
     """Return the model's tensors under its names, and those that are not read under upstream's."""
     out = dict(found)
     for number, prefix in enumerate(encoders(found, config)):
-        out = backbone(out, f"{prefix}backbone.", f"vision.{number}.tower.")
-        out = apply(out, encoder_rules(re.escape(prefix), f"vision.{number}"))
+        out = keypoint_encoder(out, prefix, f"vision.{number}.")
     return apply(films(out, config), RULES)
 
 
@@ -205,21 +184,6 @@ def encoders(found: dict[str, TensorSource], config: DiffusionConfig) -> list[st
     """Return the prefix of each encoder of views. One for all cameras has no number; that of one camera may have it."""
     numbered = any(name.startswith(f"{ENCODER}0.") for name in found)
     return [f"{ENCODER}{number}." if numbered else ENCODER for number in range(config.encoders)]
-
-
-def encoder_rules(theirs: str, ours: str) -> tuple[Rule, ...]:
-    """Return the rules of what stands behind a backbone."""
-    maps = f"{ours}.keypoints.maps"
-    return (
-        Rule(
-            rf"{theirs}pool\.nets\.weight",  # a convolution of one pixel
-            (f"{maps}.weight",),
-            lambda source: reshape(source, source.shape[0], -1),
-        ),
-        Rule(rf"{theirs}pool\.nets\.bias", (f"{maps}.bias",)),
-        Rule(rf"{theirs}pool\.pos_grid", (f"{ours}.keypoints.places",)),
-        Rule(rf"{theirs}out\.(.+)", (rf"{ours}.out.\1",)),
-    )
 
 
 def films(found: dict[str, TensorSource], config: DiffusionConfig) -> dict[str, TensorSource]:

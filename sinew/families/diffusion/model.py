@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.families.diffusion.unet import UNet, UNetConfig
+from sinew.layers.keypoints import KeypointEncoder
 from sinew.layers.linear import Linear
-from sinew.layers.resnet import ResNet, ResNetConfig
+from sinew.layers.resnet import ResNetConfig
 from sinew.layers.sizes import check_sizes
 from sinew.models.base import Model
 from sinew.models.solvers import NoiseLevels, Solver
@@ -79,46 +80,20 @@ class DiffusionContext(NamedTuple):
     film: Tensor
 
 
-class Keypoints(nn.Module):
-    """Spatial softmax (Finn et al. 2016): the places of so many features in a map.
-
-    ``places``: [rows * cols, 2], x and y of each position of a map, from -1 to 1.
-    """
-
-    def __init__(self, channels: int, count: int, rows: int, cols: int):
-        super().__init__()
-        self.maps = Linear(channels, count)
-        self.register_buffer("places", torch.zeros(rows * cols, 2))
-
-    def forward(self, features: Tensor) -> Tensor:  # [B, C, rows, cols] -> [B, count, 2]
-        maps = self.maps(features.flatten(2).transpose(1, 2)).transpose(1, 2)  # [B, count, rows * cols]
-        return maps.float().softmax(dim=-1) @ self.places.float()  # type: ignore[operator]
-
-
-class Encoder(nn.Module):
-    """Keypoints of a view, mixed."""
-
-    def __init__(self, config: DiffusionConfig):
-        super().__init__()
-        self.tower = ResNet(config.vision)
-        self.keypoints = Keypoints(config.vision.out_channels, config.keypoints, config.rows, config.cols)
-        self.out = Linear(2 * config.keypoints, 2 * config.keypoints)
-
-    def forward(self, pixels: Tensor) -> Tensor:  # [B, 3, h, w] -> [B, 2 * keypoints]
-        return F.relu(self.out(self.keypoints(self.tower(pixels)).flatten(1)))
-
-
 class DiffusionPolicy(Model):
     config_type = DiffusionConfig
     config: DiffusionConfig
     solver = Solver("diffusion", levels=NoiseLevels(100))
-    vision: Sequence[Encoder]
+    vision: Sequence[KeypointEncoder]
 
     def __init__(self, config: DiffusionConfig):
         super().__init__()
         self.config = config
         size, blocks = config.time_size, sum(config.unet.film_sizes)
-        self.vision = nn.ModuleList(Encoder(config) for _ in range(config.encoders))  # type: ignore[assignment]
+        self.vision = nn.ModuleList(  # type: ignore[assignment]
+            KeypointEncoder(config.vision, config.keypoints, config.rows, config.cols)
+            for _ in range(config.encoders)
+        )
         self.time_in = Linear(size, 4 * size)
         self.time_out = Linear(4 * size, size)
         self.time_film = Linear(size, blocks, bias=False)

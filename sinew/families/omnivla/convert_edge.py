@@ -27,10 +27,10 @@ from sinew.convert.tensors import Rule, apply, computed, constant, reshape, spli
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.omnivla import robot
-from sinew.families.omnivla.clip_text import ClipTextConfig
 from sinew.families.omnivla.edge import EdgeConfig, FilmConfig
 from sinew.families.omnivla.efficientnet import DEPTHS, NORM_EPS, EfficientNetConfig
 from sinew.families.omnivla.goals import GOALS, KINDS, POSE, kinds, table
+from sinew.layers.clip_text import ClipTextConfig
 from sinew.layers.resnet import NORM_EPS as FILM_EPS
 from sinew.layers.resnet import folded
 from sinew.layers.vit import BlockConfig

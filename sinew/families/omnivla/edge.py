@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.families.omnivla.clip_text import NORM_EPS, ClipText, ClipTextConfig, MaskedLayer
 from sinew.families.omnivla.efficientnet import EfficientNet, EfficientNetConfig
 from sinew.families.omnivla.goals import GOALS, POSE, check_goals, kinds
 from sinew.layers.attention import key_mask
+from sinew.layers.clip_text import NORM_EPS, ClipText, ClipTextConfig
 from sinew.layers.linear import Linear
 from sinew.layers.resnet import Conv
 from sinew.layers.sizes import check_sizes
-from sinew.layers.vit import BlockConfig
+from sinew.layers.vit import BlockConfig, MaskedLayer
 from sinew.models.base import Regression
 
 

@@ -173,7 +173,8 @@ class Solver:
             it began with, which falls from ``start`` to ``end``; "diffusion" goes through ``levels``; "table" has its
             steps written out.
     start, end: the time of noise and of actions: 1 to 0 in openpi and LeRobot, 0 to 1 in GR00T and Evo-1.
-    noise:  what x is at the start: "normal" (standard), "uniform" in [-1, 1], or "zeros".
+    noise:  what x is at the start: "normal" (standard), "uniform" in [-1, 1], "exponential" (of mean 1, for
+            the draw of codes), or "zeros".
     table:  of "table", rows (time, keep, gain).
     levels: of "diffusion".
     """
@@ -181,7 +182,7 @@ class Solver:
     kind: Literal["euler", "single", "renoise", "diffusion", "table"] = "euler"
     start: float = 1.0
     end: float = 0.0
-    noise: Literal["normal", "uniform", "zeros"] = "normal"
+    noise: Literal["normal", "uniform", "exponential", "zeros"] = "normal"
     table: tuple[tuple[float, float, float], ...] = ()
     levels: NoiseLevels | None = None
 

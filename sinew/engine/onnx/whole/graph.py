@@ -336,7 +336,12 @@ class _Builder:
         if self._spec.solver.noise == "zeros":
             noise = self._constant(np.zeros((1, *shape), np.float32))
         else:
-            kind = {"normal": "standard normal", "uniform": "uniform in [-1, 1]"}[self._spec.solver.noise]
+            kinds = {
+                "normal": "standard normal",
+                "uniform": "uniform in [-1, 1]",
+                "exponential": "exponential of mean 1, above 0",
+            }
+            kind = kinds[self._spec.solver.noise]
             noise = self._input("noise", "FLOAT", (1, *shape), kind)
         draws = [noise]
         if len(shape) == 3:

@@ -8,28 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.attention import attend, block_mask
+from sinew.layers.attention import block_mask
 from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
-from sinew.layers.vit import BlockConfig, ViTConfig, ViTLayer, ViTMLP
+from sinew.layers.vit import BlockConfig, MaskedLayer, ViTConfig, ViTMLP
 
 NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
-
-
-class MaskedLayer(ViTLayer):
-    """A tower's block whose rows see what a mask lets them see."""
-
-    def fold_sites(self) -> list[FoldSite]:
-        return super().fold_sites()
-
-    def see(self, x: Tensor, mask: Tensor) -> Tensor:  # [B, L, C], bool [B, L, L] -> [B, L, C]
-        q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in self.attn.project(x))
-        return self.attn.o_proj(attend(q, k, v, mask))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        x = x + self.see(self.norm1(x), mask)
-        return x + self.mlp(self.norm2(x))
 
 
 class QuickMLP(ViTMLP):

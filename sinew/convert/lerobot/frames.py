@@ -1,0 +1,43 @@
+"""Frames that a policy reads after a resize and a cut to their middle, both by torchvision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sinew.bundle.schema import ImageRecipe
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint
+from sinew.core import ConvertError
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.crop import Crop
+from sinew.steps.image.resize import Resize
+
+Sides = tuple[int, int] | None  # height and width
+
+
+def whole_frames(
+    checkpoint: LeRobotCheckpoint, resized: Sides, cut: Sides, key: str = "crop_shape"
+) -> ImageRecipe:
+    """Return what is done to a frame. Normalisation is the same at each pixel, so that it may come last.
+
+    Args:
+        checkpoint: the checkpoint, whose frames and statistics are read.
+        resized: height and width to which both sides are stretched; None where frames keep their size.
+        cut: height and width of the middle that is left; None where all of the frame is.
+        key: the configuration's name of ``cut``, for messages.
+
+    Raises:
+        ConvertError: the cut is larger than the frame.
+    """
+    steps: list[ImageStep] = []
+    if resized is not None:
+        steps.append(Resize(*resized, method="bilinear_float"))
+    if cut is not None:
+        frame = resized or checkpoint.frame_size
+        if not all(0 < inner <= side for inner, side in zip(cut, frame, strict=True)):
+            raise ConvertError(
+                f"{checkpoint.file}: {key}: expected at most {frame[0]} x {frame[1]}, got {cut[0]} x {cut[1]}"
+            )
+        steps.append(Crop(*cut, rounded=True, floats=resized is not None))
+    recipe = ImageRecipe(0, 0, tuple(steps), **checkpoint.image_scales())
+    height, width = recipe.size_after(*checkpoint.frame_size)
+    return replace(recipe, height=height, width=width)

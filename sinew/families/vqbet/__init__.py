@@ -1,0 +1,10 @@
+"""VQ-BeT (Lee et al. 2024, arXiv 2403.03181), in LeRobot's layout."""
+
+from sinew.core.registry import Family
+
+FAMILY = Family(
+    models={"vqbet": "model:VQBeT"},
+    backbones={"vqbet": "ResNet-18"},
+    converters=("convert",),
+    units={"vqbet": ("recorded",)},
+)
