@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinew_client.auth import api_key_of
-from sinew_client.control import Cadence, Keep, Loop, MotionWatch
+from sinew_client.control import Cadence, Keep, MotionWatch
 from sinew_client.control.defaults import AUTO
-from sinew_client.control.run import RunPlan
+from sinew_client.control.run import Run, RunPlan
 
 from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, changed
@@ -93,7 +93,7 @@ def run(
             terminal.say(str(plan.choice))
             if plan.choice.replan_reason:
                 terminal.say(f"requests {plan.choice.replan}: {plan.choice.replan_reason}")
-        cadence = _drive(loop, plan, on.ticks(plan.settings.hz), by.go, takeover, lead.takeover_key)
+        cadence = _drive(driving, plan, on.ticks(plan.settings.hz), by.go, takeover, lead.takeover_key)
     result = {
         "schema": SCHEMA,
         "robot": on.robot,
@@ -125,18 +125,19 @@ def run(
 
 
 def _drive(
-    loop: Loop, plan: RunPlan, steps: int | None, go: bool, takeover: Takeover | None, key: str
+    driving: Run, plan: RunPlan, steps: int | None, go: bool, takeover: Takeover | None, key: str
 ) -> Cadence:
-    """Run the loop under its live view. Without a terminal it begins at once."""
+    """Drive under the live view. Without a terminal the run begins at once."""
+    loop = driving.loop
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if steps is None and not interactive and plan.facts.episodes is None:
         raise SinewError("--seconds: expected a number where there is no keyboard to stop with")
     if not interactive:
         terminal.log(logging.WARNING, "%(message)s")
-        drive(loop, plan.robot, plan.policy, steps)
+        drive(driving, plan.robot, plan.policy, steps)
         return loop.report()
     if not go:
         loop.pause()
     with Keys(loop, takeover, key) as keys, terminal.drawn(RunView(loop, keys).picture, 8):
-        drive(loop, plan.robot, plan.policy, steps)
+        drive(driving, plan.robot, plan.policy, steps)
     return loop.report()

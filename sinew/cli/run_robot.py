@@ -15,6 +15,7 @@ from cyclopts import Group, Parameter
 from sinew_client import ClientError
 from sinew_client.control import Limits, Loop, SettingsError
 from sinew_client.control.facts import RobotFacts, facts_of
+from sinew_client.control.rest import read_poses
 from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot, ordered
 from sinew_client.control.run import Run, RunPlan
 from sinew_client.errors import Refused
@@ -56,6 +57,10 @@ class RobotFlags:
         limits: .toml or .json file with low, high, velocity, acceleration, jerk, jump, workspace_low,
             workspace_high and still for each joint. still is the command at which the robot stands still, for
             example 0 for velocities. Default: the policy's limits.
+        rest: Where the robot goes at the end of the run, slowly and within all limits: first (its pose at the
+            beginning), hold (it stays where it is), or the name of a pose in the table [poses] of the limits
+            file. A second signal stops it at once. Default: first for a real robot whose commands are joint
+            positions, otherwise hold.
         stale: Maximum age of a frame, in seconds. The robot holds if its frames are older.
         watchdog: Hold the robot from a second thread while its own methods block. Use --no-watchdog if the
             robot must not be held during observe.
@@ -78,6 +83,7 @@ class RobotFlags:
     hz: PositiveIfAny = None
     motion: str | None = None
     limits: Path | None = None
+    rest: str | None = None
     stale: float = 0.5
     watchdog: bool = True
     seconds: PositiveIfAny = None
@@ -185,11 +191,14 @@ class RobotFlags:
         settings: dict[str, Any] = {
             "hz": self.hz,
             "motion": motion_of(self.motion),
+            "rest": self.rest,
             "stale": self.stale,
             "watchdog": self.watchdog,
         }
         if self.limits is not None:
             settings["limits"] = Limits.read(self.limits, int(policy["action"]["dim"]))
+            poses = read_poses(self.limits)
+            settings["rest"] = poses.get(self.rest or "", self.rest)
         return settings
 
     def follow(self, run: Run, target: str, **head: Any) -> None:
@@ -228,7 +237,7 @@ def plan_run(
         plan = RunPlan.of(policy, robot, settings, prompt=prompt, **more)
     except SettingsError as error:
         flag = str(error).partition(":")[0]
-        if flag not in ("hz", "prompt", "handover"):
+        if flag not in ("hz", "prompt", "handover", "rest"):
             raise
         raise SinewError(f"--{error}") from error
     for note in plan.notes:
@@ -236,13 +245,26 @@ def plan_run(
     return plan
 
 
-def drive(loop: Loop, robot: Any, policy: Mapping[str, Any], ticks: int | None) -> None:
-    """Run a loop. A signal ends it after the present tick, with the robot holding and the journal complete."""
-    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()), of_robot():
+def drive(driving: Run | Loop, robot: Any, policy: Mapping[str, Any], ticks: int | None) -> None:
+    """Drive until a signal, so many ticks, or the robot's end.
+
+    The first signal ends the run after the present tick, and a :class:`Run` returns the robot to its rest pose. The
+    second one stops the robot where it is. The third interrupts a robot that does not return from one of its methods.
+    """
+    signals = 0
+
+    def ends(*_: Any) -> None:
+        nonlocal signals
+        signals += 1
+        driving.stop()
+        if signals > 2:
+            raise KeyboardInterrupt
+
+    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ends), of_robot():
         try:
-            loop.run(ticks)
+            driving.run(ticks)
         except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
-            loop.stop()
+            driving.stop()
         except Refused as error:
             raise SinewError(refusal(str(error), robot, policy)) from error
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from sinew_client.control import Loop, Planner, Stream, StreamController, StreamReport
+from sinew_client.control import Planner, Stream, StreamController, StreamReport
 from sinew_client.control.defaults import usual_guidance
 from sinew_client.control.planner import newest_of, open_planner
 from sinew_client.control.reaction import LOOPS, histogram
@@ -96,7 +96,7 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
         if planner is not None:
             planning = Planner(planner, by.planner_hz, partial(newest_of, loop), loop.say)
             stack.callback(planning.close)
-        report = _drive(loop, plan, on.ticks(hz))
+        report = _drive(driving, plan, on.ticks(hz))
     controller = loop.controller
     assert isinstance(controller, StreamController)
     histograms = {
@@ -153,12 +153,13 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
     return policy, here
 
 
-def _drive(loop: Loop, plan: RunPlan, ticks: int | None) -> StreamReport:
+def _drive(driving: Run, plan: RunPlan, ticks: int | None) -> StreamReport:
     """Run under the live view where there is a terminal."""
+    loop = driving.loop
     if not sys.stdout.isatty():
         terminal.log(logging.WARNING, "%(message)s")
-        drive(loop, plan.robot, plan.policy, ticks)
+        drive(driving, plan.robot, plan.policy, ticks)
     else:
         with terminal.drawn(StreamView(loop, plan.facts).picture, 4):
-            drive(loop, plan.robot, plan.policy, ticks)
+            drive(driving, plan.robot, plan.policy, ticks)
     return StreamReport.of(loop)

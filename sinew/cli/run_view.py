@@ -124,9 +124,12 @@ class RunView:
         )
         colour = {"paused": "yellow", "holds": "red", "moves": "green"}[state]
         if takeover is not None and not controller.paused:
-            who = {"policy": "policy drives", "human": "human drives", "aligning": "is aligned"}[
-                controller.driver
-            ]
+            who = {
+                "policy": "policy drives",
+                "human": "human drives",
+                "aligning": "is aligned",
+                "returning": "returns to its rest pose",
+            }[controller.driver]
             state += f", {who}"
         facts = Table.grid(padding=(0, 2))
         facts.add_row("instruction", Text(loop.prompt or "-"))

@@ -193,6 +193,7 @@ def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
     assert capsys.readouterr().err.splitlines() == [
         "joints pan, lift: in the robot's order, as the policy names none",
         "limits: nothing bounds the speed of lift; --limits FILE with velocity does",
+        "rest: at the end of the run the robot returns slowly to its first pose; --rest hold leaves it where it is",
     ]
     limits.write_text(json.dumps({"velocty": 1}))
     with pytest.raises(ClientError, match="velocty: .* did you mean 'velocity'"):

@@ -25,7 +25,8 @@ from tools.structure import ROOT
 
 PEN = str(ROOT / "sinew" / "assets" / "pen.gguf")
 # What an entry has its own reason for: a simulation's frames are never too old, a ROS contract and a LeRobot
-# configuration state their own deadlines, and two of the robots cannot be held from another thread.
+# configuration state their own deadlines, and two of the robots cannot be held from another thread. None of them
+# returns its robot by default: nothing can break, LeRobot does it, and a launch file leaves no time.
 OWN = ("stale", "deadline", "watchdog")
 
 
@@ -230,7 +231,10 @@ def test_a_robot_needs_three_methods_and_states_what_it_likes() -> None:
     )
     assert facts == RobotFacts(needs_state=facts.needs_state, task=facts.task, success=facts.success)
     notes = RunPlan.of(POLICY, Arm()).notes
-    assert notes == ("limits: nothing bounds the speed of a, b; --limits FILE with velocity does",)
+    assert notes == (
+        "limits: nothing bounds the speed of a, b; --limits FILE with velocity does",
+        "rest: at the end of the run the robot returns slowly to its first pose; --rest hold leaves it where it is",
+    )
 
     class Stated(Arm):
         joints, joint_unit, motion, task, concurrent_hold = (

@@ -26,6 +26,7 @@ from sinew_client.control import (
     Servers,
     SettingsError,
 )
+from sinew_client.control.authority import POLICY
 from sinew_client.control.run import FOLLOWS, Run, RunPlan
 from sinew_client.protocol import MAX_ROWS
 
@@ -108,9 +109,10 @@ class Bridge:
         )
         self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")
         # A refused first request holds the robot, and the node's status has the reason.
-        self.loop = Run(
+        self.driving = Run(
             plan, servers, server=servers, listeners=[CommandListener(self._watch)], hold_refused=True
-        ).loop
+        )
+        self.loop = self.driving.loop
         self.ended = False  # the loop is over, and the robot holds
         self._enabled = contract.start and not managed
         if not self._enabled:
@@ -143,7 +145,7 @@ class Bridge:
             self.loop.pause()
 
     def stop(self) -> None:
-        """End :meth:`run` after the present tick."""
+        """End :meth:`run` after the present tick. A second call also ends the return to the rest pose."""
         self.loop.stop()
 
     def run(self, steps: int | None = None) -> Cadence:
@@ -153,7 +155,7 @@ class Bridge:
         reporter.start()
         try:
             with self._reporter(self.loop):
-                return self.loop.run(steps)
+                return self.driving.run(steps)
         finally:
             ended.set()
             reporter.join()
@@ -174,9 +176,9 @@ class Bridge:
             return
         controller = self.loop.controller
         assert isinstance(controller, Controller)
-        rows = planned(controller, command)
+        rows = planned(controller, command) if command.by == POLICY else command.row[None]
         self._target = rows[0]
-        if command.chunk != self._chunk:
+        if command.chunk != self._chunk or command.by != POLICY:
             self.robot.follow(rows)
             self._chunk = command.chunk
 

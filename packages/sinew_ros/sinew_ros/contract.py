@@ -14,6 +14,7 @@ from sinew_client.arm.end_effector import KinematicsOptions
 from sinew_client.arm.kinematics import Chain, read_chain
 from sinew_client.control import Settings
 from sinew_client.control.defaults import stated
+from sinew_client.control.rest import HOLD
 from sinew_client.untrusted import named, read_yaml, shown
 
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
@@ -236,6 +237,8 @@ def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Setting
         _Fields("control.motion", motion)
     if isinstance(substeps, bool) or not isinstance(substeps, int):
         raise ContractError(f"control.substeps: expected a whole number, got {shown(substeps)}")
+    # A launch file ends its nodes within seconds, and other nodes may move the robot then.
+    given["rest"] = control.get("rest", HOLD)
     control.end()
     return Settings(hz, limits=limits, motion=motion, substeps=substeps, stale=stale, **given)
 

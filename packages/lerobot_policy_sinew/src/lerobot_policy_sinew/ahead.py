@@ -92,6 +92,7 @@ class Ahead:
             "motion": given,
             "deadline": min(timeout, LONGEST_ANSWER),
             "watchdog": False,
+            "rest": "hold",  # LeRobot's own loop returns the robot
         }
         try:
             self._plan = RunPlan.of(described(backend), _Body(), settings, prompt=None)

@@ -397,7 +397,35 @@ class EndEffector(KnownArm):
         own = super().facts()
         sense = own.sense
         posed = None if sense is None else lambda: self._encoded(sense())
-        return replace(own, joints=None, sense=posed, bounds_speed=True, needs_state=lambda: self.needs_state)
+        absolute = self.action == self.state and not any(part.offset for part in self.action)
+        poses = {name: self._of_joints(pose) for name, pose in own.poses.items()} if absolute else {}
+        return replace(
+            own,
+            joints=None,
+            sense=posed,
+            bounds_speed=True,
+            needs_state=lambda: self.needs_state,
+            poses=poses,
+            between=self.between if absolute else None,
+        )
+
+    def _of_joints(self, pose: Any) -> np.ndarray:
+        """Return the policy's numbers of a pose of the robot's joints."""
+        names = facts_of(self._robot).names("action")
+        whole = self._checked([pose[name] for name in names] if isinstance(pose, Mapping) else pose)
+        tip = self.chain.forward(self._of(whole))
+        return self._written(self.action, whole, tip.place, tip.turn)
+
+    def between(self, start: np.ndarray, goal: np.ndarray, share: float) -> np.ndarray:
+        """Return the pose at a share of the way between two, float64 [D]. The tip turns about one axis."""
+        found = np.array(start, np.float64) + share * (np.asarray(goal, np.float64) - start)
+        for part in self.action:
+            if part.form not in ("xyz", "gripper", "joints"):
+                _, read, write = _FORMS[part.form]
+                first, last = (read(part.of(vector)) for vector in (start, goal))
+                turned = from_vector(share * to_vector(last @ first.T)) @ first
+                found[part.first : part.first + part.size] = write(turned) / part.unit
+        return found
 
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())

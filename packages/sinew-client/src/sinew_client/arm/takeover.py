@@ -13,7 +13,7 @@ from typing import Any, Mapping
 
 import numpy as np
 
-from sinew_client.control.authority import ALIGNING, HUMAN, POLICY, SILENT, Leader, LeaderError
+from sinew_client.control.authority import ALIGNING, HUMAN, POLICY, RETURNING, SILENT, Leader, LeaderError
 from sinew_client.control.controller import BaseController
 from sinew_client.control.listeners.listener import LoopListener
 from sinew_client.control.listeners.shadow import Onlooker, ShadowAgreement
@@ -98,7 +98,7 @@ class Takeover(LoopListener):
             return
         if (begins := self.asks()) is not None:
             (self._take_over if begins else self._hand_back)()
-        if controller.driver == POLICY:
+        if controller.driver in (POLICY, RETURNING):
             return
         here = None if controller.guard is None else controller.guard.here
         here = loop.last_row if here is None else here
@@ -149,13 +149,13 @@ class Takeover(LoopListener):
 
     def _take_over(self) -> None:
         controller = self.loop.controller
-        if not controller.paused and controller.driver == POLICY:
+        if not controller.paused and controller.driver in (POLICY, RETURNING):
             self.loop.source.cancel()
             controller.take_over(self.loop.next_step)
 
     def _hand_back(self) -> None:
         controller = self.loop.controller
-        if not self.shadow and controller.driver != POLICY:
+        if not self.shadow and controller.driver not in (POLICY, RETURNING):
             controller.hand_back(self.loop.next_step)
 
     def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:

@@ -1,4 +1,4 @@
-"""Who commands the robot: the policy, or a person at a leader. The controller needs no more of a take-over."""
+"""Who commands the robot: the policy, a person at a leader, or the return at the end of a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from sinew_client.errors import ClientError
 
 POLICY, ALIGNING, HUMAN = "policy", "aligning", "human"
+RETURNING = "returning"  # the run has ended, and the robot returns to its rest pose
 ALIGNS = "taking over: the leader is brought to where the robot is"
 SILENT = "the leader says nothing"
 

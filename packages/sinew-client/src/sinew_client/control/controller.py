@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from sinew_client.control.authority import ALIGNING, ALIGNS, HUMAN, POLICY, SILENT, HandedOver
+from sinew_client.control.authority import ALIGNING, ALIGNS, HUMAN, POLICY, RETURNING, SILENT, HandedOver
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
 from sinew_client.control.player import ChunkRequest, Player
@@ -38,8 +38,8 @@ class Command:
 
     clipped: limits that changed the row. age: control steps since the frame that it comes from. chunk, index: where
     the row comes from; -1 where it holds, and of a human's. seam: True for the first row of another chunk than before.
-    by: who drives, "policy", "human" or, until the leader is where the robot is, "aligning". wanted: what the policy
-    would have sent while somebody else drives (``BaseController.shadow``).
+    by: who drives, "policy", "human", until the leader is where the robot is "aligning", and at the end of a run
+    "returning". wanted: what the policy would have sent while somebody else drives (``BaseController.shadow``).
     """
 
     step: int
@@ -173,7 +173,7 @@ class BaseController:
         if command.by == HUMAN:
             self.handed.steps -= 1
             self.followed = self._before
-        else:
+        elif command.by == POLICY:
             self.ages[command.age] -= 1
         self._count(reason)
 
@@ -224,7 +224,7 @@ class BaseController:
 
     def due(self, step: int) -> bool:
         """Return True if there is a row for this step."""
-        return not self.paused and (self.driver == HUMAN or self.trajectory.at(step) is not None)
+        return not self.paused and (self.driver in (HUMAN, RETURNING) or self.trajectory.at(step) is not None)
 
     def wants_position(self, step: int) -> bool:
         """Return True if a row is due in this step and the limits need to know where the robot is (:meth:`stands`)."""
@@ -290,6 +290,12 @@ class BaseController:
         self.driver, self._fault = POLICY, self.starting
         self._drop()
 
+    def returns(self, step: int) -> None:
+        """Follow the way to the rest pose from this step on (:meth:`led`). The policy is not asked any more."""
+        self._tell("returns", {"step": step})
+        self.driver, self._fault, self.followed = RETURNING, "", None
+        self._drop()
+
     def _followed(self, step: int, state: np.ndarray | None) -> Command:
         """Return the command of a step in which somebody else drives or wants to."""
         wanted = self._wanted(step, state)
@@ -300,13 +306,13 @@ class BaseController:
             why = ALIGNS if self.driver == ALIGNING else reason if at == step and reason else SILENT
             return Command(step, None, why, by=self.driver, wanted=wanted)
         if self.needs_state and state is None:
-            return Command(step, None, UNKNOWN, by=HUMAN, wanted=wanted)
+            return Command(step, None, UNKNOWN, by=self.driver, wanted=wanted)
         try:
             target = self.motion.reached(row, state) if self.needs_state else row
             found = self._bounded(step, target, state, 0, -1, -1, row)
         except ValueError as error:  # a state that the motion cannot read
             found = Command(step, None, str(error))
-        return replace(found, by=HUMAN, wanted=wanted, seam=False)
+        return replace(found, by=self.driver, wanted=wanted, seam=False)
 
     # ------------------------------------------------------------------------- commands
 
@@ -330,7 +336,7 @@ class BaseController:
                 assert self._led[1] is not None
                 self.handed.steps += 1
                 self._before, self.followed = self.followed, (step, self._led[1])
-            else:
+            elif found.by == POLICY:
                 self.ages[found.age] += 1
             if self.guard is not None and self.guard.limits is not None:
                 self.handed.commanded(found.row, self.guard.before, self.guard.limits.names)
@@ -585,7 +591,7 @@ class Controller(BaseController):
         assert command.row is not None
         self._reached = self.motion.reached(command.row, state)
         self.player.commanded(command.step, command.row, state)
-        if command.by == HUMAN:
+        if command.by != POLICY:
             self._rests(state)
 
     def _wanted(self, step: int, state: np.ndarray | None) -> np.ndarray | None:

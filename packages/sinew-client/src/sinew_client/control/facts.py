@@ -6,7 +6,7 @@ is read here, so that no other module has to look for attributes of a robot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping, Protocol
 
 import numpy as np
@@ -80,6 +80,11 @@ class RobotFacts:
         leader: Opens the scripted expert of its task as a leader (``sinew run --takeover expert``), with options as
             keywords. None if it has none.
         close: Disconnects it; None if there is nothing to close.
+        poses: Rest poses by name: the numbers of a command in its order, or a mapping from their names.
+        rested: Called when it has returned to its rest pose, so that closing it may switch its motors off; None if it
+            does not matter.
+        between: Returns the pose at a share (0 to 1) of the way from one command to another, for a robot whose numbers
+            have no straight line between them; None for a straight line.
     """
 
     joints: Any = None
@@ -98,6 +103,9 @@ class RobotFacts:
     success: Callable[[], Any] = _no_verdict
     leader: Callable[..., Any] | None = None
     close: Callable[[], None] | None = None
+    poses: Mapping[str, Any] = field(default_factory=dict)
+    rested: Callable[[], None] | None = None
+    between: Callable[[Any, Any, float], Any] | None = None
 
     def names(self, part: str) -> list[str]:
         """Return the names of the numbers of ``part``, "state" or "action"; [] if the robot has no names."""
@@ -151,4 +159,6 @@ def facts_of(robot: Any) -> RobotFacts:
         scenes=robot if method("set_up") and hasattr(robot, "success") else None,
         success=lambda: getattr(robot, "success", None),
         close=method("close"),
+        poses=poses if isinstance(poses := getattr(robot, "poses", None), Mapping) else {},
+        rested=method("rested"),
     )

@@ -319,6 +319,7 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
     "realign": {"step": _step},
     "led": {"step": _step, "row": _vector, "reason": _plain_text},
     "hand_back": {"step": _step},
+    "returns": {"step": _step},
 }
 _OPTIONAL = ("kind", "moved", "time", "by", "wanted")  # older journals lack them; the time is of streams
 
@@ -368,6 +369,8 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
         controller.led(event["step"], _array(event["row"]), event["reason"])
     elif kind == "hand_back":
         controller.hand_back(event["step"])
+    elif kind == "returns":
+        controller.returns(event["step"])
     return None  # anything else tells people something and the controller nothing
 
 

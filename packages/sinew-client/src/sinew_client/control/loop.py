@@ -71,6 +71,8 @@ class Loop:
         steps: Control steps so far.
         reason: Why the robot holds, "" while it moves.
         stopped: True if :meth:`stop` has ended the run, and not its length or the robot.
+        returning: True while the robot returns to its rest pose, without a policy and without a server.
+        at_once: True if :meth:`stop` was called again, so that the robot is not returned to its rest pose.
         next_step: The first control step without a command.
         last_row: The last command of a control step, float32 [D]; None if the robot may be elsewhere.
         now: When the present control step began, seconds of the loop's clock.
@@ -113,7 +115,8 @@ class Loop:
         self.observer = Observer(robot, settings, self.controller.motion, dim, self.pace)
         self.watchdog = watchdog_of(robot, self.pace.period, settings.watchdog, self.pace.real)
         self.steps = self.next_step = 0
-        self.reason, self.stopped = "", False
+        self.reason, self.stopped, self.at_once = "", False, False
+        self.returning = False
         self.last_row: np.ndarray | None = None
         self.now = 0.0
         self.calls: deque[Callable[[], None]] = deque()
@@ -126,8 +129,8 @@ class Loop:
     # ------------------------------------------------------------------------- from any thread
 
     def stop(self) -> None:
-        """End after the present tick; the robot holds."""
-        self.stopped = True
+        """End after the present tick; the robot holds. A second call also ends the return to the rest pose."""
+        self.at_once, self.stopped = self.stopped, True
 
     @between_ticks
     def pause(self) -> None:
@@ -186,15 +189,24 @@ class Loop:
                 would fare no better.
         """
         try:
-            with self.watchdog:
-                while not self.stopped and (steps is None or self.steps < steps):
-                    self.tick(self.pace.next())
+            self.play(lambda: not self.stopped and (steps is None or self.steps < steps))
         except Stopped as end:
             logger.info("the robot has ended the run: %s", end)
+        return self.report()
+
+    def play(self, goes_on: Callable[[], bool]) -> None:
+        """Tick while ``goes_on`` returns True. The robot holds at the end, whatever ended it.
+
+        Raises:
+            Stopped: The robot has ended the run.
+        """
+        try:
+            with self.watchdog:
+                while goes_on():
+                    self.tick(self.pace.next())
         finally:
             with contextlib.suppress(Stopped):  # which it may do at its last hold
                 self.robot.hold()
-        return self.report()
 
     def report(self) -> Cadence:
         """Return how the run went so far. May be called from any thread."""
@@ -269,12 +281,13 @@ class Loop:
         now = self.now = self.pace.now()
         for _ in range(len(self.calls)):
             self.calls.popleft()()
-        self._poll(step, now)
+        if not self.returning:
+            self._poll(step, now)
         observation = None
         needed = self.controller.needs_state or any(each.observes for each in self.listeners)
         if (needed and not self.controller.paused) or self.controller.refines(step):
             observation = self.observe(step, now)
-        if self.controller.wants_chunk(step) and self.source.ready(now):
+        if not self.returning and self.controller.wants_chunk(step) and self.source.ready(now):
             observation = self._ask(step, now, observation)
             if not self.controller.continuous:
                 self._poll(step, now)  # an answer that takes no time

@@ -33,7 +33,8 @@ class Cadence:
     milliseconds, which rows of later steps make up for, and the control steps in which they were not there; agreement:
     of a policy that is only watched (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`); sources: how old
     each camera and the state were when they were looked at, and how far the cameras' frames were apart ("skew"), in
-    milliseconds, of a robot that says when each was seen (:class:`SourceAges`).
+    milliseconds, of a robot that says when each was seen (:class:`SourceAges`). rest: whether the robot has returned to
+    its rest pose, and why not (:class:`~sinew_client.control.rest.RestPose`); {} where it was never sent a command.
     """
 
     hz: float
@@ -60,6 +61,7 @@ class Cadence:
     filter: dict[str, Any]
     agreement: dict[str, Any]
     sources: dict[str, Any]
+    rest: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,6 +93,8 @@ class Cadence:
             lines.append(("filter", f"{self.filter['filter']}: {made}"))
         if self.handed:
             lines.append(("hand-overs", HandedOver(**self.handed).text()))
+        if self.rest:
+            lines.append(("end", self.rest["text"]))
         return lines + (agreement_rows(self.agreement) if self.agreement else [])
 
     def _failed(self) -> str:
@@ -143,7 +147,7 @@ def cadence(
             "missing": smoothing.missing,
         },
         sources=sources.to_dict(),
-        **{"agreement": {}, **listeners},
+        **{"agreement": {}, "rest": {}, **listeners},
     )
 
 

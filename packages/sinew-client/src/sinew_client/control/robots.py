@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import logging
 import pkgutil
 import time
 from dataclasses import replace
@@ -17,6 +18,8 @@ from sinew_client.control.interfaces import Robot
 from sinew_client.errors import ClientError
 from sinew_client.modules import load_named
 from sinew_client.untrusted import shown
+
+logger = logging.getLogger(__name__)
 
 
 class RobotError(ClientError):
@@ -120,6 +123,8 @@ class LeRobotArm:
     again, before the first one the present position. motion: what commands are measured from, where their names say it.
     joint_unit: "deg", or "of -100 to 100" of their calibrated range, where its configuration says so. A policy without
     ``dim`` of its state and action, as one of poses, gets the robot's joints in their order.
+    Its motors stay on when it is closed away from its rest pose, so that it does not fall, if its configuration has
+    ``disable_torque_on_disconnect``.
     Its bus is read while it observes and takes one caller at a time, so it is not held meanwhile; servos keep their
     goal.
     """
@@ -161,6 +166,7 @@ class LeRobotArm:
         degrees = getattr(getattr(robot, "config", None), "use_degrees", None)
         self.joint_unit = "" if degrees is None else "deg" if degrees else "of -100 to 100"
         self._last: dict[str, float] | None = None
+        self._free = True  # its motors may be switched off: it has not moved, or is at its rest pose
 
     def observe(self) -> dict[str, Any]:
         taken = time.monotonic()
@@ -170,6 +176,7 @@ class LeRobotArm:
         return {"images": images, "state": state, "time": taken}
 
     def act(self, row: np.ndarray) -> None:
+        self._free = False
         self._last = {name: float(value) for name, value in zip(self.joints, row)}
         self.robot.send_action(self._last)
 
@@ -179,8 +186,26 @@ class LeRobotArm:
             self._last = {name: float(seen[name]) for name in self.joints}
         self.robot.send_action(self._last)
 
+    def rested(self) -> None:
+        """Take note that it is at its rest pose, where its motors may be switched off."""
+        self._free = True
+
     def close(self) -> None:
+        """Disconnect it. Away from its rest pose its motors stay on, with the last command as their goal."""
+        for side in [] if self._free else getattr(self.robot, "sides", {"": self.robot}).values():
+            keep_torque(side)
         self.robot.disconnect()
+
+
+def keep_torque(robot: Any) -> None:
+    """Let one of LeRobot's robots keep its motors on when it is disconnected, with what it has inside."""
+    for part in (robot, *(getattr(robot, name, None) for name in ("left_arm", "right_arm"))):
+        config = getattr(part, "config", None)
+        if getattr(config, "disable_torque_on_disconnect", False):
+            config.disable_torque_on_disconnect = False
+            logger.warning(
+                "the arm is not at its rest pose, so its motors stay on; support it before you switch it off"
+            )
 
 
 def joints_of(
@@ -447,7 +472,14 @@ class Ordered:
         own = facts_of(self._robot)
         sense = own.sense
         reordered = None if sense is None else lambda: np.asarray(sense())[self._states]
-        return replace(own, joints=self._joints, sense=reordered)
+        poses = {name: self._pose(pose) for name, pose in own.poses.items()}
+        return replace(own, joints=self._joints, sense=reordered, poses=poses)
+
+    def _pose(self, pose: Any) -> Any:
+        """Return a pose of the robot in the policy's order."""
+        if isinstance(pose, Mapping):
+            return [pose[name] for name in self._joints] if sorted(pose) == sorted(self._joints) else pose
+        return np.asarray(pose)[np.argsort(self._actions)] if len(pose) == len(self._actions) else pose
 
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())

@@ -19,9 +19,11 @@ from sinew_client.control.journal import Journal
 from sinew_client.control.listeners.earlier import Earlier
 from sinew_client.control.listeners.listener import LoopListener
 from sinew_client.control.loop import Loop
+from sinew_client.control.motion import parse_motion
 from sinew_client.control.pace import Pace
 from sinew_client.control.report import Cadence
 from sinew_client.control.requester import Call
+from sinew_client.control.rest import RestPose, rest_of
 from sinew_client.control.safety import Limits
 from sinew_client.control.servers import Servers
 from sinew_client.control.settings import LARGEST_CHUNK, Settings, SettingsError
@@ -49,6 +51,7 @@ class RunPlan:
         prompt: The first instruction; "" if observations bring it.
         dim: D, numbers of a command; 0 if the policy does not state it.
         names: Names of the numbers of "state" and "action"; [] if neither policy nor robot names them.
+        also: The policy's own limits where a person chose others. The return to the rest pose keeps both.
         fixed_prompt: True if a person chose the instruction for all episodes.
         notes: What a person should know before the robot moves, a sentence each.
     """
@@ -63,6 +66,7 @@ class RunPlan:
     names: Mapping[str, list[str]]
     fixed_prompt: bool = False
     notes: tuple[str, ...] = ()
+    also: Limits | None = None
 
     @classmethod
     def of(
@@ -117,7 +121,9 @@ class RunPlan:
         # A stream has no late chunks; its motion only says where the robot is before the first command.
         played = (motion or stated(policy) or facts.motion) if continuous else choice.motion
         measured = motion or stated(policy) or facts.motion
-        limits = _limits(chosen.pop("limits", None), policy, dim, names["action"])
+        given_limits = chosen.pop("limits", None)
+        limits = _limits(given_limits, policy, dim, names["action"])
+        also = _limits(None, policy, dim, names["action"]) if given_limits else None
         notes += _joint_notes(facts, names["action"], own["action"], limits, dim)
         if not continuous:
             chosen["handover"], chosen["replan"] = choice.handover, choice.replan
@@ -125,6 +131,10 @@ class RunPlan:
             chosen["refine"] = 0 if edge is None else edge.form.max_age
         rows = int(policy.get("chunk_size") or 0)
         chosen.setdefault("chunk_size", _window(rows, policy, float(hz)) if continuous else rows)
+        motion_at_end = parse_motion(
+            None if continuous and (played or {}).get("kind") == "relative" else played
+        )
+        chosen["rest"], note = rest_of(chosen.get("rest"), facts, motion_at_end, limits, names["action"], dim)
         resolved = Settings(
             hz=float(hz),
             motion=played,
@@ -137,7 +147,17 @@ class RunPlan:
         if dim:
             resolved.controller(dim)  # raises for what does not fit, before anything is opened or moves
         return cls(
-            policy, robot, facts, resolved, choice, instruction, dim, names, bool(prompt), tuple(notes)
+            policy,
+            robot,
+            facts,
+            resolved,
+            choice,
+            instruction,
+            dim,
+            names,
+            bool(prompt),
+            (*notes, *note),
+            also,
         )
 
 
@@ -184,8 +204,6 @@ def _measured(
     limits: Limits | None, motion: Mapping[str, Any] | None, names: Sequence[str], dim: int
 ) -> dict[str, Any]:
     """Return limits under which each step is measured, so that a hand-over between human and policy has a size."""
-    from sinew_client.control.motion import parse_motion
-
     plain = dict(_plain(limits) or {"names": list(names)})
     if not any(value is not None for value in plain.get("still") or ()):
         still = parse_motion(motion).still(dim)
@@ -213,6 +231,7 @@ class Run:
     Attributes:
         plan: All that was chosen, and why.
         loop: The control loop, for pause, take-over and the instruction.
+        rest: What returns the robot to its rest pose.
         server: What knows the server's present address, for a :class:`Reporter`; None without a server.
     """
 
@@ -254,9 +273,10 @@ class Run:
             plan.dim,
             plan.prompt,
             pace,
-            (*own, *listeners),
+            (*own, *listeners, rest := RestPose(plan.settings, plan.dim, plan.facts, plan.also)),
             hold_refused,
         )
+        self.rest = rest
         self._stack = ExitStack()
         self._stack.callback(self.loop.close)
         if (episodes := plan.facts.episodes) is not None:
@@ -346,13 +366,20 @@ class Run:
     def run(self, steps: int | None = None) -> Cadence:
         """Drive until ``steps`` control steps were taken, the robot ends the run, or :meth:`stop`.
 
+        Whatever ended the run, the robot then returns to its rest pose (``Settings.rest``) and holds there. It holds
+        where it is if its state is not known, if a person commands it, or if the run is paused.
+
         Returns:
-            The report of the run so far. The robot holds at the end, whatever ended the run.
+            The report of the run so far.
         """
-        return self.loop.run(steps)
+        try:
+            self.loop.run(steps)
+        finally:
+            self.rest.go()
+        return self.loop.report()
 
     def stop(self) -> None:
-        """End after the present control step, from any thread. The robot holds."""
+        """End after the present control step, from any thread. A second call also ends the return to the rest pose."""
         self.loop.stop()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("handover", "replan", "fusion", "filter"), (str,)),
     **dict.fromkeys(("motion", "limits"), (Mapping, type(None))),
     "stale_of": (Mapping,),
+    "rest": (str, list, tuple, type(None)),
     **dict.fromkeys(("finish", "future", "watchdog"), (bool,)),
     **dict.fromkeys(("substeps", "committed_rows", "refine", "chunk_size"), (Integral,)),
 }
@@ -68,6 +69,8 @@ class Settings:
     stale_of: seconds beyond which a frame is too old to act on, of cameras that differ from ``stale``, and of "state".
     skew: seconds by which the newest frames of two cameras may be apart; None: any. Both count where the robot says
         when each frame was exposed (``times`` of its observations).
+    rest: where the robot goes at the end of a run (:mod:`~sinew_client.control.rest`): "hold" for nowhere, "first", the
+        numbers of a pose, or the name of one of the robot's. None: :class:`~sinew_client.control.run.RunPlan` chooses.
     fusion: how the windows of a stream are fused (:func:`~sinew_client.control.blend.parse_fusion`); "": chunks are
         asked for. Of a stream, ``hz`` is the rate of its nodes, ``stale`` counts for the frame that a node was made
         from, ``chunk_size`` for the nodes of a window, and motion says only where the robot is before its first
@@ -94,6 +97,7 @@ class Settings:
     speed: float = 1.0
     stale_of: Mapping[str, float] = field(default_factory=dict)
     skew: float | None = None
+    rest: str | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("hz", "deadline", "stale", "max_age", "speed", "skew"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping
 
+from sinew_client.control.authority import RETURNING
 from sinew_client.control.controller import Command
 from sinew_client.control.listeners.listener import LoopListener
 
@@ -22,5 +23,5 @@ class Keep(LoopListener):
 
     def command(self, command: Command) -> None:
         observer = self.loop.observer
-        if command.row is not None and observer.step == command.step:
+        if command.row is not None and command.by != RETURNING and observer.step == command.step:
             self._keeper(observer.observation, self.loop.prompt, command)
