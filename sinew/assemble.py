@@ -1,4 +1,4 @@
-"""How a policy is loaded: every stage in order, from a bundle to what answers requests. Imports no torch itself."""
+"""Load a policy: every stage in order, from a bundle to an open engine. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -77,21 +77,21 @@ class LoadOptions:
 
 @dataclass(eq=False, repr=False)
 class PolicyParts:
-    """What a loaded policy consists of.
+    """The parts of a loaded policy.
 
     Attributes:
         bundle: The file.
-        manifest: Of the bundle, with its cameras under the robot's names.
+        manifest: Its manifest, with the cameras under the robot's names.
         adapters: The bundles of its adapters, by name.
         choice: The engine, device and precision, with reasons.
-        opened: The engine, None after the policy is closed.
-        facts: What the engine holds.
-        capabilities: What the policy can do.
-        processors: What prepares observations and finishes actions, by adapter. "" is the bundle itself.
-        identity: Which bundle this is: its ``hash``, ``version``, ``date`` and ``source``.
-        files: The files of weights that must not change.
-        start: What the first inference settles.
-        spec: Of the manifest: cameras, state, actions, solver.
+        opened: The engine; None after the policy is closed.
+        facts: Facts of the open engine.
+        capabilities: The operations that the policy supports.
+        processors: Preprocessing and postprocessing, by adapter. "" is the bundle itself.
+        identity: The bundle's ``hash``, ``version``, ``date`` and ``source``.
+        files: The files of weights, which must not change.
+        start: Measurements and caches that the first inference sets up.
+        spec: The manifest's specification: cameras, state, actions, solver.
         lock: Held while the engine computes. A run may begin between two steps of another, on the same thread.
     """
 
@@ -118,7 +118,7 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
     """Load a policy. The stages are in the order in which they run.
 
     Args:
-        bundle: The file, of which nothing but the header has been read.
+        bundle: The file. Only its header has been read.
         options: The user's choices.
 
     Returns:
@@ -130,12 +130,12 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
     # Which file this is, before anybody can change it
     which = identity(bundle)
 
-    # What the policy reads and writes, under the robot's names
+    # The inputs and outputs of the policy, under the robot's names
     manifest = _renamed(bundle.manifest, options.rename)
     for note in statistics.notes(manifest.spec, bundle.manifest.processing):
         log.warning("%s: %s", manifest.name, note)
 
-    # What lies over its weights
+    # The adapters over its weights
     adapters = open_adapters(bundle, options.adapters or {})
 
     # Which engine computes it, where and in which precision
@@ -162,11 +162,11 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
         adapted = fitted(each, manifest)
         processors[name] = Processor(adapted, beside=processors[""], adapter=name, **allowed)
 
-    # The model, its weights in memory, and the engine over it, with compiled kernels for frames and for few bits
+    # The model, its weights in memory, and the engine, with compiled kernels for frames and for low-bit weights
     take_kept_resize()
     engine = BACKENDS[choice.engine].open(bundle, replace(choice.options, kernels=_compiled_products))
 
-    # What all of this can do, once for all requests
+    # The operations that all of this supports, found once for all requests
     capabilities = Capabilities.of(manifest, engine.facts, choice.engine)
     if options.reuse and (problem := capabilities.why_not(Capability.REUSE)):
         raise SinewError(f"reuse: {problem}")
@@ -188,26 +188,28 @@ def assemble(bundle: Bundle, options: LoadOptions) -> PolicyParts:
 
 
 def _compiled_products() -> None:
-    """Compile the kernels of weights in few bits, once, and install them."""
+    """Compile and install the kernels for low-bit weights, once."""
     from sinew.engine.cpu.kernels.library import extension  # needs torch
 
     extension()
 
 
 def open_adapters(bundle: Bundle, files: Mapping[str, str | Path]) -> dict[str, Bundle]:
-    """Open the adapters of a bundle by name; reads no weights. Raises :class:`BundleError` for those of another."""
+    """Open the adapters of a bundle by name. Reads no weights. Raises :class:`BundleError` for adapters of another
+    bundle.
+    """
     for name in files:
         check_name(name)
     return {name: open_adapter(Path(file), bundle) for name, file in files.items()}
 
 
 def identity(bundle: Bundle) -> dict[str, str]:
-    """Return what tells a bundle from another, ready for JSON.
+    """Return the identity of a bundle, ready for JSON.
 
     Returns:
-        ``hash``: SHA-256 of the header, which has the hash of every tensor in it; of a bundle without hashes,
-        :func:`sinew.engine.fingerprint.fingerprint`. ``version``: of Sinew that wrote it. ``date``: of the file, in
-        UTC. ``source``: the file.
+        ``hash``: SHA-256 of the header, which contains the hash of every tensor. For a bundle without hashes,
+            :func:`sinew.engine.fingerprint.fingerprint`. ``version``: the version of Sinew that wrote it. ``date``:
+            date of the file, in UTC. ``source``: the file.
     """
     written = datetime.fromtimestamp(bundle.path.stat().st_mtime, UTC)
     header = bundle.file.metadata.get(KEY_HEADER)
@@ -220,7 +222,9 @@ def identity(bundle: Bundle) -> dict[str, str]:
 
 
 def shown_source(source: str) -> str:
-    """Return what a user typed to load a policy, as clients may read it: of an absolute path the last part."""
+    """Return the source of a policy as clients may see it: a relative path or name as typed, of an absolute path the
+    last part.
+    """
     return Path(source).name if Path(source).is_absolute() else source
 
 

@@ -23,16 +23,16 @@ TEXTS = ("subtask", "question")  # the fields of an observation that ask for tex
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a policy can do, and why it cannot do the rest.
+    """The supported operations of a policy, and the reasons for those that it does not support.
 
     Attributes:
         engine: Name of the engine.
-        guides: The values of an observation's ``rtc`` that the engine follows.
-        guidance: Those that this policy takes; () if it cannot continue a running chunk.
-        texts: The fields that may ask for text: "subtask", "question".
+        guides: The values of an observation's ``rtc`` that the engine supports.
+        guidance: Those that this policy supports; () if it cannot continue a running chunk.
+        texts: The fields that may request text: "subtask", "question".
         advantages: The advantages that an observation may name; () if the prompt has no place for them.
         usual_advantage: The advantage of an observation that names none.
-        language_head: How the bundle keeps its language head, "" if it keeps none.
+        language_head: How the bundle stores its language head; "" without one.
         refusals: The capabilities that this policy lacks, each with its reason.
     """
 
@@ -47,11 +47,11 @@ class Capabilities:
 
     @classmethod
     def of(cls, manifest: Manifest, facts: Facts, engine: str) -> Capabilities:
-        """Make the record of a bundle on an open engine. What the bundle lacks is named before what the engine lacks.
+        """Make the record of a bundle on an open engine. A reason of the bundle comes before a reason of the engine.
 
         Args:
-            manifest: Of the bundle.
-            facts: Of the open engine.
+            manifest: Manifest of the bundle.
+            facts: Facts of the open engine.
             engine: Name of the engine.
 
         Returns:
@@ -72,7 +72,7 @@ class Capabilities:
         )
 
     def why_not(self, capability: Capability) -> str:
-        """Return why the policy lacks a capability, as `expected X, got Y`; "" if it has it."""
+        """Return the reason why the policy lacks a capability, as `expected X, got Y`; "" if it has it."""
         return str(self.refusals.get(capability, ""))
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Capabilities:
         }
 
     def check(self, observation: Observation, spec: PolicySpec) -> None:
-        """Raise :class:`ObservationError` for a field that asks for a capability which this policy lacks."""
+        """Raise :class:`ObservationError` for a field that requests a capability which this policy lacks."""
         if observation.previous is not None:
             self._require(Capability.GUIDE, "previous")
             kind = kind_of(observation, spec)
@@ -98,12 +98,12 @@ class Capabilities:
                 able = either(engines_that(guides=RTC))
                 known = either(self.guides)
                 raise ObservationError(
-                    "rtc", f"{known} on engine {self.engine}; engine {able} takes all", kind
+                    "rtc", f"{known} on engine {self.engine}; engine {able} supports all values", kind
                 )
         if field := observation.asks:
             self._require(Capability.SPEAK, field, "nothing, or ")
         scale = observation.guidance_scale
-        # 0 and 1 need one prompt. The processor rejects what is no number, and prompts without an advantage.
+        # 0 and 1 need one prompt. The processor rejects values that are not numbers, and prompts without an advantage.
         if isinstance(scale, (int, float, np.number)) and scale not in (0, 1) and self.advantages:
             self._require(Capability.TWO_PROMPTS, "guidance_scale")
 
@@ -118,7 +118,7 @@ def _texts(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _of_bundle(manifest: Manifest) -> dict[Capability, Refusal]:
-    """Return what no engine can do with a bundle."""
+    """Return the capabilities that a bundle lacks on every engine, each with the reason."""
     spec = manifest.spec
     refusals: dict[Capability, Refusal] = {}
     solver = Refusal("a policy that integrates a velocity", f"solver {spec.solver.kind}")

@@ -22,15 +22,14 @@ def run(
     """Drive a robot with a policy, with the same settings and limits as ``sinew run``.
 
     Args:
-        policy: What :func:`sinew.connect` takes (an address, a bundle, a checkpoint, a hub name), or an open policy,
-            which stays open.
-        robot: An object with the methods ``observe``, ``act`` and ``hold``
-            (:class:`sinew_client.control.Robot`).
+        policy: An address, a bundle, a checkpoint or a hub name (:func:`sinew.connect`), or an open policy, which
+            stays open.
+        robot: An object with the methods ``observe``, ``act`` and ``hold`` (:class:`sinew_client.control.Robot`).
         prompt: The instruction. "" takes the robot's own, or else the policy's.
         seconds: End after this long. None drives until the robot ends the run, or until Ctrl-C.
         api_key: Key of the server.
         **settings: Fields of :class:`sinew_client.control.Settings` that you choose, such as ``hz``, ``limits``,
-            ``handover`` and ``replan``. Everything else follows from the policy and the robot.
+            ``handover`` and ``replan``. All others follow from the policy and the robot.
 
     Returns:
         The report of the run. The robot holds when this function returns, whatever ended the run.

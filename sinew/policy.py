@@ -1,6 +1,6 @@
-"""A loaded policy: from observation to action chunk.
+"""A loaded policy, which turns observations into action chunks.
 
-Imports no torch: a policy whose engine is ONNX Runtime runs where torch is not installed.
+Imports no torch: a policy whose engine is ONNX Runtime runs without torch installed.
 """
 
 from __future__ import annotations
@@ -42,21 +42,26 @@ def load(
     engine: str | None = None,
     **options: Any,
 ) -> Policy:
-    """Load what ``path`` names: a bundle, a checkpoint, a name of the hub (:func:`sinew.convert.sources.resolve`).
+    """Load a policy from a bundle, a checkpoint or a hub name.
 
     Args:
-        path: The name.
-        device: As of :class:`sinew.assemble.LoadOptions`, and so are the others.
-        dtype: Precision.
-        engine: Name of an engine.
-        **options: ``rename``, ``threads``, ``adapters``, ``reuse`` and the other options.
+        path: The bundle, a checkpoint or training run, or a name of the hub.
+        device: "cpu" or "cuda:N". None takes a GPU if PyTorch has one.
+        dtype: "fp32", "bf16", "fp16", or "native" for the precision of the bundle. None chooses by device and engine.
+        engine: Name of an engine, such as "eager" or "cuda". None takes the fastest one that fits and is verified.
+        **options: Further options: ``rename``, ``threads``, ``adapters``, ``reuse`` ... See
+            :class:`sinew.assemble.LoadOptions`.
 
     Returns:
         The policy. Close it, or use it in a ``with`` block.
 
     Raises:
-        SinewError: The policy cannot be loaded.
+        SinewError: The policy cannot be loaded, or an option does not fit it or this machine.
         TypeError: There is no such option.
+
+    Example:
+        >>> with sinew.load("blocks") as policy:
+        ...     chunk = policy.infer(observation)
     """
     known = [each.name for each in fields(LoadOptions)]
     for word in options:
@@ -70,8 +75,7 @@ def load(
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """Open the bundle of what ``path`` names (:func:`sinew.convert.sources.resolve`); reads no weights, imports no
-    torch unless a checkpoint has to be converted."""
+    """Open a bundle by path or name. Reads no weights, and imports torch only if a checkpoint has to be converted."""
     found = resolve(path)
     return Bundle(found / EXPORTED if found.is_dir() else found)
 
@@ -80,8 +84,8 @@ class Policy(DescribedPolicy, OpenPolicy):
     """A loaded policy. Any thread may call its methods; one inference runs at a time.
 
     Args:
-        bundle: The file.
-        device: As of :class:`sinew.assemble.LoadOptions`, and so are the others.
+        bundle: The bundle.
+        device: See :class:`sinew.assemble.LoadOptions`, as for all other options.
         dtype: Precision.
         engine: Name of an engine.
         **options: The other options.
@@ -90,7 +94,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         SinewError: An option does not fit the bundle or this machine.
     """
 
-    keeps_frames = False  # no frame is read after the actions are there
+    keeps_frames = False  # no frame is read after infer has returned
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class Policy(DescribedPolicy, OpenPolicy):
 
     @property
     def engine(self) -> Engine:
-        """What computes. Raises :class:`ClosedError` after :meth:`close`."""
+        """The engine that computes. Raises :class:`ClosedError` after :meth:`close`."""
         if self.opened is None:
             self._refuse_closed()
         assert self.opened is not None
@@ -121,11 +125,18 @@ class Policy(DescribedPolicy, OpenPolicy):
 
     @property
     def threads(self) -> int:
-        """The number of threads that compute."""
+        """Number of threads that compute."""
         return self.engine.threads
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
-        """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
+        """Check an observation without computing anything.
+
+        Args:
+            observation: As in :meth:`infer`.
+
+        Raises:
+            ObservationError: This policy does not accept a field of it.
+        """
         taken, processor = self._taken(observation)
         processor.check(taken)
 
@@ -136,16 +147,22 @@ class Policy(DescribedPolicy, OpenPolicy):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> ActionChunk:
-        """Return one action chunk, float32 [H, action_dim] in robot units.
+        """Compute one action chunk.
 
         Args:
-            observation: Also with PIL images, torch tensors, or LeRobot's flat keys (:mod:`sinew.processing.given`).
-            timeout: Seconds until it ends with RequestTimeout, checked between two stages.
-            cancel: Once it is set, the inference ends between two stages with :class:`CancelledError`.
+            observation: An observation, or a dict with its fields. Frames may be PIL images or torch tensors, and
+                keys may be LeRobot's flat ones (:mod:`sinew.processing.given`).
+            timeout: Seconds until RequestTimeout is raised; checked between two stages. None waits until the end.
+            cancel: An event that cancels the inference between two stages.
+
+        Returns:
+            The chunk, float32 [H, action_dim] in robot units.
 
         Raises:
             ObservationError: A field is wrong.
-            BundleError: A file of weights was changed in place.
+            RequestTimeout: ``timeout`` has passed.
+            CancelledError: ``cancel`` was set.
+            BundleError: A file of weights was changed after the load.
             ClosedError: The policy is closed.
         """
         if timeout is None:
@@ -160,11 +177,22 @@ class Policy(DescribedPolicy, OpenPolicy):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> list[ActionChunk | SinewError]:
-        """Return the chunks for several observations, in their order. Those of one :meth:`batch_key` are one inference,
-        in float32 within 1e-5 of what :meth:`infer` gives for each; where the engine takes none (``unbatched`` says
-        why), one by one.
+        """Compute the chunks of several observations.
 
-        An error of one of them stands in its place. Raises what concerns them all, as :meth:`infer` does.
+        Observations with the same :meth:`batch_key` are computed in one inference, in float32 within 1e-5 of
+        :meth:`infer`. If the engine does not support batches (``unbatched`` has the reason), they are computed one by
+        one.
+
+        Args:
+            observations: As in :meth:`infer`.
+            timeout: Seconds for all of them; None waits until the end.
+            cancel: An event that cancels the inference.
+
+        Returns:
+            One entry per observation, in their order: its chunk, or its error.
+
+        Raises:
+            SinewError: An error that concerns all observations, as in :meth:`infer`.
         """
         self._refuse_closed()
         outcomes: list[Any] = []
@@ -193,8 +221,22 @@ class Policy(DescribedPolicy, OpenPolicy):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> str:
-        """Return what the language head answers to a question about an observation, at most ``max_tokens`` tokens; the
-        likeliest one each time. ``cancel`` is checked between two of them. Raises what :meth:`infer` does."""
+        """Let the language head answer a question about an observation. Decoding is greedy.
+
+        Args:
+            observation: As in :meth:`infer`.
+            question: The question; not empty.
+            max_tokens: Largest number of tokens in the answer; None for the bundle's own.
+            timeout: As in :meth:`infer`.
+            cancel: As in :meth:`infer`; checked between two tokens.
+
+        Returns:
+            The answer.
+
+        Raises:
+            ObservationError: The question is empty, or the bundle has no language head. All errors of :meth:`infer`
+                are possible too.
+        """
         return self.infer(asking(observation, question, max_tokens), timeout=timeout, cancel=cancel).text
 
     def subtask(
@@ -205,21 +247,46 @@ class Policy(DescribedPolicy, OpenPolicy):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> str:
-        """Return the subtask that the language head names for an observation and its instruction, without actions, as
-        :meth:`ask` does. An observation with ``subtask`` has both."""
+        """Let the language head name the next subtask of the instruction, without actions.
+
+        For a subtask and actions in one call, set ``subtask`` in the observation.
+
+        Args:
+            observation: As in :meth:`infer`.
+            max_tokens: Largest number of tokens; None for the bundle's own.
+            timeout: As in :meth:`infer`.
+            cancel: As in :meth:`infer`; checked between two tokens.
+
+        Returns:
+            The subtask.
+
+        Raises:
+            ObservationError: The bundle has no language head. All errors of :meth:`infer` are possible too.
+        """
         return self.infer(asking(observation, None, max_tokens), timeout=timeout, cancel=cancel).text
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
-        """The first half of :meth:`infer`, which needs no lock: check, tokenise, normalise, resize.
+        """Run the first half of :meth:`infer`: check, tokenise, normalise, resize.
 
-        A server does it while another observation is computed. Raises :class:`ObservationError`.
+        It needs no lock, so a server prepares one observation while another one is computed.
+
+        Args:
+            observation: As in :meth:`infer`.
+
+        Returns:
+            The inputs for :meth:`run`.
+
+        Raises:
+            ObservationError: A field is wrong.
         """
         self._refuse_closed()
         taken, processor = self._taken(observation)
         return processor.prepare(taken, pixels=not self.facts.takes_frames)
 
     def _taken(self, observation: Observation | Mapping[str, Any]) -> tuple[Observation, Processor]:
-        """Return an observation in our form, which asks for nothing that this policy cannot do, and its processor."""
+        """Convert an observation to our form, check that this policy supports its requests, and return it with its
+        processor.
+        """
         taken = given.observation(observation, self.spec)
         self.capabilities.check(taken, self.spec)
         name: object = taken.adapter
@@ -234,8 +301,19 @@ class Policy(DescribedPolicy, OpenPolicy):
         cancel: threading.Event | None = None,
         between: Callable[[], None] | None = None,
     ) -> ActionChunk:
-        """The second half, one at a time: from what :meth:`prepare` returned to actions. ``between`` is called after
-        each step of the solver; another run may begin in it if ``pauses`` is True."""
+        """Run the second half of :meth:`infer`, one observation at a time.
+
+        Args:
+            prepared: The result of :meth:`prepare`.
+            cancel: As in :meth:`infer`.
+            between: Called after each solver step. Another run may begin inside it if ``pauses`` is True.
+
+        Returns:
+            The chunk.
+
+        Raises:
+            SinewError: As in :meth:`infer`.
+        """
         (outcome,) = self.run_batch([prepared], cancel=cancel, between=between)
         if isinstance(outcome, SinewError):
             raise outcome
@@ -248,11 +326,20 @@ class Policy(DescribedPolicy, OpenPolicy):
         cancel: threading.Event | None = None,
         between: Callable[[], None] | None = None,
     ) -> list[ActionChunk | SinewError]:
-        """Run several observations of one :func:`sinew.processing.batch_key` at once, in float32 within 1e-5 of what
-        :meth:`run` gives for each (docs/batches.md). An error of one of them stands in its place and harms no other.
+        """Run several observations of one :func:`sinew.processing.batch_key` together, in float32 within 1e-5 of
+        :meth:`run` (docs/batches.md).
 
-        Raises :class:`SinewError` for what concerns them all: an engine without batches, members that do not fit
-        together, ``cancel``, a changed file of weights.
+        Args:
+            members: Results of :meth:`prepare`.
+            cancel: As in :meth:`infer`.
+            between: As in :meth:`run`.
+
+        Returns:
+            One entry per member: its chunk, or its error, which does not affect the others.
+
+        Raises:
+            SinewError: An error that concerns all: the engine does not support batches, the members do not fit
+                together, ``cancel`` was set, or a file of weights was changed.
         """
         first = members[0]
         if len(members) > 1:
@@ -265,7 +352,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         prompt = self.processors[first.adapter].recipe.prompt
         inputs = first.inputs.batched() if alone else stack_prompts(members, prompt)
         with self.lock:
-            self.files.check()  # before the weights are read: of a truncated file that would end the process
+            self.files.check()  # before the weights are read: reading a truncated file would end the process
             start, watch = time.perf_counter(), Watch(cancel, between=between)
             if self.start.reuse_open:
                 self.start.start_reuse(self.engine, self.prepare(self.dummy_observation()).inputs.batched())
@@ -311,36 +398,50 @@ class Policy(DescribedPolicy, OpenPolicy):
         ]
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        """Take other weights between two inferences, by their names in the bundle: tensors or arrays, which are copied;
-        those that are not named stay. Requests that wait are computed with the new ones; none is dropped.
+        """Replace weights between two inferences. Waiting requests are computed with the new weights, and none is
+        dropped.
 
-        Raises :class:`SinewError` for names, shapes and numbers that do not fit, and for an engine that cannot. The old
-        weights then stay.
+        Args:
+            weights: Name in the bundle -> tensor or array, which is copied. Other weights stay.
+
+        Raises:
+            SinewError: A name, shape or number does not fit, or the engine does not support it. The old weights then
+                stay.
         """
         with self.lock:
             self.engine.exchange(weights)
 
     def batch_key(self, prepared: Prepared) -> BatchKey | None:
-        """Return what other observations must have in common with this one to be run with it; None for one that asks
-        for text, which is generated for one observation at a time."""
+        """Return the properties that observations must share to run in one batch; None for a request for text, which
+        always runs alone.
+        """
         if prepared.words is not None:
             return None
         key = batch_key(prepared)
         return key._replace(prompt=len(prepared.inputs.tokens)) if self.facts.exact_lengths else key
 
     def cost_key(self, prepared: Prepared) -> Hashable:
-        """Return what other observations that take equally long have in common with this one."""
+        """Return the properties that determine how long this observation takes. Observations with equal keys take
+        equally long.
+        """
         key, words = batch_key(prepared), prepared.words
         return key if words is None else (key, words.most, words.behind is None)
 
     def problem(self) -> str | None:
-        """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""
+        """Return the error of a file of weights that was changed after the load, in a sentence; None if there is
+        none.
+        """
         return self.files.problem()
 
     def warm_up(self) -> ActionChunk:
-        """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA
-        engine's graphs for frames of the declared sizes, and settles the number of threads if it was left open.
-        Call on the thread that will infer."""
+        """Run one inference on grey frames, on the thread that will infer later.
+
+        It loads the weights into memory, lets torch allocate and pick its kernels, records the CUDA engine's graphs
+        for frames of the declared sizes, and chooses the number of threads if you did not.
+
+        Returns:
+            The chunk of the grey frames.
+        """
         observation = self.dummy_observation()
         self.start.pause_reuse(self.engine)
         chunk = self.infer(observation)
@@ -353,7 +454,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         return chunk
 
     def dummy_observation(self) -> Observation:
-        """Return a valid observation: grey frames, a short instruction, a state of zeros and allowed choices."""
+        """Return a valid observation with grey frames, a short instruction, a state of zeros and allowed choices."""
         grey = {c.name: np.full((c.height, c.width, 3), 128, np.uint8) for c in self.spec.cameras}
         state = np.zeros(self.spec.state.dim, np.float32)
         for step in self.processor.recipe.state_steps:

@@ -1,4 +1,6 @@
-"""Upstream checkpoints -> bundles. Who reads which is the families' own word (:mod:`sinew.core.registry`)."""
+"""Converts checkpoints of other projects into bundles. Each family states which checkpoints it reads
+(:mod:`sinew.core.registry`).
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError, SinewError, called, registry
 
-if TYPE_CHECKING:  # with torch, which telling a checkpoint from a bundle does not need
+if TYPE_CHECKING:  # it imports torch, which is not needed to tell a checkpoint from a bundle
     from sinew.convert.conversion import Conversion
 
 called.call(__name__, "sinew.convert:convert")  # sinew.convert(...)
-# What readers meet in files whose values have other types than upstream writes. Each reader names the fields that it
-# knows to go wrong; this is for the rest.
+# Errors of readers for files whose values have unexpected types. Readers name the fields that are known to go wrong;
+# these errors cover the rest.
 MALFORMED = (
     TypeError,
     ValueError,
@@ -57,12 +59,29 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Convert a checkpoint directory, a hub name or a vla.cpp GGUF file into the bundle ``out``. A bundle of an older
-    format, which takes no options, is rewritten in the present one.
+    """Convert a checkpoint into a bundle. A bundle of an older format is rewritten in the present one.
 
-    options: the other fields of :class:`ConvertOptions`, which are those of ``sinew convert``; ``settings`` are the
-    names and values of ``--set``. Weights are streamed; nothing is written to ``out`` unless all of it is there.
-    ``progress`` is called with the number of bytes just written. Raises :class:`ConvertError`.
+    Args:
+        source: A checkpoint folder, a hub name, a vla.cpp GGUF file, or an older bundle, which takes no options.
+        out: The bundle to write. It appears only when all of it has been written.
+        cameras: Names of the cameras, as of ``sinew convert --cameras``.
+        motion: Reference of the actions (``Settings.motion``), if the checkpoint does not state it.
+        vectors: Names and units of state and action, if the checkpoint does not state them.
+        settings: Names and values of ``sinew convert --set``.
+        name: Name of the policy; None takes the checkpoint's.
+        merge: Merge a LoRA into its base. False writes it as a separate adapter.
+        progress: Called with the number of bytes that were just written.
+        **options: The other fields of :class:`sinew.convert.options.ConvertOptions`, which are the options of ``sinew
+            convert``.
+
+    Returns:
+        The path of the bundle.
+
+    Raises:
+        ConvertError: The checkpoint cannot be converted. Nothing is written then.
+
+    Example:
+        >>> sinew.convert("outputs/train/pick-cube", "policy.gguf")
     """
     given = ConvertOptions(
         cameras=tuple(cameras),
@@ -80,7 +99,7 @@ def convert(
 
 
 def read(source: str | Path, options: ConvertOptions) -> Conversion:
-    """Recognise ``source`` and read all of it but the weights. Raises :class:`ConvertError`."""
+    """Recognise a checkpoint and read all of it except the weights. Raises :class:`ConvertError`."""
     if options.control_hz is not None and not 0 < options.control_hz <= 10_000:
         raise ConvertError(f"--control-hz {options.control_hz}: expected actions per second, above 0")
     if options.compat not in COMPAT:

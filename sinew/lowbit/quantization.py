@@ -1,4 +1,4 @@
-"""What fewer bits cost a bundle: it is written, its chunks are held against the reference's, its gate is played."""
+"""Quantise a bundle, compare its chunks with the reference's, and play its success gate."""
 
 from __future__ import annotations
 
@@ -37,27 +37,42 @@ Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's 
 
 @dataclass(frozen=True)
 class Samples:
-    """Holds what a policy is shown: the error is over ``count`` observations; by ``calibration`` others before them
-    q4_0 is rounded, if they are no random frames. records: a folder to take them from."""
+    """The observations on which a quantised policy is compared with its reference.
+
+    Attributes:
+        count: Observations for the error.
+        calibration: Observations before them, by whose inputs q4_0 is rounded, unless the observations are random
+            frames.
+        records: A folder of recordings to take them from.
+    """
 
     count: int
     calibration: int = 0
     records: Path | None = None
 
     def to(self, reference: Policy) -> tuple[str, Iterator[Input]]:
-        """Return where observations come from, and what the reference's processing makes of them."""
+        """Return the origin of the observations, and the reference's inputs and noise for each."""
         processor, (origin, stream) = reference.processor, observations_of(reference, self.records, episodes)
         return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What came of :func:`quantize`.
+    """The result of :func:`quantize`.
 
-    recipe: component -> precision. record: as it stands in the header, with the error of the chunk and the gate.
-    proof: of the bundle before. absent: components of the default recipe with nothing to store in fewer bits. stored,
-    verdict: of weights and gate, in words. passed: whether the gate holds, or there was none. nbytes: of the new file
-    and of the old one. search: of a search, what was tried.
+    Attributes:
+        out: The new bundle.
+        source: The bundle that was read.
+        architecture: Name of the model family.
+        recipe: Component -> precision (the quantisation recipe).
+        record: The header's record of the quantisation, with the error of the chunk and the success gate.
+        proof: Comparison of the source bundle with its own reference.
+        absent: Components of the default recipe without weights that could be quantised.
+        stored: How the weights are stored, in words.
+        verdict: Outcome of the success gate, in words.
+        passed: True if the success gate was reached, or if there was none.
+        nbytes: Sizes of the new and the old file, bytes.
+        search: The recipes that a search has tried; {} without a search.
     """
 
     out: Path
@@ -75,7 +90,7 @@ class Quantized:
 
     @property
     def warnings(self) -> list[str]:
-        """Return what speaks against the recipe."""
+        """Reasons against the recipe."""
         return warnings(self.record)
 
 
@@ -93,18 +108,30 @@ def quantize(
     episodes: int = 20,
     say: Callable[[str], None] | None = None,
 ) -> Quantized:
-    """Store components of a policy in fewer bits and measure what it costs, as ``sinew quantize`` does.
+    """Store components of a policy in fewer bits and measure the loss, as ``sinew quantize`` does.
 
-    source: a bundle, a checkpoint or training run, or a name of the hub. out: the bundle to write. recipe:
-    ``COMPONENT=PRECISION,...`` of vision, language and head in int8, q8_0, q4_0, int8-rows, fp8 or fp32. budget,
-    target_ms: search the recipe of the least error within these in place of it. engine: that computes the error over
-    ``observations``, of ``records`` (a folder of ``sinew serve --record``), of an embedded task or of random frames.
-    calibration: of as many before them q4_0's rounding knows the inputs, but for random frames; 0: each weight is
-    rounded alone.
-    episodes: of the gate of an embedded task that the policy fits. say: told of the search's steps.
+    Args:
+        source: A bundle, a checkpoint or training run, or a name of the hub.
+        out: The bundle to write.
+        recipe: The quantisation recipe, ``COMPONENT=PRECISION,...``: vision, language and head in int8, q8_0, q4_0,
+            int8-rows, fp8 or fp32.
+        observations: Number of observations for the error of the chunk.
+        calibration: Number of observations before them for the rounding of q4_0. 0 rounds each weight alone, as for
+            random frames.
+        records: A folder of ``sinew serve --record`` with the observations. None takes a built-in task, or random
+            frames.
+        engine: Engine that computes the error; None for the one that runs the recipe.
+        budget: Largest size of the bundle, such as "500MB". Sinew then searches the recipe with the least error.
+        target_ms: Longest time of an inference, ms. Sinew then searches the recipe with the least error.
+        episodes: Episodes of the success gate, if a built-in task fits the policy; 0 for none.
+        say: Called with a line of text for each step of the search.
 
-    Raises :class:`SinewError` for a bundle that is not what its reference computes, or a recipe that it cannot have;
-    nothing is written then.
+    Returns:
+        The result, with the error and the outcome of the success gate.
+
+    Raises:
+        SinewError: The bundle does not match its own reference, or does not support the recipe. Nothing is written
+            then.
     """
     from sinew.convert.sources import resolve
 
@@ -203,8 +230,11 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
 
 
 def warnings(record: Quantization) -> list[str]:
-    """Return what speaks against a recipe: the head's errors add up over a solver's steps (flow matching and diffusion
-    integrate them), so field reports keep it in floats; and nothing but episodes shows what that costs."""
+    """Return the reasons against a recipe.
+
+    The errors of a quantised head add up over the solver's steps (flow matching and diffusion), so other projects
+    keep the head in floats. Only episodes show the loss of success.
+    """
     kind = record.recipe.get("head", "fp32")
     if kind == "fp32":
         return []
@@ -216,15 +246,18 @@ def warnings(record: Quantization) -> list[str]:
 
 
 def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
-    """Return the components that are chosen below fp32 and have nothing that could be stored so."""
+    """Return the components that the recipe quantises although none of their weights can be quantised."""
     nothing = dict.fromkeys(COMPONENTS, "fp32")
     parts = [part for part, kind in chosen.items() if kind != "fp32"]
     return [part for part in parts if not plan_formats(opened, nothing | {part: "int8"})]
 
 
 def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
-    """Play the gate of the new bundle's task with the engine that follows its recipe. Return the record with the
-    outcome, the verdict in words, and whether it passes (or there was nothing to play)."""
+    """Play the success gate of the new bundle's task, with the engine that follows its recipe.
+
+    Returns:
+        The record with the outcome, the verdict in words, and whether it passes or there was nothing to play.
+    """
     gate, why = gate_of(out)
     if gate is None or not episodes:
         return record, f"not played: {why if episodes else '--episodes 0'}", True
@@ -240,7 +273,7 @@ def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization,
 
 
 def rewritten(record: Quantization, out: Path) -> None:
-    """Write another record into the header of a bundle. Another header is another fingerprint; its graphs stay."""
+    """Write another record into the header of a bundle, and move its exported graphs to the new fingerprint."""
     graphs = graphs_folder(Bundle(out))
     write(Bundle(out), record, out)
     if graphs.exists():
@@ -248,8 +281,10 @@ def rewritten(record: Quantization, out: Path) -> None:
 
 
 def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
-    """Return component -> precision of static pairs. Raises :class:`SinewError` for others than int8 and fp32, and for
-    a bundle in few bits."""
+    """Return component -> precision of static 8-bit pairs.
+
+    Raises :class:`SinewError` for precisions other than int8 and fp32, and for a quantised bundle.
+    """
     if opened.manifest.quantization is not None or not opened.infos:
         raise SinewError(f"--qdq: expected a bundle with weights and without a recipe, got {opened.path}")
     chosen = parse_recipe(recipe)
@@ -261,11 +296,22 @@ def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
 def paired(
     opened: Bundle, folder: Path, chosen: dict[str, Any], count: int, records: Path | None = None
 ) -> list[str]:
-    """Give the graphs of an export static 8-bit pairs, in place, and hold them on the CPU against what they were.
+    """Convert the graphs of an export to static 8-bit pairs, in place, and compare them on the CPU with the float32
+    ones.
 
-    chosen: precision of each component (:func:`paired_recipe`). count: observations by which activations get their
-    scales, and others behind them for the error, which goes into the folder's header with the recipe. Returns what was
-    found, in lines. Raises :class:`SinewError` where actions are further off than `sinew validate` lets int8 be.
+    Args:
+        opened: The bundle.
+        folder: The export.
+        chosen: Precision of each component (:func:`paired_recipe`).
+        count: Observations that calibrate the scales of activations. As many further ones measure the error, which is
+            written into the folder's header with the recipe.
+        records: A folder of recordings to take them from.
+
+    Returns:
+        The findings, in lines of text.
+
+    Raises:
+        SinewError: Actions differ by more than `sinew validate` allows for int8.
     """
     from sinew.engine.onnx.providers import runtime
     from sinew.engine.onnx.quantize import weight_bits
@@ -350,10 +396,9 @@ def _in_lowbit(
 def _measured(
     opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str, bits: Any, by: str
 ) -> tuple[Quantization, str]:
-    """Write the bundle; return its record with the error of ``engine`` on what was written, and in words how 4 bits
-    were rounded.
+    """Write the bundle. Return its record with the error of ``engine`` on the written file, and how q4_0 was rounded.
 
-    Graphs are exported from the stored weights, as on any other machine, and go with the bundle.
+    Graphs are exported from the stored weights, as on any other machine, and stay with the bundle.
     """
     with scratch.beside(out) as folder:
         unmeasured = folder / out.name
@@ -391,7 +436,7 @@ def _calibrated(
     stream: Iterator[Input],
     folder: Path,
 ) -> tuple[dict[str, Path], int, str]:
-    """Return rows that were rounded by their inputs, over how many observations, and in words how q4_0 was rounded."""
+    """Return the calibrated q4_0 weights, the number of observations, and how q4_0 was rounded, in words."""
     if not samples.calibration or "q4_0" not in formats.values():
         return {}, 0, ""
     if origin == RANDOM:  # of which blocks' error is a third larger than of weights that are rounded alone
@@ -449,8 +494,10 @@ def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str,
 def measure(
     reference: Policy, engine: Any, observations: Iterable[Input], timings: list[Timing] | None = None
 ) -> list[float]:
-    """Return the relative L2 of the chunk (model units, the action's own columns) per observation. timings: gets the
-    times of ``engine``, too."""
+    """Return the relative L2 error of the chunk for each observation, in model units, over the action's own columns.
+
+    timings: A list that receives the times of ``engine``.
+    """
     steps, width = reference.spec.solver_steps, reference.spec.action.dim
     errors = []
     for inputs, noise in observations:
@@ -466,5 +513,5 @@ def measure(
 
 
 def write(bundle: Bundle, record: Quantization, out: Path) -> None:
-    """The bundle's tensors, byte for byte, under a header with the recipe."""
+    """Write the bundle's tensors, byte for byte, with a header that has the recipe."""
     rewrite(bundle, replace(bundle.manifest, quantization=record), out)

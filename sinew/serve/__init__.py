@@ -1,6 +1,6 @@
-"""The server: a wire decodes requests, the scheduler runs them one at a time, the loop moves bytes.
+"""The server. A protocol decodes requests, the scheduler runs them, and an event loop moves the bytes.
 
-``sinew.serve(policy)``, of the package itself, makes a :class:`sinew.serve.wires.server.Server`.
+The package itself can be called: ``sinew.serve(policy)`` makes a :class:`sinew.serve.wires.server.Server`.
 """
 
 from sinew.core import called

@@ -1,4 +1,4 @@
-"""Requests and answers of a policy, kept as ``sinew serve --record`` does, from a program of one's own."""
+"""Record the requests and answers of a policy in your own program, as ``sinew serve --record`` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ WIRE = "python"
 
 
 class RecordedPolicy(OpenPolicy):
-    """Asks another policy and keeps what was asked and answered. Closing it writes what waits, and nothing else."""
+    """A policy that forwards observations to another one and records requests and answers.
+
+    Closing it writes the records that wait. The other policy stays open. :func:`sinew.record` describes the
+    arguments.
+    """
 
     def __init__(self, policy: Policy, folder: str | os.PathLike[str], *, limit_bytes: int = 8 << 30):
         self.policy = policy
@@ -31,6 +35,7 @@ class RecordedPolicy(OpenPolicy):
 
     @property
     def spec(self) -> PolicySpec:
+        """The recorded policy's specification."""
         return self.policy.spec
 
     def infer(
@@ -40,9 +45,23 @@ class RecordedPolicy(OpenPolicy):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> ActionChunk:
-        """Return what the policy answers. Its errors are kept and raised; a slow disk costs records, no answers."""
+        """Return the recorded policy's chunk. Its errors are recorded and raised.
+
+        A slow disk loses records, and never delays answers.
+
+        Args:
+            observation: As in :meth:`sinew.Policy.infer`.
+            timeout: As in :meth:`sinew.Policy.infer`.
+            cancel: As in :meth:`sinew.Policy.infer`, if the recorded policy supports it.
+
+        Returns:
+            The chunk.
+
+        Raises:
+            SinewError: The recorded policy's error.
+        """
         self._refuse_closed()
-        # A copy, which is asked and kept: a camera may write its next frame where this one was before it is on disk.
+        # A copy: a camera may write its next frame into the same memory before this one is on disk.
         seen = copy.deepcopy(given.observation(observation, self.spec))
         outcome: ActionChunk | SinewError
         try:
@@ -55,7 +74,11 @@ class RecordedPolicy(OpenPolicy):
         return outcome
 
     def reset(self, session: str = "") -> None:
-        """Say that a new episode begins in ``session``."""
+        """Begin a new episode.
+
+        Args:
+            session: Session of the robot.
+        """
         self._refuse_closed()
         self.policy.reset(session)
 
@@ -64,10 +87,24 @@ class RecordedPolicy(OpenPolicy):
 
 
 def record(policy: Policy, folder: str | os.PathLike[str], *, limit_bytes: int = 8 << 30) -> RecordedPolicy:
-    """Return a policy that answers as ``policy`` does and keeps every request with its answer in a folder.
+    """Record all requests of a policy and their answers in a folder.
 
-    The folder is what ``sinew serve --record`` writes: the verbs of ``sinew recording`` and
-    :func:`sinew.connect` take it. limit_bytes: of all files together; recording ends there with a warning. Use it in a
-    ``with`` block, whose end writes what waits. Raises :class:`SinewError` for a folder that cannot be written.
+    The folder has the format of ``sinew serve --record``. The commands of ``sinew recording`` and
+    :func:`sinew.connect` read it. Use the result in a ``with`` block, which writes the last records at its end.
+
+    Args:
+        policy: An open policy. It stays open.
+        folder: The folder for the records.
+        limit_bytes: Largest size of all files together. Recording ends there with a warning.
+
+    Returns:
+        A policy with the same answers.
+
+    Raises:
+        SinewError: The folder cannot be written.
+
+    Example:
+        >>> with sinew.record(policy, "records") as recorded:
+        ...     chunk = recorded.infer(observation)
     """
     return RecordedPolicy(policy, folder, limit_bytes=limit_bytes)

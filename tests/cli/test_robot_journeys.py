@@ -98,7 +98,7 @@ def test_a_prompt_that_was_given_is_that_of_all_episodes(said: Any, tmp_path: Pa
     more = ("--prompt", given, "--record", str(journal), "--timeout", "60")
     status, report, text = said("run", "blocks", *GYM, "--episodes", "3", "--hz", "400", *more)
     assert (status, report["prompt"], report["episodes"]) == (0, given, 3)
-    assert f"prompt '{given}' in every episode, as --prompt says; the environment's own:" in text
+    assert f"prompt: '{given}' replaces the environment's own instruction" in text
     assert {event["prompt"] for event in events(journal) if "prompt" in event} == {given}
 
 

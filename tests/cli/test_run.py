@@ -98,7 +98,7 @@ def test_a_state_with_other_numbers_too_says_which_of_them_a_command_is(
     line = ("run", "act", "--robot", "dry", "--seconds", "60", "--limits", str(limits), *PLAIN, "--motion")
     assert main([*line, "absolute"]) == 1
     said = capsys.readouterr().err
-    assert "error: limits.velocity: expected to know where the robot is before its first command" in said
+    assert "error: limits.velocity: the robot's position before its first command is unknown" in said
     columns = re.search(r"\{.*\}", said).group()  # type: ignore[union-attr]
     assert main([*line, columns, "--json"]) == 0
     assert last_json(capsys)["executed"] > 0
@@ -191,8 +191,8 @@ def test_a_robot_names_what_its_policy_does_not_and_what_nothing_bounds_is_said(
     assert made is not None
     assert made["names"] == ["pan", "lift"]
     assert capsys.readouterr().err.splitlines() == [
-        "joints pan, lift: in the robot's order, as the policy names none",
-        "limits: nothing bounds the speed of lift; --limits FILE with velocity does",
+        "joints pan, lift: in the robot's order, because the policy does not name its joints",
+        "limits: no speed limit for lift; set velocity in --limits FILE",
         "rest: at the end of the run the robot returns slowly to its first pose; --rest hold leaves it where it is",
     ]
     limits.write_text(json.dumps({"velocty": 1}))

@@ -232,7 +232,7 @@ def test_a_robot_needs_three_methods_and_states_what_it_likes() -> None:
     assert facts == RobotFacts(needs_state=facts.needs_state, task=facts.task, success=facts.success)
     notes = RunPlan.of(POLICY, Arm()).notes
     assert notes == (
-        "limits: nothing bounds the speed of a, b; --limits FILE with velocity does",
+        "limits: no speed limit for a, b; set velocity in --limits FILE",
         "rest: at the end of the run the robot returns slowly to its first pose; --rest hold leaves it where it is",
     )
 

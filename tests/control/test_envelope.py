@@ -358,7 +358,7 @@ def test_a_jump_is_never_sent(rows: list[tuple[float, float]], jump: float, star
         assert (verdict.row is None) == far
         if far:
             assert verdict.clipped == ("elbow.jump",)
-            assert verdict.reason == "too far from the command before: elbow.jump"
+            assert verdict.reason == "too far from the last command: elbow.jump"
             guard.held()
         else:
             assert verdict.row is not None
@@ -705,7 +705,7 @@ def test_a_robot_at_half_speed_takes_twice_the_steps() -> None:
 def test_a_speed_that_has_no_way_is_refused() -> None:
     with pytest.raises(SettingsError, match="speed: expected motion"):
         Settings(20.0, speed=0.5).controller(2)
-    with pytest.raises(SettingsError, match="speed: expected 1 beside real-time chunking"):
+    with pytest.raises(SettingsError, match="speed: expected 1 with real-time chunking"):
         Settings(20.0, speed=0.5, handover="rtc", motion={"kind": "absolute"}).controller(2)
     for value in (0.0, 1.5, -1.0, math.nan):
         with pytest.raises(SettingsError, match="^speed: expected"):

@@ -350,7 +350,7 @@ def test_limits_are_of_the_joints_that_they_name() -> None:
     assert Limits.parse({"low": 0}, 2).ordered(["a", "b"]).names == ("a", "b")
     assert found.ordered([]) is found
     with pytest.raises(
-        LimitsError, match="limits.names: expected a, b, c, as the policy says, got grip, pan, lift"
+        LimitsError, match="limits.names: expected the policy's names a, b, c, got grip, pan, lift"
     ):
         found.ordered(["a", "b", "c"])
 

@@ -1044,7 +1044,9 @@ def test_what_is_no_chunk_of_this_robot_has_failed(rows: Any, motion: Any) -> No
 
 
 def test_chunks_that_never_overlap_cannot_disagree() -> None:
-    with pytest.raises(SettingsError, match="replan: expected a hand-over beside disagreement .* got freeze"):
+    with pytest.raises(
+        SettingsError, match="replan: disagreement needs a hand-over with overlapping chunks .* got freeze"
+    ):
         Settings(10.0, "freeze", "disagreement:0.1,8").controller(2)
     assert Settings(10.0, "aligned", "disagreement:0.1,8").controller(2) is not None
 
@@ -1258,7 +1260,7 @@ def test_of_a_command_of_limited_jerk_the_limit_that_binds_is_named() -> None:
 
 def test_a_jump_is_what_is_further_than_that() -> None:
     """From the command before, of what was said, or into the range of a robot that stands out of it."""
-    far = "too far from the command before: 0.jump"
+    far = "too far from the last command: 0.jump"
     guard = Guard(Limits.parse({"jump": [0.5, None]}, 2), 0.1)
     guard.start(np.zeros(2))
     for number, reason in ((0.5, ""), (1.0, ""), (1.5001, far), (0.4999, far), (0.5, "")):
@@ -1586,7 +1588,7 @@ def test_settings_at_their_bounds() -> None:
         ("stale", 0, "expected a number above 0, got 0"),
         ("skew", 0, "expected a number above 0, got 0"),
         ("max_age", 0, "expected a number above 0, got 0"),
-        ("speed", 1.01, "expected at most 1, as the policy was trained, got 1.01"),
+        ("speed", 1.01, "expected at most 1 (the speed of training), got 1.01"),
         ("substeps", 0, "expected 1 to 100, got 0"),
         ("substeps", 101, "expected 1 to 100, got 101"),
         ("substeps", True, "expected Integral, got True"),
@@ -1601,7 +1603,7 @@ def test_settings_at_their_bounds() -> None:
             Settings(**{"hz": 20.0, name: value})
     with pytest.raises(SettingsError, match="^stale_of.front: expected a number above 0, got 0"):
         Settings(20.0, stale_of={"front": 0})
-    with pytest.raises(SettingsError, match="^substeps: expected none beside fusion, got 2"):
+    with pytest.raises(SettingsError, match="^substeps: cannot be combined with fusion, got 2"):
         Settings(20.0, fusion="average", substeps=2)
     for more, rows in (({}, 1024), ({"chunk_size": 3}, 3)):
         assert Settings(8.0, **more).of_chunks(2).max_rows == rows
@@ -1609,18 +1611,18 @@ def test_settings_at_their_bounds() -> None:
     assert (Settings(8.0).period, Settings(8.0, max_age=0.49).of_chunks(1).max_age) == (0.125, 3)
     assert Settings(8.0).of_chunks(1).max_age is None
     with pytest.raises(
-        SettingsError, match="limits.workspace_low, limits.workspace_high: expected none beside fusion"
+        SettingsError, match="limits.workspace_low, limits.workspace_high: cannot be combined with fusion"
     ):
         Settings(8.0, fusion="average", limits={"workspace_low": [0.0, None]}).controller(2)
     for more, message in (
         (
             {"replan": "disagreement:1,2", "handover": "freeze"},
-            "replan: expected a hand-over beside disagreement",
+            "replan: disagreement needs a hand-over with overlapping chunks",
         ),
-        ({"future": True}, "future: expected a motion beside it"),
+        ({"future": True}, "future: needs a motion"),
         (
             {"refine": 1, "handover": "rtc"},
-            "handover: expected one without real-time chunking beside an edge adapter",
+            "handover: .* cannot be combined with an edge adapter",
         ),
         ({"substeps": 2}, "substeps: expected motion absolute or relative"),
         ({"speed": 0.5}, "speed: expected motion absolute, relative or offsets"),

@@ -521,7 +521,7 @@ def test_the_first_command_is_limited_from_where_the_robot_stands(motion: dict[s
 
 
 def test_limits_that_nothing_says_where_to_begin_are_refused_before_the_robot_moves() -> None:
-    with pytest.raises(SettingsError, match="expected a motion that says where the robot is"):
+    with pytest.raises(SettingsError, match="expected a motion that tells the robot's position"):
         loop_of(limits={"velocity": 1.5})
     loop, arm = loop_of(limits={"velocity": 1.5, "still": 0}, answer=lambda _: np.full((10, 1), 3.0))
     loop.run(4)
@@ -534,7 +534,7 @@ def test_a_robot_whose_place_its_state_does_not_say_is_not_moved() -> None:
     arm.position = np.zeros(2, np.float32)
     report = loop.run(10)
     assert (report.executed, UNPLACED in report.held) == (0, True)
-    with pytest.raises(SettingsError, match="has 1 numbers, the state 2, so say which of them they are"):
+    with pytest.raises(SettingsError, match="has 1 numbers and the state 2. Set a motion with columns"):
         loop.settings.check_start(1, 2)
     columns = {"kind": "absolute", "action": [0], "state": [1]}
     loop, arm = loop_of(limits={"velocity": 1.5}, motion=columns, answer=lambda _: np.full((10, 1), 3.0))

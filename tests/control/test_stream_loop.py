@@ -247,7 +247,7 @@ def test_a_stream_is_limited_from_where_the_robot_stands() -> None:
     loop.run(2)
     np.testing.assert_allclose(robot.done[:2], [0.1, 0.2], atol=1e-6)
     for motion in (None, {"kind": "relative", "action": [0, 1], "state": [0, 1]}):
-        with pytest.raises(SettingsError, match="expected a motion that says where the robot is"):
+        with pytest.raises(SettingsError, match="expected a motion that tells the robot's position"):
             of(limits={"velocity": 1.0}, motion=motion)
     with pytest.raises(SettingsError, match="motion.kind"):
         of(motion={"kind": "warp"})
@@ -440,7 +440,7 @@ def test_a_journal_repeats_a_stream(tmp_path: Path) -> None:
 def test_what_a_stream_has_nothing_to_do_with_is_refused() -> None:
     for setting in ({"replan": "4"}, {"substeps": 2}, {"max_age": 1.0}, {"refine": 3}, {"future": True}):
         (name,) = setting
-        with pytest.raises(SettingsError, match=f"^{name}: expected none beside fusion, got"):
+        with pytest.raises(SettingsError, match=f"^{name}: cannot be combined with fusion, got"):
             Settings(10.0, fusion="latest_only", **setting)
     with pytest.raises(SettingsError, match="^fusion: expected one of"):
         of(fusion="mean")

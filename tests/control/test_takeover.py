@@ -523,8 +523,8 @@ def test_a_leader_is_near_where_the_robot_is_known_to_be() -> None:
         driver="aligning", aligned=told.append, led=lambda *_: told.append("led")
     )
     for here, apart in (
-        (None, "where the robot is is not known"),
-        (np.array([np.nan, 0.0, 0.0]), "where the robot is is not known"),
+        (None, "the robot's position is not known"),
+        (np.array([np.nan, 0.0, 0.0]), "the robot's position is not known"),
         (np.array([0.501, 0.0, 0.0]), "a by 0.251, at most 0.25"),
     ):
         takeover.follow(controller, 1, here)
@@ -547,7 +547,7 @@ def test_leaders_without_places_are_followed_at_once_and_others_where_all_are_kn
     assert free.apart == ""
     placed = Takeover(Hand([0.0] * DIM), Relative((0, 1), (0, 1)), DIM, None, 0.25)
     placed.follow(controller, 1, np.array([0.0, np.nan, np.nan]))
-    assert placed.apart == "where the robot is is not known"
+    assert placed.apart == "the robot's position is not known"
 
 
 def test_what_a_leader_fails_with_is_said_once_each_and_a_hundred_times(

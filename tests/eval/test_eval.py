@@ -792,7 +792,7 @@ def test_instruction_decides() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--future",), "future: expected a motion beside it"),
+        (("--future",), "future: needs a motion"),
         (("--motion", '{"kind": "odd"}'), "motion.kind: expected one of as is, absolute"),
         (("--motion", '{"kind": "relative", "action": ["a"], "state": [0]}'), "motion: invalid literal"),
     ],

@@ -71,7 +71,9 @@ def test_a_served_chunk_is_continued_as_in_process_and_replayed(tmp_path: Path) 
 def test_what_an_engine_cannot_continue_is_refused_by_name(
     engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = f"rtc: expected no-jacobian or ramp on engine {engine}; engine cpu, plan or eager takes all"
+    refused = (
+        f"rtc: expected no-jacobian or ramp on engine {engine}; engine cpu, plan or eager supports all values"
+    )
     target = BLOCKS
     if engine == "onnx":
         target = tmp_path / "exported"

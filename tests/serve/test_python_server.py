@@ -63,7 +63,9 @@ def test_a_path_is_opened_and_closed_with_the_server() -> None:
         opened = server._scheduler.policy
     with pytest.raises(SinewError, match="closed"):
         opened.infer(opened.dummy_observation())
-    with pytest.raises(SinewError, match="engine: expected with a path alone, got an open policy"):
+    with pytest.raises(
+        SinewError, match="engine: expected a path or name with this option, got an open policy"
+    ):
         sinew.serve(Own(), engine="eager")
     with pytest.raises(SinewError, match="gone"):
         sinew.serve("gone.gguf", ["native:0"])
@@ -79,8 +81,8 @@ def test_a_class_of_ones_own_is_served_on_every_wire() -> None:
             assert (chunk.session, chunk.time) == ("arm", 7.0)
             client.reset("arm")
             for wrong, message in (
-                ({"prompt": "nan"}, "expected finite rows of 2 numbers"),
-                ({"prompt": "wide"}, "expected finite rows of 2 numbers"),
+                ({"prompt": "nan"}, "expected a finite array \\[H, 2\\]"),
+                ({"prompt": "wide"}, "expected a finite array \\[H, 2\\]"),
                 ({"state": np.zeros(3)}, "state"),
                 ({"images": {"front": FRAME, "back": FRAME}}, "back"),
             ):

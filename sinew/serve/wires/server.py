@@ -1,4 +1,6 @@
-"""A server inside a program of one's own: an open policy, or a class that is one, on the wires of ``sinew serve``."""
+"""A server inside your own program, for a loaded policy or an object of your own class, with the protocols of ``sinew
+serve``.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 class OwnPolicy(ServedPolicy):
-    """A policy of somebody's own behind a scheduler: asked for one observation at a time, from one thread."""
+    """A policy of the user's own class behind a scheduler. It computes one observation at a time, on one thread."""
 
     def __init__(self, policy: Policy):
         self._policy, self.spec = policy, policy.spec
 
     def warm_up(self) -> None:
-        """Do nothing: nothing is known of what it takes."""
+        """Do nothing: an unknown class has no known warm-up."""
 
     def prepare(self, observation: Observation) -> Observation:
-        """Return the observation. Raises ObservationError for a state of another length, or other cameras."""
+        """Return the observation. Raises ObservationError if its state has another length, or if it has other
+        cameras.
+        """
         state, cameras = observation.state, {camera.name for camera in self.spec.cameras}
         if state.shape != (self.spec.state.dim,):
             raise ObservationError("state", f"shape [{self.spec.state.dim}]", f"shape {list(state.shape)}")
@@ -49,11 +53,11 @@ class OwnPolicy(ServedPolicy):
         return observation
 
     def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the policy's chunk. Raises SinewError for one that no robot may get."""
+        """Return the policy's chunk. Raises SinewError for actions that no robot may receive."""
         chunk = self._policy.infer(prepared)
         actions, width = np.asarray(chunk.actions, np.float32), self.spec.action.dim
         if actions.ndim != 2 or actions.shape[1] != width or not np.isfinite(actions).all():
-            what = f"finite rows of {width} numbers"
+            what = f"a finite array [H, {width}]"
             raise SinewError(
                 f"the policy's actions: expected {what}, got shape {list(actions.shape)} or not finite"
             )
@@ -64,16 +68,28 @@ class OwnPolicy(ServedPolicy):
 
 
 class Server:
-    """Answers robots' clients on threads of this process, from its making to :meth:`close`; a context manager.
+    """Serves a policy to robots, on threads of this process, until :meth:`close`. It is a context manager.
 
-    policy: of :func:`sinew.load`, or an object with ``spec``, ``infer`` and ``reset``
-    (:class:`sinew_client.policy.Policy`); it stays the caller's, who may go on to ask it and closes it. A name or path
-    of what :func:`sinew.load` takes, with its options, is opened here and closed at the end. wires: as
-    ``--wire`` of ``sinew serve`` names them, "native", "openpi:9000"; native and openpi if there are none; port 0 picks
-    a free one. host: an address of this machine; anything but loopback is open to every machine that can reach it.
-    api_key: that clients must send. limits: of what clients may make it hold and do.
+    Args:
+        policy: A policy of :func:`sinew.load`, or an object with ``spec``, ``infer`` and ``reset``
+            (:class:`sinew_client.policy.Policy`). It stays open, and you may use it at the same time. A path or name
+            that :func:`sinew.load` accepts is opened here and closed at the end.
+        wires: Protocols, as for ``sinew serve --wire``: "native", "openpi:9000" ... Port 0 picks a free one. ()
+            serves native and openpi.
+        host: An address of this machine. By default the server is reachable from this machine only.
+        api_key: Key that clients must send; "" for none.
+        limits: Bounds of queues, connections and memory.
+        **options: Options of :func:`sinew.load`, for a path or name.
 
-    addresses: wire -> where it is reached. Raises :class:`SinewError` for wires that are none, and addresses in use.
+    Attributes:
+        addresses: Protocol -> address.
+
+    Raises:
+        SinewError: A protocol is unknown, or an address is in use.
+
+    Example:
+        >>> with sinew.serve("blocks", ["native:5555"]) as server:
+        ...     server.wait()
     """
 
     def __init__(
@@ -87,7 +103,10 @@ class Server:
         **options: Any,
     ):
         if options and not isinstance(policy, str | Path):
-            raise SinewError(f"{next(iter(options))}: expected with a path alone, got an open policy")
+            raise SinewError(
+                f"{next(iter(options))}: expected a path or name with this option, got an open policy; pass the option"
+                " to sinew.load"
+            )
         listen = Listen(host)
         shown = listen.is_loopback or bool(api_key)  # elsewhere anybody would see the robot's cameras
         if not shown:
@@ -124,12 +143,20 @@ class Server:
             self._service.tend()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the server was closed, by another thread; False where it was not after ``seconds``. Ctrl-C raises
-        KeyboardInterrupt."""
+        """Wait until another thread closes the server. Ctrl-C raises KeyboardInterrupt.
+
+        Args:
+            seconds: Longest wait; None for no limit.
+
+        Returns:
+            True if the server was closed.
+        """
         return self._ended.wait(seconds)
 
     def close(self) -> None:
-        """Refuse what comes, end the running inference between two stages, and free the ports. Twice is no error."""
+        """Reject new requests, cancel the running inference between two stages, and free the ports. Safe to call
+        twice.
+        """
         if self._ended.is_set():
             return
         self._service.stopping()

@@ -66,7 +66,7 @@ def test_the_policy_matches_the_reference(open_case, golden, name):
     assert_parity(chunk.actions, Golden(golden / name).numpy("actions")[0])
     assert (policy.describe()["unguided"], policy.capabilities.guidance) == ("", ("no-jacobian", "ramp"))
     refusal = (
-        "rtc: expected no-jacobian or ramp on engine cuda; engine cpu, plan or eager takes all, got guided"
+        "rtc: expected no-jacobian or ramp on engine cuda; engine cpu, plan or eager supports all values"
     )
     with pytest.raises(ObservationError, match=refusal):
         policy.check({**Golden(golden / name).observation(), "previous": chunk.actions, "rtc": "guided"})

@@ -1,4 +1,4 @@
-"""Client for Sinew policy servers, and the vocabulary that it shares with them. Needs numpy and protobuf; no torch."""
+"""The client of Sinew's policy servers, and the types that it shares with them. Needs numpy and protobuf, not torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = [
 _LATER = {
     "Client": "sinew_client.client",
     "ActionQueue": "sinew_client.episode",
-}  # who only wants the words needs no protobuf
+}  # imported at first use: a program that needs only the types then needs no protobuf
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
-"""What the blocking and the asyncio client have in common: whom they ask, how often, until when. No sockets here.
+"""Rules that the blocking and the asyncio client share: which address, how many attempts, until when. No sockets
+here.
 
-The rules are generators that yield each attempt and are sent its reply; a client carries the attempts out over
-a link of its own kind, and so both fail over, retry and time out alike.
+The rules are generators. They yield each attempt and are sent its reply. A client carries out the attempts over its
+own kind of connection, so both kinds fail over, retry and time out alike.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from sinew_client.types import ActionChunk, PolicySpec
 
 logger = logging.getLogger("sinew_client")
 
-MOST_WARNINGS = 100  # that are told, each once
+MOST_WARNINGS = 100  # different warnings of a server that are logged, each once
 
 
-# (parts, request id, connected, end): one request to the present address. connected: until when a connection must
-# stand, ``time.monotonic()``; end: until when the answer must be there. Its outcome is the reply's bytes, None at
-# ``end``, or ConnectionLost thrown.
+# (parts, request id, connected, end): one request to the present address. ``connected`` is the deadline of the
+# connection and ``end`` that of the answer, both of ``time.monotonic()``. The client sends the reply's bytes into the
+# generator, or None at ``end``, or throws ConnectionLost.
 Attempt = Tuple[Sequence, int, float, float]
 Asking = Generator[Attempt, Optional[bytes], Any]
 
 
 class BaseClient:
-    """Settings of a client, and the rules by which it asks. :class:`sinew_client.Client` explains the arguments."""
+    """Settings of a client, and its rules for requests. :class:`sinew_client.Client` describes the arguments."""
 
     def __init__(
         self,
@@ -63,27 +64,28 @@ class BaseClient:
         self.limits = limits
         self.max_rows = max_rows
         self._warned: set = set()
-        self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
-        self._spec: PolicySpec | None = None  # of the server at the other end of the link
-        self._answered = 0  # number of the policy that computed the newest answer; 0: not stated
-        self.deployment = 0  # the same of the policy that the server described last
+        self._ids = itertools.count(1)  # a server answers with id 0 if it could not read the id
+        self._spec: PolicySpec | None = None  # of the server at the other end of the connection
+        self._answered = 0  # deployment number in the newest answer; 0: not stated
+        self.deployment = 0  # deployment number in the newest metadata
         self._link: Any = None
         self._closed = False
-        self._unreached = ""  # why the last try to connect failed
+        self._unreached = ""  # reason of the last failure to connect
         self._begin()
 
     @property
     def addresses(self) -> tuple:
+        """All addresses, in the order in which they are tried."""
         return self._addresses.all
 
     @property
     def address(self) -> str:
-        """The present one."""
+        """The present address."""
         return self._addresses.present
 
     @property
     def place(self) -> int:
-        """Of the present address among them."""
+        """Index of the present address among :attr:`addresses`."""
         return self._addresses.place
 
     def __repr__(self) -> str:
@@ -97,16 +99,18 @@ class BaseClient:
         return "connected" if self._link is not None else "not connected"
 
     def _connecting(self, error: Exception | None) -> None:
-        """Keep why the last try to connect failed, for what is said at the end; nothing where it did not."""
-        number = getattr(error, "errno", None) or 0  # asyncio words its own; the resolver's are below zero
+        """Store the reason why connecting failed, for the final message; clear it after a success."""
+        number = (
+            getattr(error, "errno", None) or 0
+        )  # asyncio has texts of its own; a resolver's are below zero
         said = os.strerror(number) if number > 0 else getattr(error, "strerror", None)
         self._unreached = "" if error is None else said or str(error)
 
     def _begin(self) -> None:
-        """Make what this kind of client needs beside."""
+        """Create the state that this kind of client needs."""
 
     def _forget(self) -> None:
-        """Have the next request open a connection of its own."""
+        """Drop the connection, so that the next request opens a new one."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------- requests and replies
@@ -115,14 +119,14 @@ class BaseClient:
         return protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
 
     def _accepted(self, reply: Any, observation: Mapping[str, Any], asked: float) -> ActionChunk:
-        """Return the chunk of a reply, and say once what the policy had to do without."""
+        """Return the chunk of a reply, and log each of its warnings once."""
         chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
         self._heard(chunk.deployment)
         self._warn(chunk.warnings)
         return chunk
 
     def _all(self, observations: Sequence[Any], timeout: float | None) -> tuple:
-        """Return the attempts at one message of several observations, and what makes their outcomes of its reply."""
+        """Return the attempts at one message of several observations, and a function that splits its reply."""
         asked, request_id = time.perf_counter(), next(self._ids)
         given = [protocol.given(each) for each in observations]
         parts = protocol.infer_all_parts(given, request_id, self.jpeg_quality, self.api_key, self.policy)
@@ -140,23 +144,25 @@ class BaseClient:
                 logger.warning("%s: %s", self.address, warning)
 
     def _said(self, reply: Any) -> dict:
-        """Return what a server says of itself; nothing where it says nothing."""
+        """Return the description in a server's reply; {} if there is none."""
         found = protocol.decode_metadata(reply) if reply.metadata else {}
-        if reply.deployment:  # of METADATA alone
+        if reply.deployment:  # only replies to METADATA have it
             self.deployment = reply.deployment
             self._heard(self._answered)
         return found
 
     def _heard(self, deployment: int) -> None:
-        """Note which policy has answered. What is known of another one is asked for again (``Client.spec``)."""
+        """Store which deployment has answered. After a hot-swap, forget the old policy's specification."""
         self._answered = deployment
         if self.exchanged:
             self._spec = None
 
     @property
     def exchanged(self) -> bool:
-        """True if the newest answer is of another policy than the one that the server described last: the server has
-        replaced it in between. Servers without numbers of their policies never say so."""
+        """True if the server replaced its policy (hot-swap) after it described it last. Servers without deployment
+        numbers
+        never report it.
+        """
         return 0 not in (self._answered, self.deployment) and self._answered != self.deployment
 
     def _context(self, reply: Any) -> tuple:
@@ -178,16 +184,18 @@ class BaseClient:
     # ------------------------------------------------------------------------- rules
 
     def _asking(self, parts: Sequence, request_id: int, timeout: float | None) -> Asking:
-        """Return the reply of the present server, or of the next that gives one; the time begins with each round of
-        the addresses. Raises what ``Client.infer`` says."""
+        """Return the reply of the present server, or of the next one that gives one.
+
+        The time limit begins again with each round of the addresses. Raises the errors of ``Client.infer``.
+        """
         limit = self.timeout if timeout is None else timeout
         addresses = self._addresses
         count = len(addresses.all)
         if self.retries or count > 1:
-            parts = protocol.kept(parts)  # what may be sent twice is what the cameras saw now
+            parts = protocol.kept(parts)  # a copy: a second attempt must send the frames of the call
         for retry in range(self.retries, -1, -1):
             end = time.monotonic() + limit
-            for others in range(count - 1, -1, -1):  # that are still to be asked
+            for others in range(count - 1, -1, -1):  # addresses that are left in this round
                 if self._closed:
                     raise ClosedError("the client is closed")
                 place, begin = addresses.place, time.monotonic()
@@ -222,8 +230,9 @@ class BaseClient:
         )
 
     def _decoded(self, answer: bytes, request_id: int) -> Any:
-        """Return a reply. One that cannot be read, or answers something else, ends the connection: who knows what
-        comes next."""
+        """Decode a reply. One that cannot be read, or has another id, ends the connection: later replies would not
+        match either.
+        """
         try:
             return protocol.decode_reply(answer, request_id)
         except ServerError:

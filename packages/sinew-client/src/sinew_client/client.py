@@ -1,4 +1,4 @@
-"""The blocking client: one request, one reply, a time limit on each."""
+"""The blocking client: one request, one reply, each with a time limit."""
 
 from __future__ import annotations
 
@@ -21,40 +21,46 @@ from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 
 class Client(BaseClient):
-    """Talks to one ``sinew serve``.
+    """A connection to a policy server (``sinew serve``). It connects at the first call.
 
-    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``, ``tls://host:port`` if the server has
-        ``--tls-cert``, on this machine also ``ipc:///path``
-        of a Unix socket (and ``#NAME`` behind it for a policy by name); or several of them. Then a request
-        that finds no server, whose connection breaks, or that a stopping or unhealthy server refuses goes to the next
-        one at once, in the same call, each address once; the client stays with the server that answered.
-        ``host:port/NAME`` asks the server's policy of that name, the same at all addresses; without it the first.
-    connect_timeout: seconds to wait for a connection before the next address is tried, where there are several.
-    timeout: seconds to wait for each answer. Connecting is part of the wait, so a client may be
-        created before its server.
-    retries: how many times a request that timed out, or whose connection broke, is sent again before
-        :class:`RequestTimeout` or :class:`ConnectionLost`. Safe, because an inference changes nothing on the
-        server; but a late robot may rather want to send a fresh observation, so the default is 0.
-    max_age: seconds; an answer to an older observation raises :class:`UnsafeChunk`. The age counts from the
-        observation's ``time`` where it has one, which must then be ``time.time()`` of this machine, else from
-        the call. None: any age.
-    limits: (lowest, highest) of each action, numbers or [D] in world units; an answer outside raises
-        :class:`UnsafeChunk`. Numbers that are not finite always do.
-    max_rows: of an answer; one with more raises :class:`UnsafeChunk`. A policy states its own as ``chunk_size``.
-    shared_memory: raw frames of 256 KiB and more reach a server at ``ipc://`` in memory that both share, where both can
-        (:meth:`infer`; ``frames`` says whether). False: they are sent.
-    jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
-    api_key: where the server wants one; that of SINEW_API_KEY in the environment if absent, "" for none. With a key,
-        ``tcp://`` to another machine raises ClientError, unless SINEW_ALLOW_UNENCRYPTED_KEY is 1 in the environment.
+    A connection without a reply in time is closed, so a late reply can never answer a later request. The next call
+    opens a new connection, so the client recovers when the server restarts. Do not write to a frame before ``infer``
+    has returned: frames are sent without a copy.
 
-    The first call connects. A connection that missed its reply is thrown away, so that a late one answers nothing
-    else, and the next call opens a new one: a server that comes back is found without further ado. One that breaks
-    while an answer is awaited is told at once.
+    Thread-safe: calls from several threads wait for each other. After ``fork`` the child's first call opens its own
+    connection.
 
-    Frames are sent from where they lie: they must not be written to before ``infer`` returns.
+    Args:
+        address: ``tcp://host:port`` or ``host:port``; ``tls://host:port`` for a server with ``--tls-cert``;
+            ``ipc:///path`` for a Unix socket of this machine. ``host:port/NAME`` names one of several policies of a
+            server. With a list of addresses, a request that finds no server, loses its connection, or reaches a
+            stopping or unhealthy server goes to the next address at once. The client stays with the server that
+            answered.
+        shared_memory: Pass raw frames of 256 KiB and more to a server at ``ipc://`` in shared memory, if both sides
+            can. :attr:`frames` states whether they do. False sends the frames.
+        timeout: Seconds to wait for each answer, including the connection. A client may be created before its server.
+        connect_timeout: With several addresses: seconds to wait for a connection before the next address is tried.
+        retries: How often a request is sent again after a timeout or a lost connection. An inference changes nothing
+            on the server, so this is safe. The default is 0, because a late robot should rather send a fresh
+            observation.
+        jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow). None sends raw pixels.
+        api_key: Key of the server. None takes SINEW_API_KEY from the environment, "" sends none. With a key,
+            ``tcp://`` to another machine raises ClientError, unless SINEW_ALLOW_UNENCRYPTED_KEY is 1 in the
+            environment.
+        max_age: Seconds. An answer to an older observation raises :class:`UnsafeChunk`. The age counts from the
+            observation's ``time`` if it has one (``time.time()`` of this machine), else from the call. None allows
+            any age.
+        limits: (lowest, highest) of each action, numbers or [D] in robot units. An answer outside raises
+            :class:`UnsafeChunk`. Non-finite numbers always do.
+        max_rows: Largest number of actions in an answer. A longer answer raises :class:`UnsafeChunk`. The policy
+            states its own number as ``chunk_size``.
 
-    Thread-safe: calls from several threads take turns, each waiting for the one before it. After ``fork`` the
-    child's first call opens a connection of its own.
+    Raises:
+        ClientError: The address is not valid, or the key would travel unencrypted.
+
+    Example:
+        >>> with Client("tcp://server:5555") as client:
+        ...     chunk = client.infer({"images": {"front": frame}, "state": state, "prompt": "stack the cups"})
     """
 
     def __init__(
@@ -76,21 +82,24 @@ class Client(BaseClient):
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return the actions for one observation.
+        """Compute the actions for one observation.
 
-        observation: ``images`` {camera: uint8 [height, width, 3] RGB, or float in [0, 1], or the bytes
-            of a JPEG or PNG file}, ``state`` float [D] in world units, ``prompt`` (or ``tokens``,
-            integers [L]); optional: ``noise`` float [H, noise_dim], ``seed``, ``solver_steps``,
-            ``session`` (a waiting request is replaced by a newer one of its session), ``time``, ``deadline_ms``
-            (the server refuses the request instead of beginning it later than this after its arrival);
-            ``previous`` float [R, action_dim], the rows of the running chunk from this frame on, with ``delay``,
-            ``horizon``, ``rtc``, ``schedule`` and ``beta``: real-time chunking, which :mod:`sinew_client.control` does;
-            ``subtask`` True: a subtask is said first, stands in the chunk's ``text``, and is acted on; ``adapter``,
-            which of the policy's computes it; ``advantage`` and ``guidance_scale``, where the prompt has a place.
-        timeout: seconds, for this call only.
+        Args:
+            observation: An :class:`Observation`, or a dict with its fields. ``images`` {camera: uint8 [height, width,
+                3] RGB, float in [0, 1], or the bytes of a JPEG or PNG file}, ``state`` float [D] in robot units, and
+                ``prompt`` are enough for most policies. A dict may also have ``deadline_ms``: the server then rejects
+                the request if it cannot begin it in this time after its arrival.
+            timeout: Seconds for this call; None for the client's own.
 
-        Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for
-        an answer that must not be executed.
+        Returns:
+            The action chunk, with ``round_trip_ms``.
+
+        Raises:
+            InvalidObservation: The observation cannot be encoded. Nothing was sent.
+            RequestTimeout: There was no answer in time.
+            ConnectionLost: The connection broke.
+            ServerError: The server answered with an error, such as ``bad_observation``.
+            UnsafeChunk: The answer must not be executed.
         """
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
@@ -99,13 +108,20 @@ class Client(BaseClient):
     def infer_all(
         self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
     ) -> list[ActionChunk | ClientError]:
-        """Return the actions for several observations, asked in one message, in their order.
+        """Compute the actions for several observations with one message.
 
-        observations: 1 to 64, each as :meth:`infer` takes it, but for ``deadline_ms``.
+        Args:
+            observations: 1 to 64 observations, each as in :meth:`infer`, without ``deadline_ms``.
+            timeout: Seconds for this call; None for the client's own.
 
-        What is wrong with one of them stands in its place, the error that :meth:`infer` would raise, and the others are
-        answered. Raises what concerns them all: InvalidObservation before sending, RequestTimeout, ConnectionLost,
-        ServerError.
+        Returns:
+            One entry per observation, in their order: its chunk, or the error that :meth:`infer` would raise for it.
+
+        Raises:
+            InvalidObservation: The observations cannot be encoded. Nothing was sent.
+            RequestTimeout: There was no answer in time.
+            ConnectionLost: The connection broke.
+            ServerError: The server rejected the whole message.
         """
         asking, outcomes = self._all(observations, timeout)
         found: list = outcomes(self._drive(asking))
@@ -119,8 +135,20 @@ class Client(BaseClient):
         *,
         timeout: float | None = None,
     ) -> str:
-        """Return what the policy's language head answers to a question about an observation, in at most ``max_tokens``
-        tokens. Raises ObservationError for a question that is none, and what :meth:`infer` does."""
+        """Let the policy's language head answer a question about an observation.
+
+        Args:
+            observation: As in :meth:`infer`.
+            question: The question; not empty.
+            max_tokens: Largest number of tokens in the answer; None for the bundle's own.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The answer.
+
+        Raises:
+            ObservationError: The question is empty. All errors of :meth:`infer` are possible too.
+        """
         return self.infer(asking(observation, question, max_tokens), timeout=timeout).text
 
     def subtask(
@@ -130,48 +158,123 @@ class Client(BaseClient):
         *,
         timeout: float | None = None,
     ) -> str:
-        """Return the subtask that the policy says of an observation and its instruction, without actions."""
+        """Let the policy's language head name the next subtask of the instruction, without computing actions.
+
+        Args:
+            observation: As in :meth:`infer`.
+            max_tokens: Largest number of tokens; None for the bundle's own.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The subtask.
+
+        Raises:
+            ServerError: The policy has no language head. All errors of :meth:`infer` are possible too.
+        """
         return self.infer(asking(observation, None, max_tokens), timeout=timeout).text
 
     def context(self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None) -> tuple:
-        """Return (bytes, timing): what a head on this machine needs of an observation, from a policy ``context.FORM``.
+        """Compute the context of an observation, for a head that runs on this machine (split inference).
 
-        Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError.
+        Args:
+            observation: As in :meth:`infer`. The server serves the policy ``context.FORM``.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The context as bytes, and its :class:`Timing`.
+
+        Raises:
+            InvalidObservation: The observation cannot be encoded. Nothing was sent.
+            RequestTimeout: There was no answer in time.
+            ConnectionLost: The connection broke.
+            ServerError: The server answered with an error.
         """
         request_id = next(self._ids)
         parts = self._encoded(protocol.given(observation), request_id)
         return self._context(self._drive(self._asking(parts, request_id, timeout)))
 
     def metadata(self, *, timeout: float | None = None) -> dict:
-        """Return what the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
+        """Request the server's description of itself and its policy.
+
+        Args:
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            A dict with "policy" (cameras, state, action, chunk size ...) and "server".
+
+        Raises:
+            RequestTimeout: There was no answer in time.
+            ConnectionLost: The connection broke.
+            ServerError: The server answered with an error.
+        """
         return self._said(self._drive(self._control("METADATA", "", timeout)))
 
     @property
     def spec(self) -> PolicySpec:
-        """What the server's policy reads and writes: asked for once a connection, and again once another policy has
-        answered. Raises what :meth:`metadata` does."""
+        """Inputs and outputs of the server's policy. Requested once per connection, and again after a hot-swap.
+
+        Raises the same errors as :meth:`metadata`.
+        """
         if self._spec is None:
             self._spec = PolicySpec.from_dict(self.metadata().get("policy"))
         return self._spec
 
     def health(self, *, timeout: float | None = None) -> dict:
-        """Return status and counters of the server. Answered at once, also during an inference."""
+        """Request the status and the counters of the server. It answers at once, also during an inference.
+
+        Args:
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            A dict with the status and the counters.
+
+        Raises:
+            RequestTimeout: There was no answer in time.
+            ConnectionLost: The connection broke.
+            ServerError: The server answered with an error.
+        """
         return self._said(self._drive(self._control("HEALTH", "", timeout)))
 
     def reset(self, session: str = "", *, timeout: float | None = None) -> None:
-        """Tell the server that a new episode begins in ``session``."""
+        """Begin a new episode.
+
+        Args:
+            session: Session of the robot, as in its observations.
+            timeout: Seconds for this call; None for the client's own.
+
+        Raises:
+            RequestTimeout: There was no answer in time.
+            ConnectionLost: The connection broke.
+            ServerError: The server answered with an error.
+        """
         self._drive(self._control("RESET", session, timeout))
 
     def report(self, report: RobotReport, session: str = "", *, timeout: float | None = None) -> None:
-        """Tell the server how a robot's run goes (``sinew_client.control.Reporter``). Raises as :meth:`metadata`."""
+        """Send the state of a robot's run to the server's dashboard, as ``sinew_client.control.Reporter`` does.
+
+        Args:
+            report: The state of the run.
+            session: Session of the robot, as in its observations.
+            timeout: Seconds for this call; None for the client's own.
+
+        Raises:
+            RequestTimeout: There was no answer in time.
+            ConnectionLost: The connection broke.
+            ServerError: The server answered with an error.
+        """
         self._drive(self._control("REPORT", session, timeout, report))
 
     def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
-        """Return an episode that hands out one action a control step (:class:`sinew_client.ActionQueue`)."""
+        """Return an episode that hands out one action per control step.
+
+        Args:
+            rows: See :class:`sinew_client.ActionQueue`.
+            session: Session of the episode.
+        """
         return ActionQueue(self, rows=rows, session=session)
 
     def close(self) -> None:
-        """Close the connection. Waits for a call in progress in another thread."""
+        """Close the connection, after a call in progress in another thread has ended. Safe to call twice."""
         self._after_fork()
         with self._lock:
             if not self._closed:
@@ -187,7 +290,7 @@ class Client(BaseClient):
     # ------------------------------------------------------------------------- socket
 
     def _drive(self, asking: Asking) -> Any:
-        """Carry out the attempts of a request, one after the other, and return what comes of it."""
+        """Carry out the attempts of a request, one after the other, and return the result."""
         self._after_fork()
         with self._lock:
             try:
@@ -202,14 +305,17 @@ class Client(BaseClient):
                 return done.value
 
     def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
-        """Send one request and return its reply, None at its end, or how the connection was lost; also where none
-        stands in time."""
+        """Send one request.
+
+        Returns:
+            The reply, None if there is none in time, or how the connection was lost or could not be made.
+        """
         answer, (parts, _, connected, end) = None, attempt
         try:
             if self._link is not None and not self._link.stands:
                 self._forget()
             if self._link is None:
-                parts = protocol.kept(parts)  # what is sent later, too
+                parts = protocol.kept(parts)  # connecting takes time, and the camera may overwrite its frames
                 self._link = self._connect(connected)
             if self._link is not None:
                 answer = self._link.ask(self._placed(parts, self._link, end), end)
@@ -225,8 +331,10 @@ class Client(BaseClient):
         return answer
 
     def _placed(self, parts: Sequence, link: Link, end: float) -> Sequence:
-        """Return the parts of a request, with its raw frames in memory that is shared with the server, where they are
-        large and both can. Raises OSError and ConnectionLost."""
+        """Return the parts of a request, with large raw frames moved to shared memory if both sides support it.
+
+        Raises OSError and ConnectionLost.
+        """
         unix, size = len(self._addresses.host_and_port) == 1, shared.size_of(parts)
         if not (self.shared_memory and unix) or size < shared.LEAST:
             return parts
@@ -239,20 +347,22 @@ class Client(BaseClient):
         return link.frames.placed(parts) if link.frames.state == shared.SHARED else parts
 
     def _told(self, answer: bytes | None, request_id: int) -> str:
-        """Return what a server says of the memory that it was offered."""
+        """Return the server's answer to an offer of shared memory."""
         if answer is None:
             raise socket.timeout("no answer in time")
         return self._said(protocol.decode_reply(answer, request_id)).get("frames", "")
 
     @property
     def frames(self) -> str:
-        """Return how large frames travel on the present connection: "shared memory", or "in the message" and why."""
+        """How large frames travel on the present connection: "shared memory", or "in the message" with the reason."""
         found = None if self._link is None else self._link.frames
         return shared.SENT if found is None else found.state
 
     def _connect(self, end: float) -> Link | None:
-        """Return a connection. None at ``end``, where there is one address, which is tried again until then; else
-        raises ConnectionLost."""
+        """Open a connection. A single address is tried again until ``end``, then the result is None.
+
+        With several addresses, a failure raises ConnectionLost, so that the next address is tried.
+        """
         for pause in pauses():
             if time.monotonic() >= end:
                 break
@@ -260,7 +370,7 @@ class Client(BaseClient):
                 link = Link(self._addresses.host_and_port, end)
                 self._connecting(None)
                 return link
-            except ConnectionLost:  # somebody else is there
+            except ConnectionLost:  # the address belongs to another program
                 raise
             except OSError as error:
                 self._connecting(error)
@@ -276,7 +386,7 @@ class Client(BaseClient):
             self.deployment = 0
 
     def _after_fork(self) -> None:
-        """Begin anew in a child process, on a connection of its own."""
+        """In a forked child: drop the parent's connection, so that the next request opens the child's own."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.Lock()  # another thread of the parent may have held the old one

@@ -1,6 +1,6 @@
-"""An episode of a policy, an action at a time, for a loop that is somebody else's and waits for each inference.
+"""Episodes that hand out one action at a time, for a control loop of your own that can wait for each inference.
 
-A robot that must not wait is driven by :class:`sinew_client.control.Loop`.
+If the robot must not wait, use :class:`sinew_client.control.Run`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from sinew_client.types import ActionChunk, Observation
 
 
 class Ensembled:
-    """Averages the rows that successive chunks have for a control step, as ACT's temporal ensembling does.
+    """Averages the actions that successive chunks have for one control step (ACT's temporal ensembling).
 
-    coefficient: m of the weights exp(-m i), where i = 0 is the oldest chunk.
+    Args:
+        coefficient: m of the weights exp(-m i), where i = 0 is the oldest chunk.
     """
 
     def __init__(self, coefficient: float):
         self.coefficient = coefficient
-        self._chunks: deque[np.ndarray] = deque()  # the rows of each from this step on, the oldest first
+        self._chunks: deque[np.ndarray] = deque()  # remaining actions of each chunk, oldest chunk first
 
     def row(self, chunk: np.ndarray) -> np.ndarray:
-        """Return the row of this control step, float32 [D], given the chunk of this step's observation."""
-        # Imported here: it brings the whole loop with it, which other policies do not need
+        """Return the averaged action of this control step, float32 [D].
+
+        Args:
+            chunk: float32 [H, D], computed from this step's observation.
+        """
+        # Imported here, because it imports the whole control loop, which other policies do not need
         from sinew_client.control.blend import ensemble
 
         self._chunks.append(np.asarray(chunk, np.float32))
@@ -39,15 +44,28 @@ class Ensembled:
 
 
 class ActionQueue:
-    """Hands out the rows of a policy's chunks one by one, and asks for the next chunk when they are used up.
+    """An episode: hands out the actions of a policy's chunks one by one, and requests the next chunk when they are
+    used up.
 
-    policy: any (:func:`sinew_client.connect`); it stays open. rows: of a chunk that are handed out before it is asked
-    again; None: what the policy was evaluated with (``PolicySpec.n_action_steps``), else all of them. A policy that was
-    made for temporal ensembling (``PolicySpec.temporal_ensemble``) is then asked at every step, and the rows of its
-    chunks are averaged. session: under which it asks, for several episodes side by side. ``chunk``: the one whose rows
-    are handed out now.
+    A policy that was trained for temporal ensembling (``PolicySpec.temporal_ensemble``) is asked at every step, and
+    the actions of its chunks are averaged, unless you pass ``rows``.
 
-    Raises :class:`ClientError` for rows that no chunk has.
+    Args:
+        policy: Any open policy (:func:`sinew_client.connect`). It stays open.
+        rows: Actions of a chunk that are handed out before the next request. None takes the number with which the
+            policy was evaluated (``PolicySpec.n_action_steps``), else the whole chunk.
+        session: Session of the requests, for several episodes at the same time.
+
+    Attributes:
+        chunk: The chunk whose actions are handed out at present; None before the first request.
+        rows: Actions that are handed out per chunk.
+
+    Raises:
+        ClientError: ``rows`` is more than a chunk has.
+
+    Example:
+        >>> queue = ActionQueue(policy)
+        >>> action = queue.select_action(observation)  # float32 [D], once per control step
     """
 
     def __init__(self, policy: Policy, *, rows: int | None = None, session: str = ""):
@@ -63,25 +81,38 @@ class ActionQueue:
         self._begin()
 
     def __len__(self) -> int:
-        """Return how many actions can be handed out before the policy is asked."""
+        """Return how many actions are left before the next request."""
         return len(self._queue)
 
     def __repr__(self) -> str:
         return f"<ActionQueue of {self._spec.name!r}, step {self._step}, {len(self)} of {self.rows} actions left>"
 
     def reset(self) -> None:
-        """Begin a new episode: drop what is left, and tell the policy. Raises what its ``reset`` does."""
+        """Begin a new episode: drop the remaining actions and reset the policy's session.
+
+        Raises:
+            SinewError: The policy cannot be reset, for example because its server is gone.
+        """
         self.policy.reset(self.session)
         self._begin()
 
     def select_action(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> np.ndarray:
-        """Return the action of this control step, float32 [D] in world units. Call it once a step.
+        """Return the action of this control step. Call it once per step.
 
-        The policy is asked, and waited for, where no row is left or the instruction is another one than that which the
-        rows answer. A policy that reads several moments is given those before by itself. Raises what ``infer`` does;
-        then nothing is handed out, and the step counts.
+        The policy is asked if no action is left, or if the instruction has changed. A policy with an observation
+        history gets the earlier steps automatically.
+
+        Args:
+            observation: As in :meth:`Policy.infer`.
+            timeout: Seconds to wait for the policy; None for its own limit.
+
+        Returns:
+            float32 [D] in robot units.
+
+        Raises:
+            SinewError: The errors of the policy's ``infer``. No action is handed out then, but the step counts.
         """
         given = vars(observation) if isinstance(observation, Observation) else observation
         self._history.see(self._step, given.get("images") or {}, given.get("state"))
@@ -100,7 +131,7 @@ class ActionQueue:
         return self._queue.popleft()
 
     def _forget(self) -> None:
-        """Drop the chunks that answer another instruction, or another episode."""
+        """Drop the chunks of another instruction or episode."""
         self._ensembled = None if self._blend is None else Ensembled(self._blend)
 
     def _begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong, on a robot, in a server and between them; each error says it once, for all who meet it."""
+"""The errors of clients, servers and robots."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import re
 from contextlib import contextmanager
 from typing import Collection, Iterable, Iterator
 
-ONE_WORD = (
-    0.6  # similarity of two words from which one may be the other misspelt; difflib's own default for names
-)
+ONE_WORD = 0.6  # smallest similarity of a word and its misspelling; difflib's default for names
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'camera1'?`` where ``name`` is a known name with a slip of the keyboard, else nothing.
+    """Return ``; did you mean 'camera1'?`` if ``name`` looks like a misspelling of a known name, else "".
 
-    A name that is only similar is no slip: ``pi0_fast_libero`` is another model than ``pi0_libero``, and ``camera4``
+    A different name is not a misspelling: ``pi0_fast_libero`` is another model than ``pi0_libero``, and ``camera4``
     another camera than ``camera1``.
     """
     names = list(known)
@@ -30,9 +28,10 @@ def _words(name: str) -> list[str]:
 
 
 def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
-    """Return whether every word of ``name`` is the word of ``known`` at its place, or that word misspelt.
+    """Return True if each word of ``name`` equals the word of ``known`` at the same place, or misspells it.
 
-    words: of all known names. One of them is not another one misspelt, and neither is one with another number.
+    words: All words of the known names. A known word is never a misspelling of another one, nor is a word with
+    another number.
     """
     left, right = _words(name), _words(known)
     if "".join(left) == "".join(right):
@@ -49,14 +48,16 @@ def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
 
 
 class SinewError(Exception):
-    """Base of every error a user can cause or meet. ``code`` is stable and travels on the wires."""
+    """Base of all errors that a user can cause or meet. Servers send ``code``, which does not change between
+    versions.
+    """
 
     code = "internal"
 
     @classmethod
     @contextmanager
     def at(cls, where: object, *errors: type[BaseException]) -> Iterator[None]:
-        """Raise this error for ``errors`` inside, with where they were met: "WHERE: expected X, got Y"."""
+        """Raise this error in place of ``errors`` inside the block, with a prefix: "WHERE: expected X, got Y"."""
         try:
             yield
         except errors as error:
@@ -64,7 +65,13 @@ class SinewError(Exception):
 
 
 class ObservationError(SinewError):
-    """One field of an observation is not what the policy expects."""
+    """A field of an observation does not fit the policy.
+
+    Attributes:
+        field: Name of the field.
+        expected: What the policy accepts.
+        got: What the observation has.
+    """
 
     code = "bad_observation"
 
@@ -74,7 +81,13 @@ class ObservationError(SinewError):
 
     @classmethod
     def unknown(cls, key: object, known: Iterable[str], expected: str = "") -> ObservationError:
-        """Return the error of a key that is not among those that are known. expected: these in other words."""
+        """Return the error for an unknown key.
+
+        Args:
+            key: The key.
+            known: The keys that are allowed.
+            expected: The message's text for these; "" lists them.
+        """
         # A key of another type may be as long as it likes, so only short numbers are written out.
         short = isinstance(key, int) and key.bit_length() < 64
         name = key[:100] if isinstance(key, str) else str(key) if short else type(key).__name__
@@ -85,65 +98,65 @@ class ObservationError(SinewError):
 
 
 class RequestError(SinewError):
-    """Bytes that are not a request, or a request that asks for something this server cannot do."""
+    """The bytes are not a request, or the request needs something that this server does not support."""
 
     code = "bad_request"
 
 
 class BusyError(SinewError):
-    """The request queue is full; nothing was computed."""
+    """The request queue is full. Nothing was computed; send the request again later."""
 
     code = "busy"
 
 
 class CancelledError(SinewError):
-    """The inference was abandoned between two stages: the server is stopping or the client left."""
+    """The inference was cancelled between two stages: the server stops, or the client has disconnected."""
 
     code = "cancelled"
 
 
 class ClientError(SinewError):
-    """Base of every error that a client of a server raises on purpose. Without a code of its own: it is met on the
-    robot, and does not travel."""
+    """Base of all errors that a client raises. It has no ``code``, because it is not sent over a protocol."""
 
     code = ""
 
 
 class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N818 - reads as the sentence it is
-    """The observation cannot be put into a message; nothing was sent."""
+    """The observation cannot be encoded into a message. Nothing was sent."""
 
     code = "bad_observation"
 
 
 class RequestTimeout(ClientError, TimeoutError):  # noqa: N818
-    """No answer in time: no server at the address, one that is still loading, or one too slow."""
+    """There was no answer in time: no server at the address, a server that still loads, or one that is too slow."""
 
 
 class ConnectionLost(ClientError, ConnectionError):  # noqa: N818
-    """The connection broke while an answer was awaited: the server has ended, was ended, or the network failed."""
+    """The connection broke before the answer came: the server has stopped, or the network failed."""
 
 
 class UnsafeChunk(ClientError, ValueError):  # noqa: N818
-    """The server's answer must not be executed: numbers that are not finite, out of the limits, or too old."""
+    """The answer must not be executed: it has non-finite numbers, is outside the limits, or is too old."""
 
 
 class LateChunk(UnsafeChunk):
-    """The answer belongs to an observation that is older than the caller wants to act on."""
+    """The answer belongs to an observation that is older than the caller allows."""
 
 
 class ClosedError(ClientError):
-    """The policy, or the client of it, was closed before it was asked."""
+    """The policy or the client is closed."""
 
 
 class Refused(ClientError):  # noqa: N818
-    """The policy does not take what the robot shows it, and did not before the robot first moved."""
+    """The policy rejects the robot's observations. It did so from the first one, so the robot has not moved."""
 
 
 class ServerError(ClientError):
     """The server answered with an error.
 
-    code: stable and short: bad_request, bad_observation, busy, shutting_down, cancelled, internal ...
-    message: for people; names the field, what was expected and what came.
+    Attributes:
+        code: Short and stable: bad_request, bad_observation, busy, shutting_down, cancelled, internal ...
+        message: Text for people. It names the field, the expected value and the received value.
     """
 
     def __init__(self, code: str, message: str):

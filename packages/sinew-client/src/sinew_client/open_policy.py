@@ -1,4 +1,4 @@
-"""What policies that compute in this process share: how they close, time out, and reject requests for words."""
+"""Shared behaviour of policies that compute in this process: closing, time limits, and rejecting requests for text."""
 
 from __future__ import annotations
 
@@ -19,32 +19,40 @@ Self = TypeVar("Self", bound="OpenPolicy")
 def asking(
     observation: Observation | Mapping[str, Any], question: str | None, max_tokens: int | None
 ) -> Mapping[str, Any]:
-    """Return an observation that asks for words alone: the answer to a question, or, of None, a subtask.
+    """Return an observation that requests text alone: the answer to ``question``, or a subtask if it is None.
 
-    Raises ObservationError for a question that is none.
+    Raises ObservationError for an empty question.
     """
     if question is not None and not (isinstance(question, str) and question.strip()):
         got = "an empty string" if isinstance(question, str) else type(question).__name__
-        raise ObservationError("question", "a text", got)
+        raise ObservationError("question", "a non-empty text", got)
     given = vars(observation) if isinstance(observation, Observation) else observation
     asked = {"question": question} if question is not None else {"subtask": True, "text_only": True}
     return {**given, **asked, "text_tokens": max_tokens}
 
 
 def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None:
-    """Raise ObservationError where an observation asks for words of what says none. who: what that is."""
+    """Raise ObservationError if an observation requests text from a policy without a language head.
+
+    Args:
+        observation: The observation.
+        who: The policy, for the message.
+    """
     if not isinstance(observation, Observation):
         observation = Observation(
             {}, np.zeros(0), **{key: observation[key] for key in WORDS if key in observation}
         )
     name = observation.asks
     if name:
-        raise ObservationError(name, "nothing, as only a policy with its language head says words", who)
+        raise ObservationError(name, "no request for text, which needs a policy with a language head", who)
 
 
 class OpenPolicy:
-    """Holds what policies that compute here have in common: they are closed once, and refuse by name from then on; so
-    they do in a process that was forked from theirs, where their threads are not."""
+    """Base of policies that compute in this process.
+
+    After ``close`` their methods raise ClosedError. They also do in a forked process, which lacks the parent's
+    threads.
+    """
 
     _closed = False
     _process: int
@@ -55,21 +63,26 @@ class OpenPolicy:
         return made
 
     def reset(self, session: str = "") -> None:
-        """Do nothing: no answer depends on those before it."""
+        """Do nothing: answers do not depend on earlier ones."""
         self._refuse_closed()
 
     def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
-        """Return an episode that hands out one action a control step (:class:`sinew_client.ActionQueue`)."""
+        """Return an episode that hands out one action per control step.
+
+        Args:
+            rows: See :class:`sinew_client.ActionQueue`.
+            session: Session of the episode.
+        """
         return ActionQueue(self, rows=rows, session=session)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release connections and weights. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._release()
 
     def _release(self) -> None:
-        """Let go, once."""
+        """Release the resources. Called once."""
 
     def _refuse_closed(self) -> None:
         """Raise :class:`ClosedError` after :meth:`close`."""
@@ -77,8 +90,8 @@ class OpenPolicy:
             raise ClosedError("the policy is closed")
         if self._process != (now := os.getpid()):
             raise ClosedError(
-                f"the policy was opened in process {self._process}, whose threads are not in its fork {now}: open one"
-                " here, or begin processes by spawn, not fork"
+                f"the policy was opened in process {self._process} and cannot be used in its fork {now}: open it in"
+                " each process, or start processes with spawn"
             )
 
     def __enter__(self: Self) -> Self:
@@ -90,9 +103,14 @@ class OpenPolicy:
 
 
 class Limit(threading.Event):
-    """Cancels what goes on for too long: is set by itself after so many seconds, if any, or once ``other`` is.
+    """An event that is set after a time limit, or when another event is set. It cancels an inference that takes too
+    long.
 
-    As a context it turns the CancelledError of what it ended into RequestTimeout.
+    As a context manager it turns the CancelledError of its own time limit into RequestTimeout.
+
+    Args:
+        seconds: The time limit; None for none.
+        other: The other event, if any.
     """
 
     def __init__(self, seconds: float | None, other: threading.Event | None = None):
@@ -108,7 +126,9 @@ class Limit(threading.Event):
         return super().is_set() or self.passed or (self._other is not None and self._other.is_set())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; False where it is not after ``timeout`` seconds. ``other`` is looked at in the end."""
+        """Wait until the event is set, at most ``timeout`` seconds. Return whether it is set. ``other`` is checked at
+        the end.
+        """
         left = self._end - time.monotonic()
         longest = min(left, threading.TIMEOUT_MAX if timeout is None else timeout)
         return self.is_set() or super().wait(max(0.0, longest)) or self.is_set()

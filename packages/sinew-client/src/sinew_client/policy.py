@@ -1,5 +1,6 @@
-"""What a policy is, wherever it computes: a bundle here, a server, one of several, a recording, two halves in two
-places, an expert. :func:`sinew_client.connect` opens any of them.
+"""The interface of every policy: a local bundle, a server, a recording, split inference, or a scripted expert.
+
+:func:`sinew_client.connect` opens any of them.
 """
 
 from __future__ import annotations
@@ -10,27 +11,41 @@ from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 
 class Policy(Protocol):
-    """Observation to actions. A context manager, which closes it."""
+    """Computes actions from observations. It is a context manager, which closes the policy."""
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes. A server is asked for it, once a connection."""
+        """Inputs and outputs of the policy. A client requests it from its server once per connection."""
 
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return the actions for one observation.
+        """Compute the actions for one observation.
 
-        timeout: seconds, after which RequestTimeout is raised; its own, or none, if absent. What computes here looks at
-        the clock between two stages. Raises ObservationError, or a server's ``bad_observation``, that names a field
-        which it cannot take, and ClosedError after :meth:`close`.
+        Args:
+            observation: An :class:`Observation`, or a dict with its fields.
+            timeout: Seconds until RequestTimeout is raised. None takes the policy's own limit, or no limit. A policy
+                in this process checks the clock between two stages.
+
+        Returns:
+            The action chunk.
+
+        Raises:
+            ObservationError: A field of the observation is wrong. A server reports it as ServerError with the code
+                ``bad_observation``.
+            RequestTimeout: There was no answer in time.
+            ClosedError: The policy is closed.
         """
 
     def reset(self, session: str = "") -> None:
-        """Say that a new episode begins in ``session``."""
+        """Begin a new episode.
+
+        Args:
+            session: Session of the robot, as in its observations.
+        """
 
     def close(self) -> None:
-        """Let go of what it holds: connections, weights. Once is enough; twice is no error."""
+        """Release connections and weights. Safe to call twice."""
 
     def __enter__(self) -> Any: ...
 

@@ -31,7 +31,7 @@ _MODEL_SERVER, _HUB = "vla-eval://", "hf://"
 
 @dataclass(frozen=True)
 class Target:
-    """What a text names.
+    """The policy that a text names.
 
     Attributes:
         kind: "address", "model-server", "expert" or "local".
@@ -45,10 +45,16 @@ class Target:
 
     @classmethod
     def parse(cls, source: Any) -> Target:
-        """Return what a text, a path or a list of addresses names. Nothing is opened or looked up.
+        """Parse a text, a path or a list of addresses. Nothing is opened or looked up.
+
+        Args:
+            source: The text, path or list.
+
+        Returns:
+            The target.
 
         Raises:
-            ClientError: It is a list of something other than addresses.
+            ClientError: A list has something other than addresses.
         """
         if isinstance(source, (list, tuple)):
             parts = [cls.parse(each) for each in source]
@@ -72,15 +78,18 @@ class Target:
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses of the servers, the first that answers counts; [] of anything else."""
+        """Addresses of the servers, tried in this order; [] for any other kind."""
         return self.place.split(",") if self.kind == ADDRESS else []
 
     def open(self, **options: Any) -> Policy:
         """Open the policy.
 
         Args:
-            **options: Of :class:`sinew_client.Client` for an address, else those of the kind's opener, such as
+            **options: Arguments of :class:`sinew_client.Client` for an address, else of the kind's opener, such as
                 :func:`sinew.load`.
+
+        Returns:
+            The open policy. Close it, or use it in a ``with`` block.
 
         Raises:
             SinewError: The policy cannot be opened, or the package that opens this kind is not installed.
@@ -93,17 +102,17 @@ class Target:
         if opener is None:
             if self.kind == MODEL_SERVER:
                 raise ClientError(
-                    f"{named(self.text)}: `sinew eval` plays model servers; nothing else opens them"
+                    f"{named(self.text)}: only `sinew eval` supports model servers of other projects"
                 )
             raise ClientError(
-                f"{named(self.text)}: expected tcp://HOST:PORT; opening anything else needs the package sinew-vla"
+                f"{named(self.text)}: expected tcp://HOST:PORT; for anything else, install the package sinew-vla"
             )
         policy: Policy = opener(self.place, **options)
         return policy
 
 
 def _opener(kind: str) -> Any:
-    """Return what opens a kind of policy; None if no installed package does."""
+    """Return the function that opens a kind of policy; None if no installed package has one."""
     points = metadata.entry_points()
     # Python before 3.10 returns a mapping of groups.
     group = points.get(GROUP, ()) if isinstance(points, dict) else points.select(group=GROUP)
@@ -124,9 +133,13 @@ def connect(source: str | os.PathLike | Sequence[str], **options: Any) -> Policy
     """Open the policy that a text names.
 
     Args:
-        source: The address of a server, or a list of them, of which the first that answers is asked. With the package
-            sinew-vla also a bundle, a checkpoint, a name of the hub, a folder of recordings, or ``expert:ENV``.
-        **options: See :meth:`Target.open`.
+        source: The address of a server, or a list of them, which are tried in order. With the package sinew-vla also
+            a bundle, a checkpoint, a hub name, a folder of recordings, or ``expert:ENV``.
+        **options: Arguments of :class:`sinew_client.Client` for an address, else of the kind's opener, such as
+            :func:`sinew.load`.
+
+    Returns:
+        The open policy. Close it, or use it in a ``with`` block.
 
     Raises:
         SinewError: The policy cannot be opened.

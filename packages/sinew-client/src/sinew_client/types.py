@@ -1,6 +1,6 @@
-"""The vocabulary of robot and server: what goes into a policy, what comes out, and what a policy says of itself.
+"""The types that a robot and a policy exchange: observations, action chunks, and the specification of a policy.
 
-numpy alone. All rooms of the project speak in these types; its own code takes them from :mod:`sinew.core`.
+Needs numpy alone. The package ``sinew`` imports these types from :mod:`sinew.core`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from sinew_client.errors import ClientError, ObservationError
 from sinew_client.solver import FLOW, NoiseLevels, Solver
 from sinew_client.untrusted import shown
 
-MOST_TOGETHER = 64  # observations of one message
+MOST_TOGETHER = 64  # a message holds at most this many observations
 
 # ----------------------------------------------------------------------------- specification
 
 
 @dataclass(frozen=True)
 class CameraSpec:
-    """One camera slot. ``height`` and ``width`` are those of the training data, in pixels.
+    """One camera of a policy.
 
-    Frames of other sizes are accepted where the policy resizes (``PolicySpec.resizes_frames``).
+    Frames of other sizes are accepted if the policy resizes them (``PolicySpec.resizes_frames``).
 
     Attributes:
-        name: What the robot calls it.
-        slot: What the checkpoint calls it, where that is another name; clients of its own project may use either.
+        name: The robot's name of the camera.
+        height: Height of the training frames, pixels.
+        width: Width of the training frames, pixels.
+        slot: The checkpoint's name of the camera; "" if it is the same as ``name``. Clients of the checkpoint's own
+            project may use either name.
     """
 
     name: str
@@ -38,10 +41,14 @@ class CameraSpec:
 
 @dataclass(frozen=True)
 class VectorSpec:
-    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown.
+    """A state or action vector in robot units.
 
-    Units of an action that simulators go by: ``opening`` (a gripper from 0, closed, to 1, open), ``recorded`` (as the
-    data set that it was trained on has it), ``axis-angle`` (a rotation that is no Euler angles).
+    Attributes:
+        dim: Count of numbers.
+        names: Name of each number; () if unknown.
+        units: Unit of each number; () if unknown. Simulators read three units of actions: ``opening`` (a gripper from
+            0, closed, to 1, open), ``recorded`` (as in the training data), ``axis-angle`` (a rotation vector, not
+            Euler angles).
     """
 
     dim: int
@@ -50,7 +57,9 @@ class VectorSpec:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return "name [unit]" for each number, and its place where it has no name; nothing where neither is known."""
+        """Label of each number, "name [unit]", with the index in place of a missing name; () if names and units are
+        unknown.
+        """
         if not self.names and not self.units:
             return ()
         names = self.names or tuple(map(str, range(self.dim)))
@@ -62,14 +71,18 @@ class VectorSpec:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """How one kind of client names the parts of an observation on its wire.
+    """The keys under which the clients of one protocol send the parts of an observation.
 
-    images: wire key -> camera; nested containers are joined with "/". state: wire keys whose values,
-    concatenated in order, are the state. ``channels_first``: frames come as [3, height, width].
-    unread: keys of frames that such clients send too and the policy does not read; others are refused.
+    Attributes:
+        wire: The protocol, such as "openpi".
+        images: Key of the protocol -> camera. The keys of nested maps are joined with "/".
+        state: Keys whose values are concatenated, in this order, into the state.
+        prompt: Key of the instruction.
+        channels_first: True if frames have shape [3, height, width].
+        unread: Keys of frames that these clients send and the policy does not read. Other unknown keys are rejected.
     """
 
-    wire: str  # e.g. "openpi"
+    wire: str
     images: dict[str, str]
     state: tuple[str, ...]
     prompt: str = "prompt"
@@ -79,11 +92,18 @@ class KeyMap:
 
 @dataclass(frozen=True)
 class MotionSpec:
-    """States what a policy's actions are measured from, as the robot's settings take it (``sinew_client.control``).
+    """The reference that a policy's actions are measured from, in the form of ``Settings.motion``
+    (:mod:`sinew_client.control`).
 
-    kind: absolute (targets in the numbers of the state), relative (the columns ``action`` to the numbers ``state`` of
-    the state at the chunk's frame) or offsets (those columns from the pose of their own step). scale: what one unit of
-    an offset moves the state by. low, high: range of an offset.
+    Attributes:
+        kind: "absolute": targets in the numbers of the state. "relative": the columns ``action`` count from the
+            numbers ``state`` of the state at the chunk's frame. "offsets": those columns count from the pose of their
+            own step (delta actions).
+        action: Columns of an action.
+        state: Indices into the state, one for each of these columns.
+        scale: Change of the state by one unit of a delta action.
+        low: Smallest delta action; None for no bound.
+        high: Largest delta action; None for no bound.
     """
 
     kind: Literal["absolute", "relative", "offsets"]
@@ -95,11 +115,11 @@ class MotionSpec:
 
 
 MAX_HISTORY = 16
-MAX_HISTORY_STEPS = 1024  # control steps from the oldest moment to the newest, all of which a robot keeps
+MAX_HISTORY_STEPS = 1024  # control steps between the oldest and the newest observation that a robot keeps
 
 
 def history_problem(moments: int, stride: int) -> str:
-    """Return what is wrong with so many moments, so many control steps apart; "" where nothing is."""
+    """Return the error of a history of ``moments`` observations, ``stride`` control steps apart; "" if it is valid."""
     if not 1 <= moments <= MAX_HISTORY:
         return f"history: expected 1 to {MAX_HISTORY}, got {moments}"
     if stride < 1 or (moments - 1) * stride > MAX_HISTORY_STEPS:
@@ -110,60 +130,98 @@ def history_problem(moments: int, stride: int) -> str:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What a policy reads and writes: enough for a client to build a valid observation."""
+    """The inputs and outputs of a policy, with all that a client needs to build a valid observation.
+
+    Attributes:
+        architecture: Name of the model family, such as "smolvla".
+        name: Name of this policy.
+        cameras: The cameras that an observation has.
+        state: The state vector.
+        action: The action vector.
+        chunk_size: H, actions per chunk.
+        noise_dim: Width of the noise that starts the solver; 0 if the solver starts from zeros.
+        solver_steps: Default number of solver steps; 1 for heads with a single pass.
+        max_prompt_tokens: Largest number of tokens in a prompt.
+        resizes_frames: True if frames may have any size.
+        control_hz: Rate of the actions, Hz; None if the checkpoint does not state it.
+        embodiment: Name of the robot, such as "droid"; "" if the checkpoint does not state it.
+        keys: Keys of the clients of other protocols.
+        default_prompt: Instruction for observations without one.
+        n_action_steps: Actions that the training project executes before it infers again; 0 if not stated.
+        temporal_ensemble: Coefficient of ACT's temporal ensembling, if the policy should run with it; None without.
+        noise_rows: Rows of the noise if the solver integrates more rows than the chunk has; 0 for ``chunk_size``.
+        solver: How the head computes actions.
+        committed_rows: Longest action prefix that the head was trained to continue (real-time chunking); 0 if it was
+            not.
+        motion: The reference of the actions; None if unknown.
+        history: T, largest number of observation steps in one observation.
+        history_stride: Control steps between two of them.
+        history_padding: What fills the history at the start of an episode: "repeat" (the oldest step again) or
+            "mask".
+    """
 
     architecture: str
     name: str
     cameras: tuple[CameraSpec, ...]
     state: VectorSpec
     action: VectorSpec
-    chunk_size: int  # H, actions per chunk
-    noise_dim: int  # width of the noise that starts the solver; 0 where it starts from zeros
-    solver_steps: int  # default number of solver steps; 1 for single-pass heads
+    chunk_size: int
+    noise_dim: int
+    solver_steps: int
     max_prompt_tokens: int
     resizes_frames: bool = True
     control_hz: float | None = None
-    embodiment: str = ""  # e.g. "droid"; empty where the checkpoint does not say
+    embodiment: str = ""
     keys: tuple[KeyMap, ...] = ()
-    default_prompt: str = ""  # used when an observation has none
-    n_action_steps: int = 0  # rows that upstream executes before it infers again; 0 where it does not say
-    # Coefficient of ACT's temporal ensembling, with which the checkpoint is meant to be executed; None: without
+    default_prompt: str = ""
+    n_action_steps: int = 0
     temporal_ensemble: float | None = None
-    noise_rows: int = 0  # where the solver integrates more rows than the chunk has; 0: as many
+    noise_rows: int = 0
     solver: Solver = FLOW
-    committed_rows: int = (
-        0  # most rows of a running chunk that the head was trained to continue; 0: it was not
-    )
-    motion: MotionSpec | None = None  # None where nothing says it
-    history: int = 1  # T, moments that an observation has at most
-    history_stride: int = 1  # control steps from one moment to the next
-    history_padding: Literal["repeat", "mask"] = "repeat"  # of an episode's start, where there are fewer
+    committed_rows: int = 0
+    motion: MotionSpec | None = None
+    history: int = 1
+    history_stride: int = 1
+    history_padding: Literal["repeat", "mask"] = "repeat"
 
     @property
     def views(self) -> int:
-        """Return how many frames an observation has: one of each camera for each moment."""
+        """Number of frames in an observation: one per camera and observation step."""
         return self.history * len(self.cameras)
 
     @property
     def noise_shape(self) -> tuple[int, int]:
-        """Return [H, A]: what the solver starts from, and of each further noise that it draws."""
+        """Shape [H, A] of the noise that starts the solver, and of each further noise that it draws."""
         return (self.noise_rows or self.chunk_size, self.noise_dim)
 
     def noises(self, solver_steps: int | None = None) -> tuple[int, ...]:
-        """Return the shape of an observation's noise: [H, A], or [D, H, A] where a solution draws D of them."""
+        """Return the shape of an observation's noise.
+
+        Args:
+            solver_steps: Number of solver steps; None for the policy's default.
+
+        Returns:
+            [H, A], or [D, H, A] if the solver draws D noises.
+        """
         draws = self.solver.draws(solver_steps or self.solver_steps)
         return self.noise_shape if draws == 1 else (draws, *self.noise_shape)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers, ready for JSON or msgpack."""
+        """Return plain containers, ready for JSON or msgpack."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: Any) -> PolicySpec:
-        """Return the specification that :meth:`to_dict` gave, after any wire: what a server says of its policy.
+        """Build a specification from the output of :meth:`to_dict`, as a server sends it over any protocol.
 
-        Keys that this version does not know are passed over: a newer server says more. Raises :class:`ClientError`
-        that names the field.
+        Args:
+            given: The containers. Keys that this version does not support are ignored, so that newer servers work.
+
+        Returns:
+            The specification.
+
+        Raises:
+            ClientError: A field is missing or has a wrong value. The message names it.
         """
         found: PolicySpec = _built("policy", cls, given)
         for name, value in (("chunk_size", found.chunk_size), ("action.dim", found.action.dim)):
@@ -183,12 +241,17 @@ class PolicySpec:
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 OTHERS_WORDS = {"task": "prompt", "instruction": "prompt", "language_instruction": "prompt"}
-WORDS = ("subtask", "question", "text_only", "text_tokens")  # the fields by which words are asked for
+WORDS = ("subtask", "question", "text_only", "text_tokens")  # fields that request text
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a robot saw and where it stood at one control step: ``images`` and ``state`` of an :class:`Observation`."""
+    """The frames and the state of one control step of the past.
+
+    Attributes:
+        images: Camera -> frame, as in :class:`Observation`.
+        state: float32 [D] in robot units.
+    """
 
     images: Mapping[str, np.ndarray]
     state: np.ndarray
@@ -196,40 +259,43 @@ class Moment:
 
 @dataclass(frozen=True)
 class Observation:
-    """One moment of a robot. Raw: no resizing, no tokens, no normalisation on the client's side.
+    """One observation of a robot, unprocessed. Clients do not resize, tokenise or normalise: the policy does.
 
-    images: camera name -> uint8 [height, width, 3] RGB (float32 in [0, 1] is accepted too).
-    state:  float32 [D] in world units.
-    prompt: the instruction. ``tokens`` (int [L]) replaces it for clients that tokenise themselves.
-    noise:  float32 [H, noise_dim] start of the solver, or [D, H, noise_dim] where it draws more than that
-            (:meth:`PolicySpec.noises`); drawn from ``seed`` when absent.
-    time:   when the observation was taken, seconds of the client's clock; echoed, and compared with the server's
-            clock only where that was started with ``--max-age``.
-    earlier: for a policy that reads T moments (``PolicySpec.history``), the T - 1 before this one, oldest first, each
-            ``history_stride`` control steps before the next. There are fewer at the start of an episode. Where
-            ``history_padding`` is "repeat", the oldest stands for those before it, and each chunk carries a warning;
-            where it is "mask", the policy reads those that there are, and warns where there is none.
-    adapter: which of the policy's adapters computes the chunk (docs/sources.md), "" for the base.
-
-    Real-time chunking, where a running chunk is to be continued (docs/guidance.md):
-    previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0
-              belongs to this frame; rows past R are not guided.
-    delay:    rows that will have been executed when the answer arrives; they are kept as they are.
-    horizon:  rows that will be executed before the next request; the guidance ends at min(H - horizon, R).
-    rtc:      one of :data:`RTC`; where ``previous`` is given, "trained" for a policy that was trained to continue
-              committed rows (it reads ``previous`` and ``delay`` alone), else "guided".
-    schedule: one of :data:`SCHEDULES`; "exp".
-    beta:     the largest weight of the guidance; 5.
-
-    Words, of a policy that keeps its language head (docs/stream.md):
-    subtask:  have it say a subtask of the prompt first, and act on that.
-    question: text to be answered in words; there are no actions then, and the prompt is not read.
-    text_only: of a subtask the words alone, without actions.
-    text_tokens: most tokens of the text; as many as the bundle says if absent.
-    Of a policy that was trained with advantages in its prompt (RECAP, docs/guidance.md):
-    advantage: one of those that the policy knows, as "positive"; "" for none, the policy's own where it is absent.
-    guidance_scale: how far the solution goes from what the prompt without the advantage gives to what it gives with it,
-              0 to 100, and beyond (classifier-free guidance); 1, the advantage alone, where it is absent.
+    Attributes:
+        images: Camera name -> uint8 [height, width, 3] RGB. float32 in [0, 1] is accepted too.
+        state: float32 [D] in robot units.
+        prompt: The instruction.
+        tokens: int [L], the tokens of the instruction in place of ``prompt``, for clients that tokenise themselves.
+        noise: float32 [H, noise_dim], the start of the solver, or [D, H, noise_dim] if the solver draws D noises
+            (:meth:`PolicySpec.noises`). None draws it from ``seed``.
+        seed: Seed of the noise; None lets the policy choose one.
+        solver_steps: Number of solver steps; None for the policy's default.
+        session: Name of the robot or episode. A newer request replaces a waiting one of the same session.
+        time: When the observation was taken, seconds on the client's clock. The chunk carries it back. A server
+            compares it with its own clock only if it was started with ``--max-age``.
+        previous: Real-time chunking (docs/guidance.md): float32 [R, action_dim] in robot units, the actions of the
+            running chunk from this frame on. Action 0 belongs to this frame. Actions after R are not guided.
+        delay: Real-time chunking: actions that will have been executed when the answer arrives. They are kept as they
+            are.
+        horizon: Real-time chunking: actions that will be executed before the next request. The guidance ends at min(H
+            - horizon, R).
+        rtc: Real-time chunking: one of :data:`RTC`. With ``previous``, None is "trained" for a policy that was
+            trained to continue an action prefix (it reads ``previous`` and ``delay`` alone), else "guided".
+        schedule: Real-time chunking: one of :data:`SCHEDULES`; None is "exp".
+        beta: Real-time chunking: largest weight of the guidance; None is 5.
+        earlier: For a policy with a history of T steps (``PolicySpec.history``): the T - 1 observation steps before
+            this one, oldest first, ``history_stride`` control steps apart. There are fewer at the start of an
+            episode. With ``history_padding`` "repeat", the oldest step fills the gap and each chunk has a warning.
+            With "mask", the policy reads the steps that exist, and warns if there are none.
+        subtask: Make the language head generate a subtask of the prompt first, and act on it (docs/stream.md).
+        question: Question for the language head. The answer is text without actions, and the prompt is not read.
+        text_only: With ``subtask``: generate the text alone, without actions.
+        text_tokens: Largest number of text tokens; None for the bundle's own.
+        adapter: Adapter of the policy that computes the chunk (docs/sources.md); "" for the base.
+        advantage: Advantage label of a policy that was trained with them (RECAP, docs/guidance.md), such as
+            "positive". "" for none, None for the policy's default.
+        guidance_scale: Classifier-free guidance between the prompt without the advantage (0) and the prompt with it
+            (1). At most 100; None is 1.
     """
 
     images: Mapping[str, np.ndarray]
@@ -258,12 +324,12 @@ class Observation:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Return all moments, oldest first; the last is the observation's own."""
+        """All observation steps, oldest first. The last one is this observation's own."""
         return (*self.earlier, Moment(self.images, self.state))
 
     @property
     def asks(self) -> str:
-        """Return the field by which words are asked for; "" where it is actions alone."""
+        """Name of the field that requests text; "" if only actions are requested."""
         for name in WORDS:
             value = getattr(self, name)
             if not (value is None or (isinstance(value, (bool, np.bool_, str)) and not value)):
@@ -272,12 +338,22 @@ class Observation:
 
     @property
     def acts(self) -> bool:
-        """Return True if actions are asked for."""
+        """True if actions are requested."""
         return not (self.question or self.text_only)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Observation:
-        """Build from a plain dict; an unknown or missing key is an :class:`ObservationError`."""
+        """Build an observation from a plain dict.
+
+        Args:
+            mapping: Field -> value. "images" and "state" are required.
+
+        Returns:
+            The observation. Values are not checked here.
+
+        Raises:
+            ObservationError: A key is unknown or missing.
+        """
         known = {f.name for f in fields(cls)}
         for key in mapping:
             if key not in known:
@@ -291,23 +367,32 @@ class Observation:
 
 @dataclass(frozen=True)
 class Timing:
-    """Where the milliseconds of one inference went. The stages, preprocess to postprocess, are parts of ``total_ms``.
+    """Times of one inference, in milliseconds. The stages from preprocess to postprocess are parts of ``total_ms``.
 
-    An engine that runs all of it as one graph (cuda) has no parts to time: the whole stands in ``step_ms``.
-    ``text_ms``: of the words that were said before the actions, or in their place.
-    ``reused_views``, ``reused_prefix``: views whose image tokens, and whether what the prefix leaves for the head, were
-    kept from an earlier observation of the same bytes and not computed (docs/engines.md).
-    ``batch``: how many requests were computed at once; the engine's times are those of all of them.
+    Attributes:
+        preprocess_ms: Check, tokenise, normalise, resize.
+        vision_ms: Vision encoder.
+        prefix_ms: Context of the language model.
+        step_ms: One entry per solver step. An engine that runs everything as one graph (cuda) has one entry for all.
+        postprocess_ms: Back to robot units.
+        total_ms: The policy, from observation to actions.
+        queue_ms: In a server: wait for earlier requests.
+        server_ms: In a server: from the received message to the reply.
+        batch: Number of requests that were computed together. The times of the engine are those of the whole batch.
+        text_ms: Text generation before the actions, or in place of them.
+        reused_views: Views whose image tokens were reused from an earlier observation with the same bytes
+            (docs/engines.md).
+        reused_prefix: True if the context of the prefix was reused as well.
     """
 
     preprocess_ms: float = 0.0
     vision_ms: float = 0.0
     prefix_ms: float = 0.0
-    step_ms: tuple[float, ...] = ()  # one entry per solver step, or one for everything
+    step_ms: tuple[float, ...] = ()
     postprocess_ms: float = 0.0
-    total_ms: float = 0.0  # the policy: observation to actions
-    queue_ms: float = 0.0  # in a server, waiting for earlier requests
-    server_ms: float = 0.0  # everything in a server: frame received to reply ready
+    total_ms: float = 0.0
+    queue_ms: float = 0.0
+    server_ms: float = 0.0
     batch: int = 1
     text_ms: float = 0.0
     reused_views: int = 0
@@ -318,21 +403,26 @@ class Timing:
         return sum(self.step_ms)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers, ready for JSON or msgpack."""
+        """Return plain containers, ready for JSON or msgpack."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ActionChunk:
-    """``actions``: float32 [H, D] in world units, first row first.
+    """The actions that a policy computed for one observation.
 
-    seed: reproduces the noise; None where the request carried the noise itself.
-    warnings: what the policy had to do without, in sentences.
-    context: what a head on the robot needs, where that was asked for; then there are no actions.
-    round_trip_ms: of a server's answer, from the call to the decoded reply on the client's clock; else 0.
-    text: what the language head said where words were asked for; then there may be no actions, [0, D].
-    adapter: the one that computed it, "" for the base.
-    deployment: number of the policy that computed it on its server, another one after a hot-swap; 0: not stated.
+    Attributes:
+        actions: float32 [H, D] in robot units, first action first. [0, D] if only text was requested.
+        timing: Times of the inference.
+        seed: Seed that reproduces the noise; None if the request carried the noise itself.
+        session: The observation's session.
+        time: The observation's time.
+        warnings: Inputs that the policy had to do without, one sentence each.
+        context: Context for a head on the robot (split inference), if it was requested; there are no actions then.
+        round_trip_ms: For a server's answer: from the call to the decoded reply, on the client's clock. Else 0.
+        text: Text of the language head, if it was requested.
+        adapter: Adapter that computed the chunk; "" for the base.
+        deployment: Number of the policy on its server. It changes with a hot-swap. 0 if not stated.
     """
 
     actions: np.ndarray
@@ -365,7 +455,7 @@ _MOST = 10_000  # entries of one list or map that a server may send
 
 
 def _built(path: str, kind: Any, given: Any) -> Any:
-    """Return a dataclass of ``kind`` from plain containers. Raises :class:`ClientError` that names the field."""
+    """Build a dataclass of type ``kind`` from plain containers. Raises :class:`ClientError` that names the field."""
     if not isinstance(given, Mapping):
         raise ClientError(f"{path}: expected a map, got {shown(given)}")
     found = {}
@@ -381,7 +471,9 @@ def _built(path: str, kind: Any, given: Any) -> Any:
 
 
 def _read(path: str, form: str, given: Any) -> Any:
-    """Return a value of a field's type, which is written as the classes above write theirs."""
+    """Check a value against the written type of a field, and return it. Raises :class:`ClientError` that names the
+    field.
+    """
     if form.endswith(" | None"):
         return None if given is None else _read(path, form[: -len(" | None")], given)
     if form in _FORMS:

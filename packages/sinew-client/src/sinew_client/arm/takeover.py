@@ -192,7 +192,7 @@ class Takeover(LoopListener):
         if not self._placed.any():
             return ""
         if here is None or np.any(np.isnan(here[self._placed])):
-            return "where the robot is is not known"
+            return "the robot's position is not known"
         differ = np.abs(row.astype(np.float64) - here)
         far = np.flatnonzero(differ > self._near)
         return ", ".join(f"{self._names[at]} by {differ[at]:.4g}, at most {self._near[at]:.4g}" for at in far)

@@ -1,4 +1,4 @@
-"""What a robot states about itself, read in one place.
+"""Optional facts about a robot, read in one place.
 
 A robot has three methods (:class:`~sinew_client.control.interfaces.Robot`). Everything else about it is optional and
 is read here, so that no other module has to look for attributes of a robot.
@@ -13,13 +13,13 @@ import numpy as np
 
 
 class Episodic(Protocol):
-    """A robot whose world has episodes, such as a simulated task.
+    """A robot in a world with episodes, such as a simulated task.
 
     Attributes:
-        finished: Episodes that have ended.
-        successes: Of these, how many succeeded.
-        episodes: Episodes after which the robot ends the run; None for no end.
-        on_episode: Called with a reason and an instruction when another episode has begun.
+        finished: Number of episodes that have ended.
+        successes: Number of these that succeeded.
+        episodes: Number of episodes after which the robot ends the run; None for no end.
+        on_episode: Called with a reason and an instruction when a new episode has begun.
     """
 
     finished: int
@@ -32,7 +32,7 @@ class Scenes(Protocol):
     """A robot that sets up the scene of a trial and judges it.
 
     Attributes:
-        success: How the present trial ended; None while it goes on.
+        success: Outcome of the present trial; None while it runs.
     """
 
     success: bool | None
@@ -57,26 +57,26 @@ def _no_verdict() -> None:
 class RobotFacts:
     """Optional facts about a robot. A robot may return them from a method ``facts()``.
 
-    For a robot without that method, its attributes of the same names count (``task`` as a text, ``arm_points`` for
+    For a robot without that method, its attributes of the same names are read (``task`` as a text, ``arm_points`` for
     ``points``, ``control_hz`` for ``hz``).
 
     Attributes:
         joints: Names of the numbers of its state and of a command: one list for both, or a mapping with "state" and
             "action". None if it has no names.
         joint_unit: Unit of its joints, such as "rad" or "deg"; "" if it does not state one.
-        motion: What its commands are measured from, as ``Settings.motion``; None if it does not state it.
+        motion: Reference of its commands, as ``Settings.motion``; None if it does not state it.
         hz: Rate in Hz at which it has to be commanded, such as that of a simulation; None for any.
         physical: False if nothing can break: a simulation, or no hardware at all.
-        bounds_speed: True if it bounds the speed of its joints by itself.
-        needs_state: Returns True if its next command counts from where it is seen in that control step, so that it
+        bounds_speed: True if it limits the speed of its joints itself.
+        needs_state: Returns True if its next command counts from the position in the same control step, so that it
             holds without an observation. Robots with poses for commands do.
         task: Returns its own instruction at present, "" for none.
         concurrent_hold: True if ``hold`` may be called from another thread while another method blocks.
-        sense: Returns the state alone, float [S], where that is cheaper than ``observe``; None if it cannot.
-        points: Returns where its arm was seen last, float [N, 3], metres; None if it is not known.
+        sense: Returns the state alone, float [S], if that is faster than ``observe``; None if it cannot.
+        points: Returns the last known points of its arm, float [N, 3], metres; None if they are not known.
         episodes: The robot as one with episodes; None if it has none.
         scenes: The robot as one that sets up and judges trials; None if it does not.
-        success: Returns how the present trial ended, if the robot judges it: True, False, or None meanwhile.
+        success: Returns the outcome of the present trial, if the robot judges it: True, False, or None meanwhile.
         leader: Opens the scripted expert of its task as a leader (``sinew run --takeover expert``), with options as
             keywords. None if it has none.
         close: Disconnects it; None if there is nothing to close.
@@ -114,7 +114,7 @@ class RobotFacts:
 
     @property
     def counts(self) -> tuple[int | None, int | None]:
-        """How many episodes have succeeded and how many have finished; None for a count that is no whole number."""
+        """Number of successful and of finished episodes. None for a count that is not a whole number."""
         if self.episodes is None:
             return None, None
         # Successes are read first: an episode ends before it is counted as a success.
@@ -127,13 +127,13 @@ def _whole(value: Any) -> int | None:
 
 
 def facts_of(robot: Any) -> RobotFacts:
-    """Return what a robot states about itself.
+    """Return the facts of a robot.
 
     Args:
         robot: A robot, or a wrapper around one that has the method ``facts``.
 
     Returns:
-        Its facts, with the defaults of :class:`RobotFacts` for what it does not state.
+        Its facts. Facts that it does not state have the defaults of :class:`RobotFacts`.
     """
     own = getattr(robot, "facts", None)
     if callable(own) and isinstance(stated := own(), RobotFacts):

@@ -1,4 +1,4 @@
-"""What a loop stands between: a robot, and a source of rows."""
+"""The two interfaces of a control loop: a robot, and a source of actions."""
 
 from __future__ import annotations
 
@@ -11,43 +11,70 @@ if TYPE_CHECKING:
 
 
 class Robot(Protocol):
-    """The three methods that a robot has. Each is called from one thread, should return within a period, and is not
-    called before the one before has returned, but for ``hold``.
+    """The three methods of a robot.
 
-    A robot that cannot be held from another thread while ``observe`` or ``act`` blocks, such as one with a bus that is
-    read in ``observe`` and not locked, says so with an attribute ``concurrent_hold`` = False: it then has no command
-    and no hold for as long as they block.
+    Each is called from one thread and should return within a period. None is called before the last call has
+    returned, except ``hold``.
 
-    A robot whose next command counts from where it is seen, such as one of poses, has an attribute ``needs_state`` =
-    True. It is then observed in each control step with a command, and holds where no observation may be acted on.
+    Set the attribute ``concurrent_hold`` = False if the robot cannot be held from another thread while ``observe`` or
+    ``act`` blocks, for example because all methods share an unlocked bus. The robot then gets neither commands nor
+    holds while they block.
+
+    Set the attribute ``needs_state`` = True if a command counts from the position in the same step, as for poses. The
+    robot is then observed in each control step with a command, and holds if no observation is valid.
     """
 
     def observe(self) -> Mapping[str, Any]:
-        """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; where the robot knows it ``time``,
-        seconds of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since
-        then; ``times``, the same of each camera by its name, and of the "state", where they differ
-        (``Settings.stale_of``, ``Settings.skew``); ``action`` float [D], what somebody else has it do, where it is only
-        looked at (:class:`~sinew_client.control.listeners.shadow.Onlooker`). Raises :class:`NoObservation` where there
-        is nothing to act on. What goes to a stream (:class:`~sinew_client.control.stream.Watching`) is without
-        ``images`` where there is no newer frame, and has ``blind``, the reason, where one should be there."""
+        """Read the cameras and the state.
+
+        Returns:
+            A dict with ``images`` {camera: uint8 [height, width, 3]} and ``state`` float [S]. Optional entries:
+                ``time``, when the newest frame was exposed, seconds of time.monotonic(); or ``age``, seconds since
+                then; ``times``, the same for each camera and for "state", if they differ (``Settings.stale_of``,
+                ``Settings.skew``); ``action`` float [D], the command of another driver, if the robot is only watched
+                (:class:`~sinew_client.control.listeners.shadow.Onlooker`). For a stream
+                (:class:`~sinew_client.control.stream.Watching`), ``images`` is absent if there is no newer frame, and
+                ``blind`` is the reason if there should be one.
+
+        Raises:
+            NoObservation: There is no valid observation.
+        """
 
     def act(self, row: np.ndarray) -> None:
-        """Send one command, float32 [D] in the policy's units. Raises :class:`NoCommand` where it sends nothing."""
+        """Send one command.
+
+        Args:
+            row: float32 [D] in the policy's units.
+
+        Raises:
+            NoCommand: The command was not sent.
+        """
 
     def hold(self) -> None:
-        """Stay where you are: repeat the last position, or zero velocity, as the robot needs it. May be called from
-        another thread (:class:`~sinew_client.control.watchdog.Watchdog`) while ``observe`` or ``act`` has not returned
-        for two periods; never beside another ``hold``, and no command is sent before it has returned."""
+        """Stay in place: repeat the last position, or send zero velocity, as the robot needs it.
+
+        It may be called from another thread (:class:`~sinew_client.control.watchdog.Watchdog`) if ``observe`` or
+        ``act`` has not returned for two periods. No other call of ``hold`` runs at the same time, and no command is
+        sent before it has returned.
+        """
 
 
-class NoObservation(Exception):  # noqa: N818 - what the robot is
-    """No observation that may be acted on, such as of a camera that fell silent: raised by ``observe``. The robot holds
-    with its text as the reason until there is one again."""
+class NoObservation(Exception):  # noqa: N818 - a state of the robot, not a fault of the program
+    """Raised by ``observe`` if there is no valid observation, for example because a camera stopped sending frames.
+
+    The robot holds, with the text as the reason, until there is a valid one.
+    """
 
 
-class NoCommand(Exception):  # noqa: N818 - what the robot got
-    """A command that the robot is not sent, such as a pose out of its reach: raised by ``act`` before anything was. The
-    robot holds with ``reason`` until there is a fresh chunk. detail: of this one command, for the log."""
+class NoCommand(Exception):  # noqa: N818 - a state of the robot, not a fault of the program
+    """Raised by ``act`` if it did not send a command, for example because a pose is out of reach.
+
+    The robot holds until there is a fresh chunk.
+
+    Args:
+        reason: Why the robot holds.
+        detail: Details of this one command, for the log.
+    """
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -55,24 +82,25 @@ class NoCommand(Exception):  # noqa: N818 - what the robot got
 
 
 class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
-    """The end of a run: raised by ``observe`` or ``act`` when there is nothing more to do."""
+    """Raised by ``observe`` or ``act`` to end the run."""
 
 
 class Source(Protocol):
-    """Where rows come from; nothing of it waits. Times are seconds of the loop's clock (``Pace.now``).
+    """A source of actions. None of its methods waits. Times are seconds of the loop's clock (``Pace.now``).
 
-    What an answer is depends on the settings' controller: a chunk for each observation
-    (:class:`~sinew_client.control.requester.Requester`), or windows as they come
+    The type of an answer depends on the controller: a chunk for each observation
+    (:class:`~sinew_client.control.requester.Requester`), or windows of a stream
     (:class:`~sinew_client.control.stream.Stream`).
 
-    continuous: answers come by themselves, so the settings say how they are fused (``Settings.fusion``).
+    Attributes:
+        continuous: True if answers arrive without requests. ``Settings.fusion`` then states how they are fused.
     """
 
     continuous: bool
 
     @property
     def failures(self) -> int:
-        """Return how many observations were answered by an error, or not at all."""
+        """Number of observations that were answered by an error, or not at all."""
 
     def ready(self, now: float) -> bool:
         """Return True if an observation may be sent now."""
@@ -81,10 +109,10 @@ class Source(Protocol):
         """Send an observation."""
 
     def poll(self, now: float) -> Outcome | None:
-        """Return one answer that has come, oldest first; None where there is none. Never before its observation."""
+        """Return the oldest answer that has arrived, or None. Answers never precede their observation."""
 
     def cancel(self) -> None:
-        """Let what is under way go nowhere."""
+        """Abandon the requests in progress. Their answers are dropped."""
 
     def close(self, wait: float = 0.0) -> None:
-        """End; wait at most so many seconds for what is under way."""
+        """Close the source. Wait at most ``wait`` seconds for the requests in progress."""

@@ -79,31 +79,37 @@ class RunPlan:
         edge: Adapter | None = None,
         takeover: bool = False,
     ) -> RunPlan:
-        """Derive all settings of a run from a policy, a robot and what a person chose.
+        """Derive all settings of a run from a policy, a robot, and the settings that a person chose.
 
         Args:
             policy: The policy's description.
             robot: The robot.
             settings: Fields of :class:`Settings` that a person chose. ``limits`` is a mapping or :class:`Limits`;
                 absent or None takes the policy's own, {} takes none. ``hz`` is the robot's or the policy's if absent.
-            prompt: The instruction for all episodes. "" takes the robot's own, or else the policy's. None leaves it to
-                the observations.
+            prompt: The instruction for all episodes. "" takes the robot's own, or else the policy's. None leaves it
+                to the observations.
             edge: An adapter that refines chunks in every control step.
-            takeover: True if somebody may drive in the policy's place. The robot's steps are then always measured.
+            takeover: True if a human may take over. The robot's steps are then always measured.
+
+        Returns:
+            The plan. Nothing has moved or been opened.
 
         Raises:
-            SettingsError: A setting is missing, unknown, or does not fit the policy. The message begins with its name.
+            SettingsError: A setting is missing, unknown, or does not fit the policy. The message begins with its
+                name.
             LimitsError: The limits do not fit the policy's actions.
         """
         chosen = dict(settings or {})
         allowed = {field.name for field in fields(Settings)} - set(FOLLOWS[:2])
         for name in chosen:
             if name not in allowed:
-                raise SettingsError(f"{name:.80}: expected one of {', '.join(sorted(allowed))}")
+                raise SettingsError(
+                    f"{name:.80}: unknown setting, expected one of {', '.join(sorted(allowed))}"
+                )
         facts = facts_of(robot)
         hz = chosen.pop("hz", None) or facts.hz or policy.get("control_hz")
         if not hz:
-            raise SettingsError("hz: expected a rate; neither the policy nor the robot states one")
+            raise SettingsError("hz: expected a rate in Hz; neither the policy nor the robot states one")
         instruction, notes = _prompt(prompt, facts, policy)
         action = policy.get("action") or {}
         state = policy.get("state") or {}
@@ -162,7 +168,7 @@ class RunPlan:
 
 
 def _window(rows: int, policy: Mapping[str, Any], hz: float) -> int:
-    """Return the most nodes of a stream's window: a whole chunk at the robot's rate."""
+    """Return the most waypoints of a stream's window: a whole chunk at the robot's rate."""
     own = float(policy.get("control_hz") or hz)
     return max(MAX_ROWS, min(math.ceil(rows * max(1.0, hz / own)) + 1, LARGEST_CHUNK))
 
@@ -178,7 +184,7 @@ def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) ->
     if prompt and own and prompt != own:
         return (
             chosen,
-            (f"prompt {prompt!r} in every episode, as --prompt says; the environment's own: {own!r}",),
+            (f"prompt: {prompt!r} replaces the environment's own instruction {own!r} in every episode",),
         )
     return chosen, ()
 
@@ -186,7 +192,7 @@ def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) ->
 def _limits(
     given: Mapping[str, Any] | Limits | None, policy: Mapping[str, Any], dim: int, names: Sequence[str]
 ) -> Limits | None:
-    """Return the limits of a run: those that a person gave, or else the policy's own."""
+    """Return the limits of a run: those that a person chose, or else the policy's own."""
     if isinstance(given, Limits):
         limits: Limits | None = given
     elif given is None:
@@ -203,7 +209,9 @@ def _plain(limits: Limits | None) -> dict[str, Any] | None:
 def _measured(
     limits: Limits | None, motion: Mapping[str, Any] | None, names: Sequence[str], dim: int
 ) -> dict[str, Any]:
-    """Return limits under which each step is measured, so that a hand-over between human and policy has a size."""
+    """Return limits with a standing command, so that the step between human and policy can be measured at a
+    take-over.
+    """
     plain = dict(_plain(limits) or {"names": list(names)})
     if not any(value is not None for value in plain.get("still") or ()):
         still = parse_motion(motion).still(dim)
@@ -214,14 +222,16 @@ def _measured(
 def _joint_notes(
     facts: RobotFacts, names: Sequence[str], own: Sequence[str], limits: Limits | None, dim: int
 ) -> tuple[str, ...]:
-    """Return what a person should know about joints and speeds of a robot that may break something."""
+    """Return the notes about joints and speeds of a robot that can break something."""
     if not facts.physical or facts.bounds_speed or not dim:
         return ()
     notes = []
     if names and not own:
-        notes.append(f"joints {', '.join(names)}: in the robot's order, as the policy names none")
+        notes.append(
+            f"joints {', '.join(names)}: in the robot's order, because the policy does not name its joints"
+        )
     if free := ", ".join((limits or Limits.parse({"names": list(names)}, dim)).unpaced()):
-        notes.append(f"limits: nothing bounds the speed of {free}; --limits FILE with velocity does")
+        notes.append(f"limits: no speed limit for {free}; set velocity in --limits FILE")
     return tuple(notes)
 
 
@@ -229,10 +239,10 @@ class Run:
     """A policy that drives a robot.
 
     Attributes:
-        plan: All that was chosen, and why.
+        plan: All settings, and the reasons for the automatic choices.
         loop: The control loop, for pause, take-over and the instruction.
-        rest: What returns the robot to its rest pose.
-        server: What knows the server's present address, for a :class:`Reporter`; None without a server.
+        rest: Returns the robot to its rest pose.
+        server: The source of the server's present address, for a :class:`Reporter`; None without a server.
     """
 
     def __init__(
@@ -250,13 +260,15 @@ class Run:
         """Assemble the loop of a plan.
 
         Args:
-            plan: What :meth:`RunPlan.of` returned.
-            source: A source of actions, or what opens a connection for requests.
-            robot: What the loop drives if it is not the plan's robot itself, such as a wrapper around it.
-            server: Where a reporter sends how the run goes.
+            plan: The result of :meth:`RunPlan.of`.
+            source: A source of actions, or a function that opens a connection for requests.
+            robot: The robot for the loop if it is not the plan's own, such as a wrapper around it.
+            server: The source of the server's present address, for reports.
             edge: The adapter of the plan.
-            listeners: What else takes part, such as a take-over; called after the policy's history and the adapter.
-            pace, hold_refused: See :class:`Loop`.
+            listeners: Further parts of the loop, such as a take-over; called after the policy's history and the
+                adapter.
+            pace: See :class:`Loop`.
+            hold_refused: See :class:`Loop`.
         """
         self.plan, self.server = plan, server
         own: list[LoopListener] = []
@@ -305,25 +317,31 @@ class Run:
             policy: The address of a server ("tcp://host:port", or a list of them), an open policy, or a policy's
                 description together with ``source``.
             robot: The robot, with the methods observe, act and hold.
-            settings: Fields of :class:`Settings` that you choose, such as ``{"hz": 30, "limits": {...}}``. Everything
-                else follows from the policy and the robot.
+            settings: Fields of :class:`Settings` that you choose, such as ``{"hz": 30, "limits": {...}}``. All others
+                follow from the policy and the robot.
             prompt: The instruction; see :meth:`RunPlan.of`.
             api_key: Key of the server.
-            source: Where actions come from, if ``policy`` is a description.
+            source: The source of actions, if ``policy`` is a description.
             edge: An adapter that refines chunks in every control step.
-            takeover: Makes the listeners that let a human drive, given the plan
+            takeover: A function that makes the listeners for a human driver from the plan
                 (:class:`sinew_client.arm.takeover.Takeover`).
-            listeners: What else takes part in the loop.
-            pace, hold_refused: See :class:`Loop`.
+            listeners: Further parts of the loop.
+            pace: See :class:`Loop`.
+            hold_refused: See :class:`Loop`.
+
+        Returns:
+            The run. Close it, or use it in a ``with`` block.
 
         Raises:
             SettingsError: See :meth:`RunPlan.of`.
-            ClientError: The server cannot be reached or asked.
+            LimitsError: See :meth:`RunPlan.of`.
+            ClientError: The server cannot be reached, or rejects the request.
 
         Example:
-            >>> run = Run.open("tcp://server:5555", Arm(), {"limits": {"velocity": 1.5}}, prompt="stack the cups")
-            >>> print(run.plan.choice)
-            >>> report = run.run()
+            >>> with Run.open("tcp://server:5555", Arm(), {"limits": {"velocity": 1.5}}, prompt="stack the cups") as
+                run:
+            ...     print(run.plan.choice)
+            ...     report = run.run()
         """
         description, opener, server = _opened(policy, source, api_key)
         plan = RunPlan.of(
@@ -344,17 +362,17 @@ class Run:
 
         Args:
             path: The file; it must not exist yet.
-            **head: What its first line states besides the settings, such as the name of the robot.
+            **head: Entries of its first line in addition to the settings, such as the name of the robot.
         """
         journal = Journal(path, self.plan.settings, self.plan.dim, prompt=self.plan.prompt, **head)
         self._stack.callback(journal.close)
         self.loop.controller.listeners.append(journal.put)
 
     def report_to(self, server: Any, name: str, api_key: str = "", session: str = "") -> None:
-        """Tell a server once a second how the run goes (docs/dashboard.md#robots).
+        """Send the state of the run to a server once a second (docs/dashboard.md#robots).
 
         Args:
-            server: What knows the server's present address: ``Servers`` or ``StreamLink``.
+            server: The source of the server's present address: ``Servers`` or ``StreamLink``.
             name: Name of the robot, for people.
             api_key: Key of the server.
             session: Name of the robot's stream, if it has one.
@@ -364,13 +382,20 @@ class Run:
         self._stack.enter_context(Reporter(self.loop, server, api_key, session, name, facts=self.plan.facts))
 
     def run(self, steps: int | None = None) -> Cadence:
-        """Drive until ``steps`` control steps were taken, the robot ends the run, or :meth:`stop`.
+        """Drive the robot. The robot holds at the end, whatever ended the run.
+
+        Args:
+            steps: Control steps since the start of the run; None drives until the robot ends the run, or until
+                :meth:`stop`.
 
         Whatever ended the run, the robot then returns to its rest pose (``Settings.rest``) and holds there. It holds
         where it is if its state is not known, if a person commands it, or if the run is paused.
 
         Returns:
             The report of the run so far.
+
+        Raises:
+            Refused: The policy rejected the robot's very first observation.
         """
         try:
             self.loop.run(steps)
@@ -383,7 +408,7 @@ class Run:
         self.loop.stop()
 
     def close(self) -> None:
-        """End the connection, the decision log and the reports. Safe to call twice."""
+        """Close the connection, the decision log and the reports. Safe to call twice."""
         self._stack.close()
 
     def __enter__(self) -> Run:
@@ -402,7 +427,7 @@ def described(policy: Any) -> Mapping[str, Any]:
 
 
 def _opened(policy: Any, source: Sources | None, api_key: str) -> tuple[Mapping[str, Any], Sources, Any]:
-    """Return a policy's description, what actions come from, and what knows the server's present address."""
+    """Return a policy's description, its source of actions, and the source of the server's present address."""
     if source is not None:
         description = policy if isinstance(policy, Mapping) else described(policy)
         return description, source, source if hasattr(source, "present") else None
@@ -419,7 +444,8 @@ def _opened(policy: Any, source: Sources | None, api_key: str) -> tuple[Mapping[
         return description, servers, servers
     if isinstance(policy, str):
         raise SettingsError(
-            f"policy: expected tcp://HOST:PORT or an open policy, got {policy!r:.80}; sinew.run opens bundles and names"
+            f"policy: expected tcp://HOST:PORT or an open policy, got {policy!r:.80}; to open a bundle or a name, use"
+            " sinew.run"
         )
 
     def connect() -> Call:

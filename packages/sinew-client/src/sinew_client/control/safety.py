@@ -1,4 +1,4 @@
-"""Limits of a robot, and the guard that no command passes without."""
+"""Limits of a robot, and the guard that checks every command against them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_DIM = 8192  # numbers in a command
 RATES = ("velocity", "acceleration", "jerk", "jump")
 _BOX = ("workspace_low", "workspace_high")
 _NAMES = ("low", "high", *RATES, *_BOX, "still")
-UNPLACED = "where the robot is is not known, from which its limits of velocity and acceleration begin"
+UNPLACED = "the robot's position is not known, so its limits of velocity and acceleration cannot be checked"
 OUTSIDE = "the next command would leave the workspace"
 
 
@@ -28,7 +28,7 @@ class LimitsError(ClientError, ValueError):
 
 
 class RowsError(ClientError, ValueError):
-    """Rows that no robot may be sent; the message says what was expected."""
+    """The actions must not be sent to a robot; the message names the reason."""
 
     code = "bad_chunk"
 
@@ -36,8 +36,10 @@ class RowsError(ClientError, ValueError):
 def checked_rows(
     given: Any, dim: int, most: int = MAX_ROWS, least: int = 1, what: str = "a chunk"
 ) -> np.ndarray:
-    """Return rows as float32 [least to most, dim]; dim 0 is any width. Raises :class:`RowsError` for anything but
-    finite real numbers of that shape, without a look at more of them than that."""
+    """Check actions, and return them as float32 [least to most, dim]. dim 0 allows any width.
+
+    Raises :class:`RowsError` for anything except finite real numbers of that shape.
+    """
     try:
         rows = np.asarray(given)
     except Exception as error:
@@ -48,7 +50,7 @@ def checked_rows(
     if not fits:
         width = f"{dim} numbers" if dim else "numbers"
         raise RowsError(f"{what}: expected {least} to {most} rows of {width}, got shape {list(rows.shape)}")
-    with np.errstate(over="ignore"):  # what float32 cannot say is not finite
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are rejected below
         rows = np.asarray(rows, np.float32)
     if not np.all(np.isfinite(rows)):
         raise RowsError(f"{what} is not finite")
@@ -57,16 +59,23 @@ def checked_rows(
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each number of a command, in its own units, seconds and float64 [D]; infinite where there is no limit.
+    """Limits of each number of a command, float64 [D], in robot units and seconds. Infinite where there is no limit.
 
-    low, high: range of a command. velocity: per second. acceleration: per second squared. jerk: per second cubed.
-    jump: by which a row may differ from the command before it; one that differs by more is not sent, and the robot
-    holds. workspace_low, workspace_high: of the pose that a command leads to, in the numbers of the state, where
-    actions are measured from that (:class:`~sinew_client.control.motion.Offsets`); without limits for what is measured
-    from nothing.
-    still: the command of a robot that stands still where its number is one for itself, such as 0 of a velocity; NaN
-    where holding repeats the last command. when: "clip" sends the nearest allowed command and counts it, "hold" holds
-    instead.
+    Attributes:
+        low: Smallest command.
+        high: Largest command.
+        velocity: Largest change per second.
+        acceleration: Largest change of velocity, per second squared.
+        jerk: Largest change of acceleration, per second cubed.
+        jump: Largest difference between an action and the last command. An action that differs more is not sent, and
+            the robot holds.
+        workspace_low: Smallest pose that a command may lead to, in the numbers of the state, for actions that are
+            measured from the state (:class:`~sinew_client.control.motion.Offsets`).
+        workspace_high: Largest pose.
+        still: The command of a robot that stands still, if that is a number of its own, such as 0 for a velocity. NaN
+            if the robot holds by repeating the last command.
+        names: Name of each number; () if unknown.
+        when: "clip" sends the nearest allowed command and counts it. "hold" holds instead.
     """
 
     low: np.ndarray
@@ -99,30 +108,42 @@ class Limits:
 
     @property
     def dim(self) -> int:
+        """D, numbers of a command."""
         return len(self.low)
 
     @functools.cached_property
     def paced(self) -> np.ndarray:
-        """Return which numbers have a limit that counts from the command before, bool [D]."""
+        """True for numbers with a limit that depends on the last command, bool [D]."""
         return np.any([np.isfinite(getattr(self, name)) for name in RATES], axis=0)
 
     @functools.cached_property
     def boxed(self) -> np.ndarray:
-        """Return which numbers have a workspace, bool [D]."""
+        """True for numbers with a workspace, bool [D]."""
         return np.isfinite(self.workspace_low) | np.isfinite(self.workspace_high)
 
     def unpaced(self) -> list[str]:
-        """Return the names of the numbers that nothing but their range bounds."""
+        """Return the names of the numbers without a limit of velocity, acceleration, jerk or jump."""
         return [self.name(at) for at in np.flatnonzero(~self.paced)]
 
     def name(self, joint: int) -> str:
+        """Return the name of a number, or its index if it has none."""
         return self.names[joint] if joint < len(self.names) else str(joint)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], dim: int, where: str = "limits") -> Limits:
-        """Return the limits of a mapping; a single number counts for every joint, None or a missing key is no limit.
+        """Read limits from a mapping.
 
-        dim: numbers in a command. Raises :class:`LimitsError`.
+        Args:
+            given: Field of :class:`Limits` -> a list of D numbers, or one number for all. None or a missing key means
+                no limit.
+            dim: D, numbers of a command.
+            where: Prefix of error messages.
+
+        Returns:
+            The limits.
+
+        Raises:
+            LimitsError: A key is unknown, or a value does not fit.
         """
         if not 1 <= dim <= MAX_DIM:
             raise LimitsError(f"{where}: expected 1 to {MAX_DIM} numbers in a command, got {dim}")
@@ -149,7 +170,18 @@ class Limits:
 
     @classmethod
     def read(cls, path: Path, dim: int) -> Limits:
-        """Return the limits of a ``.toml`` or ``.json`` file, from its table ``limits`` or its top level."""
+        """Read limits from a ``.toml`` or ``.json`` file: from its table ``limits``, or else from its top level.
+
+        Args:
+            path: The file.
+            dim: D, numbers of a command.
+
+        Returns:
+            The limits.
+
+        Raises:
+            LimitsError: The file cannot be read, or its limits do not fit.
+        """
         try:
             read = read_toml if path.suffix == ".toml" else read_json
             given = read(path, finite=False)  # an infinite limit is no limit
@@ -163,9 +195,16 @@ class Limits:
 
     @classmethod
     def from_metadata(cls, policy: Mapping[str, Any]) -> Limits | None:
-        """Return the limits that a server states for its policy's actions (``action.limits``), or None.
+        """Return the limits that a server states for its policy's actions (``action.limits``).
 
-        Raises :class:`LimitsError`.
+        Args:
+            policy: The policy's description, ``metadata()["policy"]``.
+
+        Returns:
+            The limits; None if it states none.
+
+        Raises:
+            LimitsError: The description is malformed.
         """
         action = policy.get("action") or {}
         given = action.get("limits") if isinstance(action, dict) else action
@@ -176,20 +215,30 @@ class Limits:
         return cls.parse({"names": action.get("names"), **given}, action["dim"], "action.limits")
 
     def ordered(self, names: Sequence[str], where: str = "limits") -> Limits:
-        """Return the limits of numbers that are called so, in their order; those without names are in it already.
-        Raises :class:`LimitsError` for limits of others."""
+        """Return the same limits in another order of the numbers.
+
+        Args:
+            names: Names of the numbers, in the new order. Limits without names are in this order already.
+            where: Prefix of error messages.
+
+        Returns:
+            The limits in the order of ``names``.
+
+        Raises:
+            LimitsError: The limits belong to other names.
+        """
         if not self.names or not names or self.names == tuple(names):
             return self if self.names or not names else replace(self, names=tuple(names))
         if sorted(self.names) != sorted(names) or len(set(names)) < len(names):
             raise LimitsError(
-                f"{where}.names: expected {', '.join(names)}, as the policy says, got {', '.join(self.names)}"
+                f"{where}.names: expected the policy's names {', '.join(names)}, got {', '.join(self.names)}"
             )
         places = [self.names.index(name) for name in names]
         vectors = {name: getattr(self, name)[places] for name in _NAMES}
         return replace(self, names=tuple(names), **vectors)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that :meth:`parse` takes; None where there is no limit."""
+        """Return plain values that :meth:`parse` accepts; None where there is no limit."""
         vectors = {
             name: [float(x) if math.isfinite(x) else None for x in getattr(self, name)] for name in _NAMES
         }
@@ -214,9 +263,12 @@ def _vector(value: Any, dim: int, field: str, sign: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of a guard. row: what may be sent; None: hold. reason: why it holds.
+    """The guard's answer to a command.
 
-    clipped: joints and limits that changed it, such as "elbow.velocity".
+    Attributes:
+        row: The command that may be sent; None to hold.
+        reason: Why the robot holds.
+        clipped: Joints and limits that changed the command, such as "elbow.velocity".
     """
 
     row: np.ndarray | None
@@ -225,27 +277,30 @@ class Verdict:
 
 
 class Guard:
-    """Checks every command against the limits, given the ones before it. Period: seconds between two commands.
+    """Checks every command against the limits and the commands before it.
 
-    Limits are those of a position command: velocity is its change per second, acceleration the change of that. A
-    robot near the end of its range is slowed early enough to stop there within its acceleration. Holding (repeating
-    the last command) is always allowed, whatever the acceleration: a stop comes first. A range counts as commands can
-    say it, its ends rounded to float32.
+    Velocity is the change of position commands per second, as float32 numbers, from the position of :meth:`start` on.
+    Until that position is known, nothing may be sent.
 
-    Where a jerk is limited, a command goes towards the wanted one as fast as it may without passing it, if that can
-    still be had (:mod:`~sinew_client.control.jerk`); range and velocity then hold to the bit as well, acceleration and
-    jerk but for the rounding of commands, up to 16 steps of float32.
+    * Range and velocity hold to the bit. The ends of the range are rounded to float32.
+    * The robot may slow down by less than one float32 step more than its acceleration allows, if no number in between
+    can be sent.
+    * Near the end of its range, the robot is slowed early enough to stop there within its acceleration.
+    * Holding (repeating the last command) is always allowed, whatever the acceleration: stopping comes first.
+    * A robot that stands outside its range is led back, never further out.
+    * With a limit of jerk, commands approach the wanted one as fast as allowed without overshoot
+    (:mod:`~sinew_client.control.jerk`), if that is still possible. Acceleration and jerk then hold up to the rounding
+    of commands, 16 steps of float32.
 
-    Velocity and acceleration are those of the commands as they are sent, float32, from where the robot stands on
-    (:meth:`start`); until that is known, nothing may be sent. Range and velocity hold to the bit; a robot may slow down
-    by less than one float32 step more than its acceleration allows, where no number in between can be sent. One that
-    stands out of its range is led back to it, never further out.
-    still: float [D], as of :class:`Limits`, where those say nothing.
+    Args:
+        limits: The limits; None checks only that commands are finite.
+        period: Seconds between two commands.
+        still: float [D], the standing command where ``limits.still`` has none.
     """
 
     def __init__(self, limits: Limits | None, period: float, still: np.ndarray | None = None):
         self.limits, self.period = limits, period
-        if limits is not None:  # commands are float32: a limit of 0.1 is what 0.1 is in a command
+        if limits is not None:  # commands are float32, so a limit of 0.1 is the float32 number nearest to 0.1
             self._low, self._high = (_sent(end) for end in (limits.low, limits.high))
             other = np.full(limits.dim, np.nan) if still is None else still
             self._still = _sent(np.where(np.isnan(limits.still), other, limits.still))
@@ -256,21 +311,24 @@ class Guard:
             )  # fmt: skip
             self._smooth = JerkLimit(bounds.take(self._jerky))
         self._last = np.zeros(0)  # float64 [D], numbers of float32; NaN where it is not known
-        self.before: np.ndarray | None = None  # float32 [D], what the last command moved from; NaN: not known
+        self.before: np.ndarray | None = None  # float32 [D], position before the last command; NaN: not known
         self.start(None)
 
     @property
     def known(self) -> bool:
-        """Return True if all is known that the limits need of where the robot is."""
+        """True if the position is known for all numbers whose limits need it."""
         return self.limits is None or not np.any(np.isnan(self._last) & self.limits.paced)
 
     @property
     def here(self) -> np.ndarray | None:
-        """Return the last command, float64 [D], NaN where it is not known; None without limits."""
+        """The last command, float64 [D], NaN where it is not known; None without limits."""
         return None if self.limits is None else self._last
 
     def start(self, position: np.ndarray | None) -> None:
-        """Begin where the robot is, standing still. position: float [D], NaN where it is not known; None: nowhere."""
+        """Set the robot's position at standstill.
+
+        position: float [D], NaN where it is not known; None if no number is known.
+        """
         if self.limits is None:
             return
         fits = position is not None and np.shape(position) == (self.limits.dim,)
@@ -279,14 +337,14 @@ class Guard:
         self.held()
 
     def held(self) -> None:
-        """Note that the robot holds: it repeats its last command, or stands ``still``."""
+        """Record that the robot holds: it repeats its last command, or gets the standing command."""
         if self.limits is not None:
             self._last = np.where(np.isnan(self._still), self._last, self._still)
             self.skipped()
 
     def skipped(self) -> None:
-        """Note that the robot has been sent nothing for a while: its last command still stands."""
-        self._step = np.zeros(len(self._last))  # what the last command moved by
+        """Record that nothing was sent for a while: the last command still holds, at velocity 0."""
+        self._step = np.zeros(len(self._last))  # change of position by the last command
         if self.limits is not None:
             self._smooth.rest(self._last[self._jerky])
 
@@ -296,14 +354,22 @@ class Guard:
         said: np.ndarray | None = None,
         inside: Callable[[np.ndarray], bool] = lambda _: True,
     ) -> Verdict:
-        """Return what may be sent in place of ``row`` float [D], and remember it as sent. said: the row as it came,
-        where a workspace has changed it; neither that nor what would be sent may be a jump. inside: says whether a
-        command stays in the workspace; what does not is not sent, and nothing is remembered of it."""
+        """Check a command, and remember it as sent.
+
+        Args:
+            row: float [D], the wanted command.
+            said: The action before the workspace changed it. Neither this nor the checked command may be a jump.
+            inside: Returns True if a command stays in the workspace. A command that does not is neither sent nor
+                remembered.
+
+        Returns:
+            The command that may be sent in place of ``row``, or the reason to hold.
+        """
         with np.errstate(over="ignore"):
             row = np.asarray(row, np.float32)
         wanted = row.astype(np.float64)
         if not np.all(np.isfinite(wanted)):
-            return Verdict(None, "a command is not finite")
+            return Verdict(None, "the command is not finite")
         if self.limits is None:
             return Verdict(row)
         if wanted.shape != (self.limits.dim,):
@@ -312,13 +378,17 @@ class Guard:
             )
         if not self.known:
             return Verdict(None, UNPLACED)
-        last = np.where(np.isnan(self._last), wanted, self._last)  # where only a range is limited
+        last = np.where(
+            np.isnan(self._last), wanted, self._last
+        )  # numbers with only a range need no last command
         allowed, clipped = self._allowed(wanted, last, self.limits)
         jumps = np.abs((wanted if said is None else said) - last) > self.limits.jump
-        jumps |= np.abs(allowed - last) > self.limits.jump  # into a range that the robot stands out of
+        jumps |= (
+            np.abs(allowed - last) > self.limits.jump
+        )  # a robot outside its range may be sent far back in
         if jumps.any():
             names = _named([("jump", jumps)], self.limits)
-            return Verdict(None, "too far from the command before: {}".format(", ".join(names)), names)
+            return Verdict(None, "too far from the last command: {}".format(", ".join(names)), names)
         if clipped and self.limits.when == "hold":
             return Verdict(None, "beyond {}".format(", ".join(clipped)), clipped)
         if not inside(allowed if clipped else row):
@@ -327,7 +397,7 @@ class Guard:
         self._last = allowed.astype(np.float64)
         self._step = self._last - last
         self._smooth.sent()
-        # A command that was not touched goes out bit for bit.
+        # A command that no limit changed is sent bit for bit.
         return Verdict(allowed if clipped else row, "", clipped)
 
     def _allowed(
@@ -337,15 +407,15 @@ class Guard:
         inside = np.clip(wanted, self._low, self._high)
         move = inside - last
         fastest = limits.velocity * self.period
-        push = limits.acceleration * self.period**2  # how much a step may differ from the one before
-        # The furthest up and down: not beyond what can be braked before the end, if that can still be had.
+        push = limits.acceleration * self.period**2  # largest difference of two successive steps
+        # The furthest up and down from which the robot can still brake before the end of its range, if it can.
         up = np.maximum(_braking(self._high - last, push), self._step - push)
         up = np.minimum(np.minimum(fastest, self._step + push), up)
         down = np.minimum(-_braking(last - self._low, push), self._step + push)
         down = np.maximum(np.maximum(-fastest, self._step - push), down)
         slow, smooth = np.clip(move, -fastest, fastest), np.clip(move, down, up)
         hits = [("range", inside != wanted), ("velocity", slow != move), ("acceleration", smooth != slow)]
-        # Where nothing was limited the command is the one that was wanted, without the rounding of a detour.
+        # Numbers that no limit changed keep the wanted command, without the rounding of last + step.
         sent = np.where(smooth == move, inside, last + smooth).astype(np.float32)
         went = sent.astype(np.float64) - last
         sent = np.where((went > 0) & (went > up), np.nextafter(sent, np.float32(-np.inf)), sent)
@@ -358,18 +428,18 @@ class Guard:
     def _smoothed(
         self, inside: np.ndarray, last: np.ndarray, sent: np.ndarray, hits: list[tuple[str, np.ndarray]]
     ) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
-        """Return commands and which limits changed them, where those of limited jerk are theirs."""
+        """Return the commands, with those of numbers whose jerk is limited, and the limits that changed them."""
         jerky, wanted = self._jerky, inside.astype(np.float32)
         sent = sent.copy()
         sent[jerky] = self._smooth.towards(inside[jerky], last[jerky])
-        reached = jerky & (sent == wanted)  # whatever a step without a limit of jerk would have met
+        reached = jerky & (sent == wanted)  # the wanted command is sent, so no other limit changed it
         hits = [hits[0], *((name, mask & ~reached) for name, mask in hits[1:])]
         named = np.any([mask for _, mask in hits], axis=0)
         return sent, [*hits, ("jerk", jerky & ~reached & ~named)]
 
 
 def _sent(numbers: np.ndarray) -> np.ndarray:
-    """Return numbers as a command says them, in float64."""
+    """Return numbers rounded to float32, as commands have them, in float64."""
     with np.errstate(over="ignore"):
         return numbers.astype(np.float32).astype(np.float64)
 

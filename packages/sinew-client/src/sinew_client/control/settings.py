@@ -1,4 +1,4 @@
-"""Everything that decides what a controller does, as plain values: for a command line, a journal, a replay."""
+"""All settings of a controller as plain values, for a command line, a decision log, and a replay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sinew_client.errors import ClientError
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.untrusted import named, shown
 
-LARGEST_CHUNK = 8192  # rows, as bundles have them
+LARGEST_CHUNK = 8192  # most actions in a chunk; bundles have the same bound
 _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("handover", "replan", "fusion", "filter"), (str,)),
     **dict.fromkeys(("motion", "limits"), (Mapping, type(None))),
@@ -31,50 +31,59 @@ _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("finish", "future", "watchdog"), (bool,)),
     **dict.fromkeys(("substeps", "committed_rows", "refine", "chunk_size"), (Integral,)),
 }
-# What says how chunks are asked for and played, which a stream has nothing to do with.
+# Settings that concern requests for chunks. A stream has none, so it rejects them.
 _OF_CHUNKS = (
     "handover", "replan", "max_age", "finish", "future", "substeps", "committed_rows", "refine", "filter", "speed"
 )  # fmt: skip
 
 
 class SettingsError(ClientError, ValueError):
-    """A setting of the controller is not what was expected; the message names it."""
+    """A setting of the controller is not valid; the message names it."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a controller.
 
-    hz: control steps per second; a chunk's rows are that far apart. handover: see
-        :func:`~sinew_client.control.handover.parse_handover`; ``auto`` is what
-        :func:`~sinew_client.control.defaults.choose` makes of the motion. replan: see
-        :func:`~sinew_client.control.replan.parse_rule`.
-    motion: {"kind": "as is"}, {"kind": "absolute"} (also with columns, of a state that has other numbers too),
-        {"kind": "relative", "action": [...], "state": [...]} or
-        {"kind": "offsets", "action": [...], "state": [...], "scale": 1, "low": ..., "high": ...}.
-    limits: see :meth:`~sinew_client.control.safety.Limits.parse`; None for none. They hold for what the robot is sent.
-    max_age: seconds after its frame beyond which a row is not executed; None: a row is valid in its own step.
-    deadline: seconds to wait for an answer. stale: seconds beyond which a frame is too old to act on.
-    finish: execute the rows at hand after a request has failed, instead of holding at once.
-    future: tell the policy the state that the robot will have when the answer arrives.
-    committed_rows: rows that the policy was trained to continue, as it states in its metadata; 0: none, or not known.
-        Real-time chunking as trained then never commits to more: the robot stands still for the rest of the delay.
-    substeps: commands per control step, for actuators that want a higher rate.
-    refine: control steps after its frame up to which an edge adapter refines a chunk; 0: there is none.
-    chunk_size: rows of the policy's chunks, as it states them: more are not taken; 0: not known, then
-        :data:`~sinew_client.protocol.MAX_ROWS`.
-    watchdog: hold the robot from another thread while its loop is late, as where ``observe`` blocks (:class:`Loop`).
-    filter: of the rows before they are sent (:func:`~sinew_client.control.smoothing.parse_filter`); "": none.
-    speed: at which chunks are played, above 0 and at most 1.
-    stale_of: seconds beyond which a frame is too old to act on, of cameras that differ from ``stale``, and of "state".
-    skew: seconds by which the newest frames of two cameras may be apart; None: any. Both count where the robot says
-        when each frame was exposed (``times`` of its observations).
-    rest: where the robot goes at the end of a run (:mod:`~sinew_client.control.rest`): "hold" for nowhere, "first", the
-        numbers of a pose, or the name of one of the robot's. None: :class:`~sinew_client.control.run.RunPlan` chooses.
-    fusion: how the windows of a stream are fused (:func:`~sinew_client.control.blend.parse_fusion`); "": chunks are
-        asked for. Of a stream, ``hz`` is the rate of its nodes, ``stale`` counts for the frame that a node was made
-        from, ``chunk_size`` for the nodes of a window, and motion says only where the robot is before its first
-        command: nodes go out as they come.
+    Attributes:
+        hz: Control steps per second. The actions of a chunk are one control step apart.
+        handover: How chunks are merged (:func:`~sinew_client.control.handover.parse_handover`). ``auto`` chooses by
+            the motion (:func:`~sinew_client.control.defaults.choose`).
+        replan: When the next chunk is requested (:func:`~sinew_client.control.replan.parse_rule`).
+        motion: Reference of the actions: {"kind": "as is"}, {"kind": "absolute"} (with columns if the state has other
+            numbers too), {"kind": "relative", "action": [...], "state": [...]}, or {"kind": "offsets", "action":
+            [...], "state": [...], "scale": 1, "low": ..., "high": ...}. None is "as is".
+        limits: Limits of what the robot is sent (:meth:`~sinew_client.control.safety.Limits.parse`); None for none.
+        max_age: Seconds after its frame for which an action may be executed. None: an action is valid in its own
+            step.
+        deadline: Seconds to wait for an answer.
+        stale: Seconds after which a frame is too old to act on.
+        finish: Execute the remaining actions after a request has failed, instead of holding at once.
+        future: Send the policy the state that the robot will have when the answer arrives.
+        substeps: Commands per control step, for actuators that need a higher rate.
+        committed_rows: Longest action prefix that the policy was trained to continue, from its metadata; 0 if none or
+            unknown. Trained real-time chunking never commits to more, and the robot stands still for the rest of the
+            delay.
+        refine: Control steps after its frame in which an edge adapter refines a chunk; 0 without an adapter.
+        chunk_size: Actions in a chunk, from the policy's metadata. Longer chunks are rejected. 0 if unknown, which
+            allows :data:`~sinew_client.protocol.MAX_ROWS`.
+        watchdog: Hold the robot from another thread while its loop is late, for example because ``observe`` blocks.
+        fusion: How the windows of a stream are fused (:func:`~sinew_client.control.blend.parse_fusion`); "" requests
+            chunks. For a stream, ``hz`` is the rate of its waypoints, ``stale`` counts from the frame that a waypoint
+            was computed from, and ``chunk_size`` bounds the waypoints of a window. ``motion`` then states only the
+            position before the first command, because waypoints are sent as they are.
+        filter: Filter of the actions before they are sent (:func:`~sinew_client.control.smoothing.parse_filter`); ""
+            for none.
+        speed: Speed at which chunks are played, above 0 and at most 1.
+        stale_of: Camera or "state" -> seconds after which it is too old to act on, if they differ from ``stale``.
+        skew: Largest time between the newest frames of two cameras, seconds; None allows any. ``stale_of`` and
+            ``skew`` apply if the robot states when each frame was exposed (``times`` of its observations).
+        rest: Where the robot goes at the end of a run (:mod:`~sinew_client.control.rest`): "hold" for nowhere, "first",
+            the numbers of a pose, or the name of one of the robot's poses. None lets
+            :class:`~sinew_client.control.run.RunPlan` choose.
+
+    Raises:
+        SettingsError: A value is out of its range.
     """
 
     hz: float
@@ -104,7 +113,7 @@ class Settings:
             value = getattr(self, name)
             if not (value is None and name in ("max_age", "skew")):
                 _above_zero(name, value)
-                object.__setattr__(self, name, float(value))  # as a journal says it, whatever numpy calls it
+                object.__setattr__(self, name, float(value))  # numpy's numbers cannot be written into a log
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -115,7 +124,7 @@ class Settings:
         if not 1e-3 <= self.hz <= 1e5:
             raise SettingsError(f"hz: expected 0.001 to 100000, got {self.hz:g}")
         if self.speed > 1.0:
-            raise SettingsError(f"speed: expected at most 1, as the policy was trained, got {self.speed:g}")
+            raise SettingsError(f"speed: expected at most 1 (the speed of training), got {self.speed:g}")
         if not 1 <= self.substeps <= 100:
             raise SettingsError(f"substeps: expected 1 to 100, got {self.substeps}")
         if self.committed_rows < 0:
@@ -126,27 +135,39 @@ class Settings:
             raise SettingsError(f"chunk_size: expected 0 to {LARGEST_CHUNK} rows, got {self.chunk_size}")
         for name in _OF_CHUNKS if self.fusion else ():
             if getattr(self, name) != getattr(Settings, name):
-                raise SettingsError(f"{name}: expected none beside fusion, got {shown(getattr(self, name))}")
+                raise SettingsError(
+                    f"{name}: cannot be combined with fusion, got {shown(getattr(self, name))}; omit one of them"
+                )
 
     @property
     def period(self) -> float:
-        """Return seconds between two control steps."""
+        """Seconds between two control steps."""
         return 1.0 / self.hz
 
     @property
     def choice(self) -> Choice:
-        """Return the hand-over that is played and why. Raises SettingsError for one that is none."""
+        """How chunks are merged, and why. Raises SettingsError for an unknown method."""
         try:
             return choose(self.handover, self.motion, refined=bool(self.refine))
         except ValueError as error:
             raise SettingsError(str(error)) from error
 
     def controller(self, dim: int) -> BaseController:
-        """Return a controller for commands of ``dim`` numbers. Raises ClientError that names a bad setting."""
+        """Return a controller.
+
+        Args:
+            dim: D, numbers of a command.
+
+        Returns:
+            The controller of a stream or of chunks, as ``fusion`` states.
+
+        Raises:
+            ClientError: A setting does not fit. The message names it.
+        """
         return self.of_stream(dim) if self.fusion else self.of_chunks(dim)
 
     def of_stream(self, dim: int) -> StreamController:
-        """Return a controller of a stream's windows."""
+        """Return a controller of a stream's windows. Raises ClientError."""
         try:
             fusion = parse_fusion(self.fusion)
         except ValueError as error:
@@ -154,12 +175,14 @@ class Settings:
         motion = self.parse_motion()
         limits = self._limits(dim)
         if limits is not None and limits.boxed.any():
-            raise SettingsError("limits.workspace_low, limits.workspace_high: expected none beside fusion")
+            raise SettingsError(
+                "limits.workspace_low, limits.workspace_high: cannot be combined with fusion; omit one of them"
+            )
         guard = Guard(limits, self.period, motion.still(dim))
         return StreamController(fusion, self.hz, self.stale, motion, guard, dim, self.chunk_size or MAX_ROWS)
 
     def of_chunks(self, dim: int) -> Controller:
-        """Return a controller of chunks by request."""
+        """Return a controller of requested chunks. Raises ClientError."""
         try:
             player = Player(
                 parse_handover(self.choice.handover),
@@ -176,21 +199,22 @@ class Settings:
             raise SettingsError(str(error)) from error
         if isinstance(player.rule, Disagreement) and player.handover.stops:
             raise SettingsError(
-                "replan: expected a hand-over beside disagreement whose chunks overlap (aligned, ensemble, ...), got"
-                f" {self.choice.handover}, under which the robot waits for the next one"
+                "replan: disagreement needs a hand-over with overlapping chunks (aligned, ensemble, ...), got"
+                f" {self.choice.handover}, which waits for the next chunk; choose another --handover or --replan"
             )
         if self.future and type(player.motion) is Motion:
             raise SettingsError(
-                "future: expected a motion beside it, what actions are measured from (absolute, relative, offsets)"
+                "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit --future"
             )
         if self.refine and player.handover.method == "rtc":
             raise SettingsError(
-                f"handover: expected one without real-time chunking beside an edge adapter, got {self.handover}: the"
-                " server is told which rows will be executed, and the adapter changes them"
+                f"handover: {self.handover} cannot be combined with an edge adapter, which changes the actions that the"
+                " server was told to continue; choose a hand-over without real-time chunking"
             )
         if self.substeps > 1 and not isinstance(player.motion, (Absolute, Relative)):
             raise SettingsError(
-                "substeps: expected motion absolute or relative; between other rows there is no way"
+                "substeps: expected motion absolute or relative; other actions cannot be interpolated. Set --motion, or"
+                " use substeps 1"
             )
         self._check_speed(player)
         max_age = None if self.max_age is None else int(self.max_age * self.hz)
@@ -203,22 +227,31 @@ class Settings:
         )
 
     def _check_speed(self, player: Player) -> None:
-        """Raise :class:`SettingsError` where chunks cannot be played slower than they come."""
+        """Raise :class:`SettingsError` if chunks cannot be played slower."""
         if self.speed == 1.0:
             return
         if type(player.motion) is Motion:
             raise SettingsError(
-                "speed: expected motion absolute, relative or offsets; between other rows there is no way"
+                "speed: expected motion absolute, relative or offsets; other actions cannot be interpolated. Set"
+                " --motion, or use speed 1"
             )
         if self.refine or self.future or player.handover.method == "rtc":
             raise SettingsError(
-                "speed: expected 1 beside real-time chunking, an edge adapter or future, which count rows as the policy"
-                f" was trained, got {self.speed:g}"
+                "speed: expected 1 with real-time chunking, an edge adapter or future, which need actions at the rate"
+                f" of training, got {self.speed:g}"
             )
 
     def check_start(self, dim: int, state_dim: int | None = None) -> None:
-        """Raise :class:`SettingsError` where limits of velocity or acceleration have nothing to begin with. state_dim:
-        numbers of the robot's state, where they are known before it is observed."""
+        """Raise :class:`SettingsError` if the position before the first command is unknown, but limits of velocity or
+        acceleration need it.
+
+        Args:
+            dim: D, numbers of a command.
+            state_dim: Numbers of the robot's state, if they are known before it is observed.
+
+        Raises:
+            SettingsError: The position is unknown.
+        """
         if (limits := self._limits(dim)) is not None:
             check_start(limits, self.parse_motion(), state_dim)
 
@@ -226,7 +259,9 @@ class Settings:
         return Limits.parse(self.limits, dim) if self.limits is not None else None
 
     def parse_motion(self) -> Motion:
-        """Return what actions are measured from; of a stream, whose nodes are added to nothing, where the robot is."""
+        """Return the motion. For a stream it is only the position before the first command, because waypoints are
+        sent as they are.
+        """
         try:
             found = parse_motion(self.motion)
         except ValueError as error:
@@ -234,6 +269,7 @@ class Settings:
         return Motion() if self.fusion and isinstance(found, Relative) else found
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
         return asdict(self)
 
 
@@ -243,18 +279,28 @@ def _above_zero(name: str, value: Any) -> None:
 
 
 def check_workspace(limits: Limits, motion: Motion) -> None:
-    """Raise :class:`SettingsError` where nothing says to which pose a command leads that has a workspace."""
+    """Raise :class:`SettingsError` if a number has a workspace, but the motion does not tell the pose of a command."""
     lost = [limits.name(int(at)) for at in np.flatnonzero(limits.boxed & ~motion.posed(limits.dim))]
     if lost:
         raise SettingsError(
-            "limits.workspace_low, limits.workspace_high: expected a motion that says to which pose a command leads"
-            f" (absolute, or relative and offsets of these columns), got none for {', '.join(lost)}"
+            "limits.workspace_low, limits.workspace_high: need a motion that tells the pose of a command (absolute, or"
+            f" relative or offsets of these columns), got none for {', '.join(lost)}; set --motion"
         )
 
 
 def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) -> None:
-    """Raise :class:`SettingsError` where nothing says from where limits of velocity or acceleration count: the first
-    command would not be limited, or never be sent. state_dim: numbers of a state, if known."""
+    """Raise :class:`SettingsError` if limits of velocity or acceleration have no known position to start from.
+
+    Without a position, the first command would not be limited, or would never be sent.
+
+    Args:
+        limits: The limits.
+        motion: The reference of the actions.
+        state_dim: Numbers of a state, if known.
+
+    Raises:
+        SettingsError: The position is unknown.
+    """
     placed = motion.placed(limits.dim)
     seen = placed if state_dim is None else np.isfinite(motion.position(np.zeros(state_dim), limits.dim))
     known = seen | ~np.isnan(motion.still(limits.dim)) | ~np.isnan(limits.still)
@@ -262,15 +308,15 @@ def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) ->
     if lost.any():
         missing = ", ".join(limits.name(int(joint)) for joint in np.flatnonzero(lost))
         given = ", ".join(f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any())
-        if placed[lost].all():  # it says so, of another state
+        if placed[lost].all():  # the motion is absolute, but the state has another number of entries
             columns = list(range(limits.dim))
             raise SettingsError(
-                f"{given}: expected to know where the robot is before its first command; a command has {limits.dim}"
-                f" numbers, the state {state_dim}, so say which of them they are, as by the motion"
+                f"{given}: the robot's position before its first command is unknown: a command has {limits.dim} numbers"
+                f" and the state {state_dim}. Set a motion with columns, such as"
                 f' {{"kind": "absolute", "action": {columns}, "state": {columns}}} for the first {limits.dim}'
             )
         raise SettingsError(
-            f"{given}: expected a motion that says where the robot is before its first command"
-            " (absolute: where its state says), or limits.still, the command of a robot that stands still"
-            f" (0 of velocities and offsets), got neither for {missing}"
+            f"{given}: expected a motion that tells the robot's position before its first command (absolute: its state)"
+            " or limits.still, the command of a standing robot (0 for velocities and delta actions); got neither for"
+            f" {missing}"
         )
