@@ -495,7 +495,9 @@ def test_joints_go_by_name_in_the_order_of_the_robot() -> None:
     robot.hold()
     moved = {"shoulder.pos": 3.0, "elbow.pos": 4.0}
     assert arm.sent == [{"shoulder.pos": 1.0, "elbow.pos": 2.0}, moved, moved]
-    with pytest.raises(ClientError, match="the policy wants front; the robot has top"):
+    with pytest.raises(
+        ClientError, match="the policy requires front; the robot has top. Map it with --rename front=CAMERA"
+    ):
         LeRobotArm(arm, POLICY)
     with pytest.raises(
         ClientError, match="state has 3 numbers, the robot has 2 joints: shoulder.pos, elbow.pos"

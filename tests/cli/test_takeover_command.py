@@ -205,7 +205,7 @@ def test_a_leader_that_is_elsewhere_is_waited_for(capsys: pytest.CaptureFixture[
     assert status in (0, 3)  # a chunk may have come before he was asked for, or none
     said = capsys.readouterr()
     report = json.loads(said.out.strip().splitlines()[-1])
-    assert report["held"]["taking over: the leader is brought to where the robot is"] >= 8
+    assert report["held"]["taking over: the leader moves to the robot's position"] >= 8
     assert report["handed"] == {}
     assert "nothing bounds the step at a hand-over of" in said.err
 
@@ -355,7 +355,11 @@ def test_what_is_no_leader_is_refused_by_name() -> None:
     for named, options, message in (
         ("sys:path", {}, "--takeover sys:path: expected a class, got list"),
         ("builtins:int", {"soon": 1}, "--takeover builtins:int: TypeError: "),
-        ("builtins:list", {}, "--takeover builtins:list: expected a method read; it is missing"),
+        (
+            "builtins:list",
+            {},
+            "--takeover builtins:list: expected a class with a method read, got one without",
+        ),
     ):
         with pytest.raises(LeaderError) as error:
             open_leader(named, options)

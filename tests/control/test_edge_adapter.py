@@ -139,7 +139,7 @@ def test_rows_are_rebased_on_the_newest_state(file: Path) -> None:
 def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
     good = tensors()
     for change, message in (
-        ({"odd": np.zeros(1)}, "odd: expected no such tensor"),
+        ({"odd": np.zeros(1)}, "odd: unknown tensor"),
         ({"rows.std": np.zeros(2)}, r"rows\.std: expected numbers above 0"),
         ({"output.bias": np.array([0, 0, np.nan, 0, 0, 0])}, r"output\.bias: expected finite"),
     ):
@@ -353,7 +353,7 @@ def test_a_form_is_refused_by_its_field() -> None:
             Form.parse({**form, **changes})
         assert str(error.value).startswith(f"{KEY}: {message}")
     del form["rows"]
-    with pytest.raises(AdapterError, match="rows: expected, and not there$"):
+    with pytest.raises(AdapterError, match="rows: missing tensor$"):
         Form.parse(form)
 
 

@@ -617,7 +617,7 @@ def test_a_filter_at_its_bounds() -> None:
         ("ema:0", "filter: expected a share above 0, at most 1, got 0"),
         ("ema:0.5:1,-1", "filter: expected different columns from 0 on, got [1, -1]"),
         ("ema:0.5:1,1", "filter: expected different columns from 0 on, got [1, 1]"),
-        ("ema:0.5:", "filter: expected numbers behind ema, got 'ema:0.5:'"),
+        ("ema:0.5:", "filter: expected numbers after ema, got 'ema:0.5:'"),
         ("mean:1", "filter: expected ema:SHARE or lowpass:HZ, got 'mean:1'"),
     ):
         with pytest.raises(ValueError, match=re.escape(message) + "$"):

@@ -23,7 +23,7 @@ def after(frames: Frames, milliseconds: float, count: int = LOOKS) -> int | None
 def test_a_fast_network_gets_every_pixel() -> None:
     frames = Frames("auto")
     assert after(frames, SLOW_MS, 100) is None
-    assert frames.text == "raw: 50 ms on the network, up to 50 are left alone"
+    assert frames.text == "raw: 50 ms on the network, JPEG is considered above 50 ms"
 
 
 def test_raw_frames_stay_raw_and_a_slow_network_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,9 +31,9 @@ def test_raw_frames_stay_raw_and_a_slow_network_is_told_once(caplog: pytest.LogC
     assert frames.text == "raw: fewer than 5 answers yet"
     for milliseconds in (10.0, SLOW_MS):
         assert after(frames, milliseconds) is None
-        assert frames.text == f"raw: {milliseconds:.0f} ms on the network, up to 50 are left alone"
+        assert frames.text == f"raw: {milliseconds:.0f} ms on the network, JPEG is considered above 50 ms"
     assert after(frames, 180.0, 100) is None
-    said = "raw: 180 ms on the network; auto tries JPEG there, which changes actions a little"
+    said = "raw: 180 ms on the network; `auto` would try JPEG, which changes actions a little"
     assert frames.text == said
     assert caplog.messages == [f"frames: {said}"]
 
@@ -58,7 +58,7 @@ def test_jpeg_stays_where_it_helped_and_goes_where_it_did_not() -> None:
 def test_a_quality_is_asked_for_where_pillow_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for quality in (1, 95):
         frames = Frames(str(quality))
-        assert (frames.quality, frames.text) == (quality, f"JPEG {quality}: asked for")
+        assert (frames.quality, frames.text) == (quality, f"JPEG {quality}: chosen by the user")
 
     def missing() -> None:
         raise ClientError("expected Pillow")

@@ -123,7 +123,7 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
     [
         (["pan", "lift", "jaw"], {}, "the policy's state has the joints pan, lift, grip, the robot pan, lift, jaw;"),
         (["pan", "lift", "jaw"], {"grip": "claw"}, "--rename-joint jaw=grip"),
-        (["jaw", "b", "a"], {}, "say which is which, for each of pan, lift, grip: --rename-joint NEW=JOINT, NEW"),
+        (["jaw", "b", "a"], {}, "map them, for each of pan, lift, grip: --rename-joint NEW=JOINT, NEW"),
         (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--rename-joint: expected joints of the policy, pan"),
         (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "say which is which"),
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
@@ -304,9 +304,9 @@ def test_what_lerobots_arm_sees_and_says() -> None:
     blind: Any = Bus()
     blind.observation_features = {}
     for robot, wanted, message in (
-        (bus, policy, "cameras: the policy wants front; the robot has top"),
-        (Bus(), policy, "cameras: the policy wants front; the robot has none"),
-        (blind, POLICY, "robot: expected the joints of its actions in its state, grip.pos is not there"),
+        (bus, policy, "cameras: the policy requires front; the robot has top. Map it with --rename front=CAMERA"),
+        (Bus(), policy, "cameras: the policy requires front; the robot has none"),
+        (blind, POLICY, "robot: expected all joints of its actions in its state too; grip.pos is missing there"),
         (Bus(), {**POLICY, "action": {"dim": 2}}, "robot: the policy's action has 2 numbers, the robot has 3 joints"),
     ):  # fmt: skip
         refused(RobotError, message, LeRobotArm, robot, wanted)
@@ -420,7 +420,7 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     assert (np.float32(rows)[:, 0] == 0.25).all()
     other = ("--robot-options", '{"gripper": "jaw", "opening": "gap"}')
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other]) == 1
-    assert "say which is which, such as --rename-joint gap=opening" in capsys.readouterr().err
+    assert "map them, such as --rename-joint gap=opening" in capsys.readouterr().err
     mapped = ("--rename-joint", "gap=opening", "--rename-joint", "jaw=gripper")
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other, *mapped]) == 0
     capsys.readouterr()

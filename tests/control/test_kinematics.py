@@ -472,9 +472,13 @@ def test_names_say_what_the_numbers_are(names: tuple[str, ...], offsets: tuple[i
 @pytest.mark.parametrize(
     ("units", "text", "message"),
     [
-        (("rad", "rad", "rad"), "xyz", "action.xyz: expected the unit m, cm or mm, the policy says 'rad'"),
-        (("m", "m", "m"), "rpy", "action.rpy: expected the unit rad or deg, the policy says 'm'"),
-        (("m", "mm", "m"), "xyz", "action.xyz: expected one unit, the policy says m, mm, m"),
+        (("rad", "rad", "rad"), "xyz", "action.xyz: expected the unit m, cm or mm, the policy states 'rad'"),
+        (("m", "m", "m"), "rpy", "action.rpy: expected the unit rad or deg, the policy states 'm'"),
+        (
+            ("m", "mm", "m"),
+            "xyz",
+            "action.xyz: expected one unit for all numbers, the policy states m, mm, m",
+        ),
         ((), "xyz*0", "action.xyz: expected a size above 0"),
         ((), "abc", "action: expected xyz, rpy"),
         ((), "xyz,rpy,quat", "action: expected one place and one rotation"),
@@ -938,7 +942,7 @@ def test_parts_follow_each_other(text: str, units: tuple[str, ...], parts: list[
         ("xyz*inf", (), "action.xyz: expected a size above 0 behind *, got 'inf'"),
         ("xyz*", (), "action.xyz: expected a size above 0 behind *, got ''"),
         ("xyz*-1", (), "action.xyz: expected a size above 0 behind *, got '-1'"),
-        ("quat", ("rad",) * 4, "action.quat: expected the unit none, the policy says 'rad'"),
+        ("quat", ("rad",) * 4, "action.quat: expected the unit none, the policy states 'rad'"),
         ("xyz", ("m", "", "m"), "action.xyz: expected the unit m, cm or mm, the policy says ''"),
         ("rotvec", ("1",) * 3, "action.rotvec: expected the unit rad or deg, the policy says '1'"),
     ],

@@ -694,7 +694,7 @@ def test_numbers_of_a_handover_at_their_bounds() -> None:
         ("aligned+stop:1", r"expected \+halt:LIMIT"),
         ("aligned+halt:1+halt:2", "halt: expected a number, got '1.halt:2'"),
         ("aligned+halt:0", "halt: expected a number > 0"),
-        ("freeze+halt:1", "halt: expected a hand-over whose rows have a time, got freeze"),
+        ("freeze+halt:1", "halt: needs aligned, ensemble, aggregate or rtc, got freeze"),
     ],
 )
 def test_bad_handovers_are_named(text: str, message: str) -> None:
@@ -1386,8 +1386,8 @@ def test_sources_that_may_be_acted_on_together() -> None:
         ({"a": 9.5, "b": 9.5, "state": 9.0}, chunks, ""),  # which is no frame that could be apart
         ({"a": 1.0, "b": 1.5}, windows, ""),  # of a stream a node counts
         ({"a": 1.0, "b": 1.6}, windows, "frames of a and b are more than 0.5 s apart"),
-        ({"a": 9.5}, chunks, "b: expected when it was seen (times of the observation), got nothing"),
-        ({"b": 9.5}, chunks, "a: expected when it was seen (times of the observation), got nothing"),
+        ({"a": 9.5}, chunks, "b: expected its exposure time in the observation's `times`, got nothing"),
+        ({"b": 9.5}, chunks, "a: expected its exposure time in the observation's `times`, got nothing"),
         ({"b": 9.5}, Settings(20.0, stale=1.0), ""),
     ):
         assert sources_fault(times, {"a": 0, "b": 0}, 10.0, settings) == reason
@@ -1628,10 +1628,10 @@ def test_settings_at_their_bounds() -> None:
         ({"speed": 0.5}, "speed: expected motion absolute, relative or offsets"),
         (
             {"limits": {"workspace_low": 0.0}},
-            "limits.workspace_low, limits.workspace_high: expected a motion that",
+            "limits.workspace_low, limits.workspace_high: need a motion that",
         ),
-        ({"speed": 0.5, "motion": ABSOLUTE, "refine": 1}, "speed: expected 1 beside"),
-        ({"speed": 0.5, "motion": ABSOLUTE, "future": True}, "speed: expected 1 beside"),
+        ({"speed": 0.5, "motion": ABSOLUTE, "refine": 1}, "speed: expected 1 with"),
+        ({"speed": 0.5, "motion": ABSOLUTE, "future": True}, "speed: expected 1 with"),
     ):
         with pytest.raises(SettingsError, match=f"^{message}"):
             Settings(20.0, **{"handover": "aligned", **more}).controller(1)

@@ -208,13 +208,13 @@ def test_a_loop_begins_with_what_its_settings_say() -> None:
     assert isinstance(loop.source, Requester)
     for wanted, more, message in (
         ({"refine": 2}, {}, "refine: expected an adapter's max_age with one, else 0, got 2"),
-        ({"fusion": "average"}, {}, "fusion: expected none of chunks that are asked for, got 'average'"),
+        ({"fusion": "average"}, {}, "fusion: expected \"\" for requested chunks, got 'average'"),
     ):
         with pytest.raises(SettingsError, match=message):
             Loop(arm, lambda: None, Settings(20.0, **wanted), 1, **more)  # type: ignore[arg-type, return-value]
     stream = Scripted(0.0, chunk)
     stream.continuous = True  # type: ignore[attr-defined]
-    with pytest.raises(SettingsError, match="fusion: expected how windows of a stream are fused, got ''"):
+    with pytest.raises(SettingsError, match="fusion: expected a fusion rule for a stream, got ''"):
         Loop(arm, stream, Settings(20.0), 1)  # type: ignore[arg-type]
 
 
@@ -678,7 +678,7 @@ def test_a_chunk_that_breaks_the_player_holds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(loop.controller.player, "accept", breaks)
     report = loop.run(6)
     assert (report.executed, report.steps) == (0, 6)
-    assert "a chunk could not be taken: RuntimeError: cannot" in report.held
+    assert "a chunk could not be used: RuntimeError: cannot" in report.held
     broken.clear()
     assert loop.run(20).executed > 10
 
@@ -1006,7 +1006,7 @@ def test_a_connection_is_closed_where_it_is_given_up() -> None:
     assert until(requester, 0.0).reason == "ClientError: " + "x" * 400
     assert closed == [0]
     requester.ask({}, 1.0)
-    with pytest.raises(RuntimeError, match="^a request is under way$"):
+    with pytest.raises(RuntimeError, match="^a request is in progress$"):
         requester.ask({}, 1.0)
     assert requester._worker is not None
     left = requester._worker.thread
@@ -1059,7 +1059,7 @@ def test_a_requester_is_a_source_of_chunks() -> None:
     arm = Arm(Clock())
     requester = Requester(lambda: lambda *_: chunk(0), 1.0)
     assert Loop(arm, requester, Settings(20.0), 1).source is requester
-    with pytest.raises(SettingsError, match="^fusion: expected none of chunks that are asked for"):
+    with pytest.raises(SettingsError, match="^fusion: expected  for requested chunks"):
         Loop(arm, requester, Settings(20.0, fusion="latest_only"), 1)
     assert not arm.sent
 
@@ -1377,9 +1377,9 @@ def test_a_hold_is_said_once_when_it_begins_and_when_it_ends(
     said = [record.getMessage() for record in caplog.records]
     told = [
         "step 0: holds: no chunk yet",
-        "step 2: goes on after: no chunk yet",
+        "step 2: resumed (was holding: no chunk yet)",
         "step 6: holds: a chunk is not finite",
-        "step 8: goes on after: a chunk is not finite",
+        "step 8: resumed (was holding: a chunk is not finite)",
     ]
     assert said == ([] if simulated else told)
 

@@ -76,7 +76,7 @@ def test_without_a_coefficient_nothing_changes(act):
     assert spec.temporal_ensemble is None
     chosen = choose(policy=spec.to_dict())
     assert (chosen.handover, chosen.replan) == ("freeze", REPLAN)
-    assert "n_action_steps 3, and --replan 3 follows" in chosen.replan_reason
+    assert "n_action_steps 3; --replan 3 does the same" in chosen.replan_reason
     assert choose(policy=spec.to_dict(), replan="3").replan_reason == ""
 
 
@@ -90,9 +90,9 @@ def test_what_the_user_asks_for_comes_first_and_is_said(act):
     policy = Bundle(act(0.01)).manifest.spec.to_dict()
     chosen = choose("freeze", policy=policy)
     assert chosen.handover == "freeze"
-    assert "asked for; the checkpoint was made for ensemble:0.01" in chosen.reason
+    assert "chosen by the user; the checkpoint was trained for ensemble:0.01" in chosen.reason
     chosen = choose("ensemble:0.5", policy=policy)
-    assert chosen.reason == "asked for"
+    assert chosen.reason == "chosen by the user"
     assert choose(policy=policy, replan="2").replan == "2"
 
 
@@ -102,9 +102,7 @@ def test_run_prints_the_rows_that_the_checkpoint_was_evaluated_with(act, capsys,
     bundle = act(None, steps)
     main(["run", str(bundle), "--robot", "dry", "--hz", "30", "--seconds", "0.2", "--prompt", "go"])
     said = "".join(capsys.readouterr())
-    assert (
-        f"the checkpoint was evaluated with n_action_steps {steps}, and --replan {steps} follows that" in said
-    )
+    assert f"the checkpoint was evaluated with n_action_steps {steps}; --replan {steps} does the same" in said
 
 
 def test_run_prints_and_follows_it(act, capsys):

@@ -880,7 +880,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "film       none, small frames instead: a film needs OpenGL" in text.getvalue()
     assert "95 % interval" in text.getvalue()
     assert "round trip" in text.getvalue()
-    assert "default    hand-over freeze: the policy says that actions are offsets" in text.getvalue()
+    assert "default    hand-over freeze: the policy states that actions are delta actions" in text.getvalue()
     assert "red/left" in text.getvalue()
     with Image.open(tmp_path / demo.GIF) as film:
         assert film.n_frames > 40  # two episodes of at least twenty steps

@@ -44,18 +44,18 @@ def test_everybody_has_the_same_defaults() -> None:
 @pytest.mark.parametrize(
     ("motion", "policy", "expected", "followed", "because"),
     [
-        (None, None, "freeze", None, "waiting is right for all kinds, and --motion lets the robot go on"),
-        (None, {"kind": "absolute"}, "aligned", {"kind": "absolute"}, "the policy says that actions are absolute"),
+        (None, None, "freeze", None, "waiting is right for all kinds; set --motion to let the robot continue"),
+        (None, {"kind": "absolute"}, "aligned", {"kind": "absolute"}, "the policy states that actions are absolute"),
         (None, OFFSETS | {"low": None, "high": 1.0}, "freeze", None, "do not add up"),
-        ({"kind": "absolute"}, OFFSETS, "aligned", {"kind": "absolute"}, "--motion says"),
+        ({"kind": "absolute"}, OFFSETS, "aligned", {"kind": "absolute"}, "--motion states"),
         ({"kind": "relative", "action": [0], "state": [0]}, None, "aligned",
          {"kind": "relative", "action": [0], "state": [0]}, "relative targets"),
         (None, asdict(MotionSpec("relative", (0,), (1,))), "aligned",
-         {"kind": "relative", "action": [0], "state": [1]}, "the policy says that actions are relative"),
+         {"kind": "relative", "action": [0], "state": [1]}, "the policy states that actions are relative"),
         (None, asdict(MotionSpec("absolute")), "aligned", {"kind": "absolute"}, "the policy says"),
         (None, asdict(MotionSpec("absolute", (0,), (3,))), "aligned",
          {"kind": "absolute", "action": [0], "state": [3]}, "the policy says"),
-        (OFFSETS, None, "freeze", OFFSETS, "--motion says"),
+        (OFFSETS, None, "freeze", OFFSETS, "--motion states"),
         (AS_IS, {"kind": "absolute"}, "freeze", AS_IS, "nothing says"),
     ],
 )  # fmt: skip
@@ -77,7 +77,7 @@ def test_what_is_asked_for_is_done_and_follows_what_the_policy_states() -> None:
     assert choose("auto", None, stated, refined=True).motion is None  # an adapter knows its own
     driven = choose(robot={"kind": "absolute"})
     assert (driven.handover, driven.motion) == ("aligned", {"kind": "absolute"})
-    assert "the robot's driver says that actions are absolute" in driven.reason
+    assert "the robot's driver states that actions are absolute" in driven.reason
     assert choose(policy=stated, robot={"kind": "absolute"}).handover == "freeze"
     with pytest.raises(ValueError, match="handover: expected one of"):
         choose("late", None, stated)
@@ -135,7 +135,9 @@ def test_convert_takes_it_and_run_prints_what_follows(
     capsys.readouterr()
     assert main(["run", str(BLOCKS), "--prompt", "go", "--seconds", "600", "--json"]) == 0
     printed = capsys.readouterr()
-    assert "hand-over freeze: the policy says that actions are offsets" in " ".join(printed.err.split())
+    assert "hand-over freeze: the policy states that actions are delta actions" in " ".join(
+        printed.err.split()
+    )
     result = json.loads(printed.out.splitlines()[-1])
     assert (result["settings"]["handover"], result["settings"]["replan"]) == ("freeze", REPLAN)
     assert result["settings"]["motion"] is None

@@ -26,7 +26,7 @@ def test_nothing_continues_an_old_window_unless_it_is_asked_for() -> None:
         ("blocks", "a newer window replaces the old one at once: of 20 pens 18 were caught so"),
         ("blocks-rtc", "a newer window replaces the old one at once: of 20 pens 18 were caught so"),
         ("pen", "a newer window replaces the old one at once: of 20 pens 18 were caught so"),
-        ("act", "its head (single) makes a chunk that nothing can guide"),
+        ("act", "its head (single) does not support guidance"),
     ],
 )
 def test_the_choice_for_a_policy_is_said_with_its_reason(policy: str, why: str) -> None:

@@ -1,5 +1,5 @@
-"""Arms, and the people and policies beside them: kinematics, poses of the end effector, leaders, take-over, assist.
+"""Robot arms: kinematics, poses of the end effector, leaders, take-over, and assistance by a second policy.
 
-Nothing else in the client imports this folder. Who wants an arm or a take-over imports it and hands it to the run, as a
-robot, as a source or as listeners of the loop.
+Nothing else in the client imports this folder. To use an arm or a take-over, import it and pass it to the run as a
+robot, a source or a listener.
 """

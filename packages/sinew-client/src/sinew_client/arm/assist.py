@@ -1,7 +1,7 @@
-"""A small policy on the robot answers every request; a large one elsewhere is asked where a rule says so.
+"""A small policy on the robot answers every request, and a rule decides when to ask a large one elsewhere.
 
-The robot never waits for the far policy: it is asked beside the near one, and its chunk is followed from the moment at
-which it is there until half of its rows have passed. Rows that came too late are dropped and counted.
+The robot never waits for the far policy. Its chunk is followed from its arrival until half of its actions have
+passed. Actions that came too late are dropped and counted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ SET_BACK_S = 10.0  # frames that come out of order are younger than that
 
 @dataclass(frozen=True)
 class AssistRule:
-    """When to ask the far policy; see :func:`parse_assist`. None: not for this reason.
+    """When to ask the far policy; see :func:`parse_assist`. None turns a reason off.
 
-    every: seconds since its last answer. disagreement: root mean square difference between the near policy's chunk and
-    the rows that it follows, over the steps of both. uncertainty: the same between two answers of the near policy to
-    one observation; its noise must differ.
+    Attributes:
+        every: Seconds since its last answer.
+        disagreement: Root mean square difference between the near policy's chunk and the actions that are followed,
+            over their common steps.
+        uncertainty: The same between two answers of the near policy to one observation, with different noise.
     """
 
     every: float | None = None
@@ -42,8 +44,17 @@ class AssistRule:
 
 
 def parse_assist(text: str) -> AssistRule:
-    """Return the rule that a text names: ``every:SECONDS``, ``disagreement:LIMIT`` and ``uncertainty:LIMIT``, separated
-    by commas; any of them is enough to ask. Raises ValueError that says what was expected.
+    """Read a rule.
+
+    Args:
+        text: ``every:SECONDS``, ``disagreement:LIMIT`` and ``uncertainty:LIMIT``, separated by commas. Any of them is
+            enough to ask.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ValueError: The text names no rule.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -76,10 +87,15 @@ class _Followed:
 
 
 class Assist:
-    """Opens calls to a near policy with a far one beside it; what a :class:`Requester` takes as ``connect``.
+    """Opens connections to a near policy together with a far one, as the ``connect`` of a :class:`Requester`.
 
-    near, far: open a call each; the far one's takes at most ``deadline`` seconds. hz: control steps per second.
-    motion: what rows are measured from. Observations have ``time`` in seconds of ``clock``, the present if absent.
+    Args:
+        near: Opens a connection to the near policy.
+        far: Opens a connection to the far policy. Each of its requests takes at most ``deadline`` seconds.
+        hz: Control steps per second.
+        motion: Reference of the actions.
+
+    Observations have ``time`` in seconds of ``clock``; the present time if absent.
     """
 
     def __init__(
@@ -101,10 +117,10 @@ class Assist:
             None,
         )  # time and state of the frame that it was sent
         self._followed: _Followed | None = None  # the far policy's chunk
-        self._last: _Followed | None = None  # what was returned last
-        self._now = float("-inf")  # of the last observation
+        self._last: _Followed | None = None  # the plan that was returned last
+        self._now = float("-inf")  # time of the last observation
         self._draws = 0
-        self._dim = 0  # of the near policy's rows
+        self._dim = 0  # width of the near policy's actions
         self._lock = threading.Lock()
         self.asked: Counter = Counter()  # reason -> requests
         self.failed: Counter = Counter()  # reason -> requests without an answer
@@ -119,7 +135,7 @@ class Assist:
         self._far.close()
 
     def report(self) -> dict[str, Any]:
-        """Return how often the far policy was asked and why, and whose chunks the robot got."""
+        """Return how often the far policy was asked and why, and how many chunks came from each policy."""
         return {
             "asked": dict(self.asked),
             "answered": self.answered,
@@ -206,12 +222,13 @@ class Assist:
         found = disagreement(targets, self._motion.targets(second, observation.get("state")))
         if found == 0.0 and draw == 1:
             raise ClientError(
-                "assist: uncertainty: expected two answers that differ, got equal ones; this policy draws no noise"
+                "assist: uncertainty: expected a policy that draws noise, got two equal answers; use every or"
+                " disagreement"
             )
         return found
 
     def _why(self, targets: np.ndarray, spread: float | None, now: float) -> str:
-        """Return the reason to ask the far policy, "" for none."""
+        """Return the reason to ask the far policy; "" for none."""
         rule = self.rule
         if rule.every is not None and now - self._answered >= rule.every:
             return "every"

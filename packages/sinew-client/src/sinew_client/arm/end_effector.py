@@ -1,7 +1,7 @@
-"""A robot of joints that takes poses: what a policy of end-effector actions drives by way of the arm's kinematics.
+"""A robot of joints that takes poses: for a policy of end-effector actions, by way of the arm's kinematics.
 
-The policy is shown where the tip is, and its rows become joints that bring it there, or nothing: a pose out of reach, a
-singular one, and one that a joint would have to hurry to are refused by name, and the robot holds.
+The policy gets the pose of the tip, and its actions become joints that bring the tip there. A pose is rejected if it
+is out of reach, singular, or needs a joint to move too fast. The robot then holds with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sinew_client.rotations import (
 from sinew_client.untrusted import named, shown
 
 LARGEST = sys.float_info.max  # a whole number may be larger, and is no float
-USUAL_VELOCITY = math.pi  # of a joint, per second, where neither the description nor the options say one
+USUAL_VELOCITY = math.pi  # velocity limit of a joint, per second, if neither description nor options have one
 SOFT = 0.01  # weight of a rotation that is only approached
 INVOLVED = 0.3  # share from which a joint is named where a pose is singular
 SLACK = 1e-5  # radians or metres
@@ -46,7 +46,7 @@ _FORMS: dict[str, tuple[int, Any, Any]] = {  # numbers, to a matrix and back
     "gripper": (1, None, None),
     "joints": (0, None, None),  # as many as the robot has
 }
-_NAMED = {  # what bundles call the numbers of a pose
+_NAMED = {  # names of a pose's numbers in bundles
     "xyz": ("x", "y", "z"),
     "rpy": ("roll", "pitch", "yaw"),
     "rotvec": ("rx", "ry", "rz"),
@@ -60,8 +60,15 @@ _GRIPPERS = ("gripper", "opening", "close", "jaw", "finger")
 
 @dataclass(frozen=True)
 class PosePart:
-    """Hold some numbers of a vector: their form, the first one, and by what they are multiplied to be metres or
-    radians. offset: from where the tip is, instead of from the base."""
+    """Some numbers of a vector: a place, a rotation, a gripper or joints.
+
+    Attributes:
+        form: Their form, such as "xyz" or "rotvec".
+        first: Index of the first one.
+        count: How many there are.
+        unit: Factor from the numbers to metres or radians.
+        offset: True if they count from the tip's pose instead of the base.
+    """
 
     form: str
     first: int
@@ -77,12 +84,22 @@ class PosePart:
 def parse_parts(
     text: str, units: Sequence[str] = (), what: str = "action", joints: int = 0
 ) -> tuple[PosePart, ...]:
-    """Return the parts that a text names, separated by commas: ``xyz``, ``rpy`` (about fixed axes), ``rotvec``,
-    ``quat`` (x, y, z, w), ``wxyz``, ``rot6d``, ``gripper`` and ``joints``; ``d`` before one of the first three for
-    offsets, and ``*SIZE`` behind it for what one unit is, as ``dxyz*0.02``.
+    """Read the parts of a pose.
 
-    units: of each number, as a bundle states them; what is no length or angle there is refused, and ``20 mm`` makes
-    a unit 0.02 m. Raises :class:`~sinew_client.arm.kinematics.KinematicsError`.
+    Args:
+        text: Parts separated by commas: ``xyz``, ``rpy`` (about fixed axes), ``rotvec``, ``quat`` (x, y, z, w),
+            ``wxyz``, ``rot6d``, ``gripper`` and ``joints``. ``d`` before one of the first three makes it a delta.
+            ``*SIZE`` after a part is the size of one unit, such as ``dxyz*0.02``.
+        units: Unit of each number, as bundles state them. ``20 mm`` makes a unit 0.02 m. A unit that is neither
+            length nor angle is rejected.
+        what: Prefix of error messages.
+        joints: Numbers of the part ``joints``.
+
+    Returns:
+        The parts.
+
+    Raises:
+        KinematicsError: The text or a unit is not valid.
     """
     found, first = [], 0
     for word in text.split(","):
@@ -107,7 +124,7 @@ def parse_parts(
 
 
 def _unit(given: Sequence[str], form: str, field: str) -> float:
-    """Return what one unit is in metres or radians, by the units of a bundle; 1 where it states none."""
+    """Return the size of one unit in metres or radians, from the units of a bundle; 1 if it states none."""
     if form in ("gripper", "joints") or not any(given):
         return 1.0
     sizes = set()
@@ -122,9 +139,11 @@ def _unit(given: Sequence[str], form: str, field: str) -> float:
             sizes.add(1.0)
         else:
             wanted = {"xyz": "m, cm or mm", "rpy": "rad or deg", "rotvec": "rad or deg"}.get(form, "none")
-            raise KinematicsError(f"{field}: expected the unit {wanted}, the policy says {text!r:.40}")
+            raise KinematicsError(f"{field}: expected the unit {wanted}, the policy states {text!r:.40}")
     if len(sizes) > 1:
-        raise KinematicsError(f"{field}: expected one unit, the policy says {', '.join(given)}")
+        raise KinematicsError(
+            f"{field}: expected one unit for all numbers, the policy states {', '.join(given)}"
+        )
     return sizes.pop()
 
 
@@ -139,7 +158,9 @@ def _size(text: str, field: str) -> float:
 
 
 def parts_of(names: Sequence[str], offsets: Sequence[int] = ()) -> str:
-    """Return the parts that the names of a vector say, "" where they do not. offsets: numbers that are offsets."""
+    """Return the parts that the names of a vector imply; "" if they imply none. offsets: numbers that are delta
+    actions.
+    """
     short = [re.split(r"[./ ]", name.lower())[-1] for name in names]
     short = [re.sub(r"^(ee|eef|tcp|delta|d)_", "", name) for name in short]
     found, at = [], 0
@@ -158,16 +179,22 @@ def parts_of(names: Sequence[str], offsets: Sequence[int] = ()) -> str:
 
 @dataclass(frozen=True)
 class KinematicsOptions:
-    """Say how a policy's poses become joints.
+    """How a policy's poses become joints.
 
-    tip, base: frames of the robot's description (:func:`~sinew_client.arm.kinematics.read_chain`). action, state:
-    what the policy's numbers are (:func:`parse_parts`); as its names say, if absent. unit: "rad" or "deg", of the
-    robot's joints. offsets: "base" or "tip", about whose axes offsets turn and move. rotation: "exact", "near" (as near
-    as the place allows, of arms of fewer than six joints), "keep" (as it was at the first command) or "free"; if
-    absent, exact where the action has a rotation and keep where not, for arms of six joints or more, else near and
-    free. within: metres and radians by which the tip may miss a pose. singular: the least singular value of the
-    jacobian, with lengths in reaches of the arm, below which a pose is refused. velocity: of each joint, per second, or
-    one for all; of the description, if absent.
+    Attributes:
+        tip: Frame of the robot's description (:func:`~sinew_client.arm.kinematics.read_chain`).
+        base: Frame of the robot's description.
+        action: Parts of the policy's action (:func:`parse_parts`); "" follows from the names of its numbers.
+        state: Parts of the policy's state; "" likewise.
+        unit: Unit of the robot's joints, "rad" or "deg".
+        offsets: Frame of delta actions: "base" or "tip".
+        rotation: "exact", "near" (as near as the place allows, for arms with fewer than six joints), "keep" (as at
+            the first command) or "free". "" chooses: with six joints or more, exact if the action has a rotation and
+            keep if not; with fewer, near or free.
+        within: Metres and radians by which the tip may miss a pose.
+        singular: Smallest singular value of the jacobian, with lengths in reaches of the arm. A pose with a smaller
+            one is rejected.
+        velocity: Limit of each joint per second, or one for all; None takes those of the description.
     """
 
     tip: str = ""
@@ -220,8 +247,8 @@ class KinematicsOptions:
         text = given or parts_of(names, tuple(offsets))
         if not text:
             raise KinematicsError(
-                f"{what}: expected what its numbers are, which the policy's names"
-                f" ({', '.join(names) or 'none'}) do not say; such as"
+                f"{what}: the policy's names ({', '.join(names) or 'none'}) do not tell the parts of its pose;"
+                f" set them, such as"
                 f""" --kinematics-options '{{"{what}": "xyz,rotvec,gripper"}}'"""
             )
         found = parse_parts(text, about.get("units") or (), what, joints)
@@ -247,13 +274,18 @@ def _positive(given: Any, count: int) -> bool:
 
 
 class KnownArm:
-    """A robot of joints whose arm is known: driven as it is, and others can be shown where it stands.
+    """A robot of joints with a known arm. It is driven by joints, and others can show where its arm is.
 
-    names: of its numbers, and ``units`` of each, as a policy states them. unit: "rad" or "deg", of its joints; the
-    robot's own (``joint_unit``), or by ``units``, if absent. joints: joint of the chain -> the robot's, where they are
-    called otherwise. spare: numbers that it has beside the arm's; None: any.
+    Args:
+        names: Names of the policy's numbers.
+        units: Units of these, as a policy states them.
+        unit: Unit of the robot's joints, "rad" or "deg"; "" takes the robot's own (``joint_unit``), or that of
+            ``units``.
+        joints: Joint of the chain -> joint of the robot, if they have other names.
+        spare: Numbers of the robot besides the arm's; None for any.
 
-    Raises :class:`~sinew_client.control.robots.RobotError` where joints or units do not fit.
+    Raises:
+        RobotError: Joints or units do not fit (:class:`~sinew_client.control.robots.RobotError`).
     """
 
     def __init__(
@@ -284,15 +316,18 @@ class KnownArm:
         return found
 
     def arm_points(self) -> np.ndarray | None:
-        """Return where the arm was seen last: base, joints and tip, float64 [J + 2, 3], metres; None before that. From
-        any thread."""
+        """Return the last known points of the arm: base, joints and tip, float64 [J + 2, 3], metres; None before the
+        first.
+
+        May be called from any thread.
+        """
         if (seen := self._seen) is None:
             return None
         tip = self.chain.forward(self._of(seen))
         return np.concatenate([np.zeros((1, 3)), tip.anchors, tip.place[None]])
 
     def text(self) -> str:
-        """Return in a line what the description is for."""
+        """One line that tells what the description is used for."""
         chain = self.chain
         return (
             f"kinematics: {len(chain.joints)} joints from {chain.base} to {chain.tip}, to show the arm; the policy's"
@@ -304,7 +339,7 @@ class KnownArm:
         return np.asarray(whole)[self._places] * self._radians
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself, and where its arm is."""
+        """Return the facts of the robot itself, with the points of its arm."""
         return replace(facts_of(self._robot), points=self.arm_points)
 
     def act(self, row: np.ndarray) -> None:
@@ -315,15 +350,20 @@ class KnownArm:
 
 
 class EndEffector(KnownArm):
-    """A robot whose numbers are poses of its tip; everything else of it is its own.
+    """A robot whose numbers are poses of its tip.
 
-    robot: of joints, with their names (``joints``) or with as many numbers as the chain and the grippers have, in that
-    order. policy: its state, its action and its motion, as metadata has them. hz: of commands, which limits of
-    velocity count by. joints: joint of the chain -> the robot's, where they are called otherwise.
+    ``act`` raises :class:`~sinew_client.control.interfaces.NoCommand` for a rejected pose.
 
-    Raises :class:`~sinew_client.control.robots.RobotError` or :class:`~sinew_client.arm.kinematics.KinematicsError`
-    where joints, numbers or units do not fit. ``act`` raises :class:`~sinew_client.control.interfaces.NoCommand` for a
-    pose that no joints are sent for.
+    Args:
+        robot: A robot of joints, with their names (``joints``), or with the numbers of the chain and the grippers, in
+            that order.
+        policy: The policy's description, with its state, action and motion.
+        hz: Commands per second, for the limits of velocity.
+        joints: Joint of the chain -> joint of the robot, if they have other names.
+
+    Raises:
+        RobotError: Joints or numbers do not fit (:class:`~sinew_client.control.robots.RobotError`).
+        KinematicsError: Parts or units do not fit (:class:`~sinew_client.arm.kinematics.KinematicsError`).
     """
 
     def __init__(
@@ -373,11 +413,11 @@ class EndEffector(KnownArm):
 
     @property
     def motion(self) -> dict[str, Any] | None:
-        """Return what actions are measured from where they and the state are the same numbers, else None."""
+        """The motion "absolute" if action and state have the same parts, else None."""
         return {"kind": "absolute"} if self.action == self.state else None
 
     def text(self) -> str:
-        """Return in a line what is made of the policy's numbers."""
+        """One line that tells how the policy's numbers are used."""
         chain = self.chain
         free = [name for name, own in zip(chain.joints, chain.velocity) if math.isnan(own)]
         usual = (
@@ -431,7 +471,7 @@ class EndEffector(KnownArm):
         seen = dict(self._robot.observe())
         found = {**seen, "state": self._encoded(seen["state"])}
         did = found.pop("action", None)
-        if did is not None and not any(part.offset for part in self.action):  # what somebody else has it do
+        if did is not None and not any(part.offset for part in self.action):  # the command of another driver
             whole = self._checked(did)
             tip = self.chain.forward(self._of(whole))
             found["action"] = self._written(self.action, whole, tip.place, tip.turn)
@@ -454,8 +494,10 @@ class EndEffector(KnownArm):
 
     @property
     def needs_state(self) -> bool:
-        """True if the next command counts from where the robot is seen in its control step: of offsets, and after a
-        hold, since which somebody may have moved it."""
+        """True if the next command counts from the robot's position in its control step.
+
+        That is so for delta actions, and after a hold, in which the robot may have been moved.
+        """
         return self._sent is None or any(part.offset for part in self.action)
 
     def hold(self) -> None:
@@ -504,7 +546,7 @@ class EndEffector(KnownArm):
 
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the joints that a command begins from, and all numbers of the robot."""
-        if self._now is None and self.needs_state:  # nobody has looked: no loop drives it
+        if self._now is None and self.needs_state:  # not observed yet, so no loop drives it
             sense = facts_of(self._robot).sense
             try:
                 self._encoded(sense() if sense is not None else self._robot.observe()["state"])
@@ -514,7 +556,7 @@ class EndEffector(KnownArm):
         return (self._of(self._seen) if self._sent is None else self._sent), self._seen
 
     def _pose(self, row: np.ndarray, place: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pose that a row stands for. place, turn: where the tip is."""
+        """Return the pose of an action. place, turn: the tip's present pose."""
         if self._kept is None:
             self._kept = turn
         wanted, turned = place, self._kept if self.rotation == "keep" else turn
@@ -570,7 +612,7 @@ def _grippers(parts: Sequence[PosePart]) -> int:
 
 
 def numbers_of(chain: Chain, action: Sequence[PosePart]) -> list[str]:
-    """Return what the numbers of a robot are called that has an arm's joints and a number for each gripper."""
+    """Return the names of the numbers of a robot with an arm's joints and a number for each gripper."""
     return [*chain.joints, *(f"gripper{i or ''}" for i in range(_grippers(action)))]
 
 
@@ -585,13 +627,13 @@ def moves_joints(policy: Mapping[str, Any], chain: Chain, joints: Mapping[str, s
 
 
 def _matched(chain: Chain, had: Sequence[str], given: Mapping[str, str], spare: int | None) -> list[int]:
-    """Return the place of each of the chain's joints among a robot's numbers. spare: how many it has beside them."""
+    """Return the index of each of the chain's joints among a robot's numbers. spare: number of the others."""
     wanted = {given.get(name, name) for name in chain.joints}
     arm = [name for name in had if {name, f"{name}.pos", re.sub(r"\.pos$", "", name)} & wanted]
     found = match_joints(chain.joints, arm or had, given, "kinematics")
     if spare is not None and len(had) - len(found) != spare:
         raise RobotError(
-            f"robot: expected {spare} numbers beside the arm's, the action's grippers, got"
+            f"robot: expected {spare} numbers besides the arm's (the action's grippers), got"
             f" {', '.join(name for name in had if name not in found) or 'none'}"
         )
     return [list(had).index(name) for name in found]

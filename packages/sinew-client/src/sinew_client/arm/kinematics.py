@@ -1,8 +1,8 @@
-"""Compute where the tip of an arm is for its joints, and joints for where the tip shall be.
+"""Forward and inverse kinematics of an arm.
 
-A :class:`Chain` is what lies between two frames of a robot, numpy alone, so that it runs on any robot's computer: read
-from URDF, whose meshes need not be there, or from MJCF by MuJoCo. Lengths are in metres, angles in radians, rotations
-matrices whose columns are the tip's axes in the base's frame.
+A :class:`Chain` has the joints between two frames of a robot. It needs numpy alone, so it runs on any robot's
+computer. It is read from URDF, without the meshes, or from MJCF with MuJoCo. Lengths are in metres, angles in
+radians. The columns of a rotation matrix are the tip's axes in the base's frame.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sinew_client.rotations import from_quaternion, from_rpy, from_vector, to_ve
 from sinew_client.untrusted import read_text
 
 MAX_FILE = 1 << 24  # bytes of a robot's description
-MAX_TURN = 0.4  # by which one joint goes in an iteration, radians or metres
+MAX_TURN = 0.4  # largest step of a joint in an iteration, radians or metres
 ITERATIONS = 60
-DAMPING = 1e-9  # of the squared reach, beside the error's
+DAMPING = 1e-9  # damping in addition to the error's, as a share of the squared reach
 
 
 class KinematicsError(ClientError, ValueError):
-    """A robot's description has no such chain, or one that is not meant; the message says what was expected."""
+    """A robot's description has no such chain, or the chain is ambiguous; the message names the reason."""
 
 
 class Tip(NamedTuple):
@@ -40,8 +40,12 @@ class Tip(NamedTuple):
 
 
 class Singularity(NamedTuple):
-    """Hold how near an arm is to losing a direction. least: the smallest singular value of its jacobian, lengths
-    counted in reaches of the arm; joints: those that then move against each other, float64 [J], in shares."""
+    """How near an arm is to a singular pose.
+
+    Attributes:
+        least: Smallest singular value of the jacobian, with lengths in reaches of the arm.
+        joints: Shares of the joints that then move against each other, float64 [J].
+    """
 
     least: float
     joints: np.ndarray
@@ -49,12 +53,18 @@ class Singularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """Hold the joints between two frames of a robot, from the base on, J of them.
+    """The J joints between two frames of a robot, from the base on.
 
-    places [J, 3], turns [J, 3, 3]: each joint's frame in the one of the joint before. axes [J, 3] of unit length, in
-    it. slides bool [J]: it moves along its axis instead of about it. low, high [J]: its range, infinite where it has
-    none; velocity [J]: its limit per second, NaN where the description says none. tip_place, tip_turn: the tip's frame
-    in the last joint's.
+    Attributes:
+        places: [J, 3], origin of each joint's frame in the frame of the joint before.
+        turns: [J, 3, 3], its rotation.
+        axes: [J, 3], axis of each joint in its frame, of length 1.
+        slides: bool [J], True for a prismatic joint.
+        low: [J], lower end of each joint's range; -inf without one.
+        high: [J], upper end; inf without one.
+        velocity: [J], limit per second; NaN if the description has none.
+        tip_place: [3], origin of the tip's frame in the last joint's.
+        tip_turn: [3, 3], its rotation.
     """
 
     joints: tuple[str, ...]
@@ -98,16 +108,20 @@ class Chain:
     def inverse(
         self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, weight: float = 1.0
     ) -> np.ndarray:
-        """Return joints near ``start``, float64 [..., J], whose tip is at ``place`` [..., 3], turned by ``turn``
-        [..., 3, 3], or as near as this finds; whoever asks looks at how near (:meth:`apart`).
+        """Return joints near ``start``, float64 [..., J], that bring the tip to a pose, or as near as the method
+        finds.
 
-        Damped least squares within the joints' ranges: each iteration solves (J^T J + d I) dq = J^T e, e the error of
-        place and rotation vector and d half its square, so that far from the pose, and where a direction is lost, the
-        step stays small and near it is Newton's (Sugihara 2011, IEEE Transactions on Robotics 27, 984). A joint at an
-        end of its range that would go on takes no part in it.
+        Check the distance with :meth:`apart`. Damped least squares within the joints' ranges: each iteration solves
+        (J^T J + d I) dq = J^T e, where e is the error of place and rotation vector and d half its square. So the step
+        stays small far from the pose and near a singular pose, and is Newton's near the pose (Sugihara 2011, IEEE
+        Transactions on Robotics 27, 984). A joint at the end of its range that would move further takes no part.
 
-        weight: 1 counts a radian as as much as the arm's reach; less lets the rotation be, for arms of fewer than six
-        joints: the place is then brought to its own exactly, from the compromise of both. 0: any rotation.
+        Args:
+            place: [..., 3], wanted place of the tip.
+            turn: [..., 3, 3], wanted rotation.
+            start: [..., J], joints from which the search starts.
+            weight: 1 weighs a radian like the arm's reach. Less weighs the rotation less, for arms with fewer than
+                six joints; the place is then reached exactly, from the compromise of both. 0 allows any rotation.
         """
         q = np.clip(np.array(start, np.float64), self.low, self.high)
         for length in (weight,) if weight in (0.0, 1.0) else (weight, 0.0):
@@ -154,8 +168,12 @@ class Chain:
         return np.linalg.norm(error[..., :3], axis=-1), np.linalg.norm(error[..., 3:], axis=-1)
 
     def singularity(self, joints: np.ndarray, weight: float = 1.0) -> Singularity:
-        """Return how near the arm is to a pose, joints float64 [J], in which its tip cannot go some way. weight: 0
-        asks for its place alone."""
+        """Return how near the arm is to a singular pose.
+
+        Args:
+            joints: float64 [J].
+            weight: 0 considers the tip's place alone.
+        """
         _u, values, rows = np.linalg.svd(self._moves(joints)[: 6 if weight else 3])
         return Singularity(float(values[-1]), np.abs(rows[len(values) - 1]))
 
@@ -192,7 +210,7 @@ def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Joint:
-    """One joint of a description, or what is fixed (kind "fixed"), with its frame in the parent's."""
+    """One joint of a description, or a fixed connection (kind "fixed"), with its frame in the parent's."""
 
     name: str
     kind: str
@@ -205,10 +223,18 @@ class _Joint:
 
 
 def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
-    """Return the joints from ``base`` to ``tip`` of a robot in URDF (``.urdf``) or MJCF (``.xml``, which takes MuJoCo).
+    """Read the joints from ``base`` to ``tip`` of a robot in URDF (``.urdf``) or MJCF (``.xml``, needs MuJoCo).
 
-    tip: a link of URDF, a site or body of MJCF; the only end there is, if absent. base: a link or body; the root, or
-    the world, if absent. Raises :class:`KinematicsError`.
+    Args:
+        path: The file.
+        tip: A link of URDF, or a site or body of MJCF. "" takes the only end of the robot.
+        base: A link or body. "" takes the root, or the world.
+
+    Returns:
+        The chain.
+
+    Raises:
+        KinematicsError: The file cannot be read, or has no such chain.
     """
     try:
         text = read_text(path, MAX_FILE)
@@ -230,7 +256,7 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
 
 def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
-    """Return what lies between two links, from the base on, and their names."""
+    """Return the joints between two links, from the base on, and the links' names."""
     above = {}  # link -> the joint that it hangs from, and that one's link
     for joint in root.findall("joint"):
         parent, child = (joint.find(end) for end in ("parent", "child"))
@@ -274,7 +300,7 @@ def _mjcf(path: Path, tip: str, base: str) -> tuple[list[_Joint], str, str]:
     try:
         import mujoco
     except ImportError as error:
-        raise KinematicsError(f"expected the package mujoco, which reads MJCF, got none ({error})") from error
+        raise KinematicsError(f"MJCF needs the package mujoco ({error}); install it, or use URDF") from error
     try:
         model = mujoco.MjModel.from_xml_path(str(path))
     except ValueError as error:
@@ -318,7 +344,7 @@ def _mujoco_turn(quaternion: np.ndarray) -> np.ndarray:
 
 
 def _chain(parts: list[_Joint], base: str, tip: str) -> Chain:
-    """Return a chain of joints and of what is fixed between them."""
+    """Return a chain of joints, with the fixed connections between them merged."""
     place, turn = np.zeros(3), np.eye(3)
     moving: list[_Joint] = []
     for part in parts:

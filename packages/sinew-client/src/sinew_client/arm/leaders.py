@@ -1,4 +1,4 @@
-"""Leaders by name: one of LeRobot's teleoperators, or any class with a method ``read``."""
+"""Open a leader by name: one of LeRobot's teleoperators, or a class with a method ``read``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from sinew_client.control.authority import LeaderError
 from sinew_client.control.robots import lerobot_choice, lerobot_config
 from sinew_client.modules import load_named
 
-SHARE = 0.1  # of the way to the robot, which a leader with motors goes in each control step
+SHARE = 0.1  # share of the way to the robot that a leader with motors moves in each control step
 ALIGN_SPEED = (
     60.0  # units per second at which it goes at most: degrees, or hundredths of half a joint's range
 )
 
 
 class LeRobotLeader:
-    """One of LeRobot's teleoperators: its joints by name, in the order of a robot's commands.
+    """One of LeRobot's teleoperators, with its joints in the order of a robot's commands.
 
-    teleoperator: has ``action_features``, ``feedback_features``, ``get_action`` and ``send_feedback`` (LeRobot 0.4 to
-    0.6). names: of the robot's commands; those that its actions have otherwise are refused by name. One whose feedback
-    has all of them is brought to the robot by its own motors, a tenth of the way in each control step, at 60 units
-    (degrees, or hundredths of half a joint's range) per second at most, as a hand may be on it. It is set free when it
-    is there; another one is brought by the person who takes over. hz: control steps per second.
+    A teleoperator whose feedback has all joints is moved to the robot's position by its own motors: a tenth of the
+    way in each control step, at most 60 units per second (degrees, or hundredths of half a joint's range), because a
+    hand may be on it. Then it is released. The human moves any other one.
+
+    Args:
+        teleoperator: It has ``action_features``, ``feedback_features``, ``get_action`` and ``send_feedback`` (LeRobot
+            0.4 to 0.6).
+        names: Names of the robot's commands. A teleoperator with other joints is rejected.
+        hz: Control steps per second.
     """
 
     def __init__(self, teleoperator: Any, names: Sequence[str], hz: float = 30.0):
@@ -50,7 +54,7 @@ class LeRobotLeader:
         self._stiff = False
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # what is unplugged cannot be set free
+        with contextlib.suppress(Exception):  # an unplugged leader cannot be released
             self.free()
         self.teleoperator.disconnect()
 
@@ -73,8 +77,17 @@ class LeRobotLeader:
 def open_lerobot_leader(
     kind: str, options: Mapping[str, Any], names: Sequence[str], hz: float = 30.0
 ) -> LeRobotLeader:
-    """Return one of LeRobot's teleoperators, connected. kind: its type, such as ``so101_leader``; options: its
-    fields; names: of the robot's commands; hz: control steps per second."""
+    """Open and connect one of LeRobot's teleoperators.
+
+    Args:
+        kind: Its type, such as ``so101_leader``.
+        options: Fields of its configuration.
+        names: Names of the robot's commands.
+        hz: Control steps per second.
+
+    Raises:
+        LeaderError: It cannot be opened, or does not fit.
+    """
     try:
         teleoperators = importlib.import_module("lerobot.teleoperators")
     except ImportError as error:
@@ -92,7 +105,9 @@ def open_lerobot_leader(
 
 
 def open_leader(text: str, options: Mapping[str, Any]) -> Any:
-    """Return an instance of ``module:Class``, of the current folder or installed; it has a method ``read``."""
+    """Return an instance of ``module:Class``, from the current folder or an installed package, with a method
+    ``read``.
+    """
     made = load_named(text, f"--takeover {text}")
     if not callable(made):
         raise LeaderError(f"--takeover {text}: expected a class, got {type(made).__name__}")
@@ -101,5 +116,5 @@ def open_leader(text: str, options: Mapping[str, Any]) -> Any:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise LeaderError(f"--takeover {text}: {type(error).__name__}: {error}") from error
     if not callable(getattr(leader, "read", None)):
-        raise LeaderError(f"--takeover {text}: expected a method read; it is missing")
+        raise LeaderError(f"--takeover {text}: expected a class with a method read, got one without")
     return leader

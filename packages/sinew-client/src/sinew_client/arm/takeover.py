@@ -1,9 +1,9 @@
-"""Somebody takes over: a person at a leader arm, or an expert, drives the robot, and gives it back to the policy.
+"""Take-over: a human at a leader arm, or an expert, drives the robot and hands it back to the policy.
 
-On take-over the robot holds until the leader is where the robot is; then the leader's rows are its commands, behind
-the same limits as the policy's. A leader that was silent for a while, or jumped, is aligned again. On the way back the
-robot holds until the policy has a fresh chunk. So neither hand-over is a jump: both begin from what the robot was sent
-last, and a limit of velocity or acceleration bounds the step.
+At a take-over, the robot holds until the leader has the robot's position. Then the leader's commands are executed,
+with the same limits as the policy's. A leader that was silent for a while, or jumped, is aligned again. On the way
+back, the robot holds until the policy has a fresh chunk. So no hand-over is a jump: both begin at the last command,
+and limits of velocity or acceleration bound the step.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ SILENCE_S = 0.2  # seconds in which the robot was sent no row of its leader, aft
 
 
 class Takeover(LoopListener):
-    """Reads a leader once per control step and says who drives. It belongs to one loop.
+    """Reads a leader once per control step, and decides who drives. It belongs to one loop.
 
     Threads:
         :meth:`take_over` and :meth:`hand_back` may be called from any thread.
 
-    align: by how much each number of the leader may differ from where the robot is when it takes over, and from its row
-    that was sent before while it leads; None: 0.05 of the range that ``limits`` give it. A leader that differs by more,
-    or that the robot did not follow for 0.2 s, is aligned again before it leads on. shadow: the leader drives from the
-    beginning and the policy only says what it would do, which the report compares
-    (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
+    Args:
+        leader: The leader.
+        align: Largest difference of each number between the leader and the robot at a take-over, and between two
+            successive commands of the leader. None takes 0.05 of the range in ``limits``. A leader that differs more,
+            or that the robot did not follow for 0.2 s, is aligned again.
+        shadow: True if the leader drives for the whole run and the policy is only compared
+            (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
 
-    Raises :class:`LeaderError` where it is not known whether the leader's numbers are places, or how near is near.
+    Raises:
+        LeaderError: It is not known whether the leader's numbers are positions, or how near they have to be.
     """
 
     def __init__(
@@ -53,8 +56,8 @@ class Takeover(LoopListener):
     ):
         if not np.any(motion.posed(dim)):
             raise LeaderError(
-                "--takeover: expected --motion absolute, relative or offsets, which says whether the leader has to be"
-                " where the robot is, got rows as they come"
+                "--takeover: expected --motion absolute, relative or offsets, which tells whether the leader must have"
+                " the robot's position, got none"
             )
         self.leader, self.shadow = leader, shadow
         self._dim, self._placed = dim, motion.placed(dim)
@@ -66,11 +69,11 @@ class Takeover(LoopListener):
             span = np.full(dim, np.inf) if limits is None else limits.high - limits.low
             if lost := [self._names[at] for at in np.flatnonzero(self._placed & ~np.isfinite(span))]:
                 raise LeaderError(
-                    "--align: expected by how much the leader may be elsewhere when it takes over; there is no range"
-                    f" of {', '.join(lost)} to take {ALIGN_SHARE:g} of"
+                    f"--align: expected the largest difference between leader and robot; {', '.join(lost)} has no"
+                    f" range in the limits from which {ALIGN_SHARE:g} could be taken"
                 )
             self._near[self._placed] = ALIGN_SHARE * span[self._placed]
-        self.apart = ""  # what keeps the leader from being aligned
+        self.apart = ""  # why the leader is not aligned yet
         self._said: set[str] = set()  # why the leader has failed
         self._pressed = bool(getattr(leader, "wanted", False))
 
@@ -105,7 +108,7 @@ class Takeover(LoopListener):
         lost = controller.driver != HUMAN and (here is None or np.any(np.isnan(here)))
         if lost and (observation is not None or loop.observe(step, loop.now) is not None):
             here = loop.observer.position()
-        if isinstance(loop.robot, Onlooker):  # what was done is in what it shows
+        if isinstance(loop.robot, Onlooker):  # the driver's command is in its observation
             loop.observe(step, loop.now)
         last = controller.followed
         followed = None if last is None else (max(0, step - last[0] - 1) / loop.settings.hz, last[1])
@@ -114,8 +117,9 @@ class Takeover(LoopListener):
             controller.followed = step, here
 
     def asks(self) -> bool | None:
-        """Return True where the leader's own button asks for a take-over, False where it gives back, None while it does
-        not change."""
+        """Return True if the leader's button requests a take-over, False if it hands back, None if it has not
+        changed.
+        """
         pressed = getattr(self.leader, "wanted", None)
         if pressed is None or bool(pressed) == self._pressed:
             return None
@@ -129,9 +133,14 @@ class Takeover(LoopListener):
         here: np.ndarray | None,
         followed: tuple[float, np.ndarray] | None = None,
     ) -> None:
-        """Do what is due in a control step while somebody drives or wants to. here: where the robot is, float [D], NaN
-        where that is not known. followed: the newest row of the leader that the robot was sent, and the seconds
-        since."""
+        """Process a control step in which a human drives or is about to.
+
+        Args:
+            controller: The loop's controller.
+            step: The control step.
+            here: Position of the robot, float [D], NaN where it is not known.
+            followed: The last command of the leader that was sent, and the seconds since then.
+        """
         row, reason = self._read()
         if controller.driver == HUMAN and self._left(row, followed):
             controller.realign(step)
@@ -166,12 +175,12 @@ class Takeover(LoopListener):
         return seconds > SILENCE_S or (row is not None and bool(np.any(np.abs(row - last) > self._near)))
 
     def close(self) -> None:
-        """End the leader, where it can be."""
+        """Close the leader, if it has a method for it."""
         if callable(close := getattr(self.leader, "close", None)):
             close()
 
     def _read(self) -> tuple[np.ndarray | None, str]:
-        """Return the leader's row, or why there is none."""
+        """Return the leader's command, or the reason why there is none."""
         try:
             row = self.leader.read()
             if row is None:
@@ -187,7 +196,7 @@ class Takeover(LoopListener):
         return None, reason
 
     def _apart(self, row: np.ndarray | None, here: np.ndarray | None) -> str:
-        """Return by how much the leader is elsewhere, "" where it is near enough."""
+        """Return the differences between leader and robot that are too large; "" if there are none."""
         assert row is not None
         if not self._placed.any():
             return ""
@@ -202,7 +211,7 @@ class Takeover(LoopListener):
             self._do("align", here)
 
     def _do(self, what: str, *values: Any) -> None:
-        """Call a method that a leader may have; where it fails, the robot goes on holding."""
+        """Call an optional method of the leader. If it fails, the robot continues to hold."""
         if not callable(method := getattr(self.leader, what, None)):
             return
         try:

@@ -1,8 +1,8 @@
-"""The robot's side of action chunks: what is executed when, and what happens when nothing arrives.
+"""The robot's side of action chunks: which action is executed when, and what happens if no answer arrives.
 
-:class:`Loop` runs a robot at a fixed rate. What it decides is :class:`Controller`, which knows neither clocks nor
-sockets. Chunks that are asked for and streams are both a :class:`Source`, and a :class:`SimulatedPace` plays the same
-loop without a clock, as the evaluator of Sinew does. numpy alone.
+:class:`Run` assembles a :class:`Loop`, which drives a robot at a fixed rate. The decisions are made by
+:class:`Controller`, which uses neither clocks nor sockets. Requested chunks and streams are both a :class:`Source`. A
+:class:`SimulatedPace` runs the same loop without a clock, as Sinew's evaluation does. numpy alone.
 
 A name is imported when it is used for the first time, so a program imports only the parts of its own loop.
 """

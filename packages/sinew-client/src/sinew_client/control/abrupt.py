@@ -1,4 +1,4 @@
-"""Find where what a robot was sent changed most abruptly, and what had happened there."""
+"""Find the most abrupt changes of a robot's commands, and the events at that time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 from sinew_client.control.authority import POLICY
 from sinew_client.control.controller import Command
 
-KEPT = 5  # of each number of a command, and told in the end
+KEPT = 5  # reported changes for each number of a command
 
 
 class AbruptMoves:
-    """Compares commands with those before them, in any length of run.
+    """Compares each command with those before it, for a run of any length.
 
-    hz: control steps per second. targets: commands are places, so what counts is how their speed changes; else how they
-    do. names: of the numbers of a command.
+    Args:
+        hz: Control steps per second.
+        targets: True if commands are positions, so that changes of speed count. Else changes of the commands count.
+        names: Names of the numbers of a command.
     """
 
     def __init__(self, hz: float, dim: int, targets: bool, names: Sequence[str] = ()):
@@ -25,17 +27,17 @@ class AbruptMoves:
         self.names = tuple(names) or tuple(map(str, range(dim)))
         self._last: Command | None = None  # with a row
         self._pace = np.zeros(dim)
-        self._before = ""  # why the robot stands
+        self._before = ""  # reason of the hold before this command
         self._squares, self._count = np.zeros(dim), 0
         self._largest: list[list[tuple[float, int, float, str, tuple[str, ...]]]] = [[] for _ in range(dim)]
 
     def stood(self) -> None:
-        """Note that the watchdog has held the robot."""
+        """Record that the watchdog held the robot."""
         self._before = "the watchdog's hold"
         self._pace = np.zeros_like(self._pace)
 
     def add(self, command: Command) -> None:
-        """Note the command of a control step."""
+        """Record the command of a control step."""
         last, pace, before = self._last, np.zeros_like(self._pace), self._before
         if command.row is None:
             why = f"it holds: {command.reason}"
@@ -59,8 +61,11 @@ class AbruptMoves:
                 push(kept, (float(size), command.step, float(change[joint]), why, command.clipped))
 
     def worst(self) -> list[dict[str, Any]]:
-        """Return the control steps that stand out most, the worst first: step, seconds, joint, change (per second of
-        commands that are places), times (of the joint's usual change, its root mean square) and why."""
+        """Return the control steps with the most abrupt changes, worst first.
+
+        Each has the step, the seconds, the joint, the change (per second if commands are positions), the change as a
+        multiple of the joint's root mean square, and the reason.
+        """
         usual = np.sqrt(self._squares / max(1, self._count))
         found: dict[int, dict[str, Any]] = {}
         for joint, kept in enumerate(self._largest):
@@ -77,11 +82,11 @@ class AbruptMoves:
 
 def _why(command: Command, before: str, missed: int) -> str:
     if command.by != POLICY:
-        said = "somebody drives"
+        said = "a human drives"
     elif command.seam:
         said = f"chunk {command.chunk} begins at its row {command.index}, {command.age} steps after its frame"
     else:
         said = f"row {command.index} of chunk {command.chunk}"
-    parts = [f"it goes on after: {before}" if before else "", said]
+    parts = [f"resumed (was holding: {before})" if before else "", said]
     parts += [f"skipped periods before it: {missed}"] if missed else []
     return "; ".join(filter(None, parts))

@@ -1,9 +1,9 @@
 """An edge adapter: a small network on the robot that refines a late chunk with the newest observation.
 
-After AsyncVLA (Hirose et al. 2026, arXiv 2602.13476): a large policy answers late from a distant machine, and a network
-that runs at every control step looks at its answer, at the frame that it answers and at the newest frame. Rows are
-first re-based on the newest state. numpy alone; training is ``research/policies/edge.py``, the file
-``adapter_file.py``.
+After AsyncVLA (Hirose et al. 2026, arXiv 2602.13476): a large policy on a distant machine answers late. The network
+runs at every control step. Its inputs are the chunk, the frame of the chunk, and the newest frame. Actions are first
+re-based on the newest state. numpy alone. ``research/policies/edge.py`` trains an adapter, and ``adapter_file.py``
+describes its file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from sinew_client.control.adapter_file import KEY, AdapterError, Eye, Form, pars
 from sinew_client.control.motion import parse_motion
 from sinew_client.untrusted import UntrustedError, read_bytes
 
-LARGEST = 16 << 20  # bytes of a file; an adapter is small or it is none
-WIDEST = 1 << 12  # of the network
-_EPS = 1e-5  # of layer norm
+LARGEST = 16 << 20  # most bytes of a file, as adapters are small
+WIDEST = 1 << 12  # largest width of the network
+_EPS = 1e-5  # epsilon of layer norm
 
 
 class Adapter:
-    """The network of a file. ``see`` turns frames into features, once per frame; ``refine`` returns rows.
+    """The network of a file. ``see`` computes features once per frame; ``refine`` returns actions.
 
-    Raises :class:`AdapterError` for tensors that are not those of its form, or not finite.
+    Raises:
+        AdapterError: The tensors do not match the form, or are not finite.
     """
 
     def __init__(self, form: Form, tensors: Mapping[str, np.ndarray]):
@@ -56,7 +57,7 @@ class Adapter:
         return cls(*parse(data))
 
     def check(self, policy: Mapping[str, Any], hz: float) -> None:
-        """Raise :class:`AdapterError` for another policy than it was trained with, by its metadata, or another rate."""
+        """Raise :class:`AdapterError` if the policy or the rate differs from those of training."""
         form, cameras = self.form, [each["name"] for each in policy["cameras"]]
         facts: list[tuple[str, Any, Any]] = [
             ("rows of a chunk", form.chunk, policy.get("chunk_size", form.chunk)),
@@ -72,7 +73,7 @@ class Adapter:
     # ------------------------------------------------------------------------- what it computes
 
     def see(self, images: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the features of one moment, float32 [F]. images: uint8 [h, w, 3] of each camera."""
+        """Return the features of one observation, float32 [F]. images: uint8 [height, width, 3] of each camera."""
         return np.concatenate([self._look(eye, images) for eye in self.form.cameras])
 
     def refine(
@@ -82,10 +83,13 @@ class Adapter:
         now: tuple[np.ndarray, np.ndarray],
         age: int,
     ) -> np.ndarray:
-        """Return the rows of the present step and those after it, float32 [R, A] in the units of the chunk.
+        """Return the actions of the present step and those after it, float32 [R, A] in the units of the chunk.
 
-        chunk: [H, A], a late answer. then, now: features (:meth:`see`) and state [S] of the frame that it answers, and
-        of the newest one. age: control steps between the two.
+        Args:
+            chunk: [H, A], a late answer.
+            then: Features (:meth:`see`) and state [S] of the chunk's frame.
+            now: Features and state of the newest frame.
+            age: Control steps between the two.
         """
         t, form = self._t, self.form
         if chunk.shape != (form.chunk, form.action):
@@ -109,7 +113,7 @@ class Adapter:
         return (y.reshape(form.rows, form.action) * t["action.std"] + t["action.mean"]).astype(np.float32)
 
     def rebased(self, chunk: np.ndarray, then: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return the targets of a chunk [H, A], those that a state has a number for as seen from the state ``now``."""
+        """Return the targets of a chunk [H, A]. Numbers that the state contains are relative to the state ``now``."""
         targets = np.array(self._motion.targets(np.asarray(chunk, np.float32), np.asarray(then, np.float32)))
         action, state = self._columns
         if action:
@@ -171,9 +175,7 @@ class Adapter:
             wanted[f"{kind}.mean"] = wanted[f"{kind}.std"] = (size,)
         if set(self._t) != set(wanted):
             odd = min(set(self._t) ^ set(wanted))
-            raise AdapterError(
-                f"{odd}: " + ("expected, and not there" if odd in wanted else "expected no such tensor")
-            )
+            raise AdapterError(f"{odd}: " + ("missing tensor" if odd in wanted else "unknown tensor"))
         for name, shape in wanted.items():
             value = self._t[name]
             if value.shape != tuple(shape):
@@ -207,7 +209,9 @@ def _convolved(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int)
 
 
 def _points(x: np.ndarray) -> np.ndarray:
-    """Return x and y in [-1, 1] of each channel of x [C, h, w], means under a softmax, and its mean above 0: [3 C]."""
+    """Return three numbers per channel of x [C, h, w]: softmax means of x and y in [-1, 1], and the mean above 0. [3
+    C].
+    """
     channels, height, width = x.shape
     flat = x.reshape(channels, -1)
     share = np.exp(flat - flat.max(axis=1, keepdims=True))

@@ -30,7 +30,9 @@ _DTYPES = {"F16": "<f2", "F32": "<f4"}
 
 
 class AdapterError(ClientError, ValueError):
-    """An adapter that does not read, or does not fit what it is given; the message names field, expected and got."""
+    """The adapter cannot be read, or does not fit its use; the message names the field, the expected and the actual
+    value.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,18 @@ class Eye:
 
 @dataclass(frozen=True)
 class Form:
-    """The sizes of an adapter and of what it is used with.
+    """The sizes of an adapter, and the policy and robot that it fits.
 
-    policy: whose chunks it refines. hz: control steps per second. chunk, action: rows of a chunk and numbers of a row.
-    state: numbers of the state. rows: R, of what it returns, from the present step on. max_age: control steps after the
-    frame of a chunk up to which it was trained to refine it. motion: what rows are measured from, as in
-    :class:`~sinew_client.control.settings.Settings`. blocks: of the network.
+    Attributes:
+        policy: Name of the policy whose chunks it refines.
+        hz: Control steps per second.
+        chunk: H, actions of a chunk.
+        action: A, numbers of an action.
+        state: S, numbers of the state.
+        rows: R, actions that it returns, from the present step on.
+        max_age: Control steps after the frame of a chunk in which it was trained to refine it.
+        motion: Reference of the actions (:class:`~sinew_client.control.settings.Settings`).
+        blocks: Blocks of the network.
     """
 
     policy: str

@@ -1,4 +1,4 @@
-"""Who commands the robot: the policy, a person at a leader, or the return at the end of a run."""
+"""The driver of a robot: the policy, a human at a leader, or the return to the rest pose at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,34 +11,42 @@ from sinew_client.errors import ClientError
 
 POLICY, ALIGNING, HUMAN = "policy", "aligning", "human"
 RETURNING = "returning"  # the run has ended, and the robot returns to its rest pose
-ALIGNS = "taking over: the leader is brought to where the robot is"
-SILENT = "the leader says nothing"
+ALIGNS = "taking over: the leader moves to the robot's position"
+SILENT = "the leader sends no command"
 
 
 class LeaderError(ClientError):
-    """A leader cannot be opened, or does not fit the policy; the message says what was expected."""
+    """The leader cannot be opened, or does not fit the policy; the message names the reason."""
 
 
 class Leader(Protocol):
-    """Drive a robot in place of the policy. Each call should return well within a period.
+    """Drives a robot in place of the policy, such as a leader arm. Each call should return well within a period.
 
-    Optional: ``wanted``, a bool that a button of its own changes: True takes over, False hands back.
-    ``align(position)`` moves the leader, float [D], towards where the robot is, NaN where that is not known. It is
-    called in each control step, and bounds the speed itself: a hand may be on the leader. ``free()`` lets go of it when
-    it is there. One without them is moved by the person who takes over. ``close()`` at
-    the end.
+    Optional members:
+
+    * ``wanted``: a bool that a button of the leader changes. True takes over, False hands back.
+    * ``align(position)``: moves the leader towards the robot's position, float [D], NaN where it is not known. It is
+    called in each control step, and must limit its own speed, because a hand may be on the leader. Without it, the
+    human moves the leader.
+    * ``free()``: releases the motors when the leader has the robot's position.
+    * ``close()``: called at the end.
     """
 
     def read(self) -> Any:
-        """Return the command that the leader stands for now, float [D] in the policy's units; None for none."""
+        """Return the leader's present command, float [D] in the policy's units; None if it has none."""
 
 
 @dataclass
 class HandedOver:
-    """Hold what is known of hand-overs. to_human, to_policy: how many. steps: control steps with a human's command.
+    """Counts of hand-overs between policy and human.
 
-    largest: the largest difference between the first command after a hand-over and the one before it, and ``number``,
-    whose it was. unknown: hand-overs from a place that was not known.
+    Attributes:
+        to_human: Hand-overs to the human.
+        to_policy: Hand-overs to the policy.
+        steps: Control steps with a human's command.
+        largest: Largest difference between the first command after a hand-over and the one before it.
+        number: Name of the number with that difference.
+        unknown: Hand-overs without a known command before them.
     """
 
     to_human: int = 0
@@ -50,13 +58,13 @@ class HandedOver:
     _due: bool = field(default=False, repr=False)
 
     def changed(self, driver: str) -> None:
-        """Note a hand-over."""
+        """Record a hand-over."""
         self.to_human += driver == HUMAN
         self.to_policy += driver == POLICY
         self._due = True
 
     def commanded(self, row: np.ndarray, before: np.ndarray | None, names: tuple[str, ...]) -> None:
-        """Note a command, float32 [D], and the one before."""
+        """Record a command, float32 [D], and the one before it."""
         if not self._due:
             return
         self._due = False
@@ -70,7 +78,7 @@ class HandedOver:
             self.number = names[worst] if worst < len(names) else str(worst)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; none where nobody has taken over."""
+        """Return plain values; {} if there was no take-over."""
         if not (self.to_human or self.to_policy):
             return {}
         names = ("to_human", "to_policy", "steps", "largest", "number", "unknown")

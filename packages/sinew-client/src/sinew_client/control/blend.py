@@ -1,4 +1,4 @@
-"""What becomes of a step that several chunks have a row for: weights and aggregation."""
+"""Combine the actions that several chunks have for one control step: weights and aggregation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Fusion:
-    """How a new window is fused with what the trajectory holds, as data: the weight of its rows.
+    """How a new window is fused with the trajectory: the weight of its waypoints.
 
-    near: at the first row that can still change. far: from ``rows`` rows after it on; in between the weight goes
-    straight from one to the other. A step for which the trajectory holds nothing takes the new row as it is.
+    A step without an old waypoint takes the new one unchanged.
+
+    Attributes:
+        near: Weight of the first waypoint that can still change.
+        far: Weight from ``rows`` waypoints after it on. In between the weight changes linearly.
+        rows: See ``far``.
     """
 
     near: float = 1.0
@@ -40,15 +44,24 @@ class Fusion:
 
 
 def between(mixed: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return a mixture of two rows, within them: rounding takes it past the larger one, and so past a robot's limit."""
+    """Clip a mixture of two actions to the range between them, because rounding may exceed it, and so a robot's
+    limit.
+    """
     return np.clip(mixed, np.minimum(one, other), np.maximum(one, other))
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Return the rule that a text names: one of :data:`AGGREGATES`, ``mix:WEIGHT`` or ``ramp:ROWS``.
+    """Read a fusion rule.
 
-    ``ramp:ROWS`` takes over within so many rows: 1 / (ROWS + 1) of the first new row, all of the one ROWS later.
-    Raises ValueError that names what does not fit.
+    Args:
+        text: One of :data:`AGGREGATES`, ``mix:WEIGHT`` or ``ramp:ROWS``. ``ramp:ROWS`` takes over within ROWS
+            waypoints: the first new one has weight 1 / (ROWS + 1), the one ROWS later has weight 1.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ValueError: The text names no rule.
     """
     kind, _, value = text.partition(":")
     if not value and kind in AGGREGATES:
@@ -85,10 +98,14 @@ COSINE_ALPHA = 0.1
 def ensemble(
     rows: Sequence[np.ndarray], decay: float = ENSEMBLE_DECAY, alpha: float | None = None
 ) -> np.ndarray:
-    """Return the weighted mean of the rows that several chunks have for one step, float32 [D].
+    """Return the weighted mean of the actions that several chunks have for one step, float32 [D].
 
-    rows: the oldest chunk's first. ``decay``: m of w_i = exp(-m i). ``alpha``: of w_i = exp(alpha cos(row_i, newest)),
-    in its place. The difference to the newest row is what is averaged, so equal rows give that row to the bit.
+    The mean is computed from the differences to the newest action, so equal actions give that action to the bit.
+
+    Args:
+        rows: The actions, oldest chunk first.
+        decay: m of the weights w_i = exp(-m i).
+        alpha: Factor of the weights w_i = exp(alpha cos(row_i, newest)), in place of ``decay``.
     """
     newest = np.asarray(rows[-1], np.float32)
     if alpha is None:
@@ -97,17 +114,22 @@ def ensemble(
         every = np.stack([np.asarray(row, np.float64) for row in rows])
         sizes = np.linalg.norm(every, axis=1)
         exponents = alpha * (every @ every[-1]) / (sizes * sizes[-1] + 1e-7)
-    weights = np.exp(exponents - exponents.max())  # of any size: the largest is 1
+    weights = np.exp(exponents - exponents.max())  # the largest weight is 1, so nothing overflows
     offsets = np.stack([np.asarray(row, np.float64) - newest for row in rows])
     return (newest + (weights / weights.sum()) @ offsets).astype(np.float32)
 
 
 def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -> np.ndarray:
-    """Return how strongly each row of a new chunk is pulled towards the running one, float64 [length].
+    """Return how strongly each action of a new chunk is pulled towards the running one, float64 [length].
 
-    delay: rows that will be executed before the new chunk arrives; they weigh 1. ``end``: the first row that is
-    free; from ``delay`` to there the weights fall. Real-time chunking (arXiv 2506.07339, equation 5;
-    ``get_prefix_weights`` of Physical-Intelligence/real-time-chunking-kinetix, src/model.py).
+    Real-time chunking: arXiv 2506.07339, equation 5; ``get_prefix_weights`` of
+    Physical-Intelligence/real-time-chunking-kinetix, src/model.py.
+
+    Args:
+        length: Actions of a chunk.
+        delay: Actions that will be executed before the new chunk arrives. Their weight is 1.
+        end: First action with weight 0. The weights fall from ``delay`` to it.
+        schedule: One of :data:`SCHEDULES`.
     """
     if schedule not in SCHEDULES:
         raise ValueError("schedule: expected one of {}, got {!r}".format(", ".join(SCHEDULES), schedule))
@@ -127,10 +149,12 @@ def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -
 
 
 def ramp_strength(length: int, delay: int, end: int, rate: float = 6.0) -> np.ndarray:
-    """Return how much of its velocity each row of a new chunk gets, float64 [length], in GR00T's real-time chunking.
+    """Return the share of its velocity that each action of a new chunk keeps, float64 [length], in GR00T's real-time
+    chunking.
 
-    0 for the first ``delay`` rows, which stay what they were; a rising ramp up to row ``end``; 1 after it. The ramp is
-    (1 - e^(-rate t)) / (1 - e^(-rate)) over linspace(0, 1, end - delay + 2)[1:-1] (Isaac-GR00T N1.6 and N1.7).
+    The first ``delay`` actions have 0, so they do not change. A ramp rises up to action ``end``, and 1 follows. The
+    ramp is (1 - e^(-rate t)) / (1 - e^(-rate)) over linspace(0, 1, end - delay + 2)[1:-1] (Isaac-GR00T N1.6 and
+    N1.7).
     """
     end = max(0, min(end, length))
     frozen = max(0, min(delay, end))

@@ -1,4 +1,4 @@
-"""One command per control step, or a hold with a reason. No clocks, no sockets: time is counted in control steps."""
+"""One command per control step, or a hold with a reason. No clocks and no sockets: time is counted in control steps."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ logger = logging.getLogger(__name__)
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
 HALTED = "the last chunk expected the robot elsewhere"
-REASONS, OTHER = (
-    100,
-    "other reasons",
-)  # reasons quote what servers say, so there may not be any number of them
-AHEAD_S = 0.1  # by which a frame's time may be later than the clock says
+REASONS, OTHER = 100, "other reasons"  # reasons quote servers' messages, so their number is bounded
+AHEAD_S = 0.1  # seconds by which a frame's time may be ahead of the clock
 UNKNOWN = "the state is not known"
 UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
 
 
 @dataclass(frozen=True)
 class Command:
-    """The command of one control step. row: float32 [D] for the robot; None: it holds, for ``reason``.
+    """The command of one control step.
 
-    clipped: limits that changed the row. age: control steps since the frame that it comes from. chunk, index: where
-    the row comes from; -1 where it holds, and of a human's. seam: True for the first row of another chunk than before.
-    by: who drives, "policy", "human", until the leader is where the robot is "aligning", and at the end of a run
-    "returning". wanted: what the policy would have sent while somebody else drives (``BaseController.shadow``).
+    Attributes:
+        step: The control step.
+        row: float32 [D] for the robot; None if it holds.
+        reason: Why the robot holds.
+        clipped: Limits that changed the command.
+        age: Control steps since the frame that it was computed from.
+        chunk: Number of the chunk that it comes from; -1 for a hold or a human's command.
+        index: Index of the action in that chunk; -1 likewise.
+        seam: True for the first action of another chunk than before.
+        by: The driver: "policy", "human", "aligning" until the leader has the robot's position, or "returning" at the
+            end of a run.
+        wanted: The command that the policy would have sent while a human drives (``BaseController.shadow``).
     """
 
     step: int
@@ -55,21 +60,23 @@ class Command:
 
 
 class BaseController:
-    """What every controller is: a guard before each command, a reason for each hold, and counts of both.
+    """Base of all controllers: a guard before each command, a reason for each hold, and counts of both.
 
-    A subclass says when to ask (:meth:`wants_chunk`, :meth:`ask`), takes answers (:meth:`arrived`, :meth:`failed`) and
-    plans (:meth:`_planned`). Everything that goes wrong ends in a hold; everything that comes back ends it.
+    A subclass decides when to request (:meth:`wants_chunk`, :meth:`ask`), takes answers (:meth:`arrived`,
+    :meth:`failed`) and plans (:meth:`_planned`). Every failure ends in a hold, and every valid answer ends the hold.
+    Call :meth:`command` exactly once per control step, with growing steps.
 
-    dim: numbers of a command; 0: as many as the first answer has. max_rows: of an answer. Another one has failed.
-    continuous: answers come by themselves and say what they were made from, so what cannot be seen, or another
-    instruction, takes none of them away. delay: control steps from a question to its answer.
-
-    Call :meth:`command` exactly once per control step, with steps that grow.
+    Attributes:
+        dim: D, numbers of a command; 0 takes the number of the first answer.
+        max_rows: Most actions in an answer. A longer answer counts as failed.
+        continuous: True if answers arrive without requests and state the observation that they belong to. A missing
+            observation or another instruction then drops none of them.
+        delay: Control steps from a request to its answer.
     """
 
     continuous = False
-    needs_state = False  # in every control step, for the command
-    starting = STARTING  # the reason of a hold before there is anything to execute
+    needs_state = False  # True if each command needs the state of its control step
+    starting = STARTING  # reason of the hold before the first answer
 
     def __init__(
         self,
@@ -87,20 +94,20 @@ class BaseController:
         self.clipped: Counter = Counter()  # "joint.limit" -> commands
         self.clipped_commands = 0
         self.ages: Counter = Counter()  # control steps since the frame -> executed rows
-        self.faults = Faults()  # answers that failed, and those that nothing could execute
-        self.unanswered = 0  # questions without an answer since the last one
+        self.faults = Faults()  # answers that failed or could not be executed
+        self.unanswered = 0  # requests without an answer since the last answer
         self.listeners: list[Callable[[str, dict], None]] = []
-        self._fault = ""  # why the robot holds until an answer arrives
+        self._fault = ""  # reason of the hold until the next answer
         self._chunk = -1
         self._step: int | None = None  # of the last command
         self.driver = POLICY
-        self.shadow = False  # the policy says what it would do while somebody else drives
+        self.shadow = False  # True if the policy plans without driving, for a comparison
         self.handed = HandedOver()
-        self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest row of a leader
-        # The last of those that was sent, or where the robot was when the leader was aligned with it; and the step.
+        self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest command of the leader
+        # The step and the command of the leader that was sent last, or the position at which it was aligned.
         self.followed: tuple[int, np.ndarray] | None = None
         self._before = self.followed
-        # A pose, and what was sent since the state says the same one; now, and before the last command.
+        # A pose and the sum of commands since the state last changed from it; now, and before the last command.
         self._ahead: tuple[np.ndarray, np.ndarray] | None = None
         self._ahead_before = self._ahead
 
@@ -108,25 +115,25 @@ class BaseController:
 
     @property
     def chunks(self) -> int:
-        """Return how many answers were taken."""
+        """Number of answers that were taken."""
         raise NotImplementedError
 
     @property
     def request(self) -> ChunkRequest | None:
-        """Return the request under way, where answers are asked for one at a time."""
+        """The request in progress, for a controller that requests one answer at a time."""
         return None
 
     @property
     def said(self) -> str:
-        """Return the newest text of the policy's language head, "" where it says none."""
+        """Newest text of the policy's language head, "" without any."""
         return ""
 
     def wants_chunk(self, step: int) -> bool:
-        """Return True if an observation is to be sent in this step."""
+        """Return True if an observation should be sent in this step."""
         raise NotImplementedError
 
     def refines(self, step: int) -> bool:
-        """Return True if an edge adapter's rows would be taken in this step."""
+        """Return True if the controller accepts actions of an edge adapter in this step."""
         return False
 
     def ask(
@@ -137,18 +144,29 @@ class BaseController:
         time: float = 0.0,
         frame_time: float = 0.0,
     ) -> ChunkRequest:
-        """Take note of a question; return what goes with it. time, frame_time: seconds since the first tick, of the
-        question and of its newest frame, which ``frame`` counts in control steps."""
+        """Record a request, and return its fields.
+
+        Args:
+            step: The control step.
+            frame: Control step of the newest frame.
+            state: State of that frame, float [S].
+            time: Time of the request, seconds since the first tick.
+            frame_time: Time of the newest frame, seconds since the first tick.
+        """
         raise NotImplementedError
 
     def arrived(self, step: int, answer: Any) -> bool:
-        """Take an answer; return whether it is one. What no robot may be sent is a fault."""
+        """Take an answer. Return False if no robot may execute it, which counts as a fault."""
         raise NotImplementedError
 
     def failed(self, step: int, reason: str, kind: str = "") -> None:
-        """Take note of an answer that will not come: no server, no network, too late, refused.
+        """Record a failed request: no server, no network, too late, or rejected.
 
-        kind: of the error, "" for what is none (:func:`~sinew_client.faults.kind_of`).
+        Args:
+            step: The control step.
+            reason: Why it failed.
+            kind: Kind of the error; "" if the failure is part of normal operation
+                (:func:`~sinew_client.faults.kind_of`).
         """
         self._tell("failed", {"step": step, "reason": reason, "kind": kind})
         self.unanswered += 1
@@ -156,18 +174,24 @@ class BaseController:
             self.faults.add(kind, reason)
 
     def broken(self, step: int, reason: str) -> None:
-        """Take note of an answer that no robot may be sent."""
+        """Record an answer that no robot may execute."""
         self._tell("bad_chunk", {"step": step, "reason": reason})
         self.faults.add("bad_chunk", reason)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold: the observation cannot be trusted, or the robot says so. moved: it may be elsewhere now, as at the
-        beginning of another episode."""
+        """Hold, because the observation cannot be used or the robot requests it.
+
+        Args:
+            step: The control step.
+            reason: Why the robot holds.
+            moved: True if the robot may be at another position now, as at the beginning of an episode.
+        """
         raise NotImplementedError
 
     def unsent(self, command: Command, reason: str) -> None:
-        """Take note that the robot did not take the command of this step: it holds until a fresh answer, and begins
-        from where it is then."""
+        """Record that the robot did not take this command. It holds until a fresh answer, and starts from its
+        position then.
+        """
         self.fault(command.step, reason)
         self.stands(None)
         if command.by == HUMAN:
@@ -178,42 +202,43 @@ class BaseController:
         self._count(reason)
 
     def instructed(self, step: int, prompt: str) -> None:
-        """Take note of another instruction, from this step on."""
+        """Record another instruction from this step on."""
         self._tell("prompt", {"step": step, "prompt": prompt})
 
     def leaves(self, command: Command, time: float) -> None:
-        """Take note of when a command goes to the robot, seconds since the first tick."""
+        """Record when a command is sent to the robot, seconds since the first tick."""
 
     def _planned(self, step: int, state: np.ndarray | None) -> Command:
         raise NotImplementedError
 
     def _wanted(self, step: int, state: np.ndarray | None) -> np.ndarray | None:
-        """Commit a step that somebody else drives; return what the policy would have sent, before the limits."""
+        """Commit a step that a human drives. Return the policy's command before the limits, or None."""
         self.trajectory.take(step)
         return None
 
     def _commanded(self, command: Command, state: np.ndarray | None) -> None:
-        """Take note of what is sent: after the limits."""
+        """Record the command that was sent, after the limits."""
 
     def _drop(self) -> None:
-        """Forget what is planned, and what is under way."""
+        """Forget the plan and the request in progress."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------- events
 
     def pause(self) -> None:
-        """Hold from the next command on; the plan is dropped, what is under way is ignored."""
+        """Hold from the next command on. The plan is dropped, and answers in progress are ignored."""
         self._tell("pause", {})
         self.paused = True
         self._leaves_alone()
         self._drop()
 
     def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
-        """Go on with a fresh answer.
+        """Continue with a fresh answer.
 
-        position: where the robot is, in the numbers of a command, if known; without one nothing is sent until
-        :meth:`stands` says one, where limits begin with it. moved: False (in older journals) where nobody can have
-        moved it since the last command.
+        Args:
+            position: Position of the robot in the numbers of a command, if known. If it is None and limits need it,
+                nothing is sent until :meth:`stands` sets it.
+            moved: False (in older logs) if nobody can have moved the robot since the last command.
         """
         self._tell("resume", {"position": position, "moved": moved})
         self.paused, self._fault = False, self.starting
@@ -223,15 +248,15 @@ class BaseController:
             self.guard.held()
 
     def due(self, step: int) -> bool:
-        """Return True if there is a row for this step."""
+        """Return True if there is an action for this step."""
         return not self.paused and (self.driver in (HUMAN, RETURNING) or self.trajectory.at(step) is not None)
 
     def wants_position(self, step: int) -> bool:
-        """Return True if a row is due in this step and the limits need to know where the robot is (:meth:`stands`)."""
+        """Return True if an action is due in this step and its limits need the robot's position (:meth:`stands`)."""
         return self.guard is not None and not self.guard.known and self.due(step)
 
     def stands(self, position: np.ndarray | None) -> None:
-        """Take note of where the robot is, standing still: in the numbers of a command, NaN where it is not known."""
+        """Set the position of the standing robot, in the numbers of a command, NaN where it is not known."""
         self._tell("stands", {"position": position})
         if position is None:  # its last command was not sent
             self._ahead = self._ahead_before
@@ -239,28 +264,29 @@ class BaseController:
             self.guard.start(position)
 
     def _begins(self, position: np.ndarray | None) -> None:
-        """Let limits count from ``position``, where it may have been moved to: in the numbers of a command, None where
-        that is not known."""
+        """Let limits count from ``position``, because the robot may have been moved. None if it is not known."""
         self._ahead = self._ahead_before = None
         if self.guard is not None:
             self.guard.start(position)
 
     def stood(self) -> None:
-        """Take note that the robot was held since its last command, by something else than a command."""
+        """Record that the robot was held by something else, such as the watchdog, since its last command."""
         self._tell("stood", {})
         if self.guard is not None:
             self.guard.held()
 
     def _leaves_alone(self) -> None:
-        """Let the policy drive again: what somebody took over has ended without a hand-over."""
+        """Let the policy drive again: the take-over ended without a hand-back."""
         if self.driver != POLICY:
             self.driver = ALIGNING if self.shadow else POLICY
 
-    # ------------------------------------------------------------------------- somebody else drives
+    # ------------------------------------------------------------------------- a human drives
 
     def take_over(self, step: int, shadow: bool = False) -> None:
-        """Hold from this step on, until a leader is where the robot is (:meth:`aligned`). shadow: for good, while the
-        policy says what it would do."""
+        """Hold from this step on, until the leader has the robot's position (:meth:`aligned`).
+
+        shadow: True if the leader drives for the whole run, while the policy plans for a comparison.
+        """
         self._tell("take_over", {"step": step, "shadow": shadow})
         self.driver, self.shadow, self._fault, self.followed = ALIGNING, shadow, "", None
         self._drop()
@@ -273,12 +299,12 @@ class BaseController:
         self.driver, self.followed = HUMAN, None
 
     def realign(self, step: int) -> None:
-        """Hold from this step on until the leader, which is elsewhere than it was, is where the robot is again."""
+        """Hold from this step on until the leader, which has moved away, has the robot's position again."""
         self._tell("realign", {"step": step})
         self.driver = ALIGNING
 
     def led(self, step: int, row: np.ndarray | None, reason: str = "") -> None:
-        """Take a leader's row of this step, float32 [D]; None: hold, for ``reason``."""
+        """Take a leader's command of this step, float32 [D]; None to hold, for ``reason``."""
         self._tell("led", {"step": step, "row": row, "reason": reason})
         self._led = (step, row, reason)
 
@@ -297,7 +323,7 @@ class BaseController:
         self._drop()
 
     def _followed(self, step: int, state: np.ndarray | None) -> Command:
-        """Return the command of a step in which somebody else drives or wants to."""
+        """Return the command of a step in which a human drives or is about to."""
         wanted = self._wanted(step, state)
         if self.paused:
             return Command(step, None, PAUSED, by=self.driver, wanted=wanted)
@@ -319,10 +345,16 @@ class BaseController:
     def command(self, step: int, state: np.ndarray | None = None) -> Command:
         """Return the command of this step.
 
-        state: the robot's. A controller that ``needs_state`` holds where it is None: no state was observed in this step
-        that may be acted on.
+        Args:
+            step: The control step.
+            state: State of the robot in this step; None if there is no valid one. A controller that ``needs_state``
+                then holds.
 
-        Raises ValueError for a step that has had its command.
+        Returns:
+            The command, or the hold with its reason.
+
+        Raises:
+            ValueError: The step has had its command already.
         """
         if self.guard is not None and self._step is not None and step > self._step + 1:
             self.guard.skipped()
@@ -355,8 +387,11 @@ class BaseController:
         index: int,
         row: np.ndarray | None = None,
     ) -> Command:
-        """Return the command of a target: inside the workspace, then behind the guard. row: what says it already.
-        Raises ValueError for a state that the motion cannot read."""
+        """Return the command for a target: first clipped to the workspace, then checked by the guard.
+
+        row: The command for the target, if it is known already. Raises ValueError for a state that the motion cannot
+        read.
+        """
         limits = None if self.guard is None else self.guard.limits
         if limits is None or not limits.boxed.any():
             sent = self.motion.command(target, state) if row is None else row
@@ -382,16 +417,20 @@ class BaseController:
         return replace(found, clipped=(*found.clipped, *met)) if met else found
 
     def _pose(self, limits: Limits, state: np.ndarray | None) -> np.ndarray:
-        """Return where the robot is in the numbers of a target, float [D], NaN where it is not known: where it was sent
-        last, if a command is a place, else where this step's state says."""
+        """Return the robot's position in the numbers of a target, float [D], NaN where it is not known.
+
+        It is the last command if commands are positions, else this step's state.
+        """
         here = None if self.guard is None else self.guard.here
         assert here is not None
         pose = self.motion.pose(state, limits.dim)
         return np.where(self.motion.placed(limits.dim), here, pose).astype(np.float32)
 
     def _box(self, limits: Limits, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the workspace, less what was sent since the state last changed: a sensor that shows the same state
-        again and again may be frozen, and the robot where it was sent."""
+        """Return the workspace, reduced by the commands since the state last changed.
+
+        A sensor that repeats the same state may be frozen, and the robot may already be where it was sent.
+        """
         low, high = limits.workspace_low, limits.workspace_high
         if not self.needs_state or self._ahead is None:
             return low, high
@@ -400,7 +439,7 @@ class BaseController:
         return low - np.minimum(ahead, 0.0), high - np.maximum(ahead, 0.0)
 
     def _goes(self, target: np.ndarray, pose: np.ndarray) -> None:
-        """Note that a robot whose state says ``pose`` was sent to ``target``."""
+        """Record that a robot at ``pose`` was sent to ``target``."""
         if not self.needs_state:
             return
         self._ahead_before = self._ahead
@@ -417,7 +456,7 @@ class BaseController:
         said: np.ndarray | None = None,
         inside: Callable[[np.ndarray], bool] = lambda _: True,
     ) -> Command:
-        """Return the command of a row behind the guard, or the hold that the guard wants."""
+        """Return the command that the guard allows, or the hold that it requires."""
         seam, self._chunk = self._chunk not in (-1, chunk), chunk
         if self.guard is None:
             return Command(step, row, "", (), age, chunk, index, seam)
@@ -441,11 +480,17 @@ class BaseController:
 
 
 class Controller(BaseController):
-    """Plays chunks that are asked for, one at a time: a player behind a guard.
+    """Plays requested chunks, one request at a time: a player behind a guard.
 
-    max_age: control steps after its frame beyond which a row is not executed any more; None: a row is valid in its
-        own step, however old its frame.
-    finish: True executes the rows at hand after a request has failed; False holds at once.
+    Args:
+        player: Decides when to request, and which action belongs to which step.
+        guard: Checks every command.
+        max_age: Control steps after its frame for which an action may be executed. None: an action is valid in its
+            own step, however old its frame is.
+        finish: True executes the remaining actions after a request has failed. False holds at once.
+        dim: D, numbers of a command; 0 takes the number of the first answer.
+        max_rows: Most actions in a chunk.
+        smoothing: A filter of the actions.
     """
 
     def __init__(
@@ -491,8 +536,11 @@ class Controller(BaseController):
         return self.player.ask(step, frame, state)
 
     def arrived(self, step: int, answer: Any) -> bool:
-        """Take the answer to the request under way; return whether it is a chunk: anything but 1 to ``max_rows`` rows
-        of ``dim`` finite real numbers is a fault, and so is what the motion cannot follow."""
+        """Take the answer to the request in progress. Return whether it is a valid chunk.
+
+        A chunk has 1 to ``max_rows`` actions of ``dim`` finite real numbers that the motion can follow. Any other
+        answer counts as a fault.
+        """
         try:
             rows = checked_rows(answer, self.dim, self.max_rows)
         except RowsError as error:
@@ -502,8 +550,8 @@ class Controller(BaseController):
         try:
             self.player.accept(rows, step)
         except Exception as error:
-            logger.exception("a chunk could not be taken")
-            self._break(step, f"a chunk could not be taken: {type(error).__name__}: {error}")
+            logger.exception("a chunk could not be used")
+            self._break(step, f"a chunk could not be used: {type(error).__name__}: {error}")
             return False
         self.dim, self._fault, self.unanswered = rows.shape[1], "", 0
         return True
@@ -512,7 +560,7 @@ class Controller(BaseController):
         return not self.paused and self.driver == POLICY and self.player.refines(step)
 
     def refined(self, step: int, rows: np.ndarray, state: np.ndarray | None = None) -> None:
-        """Take an edge adapter's rows, see :meth:`Player.refined`. What is no chunk is a fault."""
+        """Take an edge adapter's actions (:meth:`Player.refined`). An invalid chunk counts as a fault."""
         try:
             rows = checked_rows(rows, self.dim, self.max_rows, what="the edge adapter's chunk")
         except RowsError as error:
@@ -528,7 +576,7 @@ class Controller(BaseController):
         self.player.delay.reconnected()
 
     def broken(self, step: int, reason: str) -> None:
-        """Take note of an answer that no robot may be sent: hold until a good one."""
+        """Record an answer that no robot may execute, and hold until a valid one."""
         super().broken(step, reason)
         self._fail(step, reason, drop=True)
 
@@ -537,7 +585,7 @@ class Controller(BaseController):
         self._fail(step, reason, drop=True)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so."""
+        """Hold until a fresh chunk, because the observation cannot be used or the robot requests it."""
         self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         self._fail(step, reason, drop=True)
         if moved:
@@ -602,7 +650,7 @@ class Controller(BaseController):
             return None
         try:
             return self.motion.command(node.row, state)
-        except ValueError:  # the person drives on, whatever the policy makes of the state
+        except ValueError:  # an invalid state for the policy does not stop the human
             return None
 
     # ------------------------------------------------------------------------- where a filter begins
@@ -621,12 +669,12 @@ class Controller(BaseController):
         self._rests(state)
 
     def _places(self, position: np.ndarray | None) -> None:
-        """Note that the robot is where ``position`` says, in the numbers of a command; None: not known."""
+        """Set the robot's position, in the numbers of a command; None if it is not known."""
         self._reached = None if position is None else np.asarray(position, np.float32)
         self._rests(None)
 
     def _rests(self, state: np.ndarray | None) -> None:
-        """Let the filter begin anew from where the robot is: where its state says, else where it was sent."""
+        """Restart the filter at the robot's position: at its state, or else at its last command."""
         if self.smoothing is None:
             return
         at = np.full(self.dim, np.nan) if self._reached is None else self._reached

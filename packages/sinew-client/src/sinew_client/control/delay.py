@@ -1,18 +1,18 @@
-"""How late the next chunk will be: an estimate from the recent requests."""
+"""Estimate the delay of the next chunk from recent requests."""
 
 from __future__ import annotations
 
 from collections import deque
 
-WINDOW = 10  # requests that count; Black et al. 2025 keep as many
+WINDOW = 10  # requests that count, as in Black et al. 2025
 
 
 class DelayEstimate:
-    """The delay to expect, in control steps, from the last ten requests.
+    """The expected delay, in control steps, from the last ten requests.
 
-    The estimate is the second largest of them (the largest, while there are fewer than five): late enough for the
-    usual jitter, and one request that took ten times as long does not stay for ever. The first request after the
-    start or after a reconnect compiles, allocates and connects; it counts only until another one was measured.
+    The estimate is the second largest delay (the largest one of fewer than five). It covers the usual jitter, and a
+    single slow request does not stay for ever. The first request after a start or reconnect compiles, allocates and
+    connects, so it counts only until another one was measured.
     """
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class DelayEstimate:
             self._delays.append(max(steps, 0))
 
     def reconnected(self) -> None:
-        """Treat the next request as a first one: it pays for the connection. What was measured before stays."""
+        """Treat the next request as a first one, because it includes the connection. Earlier measurements stay."""
         self._first = True
 
     @property
     def steps(self) -> int:
-        """Return the control steps to expect from request to chunk."""
+        """Expected control steps from request to chunk."""
         if not self._delays:
             return self._initial
         ordered = sorted(self._delays)

@@ -1,4 +1,4 @@
-"""How frames travel to a far server: as they are, in JPEG, or in JPEG where the network needs it. No sockets here."""
+"""The encoding of frames for a distant server: raw, JPEG, or JPEG only if the network is slow. No sockets here."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from sinew_client.protocol import need_pillow
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-QUALITY = 90  # of JPEG, where the network asks for it
-SLOW_MS = 50.0  # on the network alone
+QUALITY = 90  # JPEG quality that "auto" chooses
+SLOW_MS = 50.0  # time on the network, without the server's own, from which it counts as slow
 LOOKS = 5  # answers before a choice
-GAIN = 0.8  # of the raw frames' time on the network, below which JPEG stays
+GAIN = 0.8  # JPEG stays if it takes less than this share of the raw frames' time
 
 
 class Frames:
     """Chooses the encoding of a robot's frames, for all connections of a run.
 
-    wanted: "1" to "95", JPEG of that quality; "auto": raw, until the median of 5 requests spent more than 50 ms on the
-    network (round trip without the server's own time; one without an answer counts its time limit). Then JPEG 90 for
-    five; it stays if their median is below 0.8 of that, else frames are raw again for good. "raw": always so, and a
-    network that slow is told. JPEG loses detail, so actions change a little: that is why it is asked for.
+    "auto" sends raw frames until the median of 5 requests spent more than 50 ms on the network (round trip without
+    the server's own time; a request without an answer counts its time limit). Then it sends 5 requests with JPEG 90.
+    JPEG stays if their median is below 0.8 of that time. Otherwise frames are raw for the rest of the run. JPEG loses
+    detail and so changes actions a little, therefore it is not the default. "raw" logs a warning if the network is
+    that slow.
 
-    Raises ValueError for another text, ClientError where Pillow is missing.
+    Args:
+        wanted: "raw", "auto", or a JPEG quality "1" to "95".
+
+    Raises:
+        ValueError: The text is none of these.
+        ClientError: Pillow is not installed.
     """
 
     def __init__(self, wanted: str = "raw"):
@@ -32,18 +38,20 @@ class Frames:
             raise ValueError(f"frames: expected raw, auto or a JPEG quality from 1 to 95, got {wanted!r}")
         if wanted != "raw":
             need_pillow()
-        self.quality = int(wanted) if wanted.isdecimal() else None  # of the next request; None: raw
-        self.why = "asked for" if self.quality is not None else f"fewer than {LOOKS} answers yet"
+        self.quality = (
+            int(wanted) if wanted.isdecimal() else None
+        )  # JPEG quality of the next request; None: raw
+        self.why = "chosen by the user" if self.quality is not None else f"fewer than {LOOKS} answers yet"
         self._auto, self._looks, self._raw_ms = wanted == AUTO, self.quality is None, 0.0
         self._seen: list[float] = []
 
     @property
     def text(self) -> str:
-        """Return what is sent now, and why."""
+        """The present encoding, and the reason."""
         return f"{'raw' if self.quality is None else f'JPEG {self.quality}'}: {self.why}"
 
     def took(self, network_ms: float) -> None:
-        """Note what a request spent on the network, milliseconds."""
+        """Record the time that a request spent on the network, milliseconds."""
         if not self._looks:
             return
         self._seen = [*self._seen, network_ms][-LOOKS:]
@@ -51,11 +59,11 @@ class Frames:
             return
         ms = median(self._seen)
         if self.quality is None:
-            self.why = f"{ms:.0f} ms on the network, up to {SLOW_MS:.0f} are left alone"
+            self.why = f"{ms:.0f} ms on the network, JPEG is considered above {SLOW_MS:.0f} ms"
             if ms > SLOW_MS and not self._auto:
                 said, self._raw_ms = self._raw_ms > 0.0, ms
                 self.why = (
-                    f"{ms:.0f} ms on the network; auto tries JPEG there, which changes actions a little"
+                    f"{ms:.0f} ms on the network; `auto` would try JPEG, which changes actions a little"
                 )
                 if not said:
                     logger.warning("frames: %s", self.text)

@@ -1,4 +1,6 @@
-"""How a late chunk is taken over: which of its rows belongs to which control step, and what is mixed into it."""
+"""How a late chunk is merged: which of its actions belongs to which control step, and how it is mixed with older
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,25 @@ from sinew_client.control.blend import AGGREGATES, COSINE_ALPHA, ENSEMBLE_DECAY,
 from sinew_client.control.trajectory import Node, Trajectory
 
 METHODS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc")
-GUIDANCE = ("", "guided", "no-jacobian", "ramp", "trained")  # "": as the policy was trained, else guided
+GUIDANCE = (
+    "",
+    "guided",
+    "no-jacobian",
+    "ramp",
+    "trained",
+)  # "" is "trained" if the policy was, else "guided"
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A chunk whose row 0 belongs to control step ``origin``. rows: targets, float32 [H, D]."""
+    """A chunk whose action 0 belongs to control step ``origin``.
+
+    Attributes:
+        rows: Targets, float32 [H, D].
+        origin: Control step of action 0.
+        frame: Control step of the chunk's newest frame.
+        number: Number of the chunk, from 0.
+    """
 
     rows: np.ndarray
     origin: int
@@ -30,29 +45,42 @@ class Placed:
 
 @dataclass(frozen=True)
 class Handover:
-    """One method and its settings; see :func:`parse_handover` for the text form.
+    """A method of chunk merging and its settings; :func:`parse_handover` describes the text form.
 
-    halt: the robot stops and asks anew where a late chunk expects it further than this from where it is, in units of an
-    action (:meth:`~sinew_client.control.motion.Motion.apart`); infinite: it never does.
+    Methods:
 
-    freeze: the robot executes its rows, asks, and stands still until the answer is there, which starts at row 0.
-    naive: the old chunk goes on; the new one starts at row 0 whenever it arrives.
-    aligned: row k belongs to the k-th step after the chunk's frame; rows whose step has passed are skipped.
-    ensemble: aligned, and every step gets the mean of all chunks that have a row for it (ACT), or of the newest, by how
-        alike their rows are (CogACT).
-    aggregate: aligned, and steps that old and new chunk share get a mixture of the two (LeRobot).
-    rtc: aligned, and the server is told what is still to be executed and continues it (real-time chunking).
+    * freeze: wait. The robot executes its actions, requests, and stands still until the answer arrives. It starts at
+    action 0.
+    * naive: no compensation. The old chunk continues, and the new one starts at action 0 when it arrives.
+    * aligned: latency-compensated. Action k belongs to the k-th step after the chunk's frame, and actions whose step
+    has passed are skipped.
+    * ensemble: aligned, and each step gets the mean of all chunks that have an action for it (ACT), or of the newest,
+    weighted by their similarity (CogACT).
+    * aggregate: aligned, and steps that the old and the new chunk share get a mixture of the two (LeRobot).
+    * rtc: aligned, and the server continues the running chunk (real-time chunking).
+
+    Attributes:
+        method: One of :data:`METHODS`.
+        mix: aggregate: name of the mixture, one of :data:`~sinew_client.control.blend.AGGREGATES`.
+        decay: ensemble: m of the weights exp(-m i).
+        alpha: ensemble:cosine: factor of the similarity, in place of ``decay``.
+        newest: ensemble:cosine: number of newest chunks; 0 for all.
+        guidance: rtc: one of :data:`GUIDANCE`.
+        schedule: rtc: schedule of the guidance weights.
+        beta: rtc: largest guidance weight.
+        halt: The robot stops and requests again if a late chunk expects it further away than this, in units of an
+            action (:meth:`~sinew_client.control.motion.Motion.apart`). Infinite: it never stops.
     """
 
     method: str = "aligned"
-    mix: str = "weighted_average"  # aggregate
-    decay: float = ENSEMBLE_DECAY  # ensemble
-    alpha: float | None = None  # ensemble:cosine, in the decay's place
-    newest: int = 0  # ensemble:cosine: of so many chunks; 0: of all
-    guidance: str = ""  # rtc
-    schedule: str = "exp"  # rtc
-    beta: float = 5.0  # rtc
-    halt: float = math.inf  # of those that go by time
+    mix: str = "weighted_average"
+    decay: float = ENSEMBLE_DECAY
+    alpha: float | None = None
+    newest: int = 0
+    guidance: str = ""
+    schedule: str = "exp"
+    beta: float = 5.0
+    halt: float = math.inf
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -72,34 +100,34 @@ class Handover:
         if not self.halt > 0.0:
             raise ValueError(f"halt: expected a number > 0, got {self.halt}")
         if self.halt < math.inf and not self.timed:
-            raise ValueError(f"halt: expected a hand-over whose rows have a time, got {self.method}")
+            raise ValueError(f"halt: needs aligned, ensemble, aggregate or rtc, got {self.method}")
 
     @property
     def stops(self) -> bool:
-        """Return True if the robot stands still while a chunk is under way."""
+        """True if the robot stands still while a request is in progress."""
         return self.method == "freeze"
 
     @property
     def timed(self) -> bool:
-        """Return True if rows belong to the time of their frame and not to that of their arrival."""
+        """True if actions belong to the time of their frame, and not to the time of their arrival."""
         return self.method not in ("freeze", "naive")
 
     @property
     def as_trained(self) -> bool:
-        """Return True if a policy that was trained to continue committed rows does so."""
+        """True if a policy that was trained to continue an action prefix does so."""
         return self.method == "rtc" and self.guidance in ("", "trained")
 
     @property
     def continuation(self) -> dict[str, Any]:
-        """Return the fields of a request that say how the running chunk is to be continued."""
+        """Fields of a request that state how to continue the running chunk."""
         if not self.guidance:
             return {}
-        if self.guidance == "trained":  # which has nothing to weigh
+        if self.guidance == "trained":  # it has no weights
             return {"rtc": self.guidance}
         return {"rtc": self.guidance, "schedule": self.schedule, "beta": self.beta}
 
     def merge(self, running: Trajectory, chunks: Sequence[Placed], step: int) -> list[Node]:
-        """Return the rows from ``step`` on. chunks: those that are known, the newest last."""
+        """Return the actions from ``step`` on. chunks: the chunks with remaining actions, newest last."""
         newest = chunks[-1]
         nodes = [node for node in newest.nodes() if node.step >= step]
         if self.method == "aggregate":
@@ -115,17 +143,24 @@ class Handover:
 
 
 def parse_handover(text: str) -> Handover:
-    """Return the method that a text names.
+    """Read a method of chunk merging.
 
-    ``freeze``, ``naive``, ``aligned``, ``ensemble[:M]``, ``ensemble:cosine[:ALPHA[:CHUNKS]]``, ``aggregate[:FUNCTION]``
-    or ``rtc[:GUIDANCE[:SCHEDULE[:BETA]]]``; behind all but the first two ``+halt:LIMIT``. Raises ValueError that names
-    the part that does not fit.
+    Args:
+        text: ``freeze``, ``naive``, ``aligned``, ``ensemble[:M]``, ``ensemble:cosine[:ALPHA[:CHUNKS]]``,
+            ``aggregate[:FUNCTION]`` or ``rtc[:GUIDANCE[:SCHEDULE[:BETA]]]``. All except the first two may end in
+            ``+halt:LIMIT``.
+
+    Returns:
+        The method and its settings.
+
+    Raises:
+        ValueError: A part is not valid. The message names it.
     """
     text, plus, addition = text.partition("+")
     if plus:
         name, _, limit = addition.partition(":")
         if name != "halt":
-            raise ValueError(f"handover: expected +halt:LIMIT or nothing behind {text}, got +{addition}")
+            raise ValueError(f"handover: expected +halt:LIMIT or nothing after {text}, got +{addition}")
         return replace(parse_handover(text), halt=_number("halt", limit))
     method, *rest = text.split(":")
     most = {"ensemble": 3 if rest[:1] == ["cosine"] else 1, "aggregate": 1, "rtc": 3}.get(method, 0)
@@ -146,9 +181,7 @@ def parse_handover(text: str) -> Handover:
         if guidance not in GUIDANCE[1:]:
             raise ValueError("rtc: expected one of {}, got {!r}".format(", ".join(GUIDANCE[1:]), guidance))
         if guidance == "trained" and len(rest) > 1:
-            raise ValueError(
-                f"handover: rtc:trained has nothing to weigh and takes no settings, got {text!r}"
-            )
+            raise ValueError(f"handover: rtc:trained has no settings, got {text!r}; write rtc:trained")
         return Handover(
             method,
             guidance=guidance,

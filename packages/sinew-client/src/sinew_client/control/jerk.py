@@ -1,9 +1,9 @@
-"""Steps of limited jerk from which a robot can always stop: within its range, its velocity and its acceleration.
+"""Steps of limited jerk from which a robot can always stop within its range, velocity and acceleration.
 
-Everything is counted in control steps: ``u`` is what a command moves by, ``a`` how much that differs from the step
-before, and ``jerk`` how much ``a`` may differ from the one before. The fastest stop brings both to 0, never faster than
-acceleration and jerk allow. A step is safe where the stop that follows it stays inside; the first step of that very
-stop is then safe as well, so there is always one that may be taken.
+Everything is counted in control steps. ``u`` is the change of position by a command, ``a`` the change of ``u``, and
+``jerk`` the largest change of ``a``. The fastest stop brings ``u`` and ``a`` to 0 within the limits of acceleration
+and jerk. A step is safe if the stop after it stays inside the range. The first step of that stop is then safe as
+well, so there is always a safe step.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-MAX_STOP = 2000  # control steps of a stop; a step after which it takes longer is not safe
-_PARTS = 12  # into which the way to the furthest safe step is divided, at each look
+MAX_STOP = 2000  # longest stop, in control steps; a step that needs a longer one is not safe
+_PARTS = 12  # candidates in each pass of the search for the furthest safe step
 _LOOKS = 3
 
 
 @dataclass(frozen=True)
 class StepBounds:
-    """Hold the limits of each number of a command, float64 [D]: furthest places, largest step, change of it, and of
-    that."""
+    """Limits of each number of a command per control step, float64 [D].
+
+    Attributes:
+        low: Lowest position.
+        high: Highest position.
+        fastest: Largest step.
+        push: Largest change of the step.
+        jerk: Largest change of that change.
+    """
 
     low: np.ndarray
     high: np.ndarray
@@ -34,11 +41,11 @@ class StepBounds:
 
 
 def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np.ndarray:
-    """Return by how much the next step of the fastest stop differs from the last one, ``u``; ``a`` is by how much that
-    differed.
+    """Return the change of the next step in the fastest stop, after a step ``u`` that differed by ``a`` from the one
+    before.
 
-    Where a change ``b`` is brought to 0 by ``jerk`` a step, steps change by ``b + (b - jerk) + ...`` altogether. The
-    one whose sum is ``-u`` ends the motion; what is nearest to it within acceleration and jerk is taken.
+    If a change ``b`` is reduced by ``jerk`` in each step, the steps change by ``b + (b - jerk) + ...`` altogether.
+    The ``b`` whose sum is ``-u`` ends the motion. The result is the nearest change within acceleration and jerk.
     """
     size = np.abs(u)
     n = np.floor((np.sqrt(8.0 * size / jerk + 1.0) - 1.0) / 2.0)
@@ -49,9 +56,10 @@ def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np
 def stopped(
     at: np.ndarray, u: np.ndarray, a: np.ndarray, bounds: StepBounds
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the fastest stop after steps ``u`` to places ``at`` ends, and whether it stays within ``bounds``.
+    """Return the end position of the fastest stop after steps ``u`` to positions ``at``, and whether it stays within
+    ``bounds``.
 
-    All [K, D], of K ways to go; the bounds' own [D].
+    All arrays are [K, D] for K candidates, the bounds [D].
     """
     place, fits = at.copy(), (at >= bounds.low) & (at <= bounds.high) & (np.abs(u) <= bounds.fastest)
     for _ in range(MAX_STOP):
@@ -67,11 +75,17 @@ def stopped(
 def next_step(
     at: np.ndarray, u: np.ndarray, a: np.ndarray, wanted: np.ndarray, bounds: StepBounds
 ) -> np.ndarray:
-    """Return the next step towards places ``wanted``, float64 [D], of a robot at ``at`` whose last step was ``u`` and
-    differed by ``a`` from the one before.
+    """Return the next step towards ``wanted``, float64 [D].
 
-    It is the step to there where that is allowed and safe; else the furthest safe one after which the robot can stop
-    without passing there, and the first of the fastest stop where it has to pass.
+    It is the whole step if that is allowed and safe. Else it is the furthest safe step from which the robot can stop
+    before ``wanted``. If the robot cannot stop in time, it is the first step of the fastest stop.
+
+    Args:
+        at: Position, [D].
+        u: Last step, [D].
+        a: Change of the last step, [D].
+        wanted: Wanted positions, [D].
+        bounds: The limits.
     """
     brake = u + stop(u, a, bounds.push, bounds.jerk)
     lowest = u + np.maximum(a - bounds.jerk, -bounds.push)
@@ -82,7 +96,7 @@ def next_step(
     reached = fits[1] & (tried[1] == exact)
     forward = wanted > ends[0]
     furthest = np.where(forward, np.maximum(highest, brake), np.minimum(lowest, brake))
-    # What cannot stop before the wanted place in time brakes; and so does what was never safe, as after a new limit.
+    # A number that cannot stop before the wanted position brakes, and so does one outside its limits from the start.
     near, far = np.where(reached, tried[1], brake), furthest
     if reached.all():
         return tried[1]
@@ -99,27 +113,29 @@ def next_step(
 
 
 class JerkLimit:
-    """The numbers of a command whose jerk is limited, from one command to the next.
+    """The numbers of a command with limited jerk, from one command to the next.
 
-    Commands are float32, and what they are rounded from is remembered: or each rounding would count as a jerk.
+    Commands are float32. The unrounded values are remembered, because otherwise each rounding would count as jerk.
     """
 
     def __init__(self, bounds: StepBounds):
         self._bounds = bounds
 
     def rest(self, at: np.ndarray) -> None:
-        """Note that the robot stands still at ``at``, float64 [D]."""
+        """Set the standing robot's position, float64 [D]."""
         self._at, self._u, self._a = at, np.zeros(len(at)), np.zeros(len(at))
         self._next = self._at, self._u, self._a
 
     def towards(self, wanted: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return the next command towards ``wanted``, float32 [D]; ``last``: the one before as it was sent, which range
-        and velocity count from."""
+        """Return the next command towards ``wanted``, float32 [D].
+
+        last: The last command as it was sent. Range and velocity count from it.
+        """
         bounds = self._bounds
         ends = (
             np.minimum(bounds.low, np.minimum(self._at, last)),
             np.maximum(bounds.high, np.maximum(self._at, last)),
-        )  # one that stands out of its range is led back
+        )  # a robot outside its range is led back
         step = next_step(self._at, self._u, self._a, wanted, replace(bounds, low=ends[0], high=ends[1]))
         at = np.where(step == wanted - self._at, wanted, self._at + step)
         self._next = at, step, step - self._u

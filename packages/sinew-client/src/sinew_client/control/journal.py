@@ -1,4 +1,6 @@
-"""What a controller was told and what it did, one JSON object a line, so that its decisions can be repeated."""
+"""The decision log of a controller: its inputs and its commands, one JSON object per line, so that they can be
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from sinew_client.untrusted import TornLineError, UntrustedError, open_regular, 
 logger = logging.getLogger(__name__)
 
 SCHEMA = "sinew.control/1"
-TORN = "torn"  # what is told of a file whose last line breaks off
+TORN = "torn"  # marks a file whose last line is incomplete
 MAX_LINE = 1 << 24  # bytes of an event; a chunk of 8,192 rows of 80 numbers
 MAX_STEP = 1 << 53
 # Of the largest number of a command: how far a command may differ where it is repeated on another machine. Its sums are
@@ -34,11 +36,11 @@ TOLERANCE = 2.0**-16
 
 
 class JournalError(ClientError, ValueError):
-    """A file is no journal; the message names the line."""
+    """The file is not a decision log; the message names the line."""
 
 
 class Journal:
-    """Writes the events of a controller from a thread of its own; a slow disk delays no command."""
+    """Writes the events of a controller on its own thread, so a slow disk delays no command."""
 
     def __init__(self, path: Path, settings: Settings, dim: int, **about: Any):
         self.path = path
@@ -58,11 +60,11 @@ class Journal:
         self.put("begin", {**head, **about})
 
     def put(self, event: str, values: dict[str, Any]) -> None:
-        """Keep an event; a listener of :class:`Controller`. Never blocks."""
+        """Queue an event. It is a listener of :class:`Controller` and never blocks."""
         self._events.put({"event": event, **values})
 
     def close(self) -> None:
-        """Write what is there."""
+        """Write all queued events."""
         self._events.put(None)
         self._thread.join()
         with contextlib.suppress(OSError):  # a full disk, which was said
@@ -98,10 +100,14 @@ def _plain(value: Any) -> Any:
 class Repeated:
     """The outcome of a repetition.
 
-    commands: how many were repeated. differences: one line for each that came out differently. torn: the file breaks
-    off in a line, as where its process was killed or the disk was full. abrupt: as
-    :class:`~sinew_client.control.abrupt.AbruptMoves` says. rounded: commands of a journal of another machine that
-    differ by less than :data:`TOLERANCE`, with every decision equal.
+    Attributes:
+        commands: Number of repeated commands.
+        differences: One line of text for each command that differs.
+        torn: True if the file's last line is incomplete, for example because the process was killed or the disk was
+            full.
+        abrupt: The most abrupt commands (:class:`~sinew_client.control.abrupt.AbruptMoves`).
+        rounded: Commands of a log of another machine that differ by less than :data:`TOLERANCE`, with equal
+            decisions.
     """
 
     commands: int
@@ -172,9 +178,10 @@ def repeat(path: Path) -> Repeated:
 
 
 def watched(path: Path) -> MotionFit | None:
-    """Return what the actions of a recorded run are measured from, where its settings say nothing of that and it shows.
+    """Return the motion that fits a recorded run, if its settings state none and the commands show it.
 
-    Raises :class:`JournalError` for a file that is no journal.
+    Raises:
+        JournalError: The file is not a decision log.
     """
     watch = MotionWatch()
     try:
@@ -190,11 +197,10 @@ def watched(path: Path) -> MotionFit | None:
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Yield the lines of a file with their numbers, each event with the fields that its kind has; :data:`TORN` for the
-    beginning of a last line."""
+    """Yield the numbered lines of a file, each a valid event; :data:`TORN` for an incomplete last line."""
     number = 0
     try:
-        # A chunk that was none is a fault, and its numbers stay in the journal.
+        # An invalid chunk is logged with its numbers, so they may be infinite.
         for number, event in read_jsonl(path, MAX_LINE, finite=False):
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 raise UntrustedError("an object with an event", shown(event), f"line {number}")
@@ -272,7 +278,7 @@ def _vector(name: str, value: Any) -> None:
 
 
 def _rows(name: str, value: Any) -> None:
-    """Take a chunk of any shape: one that was no chunk is in the journal as well, and what was made of it."""
+    """Accept a chunk of any shape, because invalid chunks are logged too."""
     if not isinstance(value, list) or not _are_numbers(value, 4):
         raise ValueError(f"{name}: expected rows of numbers, got {shown(value)}")
     if len(value) > MAX_DIM:
@@ -290,7 +296,7 @@ def _are_numbers(value: Any, depth: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for what is a number of float64; a whole number of 400 digits is none."""
+    """Return True for a number within float64. A whole number of 400 digits is not."""
     return isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e300
     )
@@ -325,7 +331,7 @@ _OPTIONAL = ("kind", "moved", "time", "by", "wanted")  # older journals lack the
 
 
 def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
-    """Tell the controller an event; a command is returned, to be compared."""
+    """Apply an event to the controller. A logged command is returned for the comparison."""
     kind = event["event"]
     if kind == "command":
         values = dict(event["command"])
@@ -339,7 +345,9 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
         from sinew_client.streams import StreamWindow  # needs more than numpy
 
         rows = np.array(event["rows"], np.float32)
-        rows = rows if rows.size else rows.reshape(0, controller.dim)  # of a window that came too late
+        rows = (
+            rows if rows.size else rows.reshape(0, controller.dim)
+        )  # a window that came too late has no rows left
         times = event["sample_time"], event["frame_time"]
         controller.arrived(event["step"], StreamWindow(event["first"], rows, *times))
     elif kind == "refined":
@@ -394,7 +402,7 @@ def _near(then: Any, now: Any, tolerance: float) -> bool:
 
 
 def _arithmetic() -> dict[str, str]:
-    """Return what decides the last bits of a command, beside the settings."""
+    """Return the hardware and the numpy version, which decide the last bits of a command."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")  # own file: of the operating system

@@ -1,4 +1,4 @@
-"""The robot's loop: at every tick of a fixed rate, one command or one hold."""
+"""The robot's loop: one command or one hold at every tick of a fixed rate."""
 
 from __future__ import annotations
 
@@ -42,45 +42,45 @@ def between_ticks(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Loop:
-    """Requests rows, plays them, limits each command and holds, until :meth:`stop`.
+    """Requests actions, executes them within the limits, and holds if there are none, until :meth:`stop`.
 
     Everything else that takes part, such as a take-over or a recording, is a
     :class:`~sinew_client.control.listeners.listener.LoopListener`.
 
-    While it runs a watchdog holds the robot if the loop is late by two periods, unless the settings or the robot forbid
-    it (``Settings.watchdog``, ``Robot.concurrent_hold``).
+    While the loop runs, a watchdog holds the robot if the loop is late by two periods, unless the settings or the
+    robot forbid it (``Settings.watchdog``, ``Robot.concurrent_hold``).
 
     Threads:
-        :meth:`stop`, :meth:`pause`, :meth:`resume`, :meth:`say` and :meth:`restart` may be called from any thread. All
-        other methods belong to the thread of :meth:`run`.
+        :meth:`stop`, :meth:`pause`, :meth:`resume`, :meth:`say` and :meth:`restart` may be called from any thread.
+            All other methods belong to the thread of :meth:`run`.
 
     Args:
         robot: The robot.
-        source: A :class:`Source`, or what opens a connection for requests (``connect`` of a :class:`Requester`), whose
-            call returns float [H, D].
+        source: A :class:`Source`, or a function that opens a connection for requests (``connect`` of a
+            :class:`Requester`), whose call returns float [H, D].
         settings: All settings of the controller.
-        dim: D, numbers of a command; 0 if the first chunk tells.
-        prompt: The instruction. "" takes what the robot's observations bring.
-        pace: When ticks begin. :class:`~sinew_client.control.pace.SimulatedPace` plays without a clock.
-        listeners: What else takes part, in the order in which hooks are called.
-        hold_refused: Also hold, and ask again, if the very first request is refused for what it is: the instruction or
-            the cameras of the robot come later.
+        dim: D, numbers of a command; 0 takes the number of the first chunk.
+        prompt: The instruction. "" takes the instruction of the robot's observations.
+        pace: The timing of the ticks. :class:`~sinew_client.control.pace.SimulatedPace` runs without a clock.
+        listeners: Further parts of the loop, in the order in which their hooks are called.
+        hold_refused: Also hold and request again if the very first request is rejected for good, because the
+            instruction or the cameras of the robot come later.
 
     Attributes:
         prompt: The present instruction.
         steps: Control steps so far.
-        reason: Why the robot holds, "" while it moves.
+        reason: Why the robot holds; "" while it moves.
         stopped: True if :meth:`stop` has ended the run, and not its length or the robot.
         returning: True while the robot returns to its rest pose, without a policy and without a server.
         at_once: True if :meth:`stop` was called again, so that the robot is not returned to its rest pose.
         next_step: The first control step without a command.
-        last_row: The last command of a control step, float32 [D]; None if the robot may be elsewhere.
+        last_row: The last command of a control step, float32 [D]; None if the robot may have been moved.
         now: When the present control step began, seconds of the loop's clock.
         calls: Functions that run before the next control step. Any thread may append one.
 
     Raises:
-        SettingsError: Nothing says where limits of velocity or acceleration begin, or the settings belong to another
-            source or other listeners.
+        SettingsError: The position before the first command is unknown although limits need it, or the settings
+            belong to another source or other listeners.
     """
 
     def __init__(
@@ -100,11 +100,7 @@ class Loop:
             )
         settings.check_start(dim)
         if bool(settings.fusion) != getattr(source, "continuous", False):
-            expected = (
-                "none of chunks that are asked for"
-                if settings.fusion
-                else "how windows of a stream are fused"
-            )
+            expected = '"" for requested chunks' if settings.fusion else "a fusion rule for a stream"
             raise SettingsError(f"fusion: expected {expected}, got {settings.fusion!r}")
         self.robot, self.settings, self.prompt = robot, settings, prompt
         self.controller: BaseController = settings.controller(dim)
@@ -129,7 +125,7 @@ class Loop:
     # ------------------------------------------------------------------------- from any thread
 
     def stop(self) -> None:
-        """End after the present tick; the robot holds. A second call also ends the return to the rest pose."""
+        """End after the present tick. The robot holds. A second call also ends the return to the rest pose."""
         self.at_once, self.stopped = self.stopped, True
 
     @between_ticks
@@ -142,7 +138,7 @@ class Loop:
 
     @between_ticks
     def resume(self) -> None:
-        """Go on after :meth:`pause`, from where the robot is then."""
+        """Continue after :meth:`pause`, from the robot's present position."""
         if self.controller.paused:
             for listener in self.listeners:
                 listener.restarted()
@@ -151,8 +147,11 @@ class Loop:
 
     @between_ticks
     def say(self, prompt: str) -> None:
-        """Change the instruction. Rows that follow the old one are dropped, but a stream's windows follow the new one
-        from the next prefix on."""
+        """Change the instruction.
+
+        Chunks that follow the old instruction are dropped. The windows of a stream follow the new one from the next
+        prefix on.
+        """
         if prompt == self.prompt:
             return
         self._instruct(prompt)
@@ -163,7 +162,7 @@ class Loop:
 
     @between_ticks
     def restart(self, reason: str, prompt: str = "") -> None:
-        """Drop the plan and hold until a fresh chunk: the world is another one, such as that of a new episode.
+        """Drop the plan and hold until a fresh chunk, because a new episode has begun or the robot was moved.
 
         Args:
             reason: Why the robot holds.
@@ -180,13 +179,16 @@ class Loop:
     # ------------------------------------------------------------------------- the loop
 
     def run(self, steps: int | None = None) -> Cadence:
-        """Run until so many control steps were taken, or until stopped. The robot holds at the end, whatever ended it.
+        """Run the loop. The robot holds at the end, whatever ended it. May be called again to continue.
 
-        May be called again to go on.
+        Args:
+            steps: End after so many control steps since the start; None runs until the loop is stopped.
+
+        Returns:
+            The report so far.
 
         Raises:
-            Refused: The very first request was refused for what it is. The robot has not moved, and the next request
-                would fare no better.
+            Refused: The policy rejected the very first request for good. The robot has not moved.
         """
         try:
             self.play(lambda: not self.stopped and (steps is None or self.steps < steps))
@@ -205,11 +207,11 @@ class Loop:
                 while goes_on():
                     self.tick(self.pace.next())
         finally:
-            with contextlib.suppress(Stopped):  # which it may do at its last hold
+            with contextlib.suppress(Stopped):  # the robot may raise it again at its last hold
                 self.robot.hold()
 
     def report(self) -> Cadence:
-        """Return how the run went so far. May be called from any thread."""
+        """Return the report of the run so far. May be called from any thread."""
         return cadence(
             self.controller,
             self.pace,
@@ -222,11 +224,11 @@ class Loop:
         )
 
     def close(self) -> None:
-        """End the connection; waits for a request under way, but not longer than its deadline or 5 s."""
+        """Close the source. Wait for a request in progress, at most its deadline and at most 5 s."""
         self.source.close(min(self.settings.deadline, 5.0))
 
     def tick(self, number: int) -> None:
-        """Do what is due in one tick of the pace: a control step, or a point between two."""
+        """Run one tick: a control step, or a point between two."""
         step, part = divmod(number, self.settings.substeps)
         fresh = self._command is None or step > self._command.step
         if fresh:
@@ -253,14 +255,14 @@ class Loop:
     # ------------------------------------------------------------------------- a control step
 
     def observe(self, step: int, now: float) -> dict[str, Any] | None:
-        """Look at the robot.
+        """Observe the robot.
 
         Args:
             step: The control step.
             now: When it began, seconds of the loop's clock.
 
         Returns:
-            The observation; None if it may not be acted on, so that the robot holds.
+            The observation; None if it is not valid, so that the robot holds.
         """
         if not self.observer.look(step, now):
             self.hold(step, self.observer.fault)
@@ -270,14 +272,14 @@ class Loop:
         return self.observer.observation
 
     def hold(self, step: int, reason: str) -> None:
-        """Hold for what cannot be observed. No answer to a request is worth waiting for then; a stream goes on."""
+        """Hold because there is no valid observation. Requests in progress are cancelled; a stream continues."""
         self.observer.fault = reason
         if not self.controller.continuous:
             self.source.cancel()
         self.controller.fault(step, reason)
 
     def _prepare(self, step: int) -> None:
-        """Do all that may take its time before a control step's command: look, ask, take what has come."""
+        """Do everything that may take time before a control step's command: observe, request, take answers."""
         now = self.now = self.pace.now()
         for _ in range(len(self.calls)):
             self.calls.popleft()()
@@ -303,7 +305,7 @@ class Loop:
             self.controller.stands(self.observer.position())
 
     def _poll(self, step: int, now: float) -> None:
-        """Take the answers that have come."""
+        """Take the answers that have arrived."""
         while (outcome := self.source.poll(now)) is not None:
             if outcome.reason:
                 self.controller.failed(step, outcome.reason, outcome.kind)
@@ -321,10 +323,10 @@ class Loop:
         Args:
             step: The control step.
             now: When it began, seconds of the loop's clock.
-            observation: What it has observed already, if anything.
+            observation: The observation of this step, if there is one already.
 
         Returns:
-            What was observed; None if nothing can be sent.
+            The observation; None if nothing can be sent.
         """
         observation = observation or self.observe(step, now)
         if observation is None:
@@ -346,7 +348,7 @@ class Loop:
 
     def _decide(self, step: int) -> None:
         """Make the command of a control step."""
-        # A state that commands count from is of this step: an older one, or one that may not be acted on, is none.
+        # Commands that count from the state need a valid state of this very step.
         of_step = not self.controller.needs_state or self.observer.step == step
         command = self.controller.command(step, self.observer.state if of_step else None)
         if self.last_row is None and command.row is not None:
@@ -357,7 +359,7 @@ class Loop:
         self._command, self.reason, self.next_step = command, command.reason, step + 1
 
     def _act(self, command: Command, row: np.ndarray) -> None:
-        """Send a command, or part of it; the robot holds where it does not take it, and for the rest of the step."""
+        """Send a command, or part of it. The robot holds for the rest of the step if it rejects the command."""
         try:
             if self._facts.needs_state() and self.observer.step != command.step:
                 raise NoCommand(UNKNOWN, self.observer.fault)
@@ -371,7 +373,7 @@ class Loop:
             self.controller.unsent(command, refused.reason)
 
     def _instruct(self, prompt: str) -> None:
-        """Ask with another instruction from the next request on, and let the journal know."""
+        """Use another instruction from the next request on, and record it in the decision log."""
         if prompt != self.prompt:
             self.prompt = prompt
             self.controller.instructed(self.next_step, prompt)
@@ -383,8 +385,9 @@ def elapsed(pace: Pace, step: int, hz: float) -> float:
 
 
 def _start(guard: Guard | None) -> np.ndarray | None:
-    """Return where the robot was before a command, float32 [D], if it is known. Points between two commands are on the
-    way from there."""
+    """Return the robot's position before the command, float32 [D], if it is known. Commands between two steps start
+    there.
+    """
     if guard is None or guard.before is None or not np.all(np.isfinite(guard.before)):
         return None
     return guard.before

@@ -1,8 +1,8 @@
-"""What the numbers of an action are measured from: nothing, the state at the chunk's frame, or the pose of each step.
+"""The reference of actions: none, the state at the chunk's frame, or the pose of each step.
 
-The trajectory holds *targets*, which stay right whatever chunk they came from: absolute rows as they are, rows
-relative to the frame's state with that state added, offsets added up along the chunk. A chunk can then be entered in
-its middle, and what is left of it can be re-based on a newer state before a server is told about it.
+The trajectory holds *targets*, which are valid whatever chunk they came from: absolute actions unchanged, actions
+relative to the frame's state with that state added, delta actions added up along the chunk. A chunk can then be
+entered in its middle, and its remaining actions can be re-based on a newer state for a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sinew_client.untrusted import shown
 
 
 def state_of(value: Any) -> np.ndarray:
-    """Return a state as float32 [S], one NaN for what is none."""
+    """Return a state as float32 [S]; one NaN if the value is not a state."""
     try:
         found = np.asarray(value, np.float32)
     except (TypeError, ValueError):
@@ -25,32 +25,33 @@ def state_of(value: Any) -> np.ndarray:
 
 
 class Motion:
-    """Rows as they come: numbers that the robot takes as they are.
+    """Actions without a known reference: the robot gets the numbers unchanged.
 
-    holds: what holding means for the robot's driver, "last" (repeat the position) or "zero" (no velocity).
+    Attributes:
+        holds: How the robot's driver holds: "last" repeats the position, "zero" sends zero velocity.
     """
 
     needs_state = False
     holds = "last"
 
     def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the targets [H, D] of a chunk whose frame saw ``state`` [S]."""
+        """Return the targets [H, D] of a chunk whose frame has ``state`` [S]."""
         return rows
 
     def rows(self, targets: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return targets [R, D] as a chunk whose frame saw ``state`` would express them."""
+        """Return targets [R, D] as actions of a chunk whose frame has ``state``."""
         return targets
 
     def commands(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the commands [H, D] that the rows of a chunk are to a robot that follows each of them."""
+        """Return the commands [H, D] for a robot that follows every action of a chunk."""
         return self.targets(rows, state)
 
     def command(self, target: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return what the robot is sent to get to ``target`` [D] when it is at ``state``."""
+        """Return the command that brings the robot from ``state`` to ``target`` [D]."""
         return target
 
     def reached(self, command: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return the target that a command [D] sent at ``state`` stands for."""
+        """Return the target of a command [D] that is sent at ``state``."""
         return command
 
     def apart(self, target: np.ndarray, other: np.ndarray) -> float:
@@ -58,39 +59,44 @@ class Motion:
         return float(np.abs(np.asarray(target, np.float64) - other).max())
 
     def lacks(self, state: np.ndarray) -> str:
-        """Return what a state [S] lacks to be measured from, "" if nothing."""
+        """Return an error if the state [S] has too few numbers for this motion, else ""."""
         return ""
 
     def position(self, state: np.ndarray, dim: int) -> np.ndarray:
-        """Return where the robot is in the ``dim`` numbers of a command; NaN where the state does not say so."""
+        """Return the robot's position in the ``dim`` numbers of a command; NaN where the state does not contain it."""
         return np.full(dim, np.nan, np.float32)
 
     def pose(self, state: np.ndarray | None, dim: int) -> np.ndarray:
-        """Return where the robot is in the ``dim`` numbers of a target; NaN where the state does not say so."""
+        """Return the robot's position in the ``dim`` numbers of a target; NaN where the state does not contain it."""
         return np.full(dim, np.nan, np.float32) if state is None else self.position(state, dim)
 
     def still(self, dim: int) -> np.ndarray:
-        """Return the command of a robot that stands still, float [dim]; NaN where that is the last one repeated."""
+        """Return the command of a standing robot, float [dim]; NaN where it is the repeated last command."""
         return np.full(dim, np.nan)
 
     def posed(self, dim: int) -> np.ndarray:
-        """Return which numbers of a target are places, between which there is a way, bool [dim]."""
+        """Return True for the numbers of a target that are positions and can be interpolated, bool [dim]."""
         return self.placed(dim)
 
     def placed(self, dim: int) -> np.ndarray:
-        """Return of which numbers of a command a state tells where the robot is, bool [dim]."""
+        """Return True for the numbers of a command whose position the state contains, bool [dim]."""
         return np.zeros(dim, bool)
 
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the state after ``targets`` [d, D] were executed (VLASH: the state that the policy acts in)."""
+        """Return the state after ``targets`` [d, D] were executed (VLASH: the state in which the chunk will start)."""
         raise ValueError(
-            "future state: say what the actions are measured from (absolute, relative or offsets)"
+            "future: needs a motion (absolute, relative or offsets), got none; set --motion, or omit --future"
         )
 
 
 @dataclass(frozen=True)
 class _Columns(Motion):
-    """action: columns of a row that are relative; state: the number of the state that each is measured from."""
+    """Motion of some columns.
+
+    Attributes:
+        action: Columns of an action.
+        state: Index into the state for each of them.
+    """
 
     action: tuple[int, ...]
     state: tuple[int, ...]
@@ -115,7 +121,9 @@ class _Columns(Motion):
         return np.asarray(state, np.float32)[list(self.state)]
 
     def _seen(self, state: np.ndarray, dim: int) -> np.ndarray:
-        """Return the columns of a row as the state says them, NaN elsewhere, and where either has fewer numbers."""
+        """Return the position in the columns of an action, from the state. NaN elsewhere, and if either has too few
+        numbers.
+        """
         found = np.full(dim, np.nan, np.float32)
         if max(self.action) < dim and max(self.state) < len(state):
             found[list(self.action)] = self._at(state)
@@ -130,8 +138,11 @@ class _Columns(Motion):
 
 @dataclass(frozen=True)
 class Absolute(_Columns):
-    """Rows are targets in the numbers of the state, such as joint positions: all of them in its order, or, where the
-    state has others too, columns ``action`` of a row in the numbers ``state``."""
+    """Actions are targets in the numbers of the state, such as joint positions.
+
+    Without columns, all numbers are in the order of the state. With columns, the columns ``action`` are targets for
+    the numbers ``state`` of a state that has others too.
+    """
 
     action: tuple[int, ...] = ()
     state: tuple[int, ...] = ()
@@ -154,14 +165,14 @@ class Absolute(_Columns):
             return super().roll(state, targets)
         if len(targets) and targets.shape[1] != len(state):
             raise ValueError(
-                f"future state: expected as many numbers as the action's {targets.shape[1]}, got {len(state)}"
+                f"future: expected a state of {targets.shape[1]} numbers (as the action), got {len(state)}"
             )
         return np.asarray(targets[-1], np.float32) if len(targets) else state
 
 
 @dataclass(frozen=True)
 class Relative(_Columns):
-    """Rows relative to the state at the chunk's frame, of a robot that takes absolute targets."""
+    """Actions relative to the state at the chunk's frame, for a robot that takes absolute targets."""
 
     def position(self, state: np.ndarray, dim: int) -> np.ndarray:
         return self._seen(state, dim)
@@ -182,11 +193,16 @@ class Relative(_Columns):
 
 @dataclass(frozen=True)
 class Offsets(_Columns):
-    """Rows whose columns are offsets from the pose of their own step, of a robot that takes such offsets.
+    """Delta actions: columns that count from the pose of their own step, for a robot that takes such commands.
 
-    scale: what one unit moves the state by. low, high: range of a command. The targets of a chunk are its offsets
-    added up from the state of its frame; a command is the way from the pose of the present to the target. So a chunk
-    entered in its middle, after another one's path, does not add up the difference between the two.
+    The targets of a chunk are its delta actions added up from the state of its frame. A command is the difference
+    between the target and the present pose. So a chunk that is entered in its middle does not add up the difference
+    to the chunk before.
+
+    Attributes:
+        scale: Change of the state by one unit.
+        low: Smallest command.
+        high: Largest command.
     """
 
     scale: float = 1.0
@@ -238,7 +254,17 @@ class Offsets(_Columns):
 
 
 def parse_motion(values: Mapping[str, Any] | None) -> Motion:
-    """Return the motion that a mapping with ``kind`` describes, rows as they come for none. Raises ValueError."""
+    """Read a motion.
+
+    Args:
+        values: A mapping with ``kind``, as ``Settings.motion``; None for actions without a reference.
+
+    Returns:
+        The motion.
+
+    Raises:
+        ValueError: The mapping describes no motion.
+    """
     given = dict(values or {})
     kind = given.pop("kind", "as is")
     kinds = {"as is": Motion, "absolute": Absolute, "relative": Relative, "offsets": Offsets}
@@ -257,11 +283,14 @@ def parse_motion(values: Mapping[str, Any] | None) -> Motion:
 
 
 def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray) -> np.ndarray:
-    """Return the targets of a chunk that is played at ``speed``, 0 to 1, float32 [H / speed, D].
+    """Return the targets of a chunk that is played at ``speed``, float32 [H / speed, D].
 
-    rows: float32 [H, D], row k due k + 1 steps after ``start`` [D], where the robot was; NaN: not known, then the first
-    row. posed: numbers that are places, which are interpolated; of the others, such as a gripper's command, each row
-    stands for as long as the way leads to it.
+    Args:
+        rows: float32 [H, D]. Action k is due k + 1 steps after ``start``.
+        start: [D], position before the chunk; NaN where it is not known, which takes the first action.
+        speed: Above 0 and at most 1.
+        posed: Numbers that are positions, which are interpolated. Other numbers, such as a gripper command, change
+            when the motion has reached their action.
     """
     size = int(np.floor(len(rows) / speed + 1e-9))
     at = np.round((np.arange(size) + 1.0) * speed - 1.0, 9)
@@ -275,12 +304,13 @@ def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray)
 
 
 def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.ndarray:
-    """Return the point at ``part`` (0 to 1) of the way from the last command to the row of this step.
+    """Return the point at ``part`` (0 to 1) of the way from the last command to this step's action.
 
-    For actuators that are faster than the control rate. Only commands and committed rows go in, so what comes
-    afterwards cannot change it; the row is reached at the end of its step. Without a last command: the row itself.
+    It serves actuators with a higher rate. It uses only the last command and the committed action, so later chunks
+    cannot change it. The action is reached at the end of its step. Without a last command, the result is the action
+    itself.
     """
     share = np.float32(part)
-    if last is None or share >= 1.0:  # less than 1 may be rounded to it, and the way there past the row
+    if last is None or share >= 1.0:  # float32 may round the share up to 1, and the sum beyond the action
         return row
     return (last + (row - last) * share).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What a robot's actions are measured from, found in a recorded run."""
+"""Find the reference of a robot's actions in a recorded run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any, Mapping
 
 import numpy as np
 
-LEAST_SPANS = 20  # between two frames; fewer say nothing
-LEAST_EXPLAINED = 0.8  # of how far the state moved, by the commands in between
+LEAST_SPANS = 20  # moves between two frames that a fit needs
+LEAST_EXPLAINED = 0.8  # share of the state's movement that the commands must explain
 SAME_SCALE = 0.2  # relative; columns that differ by more are no offsets of one kind
 MOST_PULL = 0.25  # towards a position, per move; commands that are positions have nearly 1
 KEPT_SPANS = 2000  # the newest
-BELIEVED = 0.8  # of the spans, those that fit best: a hand that pushes on the table does not move
+BELIEVED = 0.8  # share of the moves that counts, the best ones: an arm that pushes on the table does not move
 
 
 @dataclass(frozen=True)
 class MotionFit:
-    """Actions that are offsets from the pose of their own step.
+    """A fit of actions as delta actions.
 
-    motion: the settings that say so (:func:`~sinew_client.control.motion.parse_motion`). explained: the least part,
-    0 to 1, of what a number of the state moved by, that the commands explain. spans: how many were looked at.
+    Attributes:
+        motion: The fitted motion (:func:`~sinew_client.control.motion.parse_motion`).
+        explained: Smallest share, 0 to 1, of a number's movement that the commands explain.
+        spans: Number of moves that were used.
     """
 
     motion: dict[str, Any]
@@ -30,23 +32,25 @@ class MotionFit:
     spans: int
 
     def advice(self) -> str:
-        """Return a sentence for whoever let rows go out as they come."""
+        """Return a sentence with the options that use this motion."""
         return (
-            f"these actions are offsets from the present pose ({self.explained:.0%} of {self.spans} moves explained):"
-            f" --handover aligned+halt:1.5 --motion '{json.dumps(self.motion)}' follows them as targets and goes on"
+            f"these actions are delta actions from the present pose (they explain {self.explained:.0%} of {self.spans}"
+            " moves). To let the robot continue during a request, use --handover aligned+halt:1.5"
+            f" --motion '{json.dumps(self.motion)}'"
         )
 
 
 class MotionWatch:
-    """Notes how far the robot moved between two of its frames, and what it was sent in between.
+    """Records the robot's movement between two frames, and the commands in between.
 
-    ``put`` is a listener of :class:`~sinew_client.control.controller.Controller`; it takes the events of a journal too.
+    ``put`` is a listener of :class:`~sinew_client.control.controller.Controller`. It accepts the events of a decision
+    log too.
     """
 
     def __init__(self) -> None:
         self._spans: deque = deque(maxlen=KEPT_SPANS)  # (state [S], its change [S], sum of the commands [D])
         self._state: np.ndarray | None = (
-            None  # at the last frame; None: nothing follows from what came before
+            None  # state at the last frame; None if the robot may have been moved since
         )
         self._rows: list[tuple[int, np.ndarray]] = []  # step and row of the commands since then
         self._ends: list[np.ndarray] = []  # lowest and highest number of each column of a single command
@@ -55,7 +59,7 @@ class MotionWatch:
         """Take an event of a controller."""
         if event == "command":
             command = values["command"]
-            plain = isinstance(command, Mapping)  # of a journal
+            plain = isinstance(command, Mapping)  # a command of a decision log
             step, row = (command["step"], command["row"]) if plain else (command.step, command.row)
             if row is not None and self._state is not None:
                 self._rows.append((step, np.asarray(row, np.float64)))
@@ -66,7 +70,7 @@ class MotionWatch:
             self._state, self._rows = None, []
 
     def fit(self) -> MotionFit | None:
-        """Return what :func:`fit_offsets` finds in the newest moves."""
+        """Return the fit (:func:`fit_offsets`) of the newest moves."""
         if not self._spans:
             return None
         return fit_offsets(*map(np.array, zip(*self._spans)), *self._ends)
@@ -82,11 +86,19 @@ class MotionWatch:
 def fit_offsets(
     states: np.ndarray, changes: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> MotionFit | None:
-    """Return which columns of a command move which number of the state, and by how much for one unit; None where the
-    commands are no such offsets, or where too little moved.
+    """Find the columns of a command that move numbers of the state, and the scale of each.
 
-    states, changes: [N, S] at a frame, and from it to the next one. sums: [N, D] of the commands sent between the two.
-    low, high: [D] of single commands. The scale is the median of the ratios, weighted by the size of the sums.
+    The scale is the median of the ratios, weighted by the size of the sums.
+
+    Args:
+        states: [N, S] at a frame.
+        changes: [N, S] from each frame to the next one.
+        sums: [N, D] of the commands between the two.
+        low: [D], smallest single commands.
+        high: [D], largest single commands.
+
+    Returns:
+        The fit; None if the commands are not delta actions, or if the robot moved too little.
     """
     if len(sums) < max(LEAST_SPANS, 3 * sums.shape[1]) or not all(
         np.isfinite(each).all() for each in (states, changes, sums)
@@ -143,12 +155,15 @@ def _best(left: np.ndarray) -> np.ndarray:
 
 
 def _leading(explained: np.ndarray) -> set[tuple[int, int]]:
-    """Return columns, and the number that each explains best, where that is enough; explained: [D, S]."""
+    """Return (column, number that it explains best) for columns with a good fit. explained: [D, S]."""
     pairs = {(column, int(number)) for column, number in enumerate(explained.argmax(axis=1))}
     return {pair for pair in pairs if explained[pair] >= LEAST_EXPLAINED}
 
 
 def _pull(sums: np.ndarray, moved: np.ndarray, start: np.ndarray, spans: np.ndarray) -> float:
-    """Return the part of its distance from ``start`` [N] that a number moves, beside what ``sums`` [N, D] explain."""
+    """Return how strongly a number returns to a fixed position, as a share of its distance from ``start`` [N].
+
+    The share is fitted beside the effect of ``sums`` [N, D]. It tells targets from delta actions.
+    """
     terms = np.column_stack([start, np.ones_like(start), sums])[spans]
     return float(abs(np.linalg.lstsq(terms, moved[spans], rcond=None)[0][0]))

@@ -1,4 +1,6 @@
-"""Looks at a robot, and decides whether what it shows may be acted on: how old each source is, and whether they fit."""
+"""Observes a robot, and decides whether the observation is valid: how old each source is, and whether they fit
+together.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ OTHER_CLOCK = "the newest frame's time is not of this clock (time.monotonic): "
 
 
 class Observer:
-    """Looks at a robot for a loop, and remembers the newest observation that may be acted on.
+    """Observes a robot for a loop, and remembers the newest valid observation.
 
     Args:
         robot: The robot.
         settings: How old observations may be.
-        motion: Says where a robot of a state is.
+        motion: Tells the robot's position from its state.
         dim: D, numbers of a command.
         pace: The loop's clock.
 
@@ -32,9 +34,9 @@ class Observer:
         observation: The newest observation.
         state: Its state, float [S]; None before the first.
         images: The newest frames by camera; a stream observes most states without frames.
-        age: Seconds from when its frame was exposed to when it was asked for.
-        fault: Why the last observation that failed could not be acted on.
-        ages: How old each source was when it was looked at.
+        age: Seconds between the exposure of its frame and the observation.
+        fault: Why the last invalid observation was rejected.
+        ages: Age of each source when it was observed.
     """
 
     def __init__(self, robot: Robot, settings: Settings, motion: Motion, dim: int, pace: Pace):
@@ -57,7 +59,7 @@ class Observer:
             now: When it began, seconds of the loop's clock.
 
         Returns:
-            True if the observation may be acted on. It is the newest from now on. Otherwise ``fault`` says why not.
+            True if the observation is valid. It is then the newest one. Otherwise ``fault`` has the reason.
         """
         try:
             observation = dict(self.robot.observe())
@@ -94,15 +96,14 @@ class Observer:
         return True
 
     def position(self) -> np.ndarray:
-        """Return where the robot is in the numbers of a command, float [D]. NaN where it does not say so, or did when
-        it may have been elsewhere: a stream takes old frames."""
+        """Return the robot's position in the numbers of a command, float [D], NaN where it is not known or too old."""
         if self.state is None or self._state_age > self.settings.stale:
             return np.full(self.dim, np.nan)
         return self.motion.position(self.state, self.dim)
 
 
 def float_of(value: Any) -> float:
-    """Return a number as float, NaN for what is none."""
+    """Return a value as float; NaN if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -110,7 +111,7 @@ def float_of(value: Any) -> float:
 
 
 def frame_fault(age: float, stale: float) -> str:
-    """Return why a frame of this age, in seconds, may not be acted on; "" if it may."""
+    """Return why a frame of this age, in seconds, is not valid; "" if it is."""
     if not math.isfinite(age):
         return OTHER_CLOCK + f"{age} s old"
     if age < -AHEAD_S:
@@ -119,20 +120,20 @@ def frame_fault(age: float, stale: float) -> str:
 
 
 def exposed(times: Mapping[str, Any], observation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ``time`` of an observation that says only when the frame of each camera was exposed: the oldest."""
+    """Return the oldest frame's time as ``time``, for an observation that states only the time of each camera."""
     frames = [float_of(times[name]) for name in observation.get("images", {}) if name in times]
     return {"time": min(frames)} if frames and "age" not in observation else {}
 
 
 def sources_fault(times: Mapping[str, Any], images: Mapping[str, Any], now: float, settings: Settings) -> str:
-    """Return why what each camera and the state show may not be acted on together; "" if it may.
+    """Return why the cameras and the state may not be used together; "" if they may.
 
-    times: when each was exposed or measured, seconds of the loop's clock. What the settings bound has to have one.
+    times: Time of each source, seconds of the loop's clock. Every source that the settings bound needs one.
     """
     of, skew = settings.stale_of, settings.skew
     for name in [*of, *(images if skew is not None else ())]:
         if name not in times:
-            return f"{name}: expected when it was seen (times of the observation), got nothing"
+            return f"{name}: expected its exposure time in the observation's `times`, got nothing"
     for name in times:
         limit = math.inf if settings.fusion and name != "state" else settings.stale
         if reason := frame_fault(now - float_of(times[name]), of.get(name, limit)):

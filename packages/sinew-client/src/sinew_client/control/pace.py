@@ -1,4 +1,4 @@
-"""Absolute deadlines: tick k is due at start + k periods, whatever the ticks before it took."""
+"""Ticks at absolute deadlines: tick k is due at start + k periods, however long earlier ticks took."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ KEPT = 100_000  # latenesses of ticks that are remembered
 
 
 class Pace:
-    """Waits for the ticks of a fixed rate. No drift: a late tick does not move the ones after it.
+    """Waits for the ticks of a fixed rate, without drift: a late tick does not move later ones.
 
-    late: ticks that began more than half a period after they were due. skipped: ticks that were not begun at all,
-    because a whole period had passed; their number is left out, so the number of a tick tells the time.
-    now, sleep: a clock in seconds, and what waits on it. A clock that is set back, as that of a machine that was
-    restored, moves the ticks with it: the next one is due at most a period later. set_back: how often that happened.
+    If the clock is set back, for example after a machine was restored, the ticks move with it. The next one is due
+    after at most a period.
+
+    Attributes:
+        late: Ticks that began more than half a period late.
+        skipped: Ticks that were left out because a whole period had passed. Their numbers are left out too, so the
+            number of a tick tells the time.
+        now: The clock, in seconds.
+        sleep: Waits on that clock.
+        set_back: How often the clock was set back.
     """
 
     def __init__(
@@ -48,7 +54,7 @@ class Pace:
         while wait > 0:  # a sleep may end early
             self._sleep(min(wait, self.period))
             wait = self._wait()
-        behind = 0.0 - wait  # of a tick in time 0, which is never shown as -0
+        behind = 0.0 - wait  # 0 - 0 is 0, while -wait would show a tick in time as -0
         if behind >= self.period:
             missed = int(behind / self.period)
             self.skipped += missed
@@ -65,15 +71,15 @@ class Pace:
         return self._start + number * self.period
 
     def since(self, moment: float) -> float:
-        """Return the seconds from when the first tick was due to a moment of the clock; 0 before there is one."""
+        """Return the seconds between the first tick and ``moment``; 0 before the first tick."""
         return 0.0 if self._start is None else moment - self._start
 
     def _wait(self) -> float:
-        """Return the seconds until the next tick is due, less than none where it is late."""
+        """Return the seconds until the next tick is due; negative if it is late."""
         now = self.now()
         if now < self._seen:
             assert self._start is not None
-            logger.warning("the clock was set back by %.3f s; the ticks go on", self._seen - now)
+            logger.warning("the clock was set back by %.3f s; the control loop continues", self._seen - now)
             self._start -= self._seen - now
             self.set_back += 1
         self._seen = now
@@ -81,9 +87,12 @@ class Pace:
 
 
 class SimulatedPace(Pace):
-    """Time that ticks alone move: tick k begins k periods after the first one, however long the ones before took.
+    """Simulated time that only the ticks move: tick k begins k periods after the first one, however long ticks take.
 
-    hz: ticks per second. What is run at it is a function of what it is given, and of no machine's clock.
+    A run with it does not depend on the machine's clock.
+
+    Args:
+        hz: Ticks per second.
     """
 
     def __init__(self, hz: float):

@@ -1,4 +1,4 @@
-"""A planner beside a robot's loop: any callable that rewrites the instruction while the robot moves."""
+"""A planner beside a robot's loop: a function that rewrites the instruction while the robot moves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ Plan = Callable[
 
 
 class Planner:
-    """Calls ``plan`` ``hz`` times a second on a thread of its own, and tells what it answers to ``say``.
+    """Calls ``plan`` ``hz`` times a second on its own thread, and passes its result to ``say``.
 
-    plan: gets the instruction and the newest observation ({"images", "state"}; "said", the last text of the policy's
-        own language head, where one was asked for), and returns another instruction, or None to leave it. One that
-        takes longer than its period is called again when it is done; one that raises, whatever it is, or answers with
-        more than 4,096 characters or what UTF-8 cannot say, is logged, and the instruction stays.
-    look: returns instruction and observation, such as :func:`newest_of` a loop; None while there is nothing to see.
+    Args:
+        plan: Called with the instruction and the newest observation ({"images", "state"}, and "said", the last text
+            of the policy's language head, if any). It returns another instruction, or None to keep it. A call that
+            takes longer than a period delays the next one. An exception, or a text of more than 4,096 characters or
+            without UTF-8 form, is logged, and the instruction stays.
+        look: Returns the instruction and the observation, such as :func:`newest_of` a loop; None if there is no
+            observation yet.
+        say: Called with the new instruction.
+        hz: Calls per second.
     """
 
     def __init__(
@@ -75,9 +79,9 @@ class Planner:
 
 
 def newest_of(loop: Loop) -> tuple[str, dict[str, Any]] | None:
-    """Return a loop's instruction and its newest observation, for a planner; None before there is one.
+    """Return a loop's instruction and its newest observation, for a planner; None before the first observation.
 
-    ``said`` in it is the last text of the policy's language head, where one was asked for.
+    "said" in it is the last text of the policy's language head, if any.
     """
     observer, text = loop.observer, loop.controller.said
     if observer.state is None or not observer.images:

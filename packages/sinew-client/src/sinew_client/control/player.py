@@ -1,4 +1,4 @@
-"""Decides when to ask for a chunk and which row is executed at which control step. No clocks, no sockets."""
+"""Decides when to request a chunk, and which action is executed in which control step. No clocks and no sockets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from sinew_client.control.trajectory import Node, Trajectory
 
 @dataclass(frozen=True)
 class ChunkRequest:
-    """A request for a chunk. step: when it was made. frame: control step of its newest frame.
+    """A request for a chunk.
 
-    state: of that frame. fields: what the observation carries beside images, state and prompt; for future state a
-    new ``state``.
+    Attributes:
+        step: Control step of the request.
+        frame: Control step of its newest frame.
+        state: State of that frame.
+        fields: Fields of the observation in addition to images, state and prompt. With ``Settings.future`` they
+            include a new ``state``.
     """
 
     step: int
@@ -29,17 +33,23 @@ class ChunkRequest:
 
 
 class Player:
-    """Turns chunks into one row per control step. Time is counted in control steps.
+    """Turns chunks into one action per control step. Time is counted in control steps.
 
-    One request is under way at a time. Before its first chunk, after :meth:`restart` and once its rows have run out,
-    the robot stands still: the next chunk starts at the row of the stop, or motion would be left out that never
-    happened.
-    future: tell the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
-    committed_rows: rows of a frame's chunk that a policy was trained to continue; 0: no bound. Where a delay is longer,
-    the robot executes so many rows and stands still until the answer is there (real-time chunking as trained alone).
-    speed: at which chunks are played, above 0 and at most 1: rows are so many times further apart.
-    refine: control steps after a chunk's frame up to which an edge adapter's rows take the place of its own
-        (:meth:`refined`); 0: there is no adapter.
+    One request is in progress at a time. The robot stands still before its first chunk, after :meth:`restart`, and
+    when the actions have run out. The next chunk then starts at the action of the step in which the robot stopped,
+    because the skipped actions were not executed.
+
+    Args:
+        handover: How chunks are merged.
+        rule: When the next chunk is requested.
+        motion: Reference of the actions.
+        future: Send the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
+        committed_rows: Longest action prefix that a policy was trained to continue; 0 for no bound. With a longer
+            delay, the robot executes the prefix and stands still until the answer arrives (trained real-time chunking
+            only).
+        refine: Control steps after a chunk's frame in which an edge adapter's actions replace its own
+            (:meth:`refined`); 0 without an adapter.
+        speed: Speed at which chunks are played, above 0 and at most 1.
     """
 
     def __init__(
@@ -55,20 +65,18 @@ class Player:
         self.handover, self.rule, self.future, self.refine = handover, rule, future, refine
         self.speed = speed
         self.committed_rows = committed_rows if handover.as_trained else 0
-        self.stopping = (
-            False  # the robot stands still before the answer under way comes, for want of such rows
-        )
+        self.stopping = False  # the action prefix ends before the answer in progress can arrive
         self.motion = motion or Motion()
         self.delay = DelayEstimate()
         self.trajectory = Trajectory()
-        self.request: ChunkRequest | None = None  # the one under way
-        self.halted = False  # the robot stands still because a chunk expected it elsewhere
+        self.request: ChunkRequest | None = None  # the request in progress
+        self.halted = False  # the robot stands still because a chunk expected another position
         self.halts = 0
         self.chunks = 0
         self._asked = 0  # control step of the last request
-        self._started = 0  # control step in which the newest chunk was taken over
-        self._known: list[Placed] = []  # chunks that still have rows to come; the newest last
-        self.size = 0  # rows of the newest chunk
+        self._started = 0  # control step in which the newest chunk was merged
+        self._known: list[Placed] = []  # chunks with remaining actions, newest last
+        self.size = 0  # actions of the newest chunk
         self._disagreement: float | None = None
         self._fresh = True  # the robot stands still, and has since step _stopped
         self._stopped = 0
@@ -79,7 +87,7 @@ class Player:
         return self.request is not None
 
     def wants_chunk(self, step: int) -> bool:
-        """Return True if now is the time to ask."""
+        """Return True if a chunk should be requested now."""
         if self.waiting:
             return False
         left = self._left(step)
@@ -89,7 +97,9 @@ class Player:
         return self.rule.due(ReplanState(since, left, self.size, self._disagreement))
 
     def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> ChunkRequest:
-        """Begin a request with a frame that was exposed at control step ``frame``; return what to send with it."""
+        """Begin a request with a frame that was exposed at control step ``frame``. Return the request with its
+        fields.
+        """
         fields: dict[str, Any] = {}
         self.stopping = False
         if self._known:
@@ -99,7 +109,9 @@ class Player:
                 self.stopping = True
                 self.trajectory.cut(frame + self.committed_rows)
                 coming = coming[: self.committed_rows]
-            delay = min(behind + self.delay.steps, len(coming))  # then the rows run out, and the robot stops
+            delay = min(
+                behind + self.delay.steps, len(coming)
+            )  # after these the actions run out, and the robot stops
             if self.future and len(coming) and state is not None:
                 fields["state"] = self.motion.roll(state, coming[behind : max(delay, behind)])
             if self.handover.method == "rtc" and len(coming) > behind:
@@ -114,12 +126,12 @@ class Player:
         return self.request
 
     def accept(self, actions: np.ndarray, step: int) -> None:
-        """Take over the answer to the request under way. actions: float32 [H, D] in world units."""
+        """Merge the answer to the request in progress. actions: float32 [H, D] in robot units."""
         request = self.request
         assert request is not None, "a chunk without a request"
         self.request = None
         self.delay.add(step - request.step)
-        # Rows whose step has passed: those of steps in which the robot stood still were not executed.
+        # Actions whose step has passed. Those of steps in which the robot stood still were not executed, and stay.
         passed = max(0, self._stopped - request.frame) if self._fresh else step - request.frame
         origin = step - passed if self.handover.timed else step
         targets = self.motion.targets(actions, request.state)
@@ -142,10 +154,11 @@ class Player:
         self.size, self._started, self._fresh = len(targets), step, False
 
     def _halts(self, targets: np.ndarray, passed: int, step: int) -> bool:
-        """Return True if a chunk's first ``passed`` rows [H, D] lead elsewhere than what was executed instead of them.
+        """Return True if a chunk's first ``passed`` actions [H, D] lead elsewhere than the actions that were
+        executed.
 
-        Of two chunks one is wrong then, and going on from the middle of the new one executes the consequence of
-        something that did not happen. A robot that stands still for that reason takes the next chunk as it is.
+        One of the two chunks is then wrong, and the rest of the new one would follow from a motion that did not
+        happen. After such a stop, the robot takes the next chunk as it is.
         """
         if self.halted or not 0 < passed <= len(targets):
             self.halted = False
@@ -164,8 +177,10 @@ class Player:
         return 0 <= self.age(step) <= self.refine
 
     def refined(self, rows: np.ndarray, step: int, state: np.ndarray | None = None) -> None:
-        """Take what an edge adapter makes of the newest chunk. rows: float32 [R, D] as those of a chunk whose frame saw
-        ``state``, for ``step`` and the steps after it."""
+        """Take an edge adapter's version of the newest chunk.
+
+        rows: float32 [R, D], for ``step`` and the steps after it, in the form of a chunk whose frame had ``state``.
+        """
         newest = self._known[-1]
         targets = self.motion.targets(rows, state)
         self.trajectory.put(
@@ -174,29 +189,31 @@ class Player:
         )
 
     def age(self, step: int) -> int:
-        """Return the control steps since the frame of the newest chunk, of which there is one."""
+        """Return the control steps since the frame of the newest chunk, which must exist."""
         return step - self._known[-1].frame
 
     def _left(self, step: int) -> int:
-        """Return the rows that are still to be executed; an adapter's, made anew in each step, are not counted."""
+        """Return the number of remaining actions. Actions of an adapter are not counted, because each step computes
+        them again.
+        """
         if self.refine and self._known:
             return self._known[-1].origin + self.size - step
         return self.trajectory.left(step)
 
     def failed(self) -> None:
-        """Give up the request under way; the next one is due at once."""
+        """Give up the request in progress. The next one is due at once."""
         self._again = self.request is not None
         self.request = None
 
     def restart(self, step: int = 0) -> None:
-        """Forget every row: the robot stands still from ``step`` on, and what was planned is no longer true."""
+        """Forget all actions: the robot stands still from ``step`` on, and its plan is no longer valid."""
         self.trajectory.clear()
         if not self._fresh:
             self._stopped = step
         self._known, self._fresh = [], True
 
     def take(self, step: int) -> Node | None:
-        """Return and commit the row of this step; None: nothing to execute, the robot holds."""
+        """Return and commit the action of this step; None if there is none and the robot holds."""
         if self.handover.stops and self.waiting:
             self.trajectory.clear()
         node = self.trajectory.take(step)
@@ -205,5 +222,5 @@ class Player:
         return node
 
     def commanded(self, step: int, row: np.ndarray, state: np.ndarray | None = None) -> None:
-        """Note what was really sent: after the limits, or to hold."""
+        """Record the command that was sent, after the limits."""
         self.trajectory.commanded(step, self.motion.reached(row, state))

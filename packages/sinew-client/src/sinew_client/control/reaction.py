@@ -1,4 +1,4 @@
-"""How long from a stimulus to the first command that knows of it, told by what each command was made from."""
+"""Measure the time from a stimulus to the first command whose frame contains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to ask for the next chunk: after a number of steps, when the queue runs low, or when chunks disagree."""
+"""When to request the next chunk: after a number of steps, when few actions are left, or when chunks disagree."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ReplanState:
-    """The facts that a rule may look at. since: steps since the last request. left: rows that are still to be executed.
+    """The facts that a rule may use.
 
-    size: rows of a chunk. disagreement: of the newest chunk and what it replaced, see :func:`disagreement`; None
-    where they had no step in common.
+    Attributes:
+        since: Control steps since the last request.
+        left: Remaining actions.
+        size: Actions in a chunk.
+        disagreement: Difference between the newest chunk and the one that it replaced (:func:`disagreement`); None if
+            they had no step in common.
     """
 
     since: int
@@ -22,7 +26,7 @@ class ReplanState:
 
 
 class ReplanRule:
-    """A rule for when to ask. ``horizon`` is the number of rows that are executed between two requests at best."""
+    """Decides when to request a chunk. ``horizon`` is the number of actions between two requests without delay."""
 
     def due(self, state: ReplanState) -> bool:
         raise NotImplementedError
@@ -33,7 +37,7 @@ class ReplanRule:
 
 @dataclass(frozen=True)
 class Every(ReplanRule):
-    """Ask ``steps`` control steps after the last request; 0 means after a whole chunk."""
+    """Requests ``steps`` control steps after the last request; 0 means after a whole chunk."""
 
     steps: int
 
@@ -46,7 +50,7 @@ class Every(ReplanRule):
 
 @dataclass(frozen=True)
 class Queue(ReplanRule):
-    """Ask when at most this fraction of a chunk is left to execute (LeRobot's ``chunk_size_threshold``)."""
+    """Requests when at most this fraction of a chunk remains (LeRobot's ``chunk_size_threshold``)."""
 
     fraction: float
 
@@ -59,9 +63,11 @@ class Queue(ReplanRule):
 
 @dataclass(frozen=True)
 class Disagreement(ReplanRule):
-    """Ask at once after a chunk that contradicted its predecessor, else after ``steps``.
+    """Requests at once after a chunk that contradicts the previous one, else after ``steps``.
 
-    limit: the root mean square difference over the steps that both have, in the units of :func:`disagreement`.
+    Attributes:
+        limit: Root mean square difference over the common steps, in the units of :func:`disagreement`.
+        steps: Control steps between two requests otherwise.
     """
 
     limit: float
@@ -76,9 +82,12 @@ class Disagreement(ReplanRule):
 
 
 def disagreement(old: np.ndarray, new: np.ndarray, scale: np.ndarray | None = None) -> float | None:
-    """Return the root mean square difference of two stretches [R, D] of the same steps; None where R is 0.
+    """Return the root mean square difference of two plans [R, D] for the same steps; None if R is 0.
 
-    scale: [D] typical size of each number (such as the standard deviation of the data); 1 where absent.
+    Args:
+        old: The plan before.
+        new: The plan now.
+        scale: [D], typical size of each number, such as the standard deviation of the data; None for 1.
     """
     count = min(len(old), len(new))
     if count == 0:
@@ -90,9 +99,16 @@ def disagreement(old: np.ndarray, new: np.ndarray, scale: np.ndarray | None = No
 
 
 def parse_rule(text: str) -> ReplanRule:
-    """Return the rule that a text names: ``8``, ``full``, ``queue:0.2`` or ``disagreement:LIMIT,STEPS``.
+    """Read a rule.
 
-    Raises ValueError that says what was expected.
+    Args:
+        text: ``8`` (steps), ``full``, ``queue:0.2`` or ``disagreement:LIMIT,STEPS``.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ValueError: The text names no rule.
     """
     name, _, rest = text.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""How steady a run was: achieved rate, late ticks, chunk age, holds with their reasons, clipped commands."""
+"""The report of a run: achieved rate, late ticks, age of chunks, holds with their reasons, clipped commands."""
 
 from __future__ import annotations
 
@@ -21,20 +21,32 @@ MAX_SOURCES = 64  # whose ages are kept
 
 @dataclass(frozen=True)
 class Cadence:
-    """The report of a run. seconds: from the first tick to the last. rate_hz: control ticks begun per second.
+    """The report of a run. Distributions are dicts with p50, p95, p99 and max.
 
-    jitter_ms: lateness of a tick, and age_ms: frame to execution of a row, each as p50, p95, p99 and max.
-    steps: control steps; executed: with a row. skipped: periods that passed without a tick. failed_requests: those
-    without an answer that could be executed, of which ``faults`` are errors (:class:`~sinew_client.faults.Faults`) and
-    the others were late or lost; unanswered: how many of them came after the last chunk. request_ms: what the last
-    requests took, in control steps, as the next one is planned for. watchdog: True if one watched the loop;
-    watchdog_holds: holds that it gave, and longest_gap_ms: between two of all commands and holds. handed: hand-overs
-    between the policy and a human (:class:`~sinew_client.control.authority.HandedOver`); filter: its text, its delay in
-    milliseconds, which rows of later steps make up for, and the control steps in which they were not there; agreement:
-    of a policy that is only watched (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`); sources: how old
-    each camera and the state were when they were looked at, and how far the cameras' frames were apart ("skew"), in
-    milliseconds, of a robot that says when each was seen (:class:`SourceAges`). rest: whether the robot has returned to
-    its rest pose, and why not (:class:`~sinew_client.control.rest.RestPose`); {} where it was never sent a command.
+    Attributes:
+        seconds: Time from the first tick to the last.
+        rate_hz: Control ticks per second.
+        jitter_ms: Lateness of ticks.
+        age_ms: Time from the frame to the execution of its actions.
+        steps: Control steps.
+        executed: Control steps with a command.
+        skipped: Periods without a tick.
+        failed_requests: Requests without an executable answer. ``faults`` of them are errors
+            (:class:`~sinew_client.faults.Faults`), the others were late or lost.
+        unanswered: Number of them after the last chunk.
+        request_ms: Durations of the last requests, in whole control steps, by which the next request is planned.
+        watchdog: True if a watchdog watched the loop.
+        watchdog_holds: Holds of the watchdog.
+        longest_gap_ms: Longest gap between two commands or holds.
+        handed: Hand-overs between the policy and a human (:class:`~sinew_client.control.authority.HandedOver`).
+        filter: Text of the filter, its lag in ms (which later actions compensate), and the control steps without such
+            actions.
+        agreement: For a policy that only watches: its agreement with the driver
+            (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
+        sources: For a robot that states when its sources were measured: age of each camera and of the state, and the
+            largest time between frames ("skew"), ms (:class:`SourceAges`).
+        rest: Whether the robot has returned to its rest pose, and why not
+            (:class:`~sinew_client.control.rest.RestPose`); {} if it never got a command.
     """
 
     hz: float
@@ -197,7 +209,7 @@ def gap(milliseconds: float, watched: bool, holds: int) -> str:
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Return p50, p95, p99 and max of some numbers; an empty dict of none."""
+    """Return p50, p95, p99 and max of numbers; {} without any."""
     numbers = np.fromiter(values, np.float64)
     if not numbers.size:
         return {}

@@ -1,4 +1,4 @@
-"""Tells a robot's server how its run goes, once a second, from a thread that no command waits for."""
+"""Sends the state of a robot's run to its server once a second, on a thread that never delays a command."""
 
 from __future__ import annotations
 
@@ -30,14 +30,20 @@ RECENT = 10  # reports of which rates and ages are
 
 
 class Reporter:
-    """Reports a loop's run to its server while inside ``with``, and then that it has ended.
+    """Reports a loop's run to its server inside a ``with`` block, and at the end that the run has ended.
 
-    A report has a connection of its own for a moment: it holds no place at the server and no request up. One without an
-    answer is dropped; a server that refuses one is told nothing more, which is logged.
+    Each report opens a connection for a moment, so it never occupies a place at the server. A report without an
+    answer is dropped. A server that rejects a report gets no more, which is logged.
 
-    where: whose ``present`` says which server is asked: ``Servers``, ``StreamLink``. name: for people. facts: of the
-    robot, with its episodes and its arm; those of the loop's robot if absent. sent: so many. refused: by these
-    addresses.
+    Args:
+        loop: The loop.
+        where: Its ``present`` is the server's address: ``Servers`` or ``StreamLink``.
+        name: Name of the robot, for people.
+        facts: Facts of the robot, with its episodes and its arm; None reads them from the loop's robot.
+
+    Attributes:
+        sent: Number of reports.
+        refused: Addresses that rejected a report.
     """
 
     def __init__(

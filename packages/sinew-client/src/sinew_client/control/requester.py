@@ -1,4 +1,6 @@
-"""One request under way, on a thread of its own: a deadline, a cancel, a reconnect that waits longer each time."""
+"""Carries one request at a time on its own thread, with a deadline, cancellation, and reconnects at growing
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,21 @@ from sinew_client.faults import kind_of
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 0.05, 0.5  # seconds between a failure and the next attempt
-ABANDONED = 4  # calls that may hang beyond their deadline before no new one is begun for a while
-FIRST_PATIENCE, LONGEST_PATIENCE = 10.0, 600.0  # seconds after which a call that hangs is given up for good
+ABANDONED = 4  # calls that may hang beyond their deadline; with more, new requests wait
+FIRST_PATIENCE, LONGEST_PATIENCE = 10.0, 600.0  # seconds after which a hanging call is abandoned
 LONGEST_REASON = 400  # characters
 
-Call = Callable[[Mapping[str, Any], float], Any]  # (observation, seconds) -> what a chunk is for the caller
+Call = Callable[[Mapping[str, Any], float], Any]  # (observation, time limit in seconds) -> actions
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a request. value: what the call returned; reason: why it failed, "" if it did not.
+    """The end of a request.
 
-    kind: of the error, "" where it was none but came too late (:func:`~sinew_client.faults.kind_of`).
+    Attributes:
+        value: Result of the call.
+        reason: Why it failed; "" if it did not.
+        kind: Kind of the error; "" if it only came too late (:func:`~sinew_client.faults.kind_of`).
     """
 
     value: Any = None
@@ -34,18 +39,18 @@ class Outcome:
 
 
 class Requester:
-    """Carries one request at a time to ``connect()``'s call and back, without ever blocking its owner.
+    """Sends one request at a time through a connection, without ever blocking its owner.
 
-    connect: opens a connection and returns its call; called on the thread, again after every failure. A call that
-        has a ``close`` attribute gets it called when it is given up.
-    deadline: seconds; a request without an answer by then has failed. The call gets the same number as its limit,
-        and one that does not keep it is left behind on its thread.
+    A call that hangs is left on its thread. The first one is forgotten after 10 s, each later one after twice as
+    long. So there is always a next request, and threads do not pile up.
 
-    Calls that hang are forgotten one by one, the first 10 s after it was left behind, each later one after twice as
-    long, so that whatever a call did another one follows, and threads do not pile up.
+    All times are seconds of one monotonic clock that the caller reads. If that clock is set back, the stored times
+    move with it.
 
-    All times are seconds of one clock that the caller reads (monotonic), so nothing here waits or measures. A clock
-    that is set back moves what was noted with it.
+    Args:
+        connect: Opens a connection and returns its call. It runs on the thread, again after every failure. The call's
+            attribute ``close``, if any, is called when the connection is dropped.
+        deadline: Seconds until a request has failed. The call gets the same number as its time limit.
     """
 
     continuous = False  # an answer for each observation
@@ -56,7 +61,9 @@ class Requester:
         self._answer: SimpleQueue | None = None
         self._sent = 0.0
         self._wait, self._not_before = FIRST_WAIT, float("-inf")
-        self._hanging: dict[_Worker, float] = {}  # those left behind, and when
+        self._hanging: dict[
+            _Worker, float
+        ] = {}  # workers with a hanging call -> time at which they were left
         self._patience, self._lock = FIRST_PATIENCE, threading.Lock()
         self._now = float("-inf")  # the latest time
         self.failures = 0
@@ -66,25 +73,25 @@ class Requester:
         return self._answer is not None
 
     def ready(self, now: float) -> bool:
-        """Return True if a request may be sent now: none is under way, and the last failure is long enough ago."""
+        """Return True if a request may be sent now: none is in progress, and the last failure is long enough ago."""
         self._look(now)
         return not self.busy and now >= self._not_before and self._free(now)
 
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
-        """Send a request. Raises RuntimeError when one is under way."""
+        """Send a request. Raises RuntimeError if one is in progress."""
         if self.busy:
-            raise RuntimeError("a request is under way")
+            raise RuntimeError("a request is in progress")
         self._look(now)
         self._answer, self._sent = SimpleQueue(), now
         try:
             if self._worker is None:
                 self._worker = _Worker(self._connect, self._left)
             self._worker.put(observation, self.deadline, self._answer)
-        except (RuntimeError, MemoryError) as error:  # no thread to be had
+        except (RuntimeError, MemoryError) as error:  # the system cannot start a thread
             self._answer.put(_failed(error))
 
     def poll(self, now: float) -> Outcome | None:
-        """Return how the request ended, once; None while it is under way or when there is none."""
+        """Return the outcome of the request, once; None if it is in progress or there is none."""
         self._look(now)
         if self._answer is None:
             return None
@@ -105,12 +112,12 @@ class Requester:
         return outcome
 
     def cancel(self) -> None:
-        """Give up the request under way; its answer will go nowhere."""
+        """Abandon the request in progress. Its answer is dropped."""
         if self._answer is not None:
             self._abandon()
 
     def close(self, wait: float = 0.0) -> None:
-        """End the thread after the call that it is in; wait at most so many seconds for it."""
+        """End the thread after its present call. Wait for it at most ``wait`` seconds."""
         self._answer = None
         if self._worker is not None:
             self._worker.end()
@@ -118,9 +125,9 @@ class Requester:
             self._worker = None
 
     def _abandon(self) -> None:
-        """Leave the worker to its call: a later request gets a new connection on a new thread."""
+        """Leave the worker to its call. The next request opens a new connection on a new thread."""
         self._answer = None
-        if self._worker is None:  # there was no thread to be had
+        if self._worker is None:  # the system could not start a thread
             return
         with self._lock:
             self._hanging[self._worker] = self._now
@@ -132,7 +139,7 @@ class Requester:
             self._hanging.pop(worker, None)
 
     def _free(self, now: float) -> bool:
-        """Return True if another call may hang; forget one that does so for too long."""
+        """Return True if another call may hang. Forget the oldest one if it has hung for too long."""
         with self._lock:
             if len(self._hanging) < ABANDONED:
                 return True
@@ -140,12 +147,12 @@ class Requester:
             if now - self._hanging[first] < self._patience:
                 return False
             del self._hanging[first]
-        logger.warning("a call that hangs for more than %g s is given up for good", self._patience)
+        logger.warning("request hung for more than %g s; abandoning its connection", self._patience)
         self._patience = min(2 * self._patience, LONGEST_PATIENCE)
         return True
 
     def _look(self, now: float) -> None:
-        """Note the time; one that was set back takes along what was noted before."""
+        """Store the present time. If the clock was set back, move the stored times with it."""
         back, self._now = self._now - now, now
         if back > 0:
             self._sent, self._not_before = self._sent - back, self._not_before - back
@@ -154,7 +161,9 @@ class Requester:
 
 
 class _Worker:
-    """A thread with a connection. It reconnects after a failure and ends when told, or when its call returns."""
+    """A thread with a connection. It reconnects after a failure, and ends when it is told to or when its call
+    returns.
+    """
 
     def __init__(self, connect: Callable[[], Call], left: Callable[[_Worker], None]):
         self._connect, self._left = connect, left
@@ -191,7 +200,7 @@ class _Worker:
 
 
 def _failed(error: BaseException) -> Outcome:
-    """Return the end of a request that raised. What was raised on purpose is said once, by who holds for it."""
+    """Return the outcome of a request that raised. Unexpected errors are logged with their traceback."""
     kind = kind_of(error)
     try:
         said = str(error)[:LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""Robots by name: without hardware, any class with three methods, or one of LeRobot's."""
+"""Open a robot by name: a dry one without hardware, a class with three methods, or one of LeRobot's robots."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class RobotError(ClientError):
-    """A robot cannot be opened, or does not fit the policy; the message says what was expected."""
+    """A robot cannot be opened, or does not fit the policy; the message names the reason."""
 
 
 class Dry:
     """A robot without hardware that fits a policy: frames of noise, and a state that follows the commands.
 
-    policy: what a server says about its policy (``metadata()["policy"]``).
+    policy: The policy's description (``metadata()["policy"]``).
     """
 
     physical = False
@@ -59,9 +59,9 @@ class Dry:
 
 
 class Pair:
-    """Two of LeRobot's robots as one: names of the first begin with ``left_``, of the second with ``right_``.
+    """Two of LeRobot's robots as one. Names of the first begin with ``left_``, of the second with ``right_``.
 
-    Raises :class:`RobotError` where one has degrees and the other has not.
+    Raises :class:`RobotError` if only one of them uses degrees.
     """
 
     def __init__(self, left: Any, right: Any):
@@ -114,19 +114,26 @@ class Pair:
 
 
 class LeRobotArm:
-    """One of LeRobot's robots: joints by name in the order of its action features, cameras by their names.
+    """One of LeRobot's robots, with joints in the order of its action features and cameras by their names.
 
-    robot: has ``action_features``, ``observation_features``, ``get_observation`` and ``send_action`` (LeRobot 0.4).
-    cameras: camera of the policy -> camera of the robot; the same names where absent. joints: the same of joints
-    (:func:`match_joints`), of a policy that names its numbers; of one that does not, the robot's joints in their order.
-    Holding sends the last action
-    again, before the first one the present position. motion: what commands are measured from, where their names say it.
-    joint_unit: "deg", or "of -100 to 100" of their calibrated range, where its configuration says so. A policy without
-    ``dim`` of its state and action, as one of poses, gets the robot's joints in their order.
-    Its motors stay on when it is closed away from its rest pose, so that it does not fall, if its configuration has
-    ``disable_torque_on_disconnect``.
-    Its bus is read while it observes and takes one caller at a time, so it is not held meanwhile; servos keep their
-    goal.
+    Holding sends the last action again, or the present position before the first action. The robot's bus takes one
+    caller at a time, so the robot is not held while it is observed. Its servos keep their goal meanwhile.
+
+    The motors stay on when the robot is closed away from its rest pose, so that it does not fall, if its
+    configuration has ``disable_torque_on_disconnect``.
+
+    Args:
+        robot: A robot with ``action_features``, ``observation_features``, ``get_observation`` and ``send_action``
+            (LeRobot 0.4).
+        policy: The policy's description. If its state and action have no ``dim``, as for poses, the robot's joints
+            keep their order.
+        cameras: Camera of the policy -> camera of the robot; the same names if absent.
+        joints: Joint of the policy -> joint of the robot (:func:`match_joints`). If the policy names no joints, the
+            robot's joints keep their order.
+
+    Attributes:
+        motion: Reference of the commands, if their names tell it.
+        joint_unit: "deg", or "of -100 to 100" (of the calibrated range), if the configuration states it.
     """
 
     concurrent_hold = False
@@ -144,7 +151,7 @@ class LeRobotArm:
         missing = [name for name in had if name not in features]
         if missing:
             raise RobotError(
-                f"robot: expected the joints of its actions in its state, {missing[0]} is not there"
+                f"robot: expected all joints of its actions in its state too; {missing[0]} is missing there"
             )
         for what in ("state", "action"):
             if int(policy[what].get("dim", len(had))) != len(had):
@@ -158,7 +165,8 @@ class LeRobotArm:
             if name not in features:
                 known = [key for key, kind in features.items() if isinstance(kind, tuple)]
                 raise RobotError(
-                    f"cameras: the policy wants {camera}; the robot has {', '.join(known) or 'none'}"
+                    f"cameras: the policy requires {camera}; the robot has {', '.join(known) or 'none'}. Map it with"
+                    f" --rename {camera}=CAMERA"
                 )
         # LeRobot's own arms call goal positions so, in actions and in the state.
         absolute = all(name.endswith(".pos") for name in self.joints)
@@ -211,9 +219,10 @@ def keep_torque(robot: Any) -> None:
 def joints_of(
     policy: Mapping[str, Any], state: Sequence[str], action: Sequence[str], given: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the robot's joints in the order of a policy's state and action; in its own where the policy has no names.
+    """Return the robot's joints in the order of a policy's state and action; in its own order if the policy names no
+    joints.
 
-    given: joint of the policy -> the robot's. Raises :class:`RobotError` where they do not fit.
+    given: Joint of the policy -> joint of the robot. Raises :class:`RobotError` if they do not fit.
     """
     found, told = [], {**given}
     for what, had in (("state", state), ("action", action)):
@@ -232,8 +241,11 @@ def joints_of(
 def match_joints(
     wanted: Sequence[str], had: Sequence[str], given: Mapping[str, str], what: str = "joints"
 ) -> list[str]:
-    """Return which of a robot's joints each of a policy's is: the one that ``given`` says, of the same name, or of the
-    same name without LeRobot's ``.pos``. Raises :class:`RobotError` that says what is missing and how to say it."""
+    """Return the robot's joint for each joint of a policy: the one in ``given``, the same name, or the same name
+    without LeRobot's ``.pos``.
+
+    Raises :class:`RobotError` with the missing joints and the option that maps them.
+    """
     found = []
     for name in wanted:
         names = [given[name]] if name in given else [name, f"{name}.pos"]
@@ -243,13 +255,13 @@ def match_joints(
     lost = [name for name, other in zip(wanted, found) if not other]
     spare = [name for name in had if name not in found]
     if lost or spare or len(set(found)) < len(found):
-        # Of several no pair is shown: by their order it would be a guess, and to copy it would swap joints.
+        # With several unmatched joints, no pair is shown: it would be a guess, and copying it would swap joints.
         example = f"for each of {', '.join(lost or wanted)}: --rename-joint NEW=JOINT, NEW the robot's"
         if len(lost) == len(spare) == 1:
             example = f"such as --rename-joint {spare[0]}={lost[0]}"
         raise RobotError(
-            f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; say"
-            f" which is which, {example}"
+            f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; map"
+            f" them, {example}"
         )
     return found
 
@@ -261,8 +273,18 @@ def open_lerobot(
     cameras: Mapping[str, str] | None = None,
     joints: Mapping[str, str] | None = None,
 ) -> LeRobotArm:
-    """Return one of LeRobot's robots, connected. kind: its type, such as ``so101_follower``, or two types with a
-    plus, of a :class:`Pair`; options: its fields, of a pair those of ``left`` and ``right``."""
+    """Open and connect one of LeRobot's robots.
+
+    Args:
+        kind: Its type, such as ``so101_follower``, or two types joined by a plus for a :class:`Pair`.
+        options: Fields of its configuration; for a pair those of ``left`` and ``right``.
+        policy: The policy's description.
+        cameras: Camera of the policy -> camera of the robot.
+        joints: Joint of the policy -> joint of the robot.
+
+    Raises:
+        RobotError: It cannot be opened, or does not fit.
+    """
     kinds = kind.split("+")
     if len(kinds) > 1 and (len(kinds) > 2 or sorted(options) != ["left", "right"]):
         raise RobotError(
@@ -273,8 +295,8 @@ def open_lerobot(
         robots = importlib.import_module("lerobot.robots")
     except ImportError as error:
         raise RobotError(
-            f"--robot lerobot:{kind} needs the package lerobot in this environment ({error}); docs/tutorial-lerobot.md"
-            " says how both are installed"
+            f'--robot lerobot:{kind} needs the package lerobot in this environment ({error}); the tutorial "From a'
+            ' LeRobot checkpoint to a robot" shows the installation'
         ) from error
     try:
         each = [options] if len(kinds) == 1 else [options["left"], options["right"]]
@@ -291,17 +313,18 @@ def open_lerobot(
         raise
     except UnknownTypeError as error:
         raise RobotError(f"lerobot: {error}") from error
-    except (
-        Exception
-    ) as error:  # whatever a driver raises: no servo, no calibration and nobody to ask, a port that went
+    except Exception as error:  # drivers raise any type: no servo, no calibration, a port that is gone
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
 
 
 def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
-    """Return one of LeRobot's configurations of plain values, as its own command line reads them: cameras are objects
-    with their ``type``. Raises ValueError that names the field."""
-    draccus = importlib.import_module("draccus")  # which LeRobot has its configurations from
+    """Return one of LeRobot's configurations from plain values, in the form of its command line: cameras are objects
+    with their ``type``.
+
+    Raises ValueError that names the field.
+    """
+    draccus = importlib.import_module("draccus")  # the library of LeRobot's configurations
     try:
         return draccus.decode(made, dict(options))
     except draccus.utils.DraccusException as error:
@@ -312,7 +335,7 @@ PLUGINS = (
     "lerobot_robot_",
     "lerobot_camera_",
     "lerobot_teleoperator_",
-)  # how LeRobot names packages of others
+)  # prefixes of LeRobot's plugins
 
 
 class UnknownTypeError(KeyError):
@@ -340,16 +363,26 @@ def _problem_of(plugin: str) -> str:
     """Import a plugin, and return why that failed; "" if it did not."""
     try:
         importlib.import_module(plugin)
-    except Exception as error:  # noqa: BLE001 - code of others; another plugin may be the one that is needed
+    except Exception as error:  # noqa: BLE001 - any error of a plugin; the robot may need another plugin
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
-    """Return the class of LeRobot's configurations that a type names. package: where types lie, each of which is
-    registered when its module is imported; one may hold several (``so_follower``), and a plugin's type is registered
-    when the plugin is imported. Raises UnknownTypeError where none is called so, ImportError where it may be that of a
-    module which cannot be imported, as without its driver."""
+    """Return the class of LeRobot's configurations for a type.
+
+    A type is registered when its module is imported. A module may have several types (``so_follower``), and a plugin
+    registers its types when it is imported.
+
+    Args:
+        package: LeRobot's package with the modules of the types.
+        base: LeRobot's base class of the configurations.
+        kind: The type.
+
+    Raises:
+        UnknownTypeError: There is no such type.
+        ImportError: The type may belong to a module that cannot be imported, for example without its driver.
+    """
     folders = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
     broken = import_plugins()
     for name in ("", kind, *folders):
@@ -374,7 +407,9 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
 
 
 def find_class(text: str) -> Callable[..., Robot]:
-    """Return the class that ``module:Class`` names, of the current folder or installed. Raises ClientError."""
+    """Return the class that ``module:Class`` names, from the current folder or an installed package. Raises
+    ClientError.
+    """
     made = load_named(text, f"robot {text}")
     if not callable(made):
         raise RobotError(f"robot {text}: expected a class, got {type(made).__name__}")
@@ -382,8 +417,10 @@ def find_class(text: str) -> Callable[..., Robot]:
 
 
 def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str] | None = None) -> Any:
-    """Return an instance of ``module:Class``; it has the methods observe, act and hold. cameras: camera of the policy
-    -> the robot's, where they are called otherwise."""
+    """Return an instance of ``module:Class``, with the methods observe, act and hold.
+
+    cameras: Camera of the policy -> camera of the robot, if they have other names.
+    """
     made = find_class(text)
     try:
         robot = made(**options)
@@ -397,17 +434,23 @@ def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str]
 
 
 def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> Any:
-    """Return a robot whose numbers are in the order of a policy's. Its ``joints`` are the names of its numbers, a list,
-    or one for each of "state" and "action"; one without them is taken as it is, and so is any for a policy without.
+    """Return the robot with its numbers in the order of the policy's.
 
-    given: joint of the policy -> the robot's. Raises :class:`RobotError` where they do not fit, and where joints are
-    given and the robot has no names.
+    A robot without ``joints``, or with a policy that names none, is returned unchanged.
+
+    Args:
+        robot: The robot. Its ``joints`` are a list of names, or one list each for "state" and "action".
+        policy: The policy's description.
+        given: Joint of the policy -> joint of the robot.
+
+    Raises:
+        RobotError: The joints do not fit, or ``given`` has joints and the robot has no names.
     """
     names = facts_of(robot).joints
     if names is None:
         if given:
             raise RobotError(
-                "--rename-joint: expected a robot that says what its joints are called (joints), got one without"
+                "--rename-joint: expected a robot with names of its joints (attribute joints), got one without"
             )
         return robot
     each = names if isinstance(names, Mapping) else {"state": names, "action": names}
@@ -416,8 +459,8 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
         for what in ("state", "action")
     ):
         raise RobotError(
-            f"robot: joints: expected names of its numbers, a list of texts, got {shown(names)}; whatever else it keeps"
-            " wants another name there"
+            f"robot: joints: expected a list of joint names, got {shown(names)}; rename the attribute if it is"
+            " something else"
         )
     for what in ("state", "action"):
         dim = policy[what].get("dim")  # none where the policy's numbers are poses
@@ -433,9 +476,9 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
 
 
 class Renamed:
-    """A robot whose cameras are called as the policy calls them; everything else of it is its own.
+    """A robot with its cameras under the policy's names.
 
-    cameras: camera of the policy -> the robot's; the others keep their names.
+    cameras: Camera of the policy -> camera of the robot; the others keep their names.
     """
 
     def __init__(self, robot: Any, cameras: Mapping[str, str]):
@@ -452,10 +495,13 @@ class Renamed:
 
 
 class Ordered:
-    """A robot whose numbers are in the order of a policy's; everything else of it is its own.
+    """A robot with its numbers in the order of a policy's.
 
-    states: place of each number of the policy's state among the robot's. actions: place of each number of the robot's
-    command among the policy's. joints: what the robot calls the numbers of a command, in the policy's order.
+    Args:
+        robot: The robot.
+        states: Index of each number of the policy's state in the robot's state.
+        actions: Index of each number of the robot's command in the policy's action.
+        joints: Names of the robot's command, in the policy's order.
     """
 
     def __init__(self, robot: Any, states: Sequence[int], actions: Sequence[int], joints: Sequence[str]):
@@ -484,7 +530,7 @@ class Ordered:
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())
         found = {**seen, "state": np.asarray(seen["state"])[self._states]}
-        if seen.get("action") is not None:  # what somebody else has it do
+        if seen.get("action") is not None:  # the command of another driver
             place = np.argsort(self._actions)
             found["action"] = np.asarray(seen["action"])[place]
         return found
@@ -494,7 +540,9 @@ class Ordered:
 
 
 def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, Any]:
-    """Return frames under the policy's names. cameras: camera of the policy -> the robot's. Raises RobotError."""
+    """Return frames under the policy's names. cameras: Camera of the policy -> camera of the robot. Raises
+    RobotError.
+    """
     for camera in cameras.values():
         if camera not in images:
             raise RobotError(f"--rename: the robot has {', '.join(images) or 'none'}, and no {camera}")

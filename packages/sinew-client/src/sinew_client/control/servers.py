@@ -1,4 +1,4 @@
-"""Calls to one server or the first of several that answers, for a requester that opens a new one after a failure."""
+"""Connections to one of several servers, for a requester that opens a new one after a failure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from sinew_client.protocol import MAX_ROWS
 
 
 class Servers:
-    """Opens calls. A call begins with the server that answered the last one, so that one that is gone costs its time
-    once and not with every new connection.
+    """Opens connections. It begins with the server that answered last, so a lost server costs its time limit only
+    once.
 
-    addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
-    another clock than the server's. max_rows: of an answer, as of :class:`Client`. frames: how they travel.
-    policy: as of :class:`Fitted`, so if absent what the first that answers says; rows of another are not handed over,
-    whichever server begins to answer. parts: what has to be the same of it.
+    Args:
+        addresses: As for :class:`Client`.
+        without: Fields of an observation that are not sent, such as a ``time`` of another clock than the server's.
+        max_rows: Most actions in an answer, as for :class:`Client`.
+        frames: Encoding of the frames.
+        policy: Description of the policy; None takes that of the first server that answers. Chunks of another policy
+            are rejected.
+        parts: Parts of the description that must be equal.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class Servers:
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
         self.frames = frames or Frames()
         self.fitted = Fitted(policy, parts)
-        self.present = self.addresses[0]  # that answered last, or will be asked first
+        self.present = self.addresses[0]  # the server that answered last, or that is tried first
 
     def __call__(self) -> Call:
         return Call(self)

@@ -1,9 +1,8 @@
-"""Low-pass filters over rows: how far each lags behind them is stated, and made up for by looking so far ahead.
+"""Low-pass filters of actions, with their lag compensated by looking ahead.
 
-A filter that lags by L control steps is fed with the row that is due L steps later, which is known because rows come in
-chunks; between two rows it is interpolated. A motion at constant speed then goes through unchanged, whatever the
-filter. Where the chunk ends before, the last row that is there stands for those behind it: the robot arrives later by
-what is missing, which is counted.
+A filter that lags by L control steps gets the action that is due L steps later, interpolated between two actions.
+Chunks contain the later actions. A motion at constant speed then passes unchanged. At the end of a chunk, the last
+action is repeated: the robot arrives later by the missing steps, which are counted.
 """
 
 from __future__ import annotations
@@ -22,8 +21,14 @@ MAX_LAG = 64.0  # control steps
 class Filter:
     """A cascade of ``stages`` equal exponential averages, y + share * (x - y).
 
-    None of them overshoots: what comes out lies between what went in. columns: numbers of a row; empty: those that are
-    places (:meth:`~sinew_client.control.motion.Motion.posed`), or all where nothing says which are.
+    It does not overshoot: each output lies between the inputs.
+
+    Attributes:
+        share: Weight of the newest input, above 0 and at most 1.
+        stages: Number of averages.
+        columns: Numbers of an action; () filters those that are positions
+            (:meth:`~sinew_client.control.motion.Motion.posed`), or all if the motion is unknown.
+        text: The text form.
     """
 
     share: float
@@ -43,15 +48,23 @@ class Filter:
 
     @property
     def lag(self) -> float:
-        """Return by how many control steps what comes out is behind a motion at constant speed that goes in."""
+        """Control steps by which the output lags behind an input at constant speed."""
         return self.stages * (1.0 - self.share) / self.share
 
 
 def parse_filter(text: str, hz: float) -> Filter | None:
-    """Return the filter that a text names at a control rate, None for "".
+    """Read a filter.
 
-    ``ema:SHARE``, an exponential average, or ``lowpass:HZ``, two of them whose amplitude at HZ is 1 / sqrt(2); behind
-    either ``:COLUMNS``, numbers of a row separated by commas. Raises ValueError that names the part that does not fit.
+    Args:
+        text: ``ema:SHARE`` (an exponential average) or ``lowpass:HZ`` (two of them, with amplitude 1 / sqrt(2) at
+            HZ), each optionally with ``:COLUMNS``, separated by commas. "" for none.
+        hz: Control steps per second.
+
+    Returns:
+        The filter, or None.
+
+    Raises:
+        ValueError: A part is not valid. The message names it.
     """
     if not text:
         return None
@@ -63,7 +76,7 @@ def parse_filter(text: str, hz: float) -> Filter | None:
         value = float(number)
         chosen = tuple(int(column) for column in columns.split(",")) if colon else ()
     except ValueError:
-        raise ValueError(f"filter: expected numbers behind {kind}, got {text!r}") from None
+        raise ValueError(f"filter: expected numbers after {kind}, got {text!r}") from None
     if kind == "ema":
         return Filter(value, 1, chosen, text)
     if not 0.0 < value < hz / 2:
@@ -98,12 +111,17 @@ class Smoothing:
         self._stages = np.full((design.stages, len(posed)), np.nan)
 
     def rest(self, target: np.ndarray | None = None) -> None:
-        """Begin at a target, float [D], at which the robot stands; NaN or None: at the first row."""
+        """Restart at a target, float [D], at which the robot stands. NaN or None restarts at the first action."""
         at = np.full(self._stages.shape[1], np.nan) if target is None else np.asarray(target, np.float64)
         self._stages = np.tile(at, (self.design.stages, 1))
 
     def next(self, node: Node, trajectory: Trajectory) -> np.ndarray:
-        """Return the target of a control step, float32 [D]. node: its row; trajectory: the rows after it."""
+        """Return the filtered target of a control step, float32 [D].
+
+        Args:
+            node: The action of this step.
+            trajectory: The actions after it.
+        """
         value = self._ahead(node, trajectory)
         stages = np.where(np.isnan(self._stages), node.row, self._stages)
         for stage in stages:
@@ -113,7 +131,7 @@ class Smoothing:
         return np.where(self.mask, value, node.row).astype(np.float32)
 
     def _ahead(self, node: Node, trajectory: Trajectory) -> np.ndarray:
-        """Return the row that is due when what goes in now comes out, float64 [D]."""
+        """Return the action that the filter gets now, so that its output is due in this step, float64 [D]."""
         first, part = divmod(self.design.lag, 1.0)
         rows = [node.row]
         for ahead in range(1, int(first) + 2):

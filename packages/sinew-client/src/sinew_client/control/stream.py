@@ -1,5 +1,6 @@
-"""A stream as a source of the robot's loop: in every tick a sample goes out, frames go when they come, and windows of
-nodes come back by themselves."""
+"""A stream as a source of the robot's loop: a sample is sent in every tick, frames when there are new ones, and
+windows of waypoints arrive without requests.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 
 class LinkProtocol(Protocol):
-    """The transport of a stream: :class:`sinew_client.streams.StreamLink`, or the same thing without a socket.
+    """The transport of a stream: :class:`sinew_client.streams.StreamLink`, or a substitute without a socket.
 
-    errors, error: how many messages came in place of windows, and what the last one says; faults: those that are no
-    part of normal life.
+    Attributes:
+        errors: Number of messages that came in place of windows.
+        error: Text of the last one.
+        faults: Those that are not part of normal operation.
     """
 
     label: str
@@ -46,23 +49,25 @@ class LinkProtocol(Protocol):
     def windows(self) -> list[StreamWindow]: ...
 
     def restart(self) -> None:
-        """Let the next sample begin a stream that knows nothing of what was before."""
+        """Begin a new stream with the next sample, without any earlier context."""
 
     def close(self) -> None: ...
 
 
 class Stream:
-    """A :class:`~sinew_client.control.interfaces.Source` of windows; the loop's settings say how they are fused
-    (``Settings.fusion``). Observations without ``images`` have no newer frame.
+    """A :class:`~sinew_client.control.interfaces.Source` of windows. ``Settings.fusion`` states how they are fused.
 
-    frames: how many were sent.
+    Observations without ``images`` have no newer frame.
+
+    Attributes:
+        frames: Number of frames that were sent.
     """
 
     continuous = True
 
     def __init__(self, link: LinkProtocol):
         self.link, self.frames = link, 0
-        self._come: deque[Outcome | None] = deque()  # what came up to one look at the link; None ends it
+        self._come: deque[Outcome | None] = deque()  # outcomes of one poll of the link; None marks its end
         self._told, self._kinds = 0, Counter()  # type: ignore[var-annotated]  # of the link's errors, those yielded
 
     @property
@@ -92,15 +97,17 @@ class Stream:
         return self._come.popleft()
 
     def cancel(self) -> None:
-        """Let the stream begin anew with the next sample."""
+        """Begin a new stream with the next sample."""
         self.link.restart()
 
     def close(self, wait: float = 0.0) -> None:
         self.link.close()
 
     def _errors(self) -> Iterator[Outcome]:
-        """Yield what came in place of windows since the last look. The link keeps the texts of the first fault and of
-        the last error. Another thread may just be noting one more."""
+        """Yield the errors since the last call. The link stores only the texts of the first fault and the last error.
+
+        Another thread may add an error at the same time.
+        """
         link = self.link
         fresh, self._told = link.errors - self._told, link.errors
         if not fresh:
@@ -115,8 +122,10 @@ class Stream:
 
 
 class Watching:
-    """Makes a robot show its frames ``camera_hz`` times a second, and its state at every look. One with a method
-    ``sense``, which returns the state alone, float [S], is asked for that in between."""
+    """A robot that is observed with frames ``camera_hz`` times a second, and with its state alone in between.
+
+    If the robot has a method ``sense``, it returns the state alone, float [S].
+    """
 
     def __init__(self, robot: Any, camera_hz: float, now: Callable[[], float] = time.monotonic):
         self.robot, self._period, self._now = robot, 1.0 / camera_hz, now
@@ -129,8 +138,9 @@ class Watching:
         return self._facts
 
     def observe(self) -> Mapping[str, Any]:
-        """Return the robot's observation, the state alone between frames; ``blind`` says why a frame that is due cannot
-        be had."""
+        """Return the robot's observation, or the state alone between frames. ``blind`` is the reason if a due frame
+        is missing.
+        """
         if self._facts.sense is not None:
             seen, state = None, self._facts.sense()
         else:
@@ -144,20 +154,26 @@ class Watching:
         except NoObservation as reason:
             return {"state": state, "blind": str(reason)}
         following = self._due + self._period
-        self._due = following if following > now else now + self._period  # what was missed is not made up for
+        self._due = following if following > now else now + self._period  # missed frames are not made up for
         return {**seen, "state": state}
 
 
 @dataclass(frozen=True)
 class StreamReport:
-    """How a stream went. Rates per second; ``misses``: ticks without a node after the first window; ``held``: by
-    reason.
+    """The report of a stream. Rates are per second. Times are in ms, as dicts with p50, p95, p99 and max.
 
-    frames: that were sent; frames_used: that a window was made of; the others were overtaken by newer ones. delay:
-    nodes from a sample to the first node that its window can reach. executed: ticks with a node. errors:
-    messages that came in place of windows, and windows that could not be taken, of which ``faults`` are no part of
-    normal life (:class:`~sinew_client.faults.Faults`). watchdog: True if one watched the loop; watchdog_holds: holds
-    that it gave, and longest_gap_ms: between two of all commands and holds. Times in milliseconds, p50 to max.
+    Attributes:
+        misses: Ticks without a waypoint after the first window.
+        held: Reason -> ticks in which the robot held.
+        frames: Frames that were sent.
+        frames_used: Frames that a window was computed from. Newer frames replaced the others.
+        delay: Waypoints from a sample to the first waypoint that its window can change.
+        executed: Ticks with a waypoint.
+        errors: Messages in place of windows, and invalid windows. ``faults`` of them are not part of normal operation
+            (:class:`~sinew_client.faults.Faults`).
+        watchdog: True if a watchdog watched the loop.
+        watchdog_holds: Holds of the watchdog.
+        longest_gap_ms: Longest gap between two commands or holds.
     """
 
     rate: float

@@ -1,7 +1,7 @@
-"""Timestamped rows: which action belongs to which control step, and which of them can no longer change.
+"""Actions with timestamps: which action belongs to which control step, and which actions can still change.
 
-A step is a timestamp: step k is due k periods after the clock's start. A controller has control steps; a stream has
-nodes at its fast rate (docs/stream.md), which are the same thing at another rate.
+Step k is due k periods after the clock's start. A controller has control steps. A stream has waypoints, which are the
+same at its own, higher rate (docs/stream.md).
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ HISTORY = 64  # committed rows that stay readable: an old frame's chunk begins a
 
 
 class Node(NamedTuple):
-    """One row of the trajectory.
+    """One action of the trajectory (a waypoint).
 
-    step: control step that it belongs to. row: float32 [D]. frame: control step of the newest frame that its chunk
-    knows. chunk: number of that chunk, counted from 0. index: row number within the chunk.
+    Attributes:
+        step: Control step of the action.
+        row: float32 [D].
+        frame: Control step of the newest frame of its chunk.
+        chunk: Number of that chunk, from 0.
+        index: Index of the action in the chunk.
     """
 
     step: int
@@ -30,11 +34,11 @@ class Node(NamedTuple):
 
 
 class Trajectory:
-    """A buffer of rows by control step. A row is committed when it is taken; only uncommitted rows can change.
+    """A buffer of actions by control step. Taking an action commits it. Only uncommitted actions can change.
 
     One thread may read (``take``, ``at``, ``left``, ``rows_from``, ``commanded``) while another one writes (``put``,
-    ``clear``, ``cut``). Neither ever waits: nodes are whole and immutable, and each call reads or writes one reference
-    at a time. What is committed between a writer's look and its writing is gone for the writer, not for the reader.
+    ``clear``, ``cut``). Neither waits: entries are immutable, and each call reads or writes one reference at a time.
+    An action that is committed between a writer's look and its write keeps its committed value.
     """
 
     def __init__(self, history: int = HISTORY) -> None:
@@ -50,7 +54,7 @@ class Trajectory:
                 self._nodes[node.step] = node
                 if (
                     node.step < self._next
-                ):  # it was committed meanwhile: nobody will take this one away any more
+                ):  # the step was committed meanwhile, so no reader will remove this entry
                     self._nodes.pop(node.step, None)
 
     def fused(self, nodes: Sequence[Node], fusion: Fusion) -> list[Node]:
@@ -85,9 +89,9 @@ class Trajectory:
         return self._nodes.get(step)
 
     def take(self, step: int) -> Node | None:
-        """Commit ``step`` and everything before it; return its row, or None where there is none.
+        """Commit ``step`` and all steps before it. Return its action, or None without one.
 
-        Raises ValueError for a step that has been committed: a row is never executed twice.
+        Raises ValueError for a committed step: an action is never executed twice.
         """
         if step < self._next:
             raise ValueError(f"step {step} has been committed, the next one is {self._next}")
@@ -99,7 +103,7 @@ class Trajectory:
         return node
 
     def commanded(self, step: int, row: np.ndarray) -> None:
-        """Note what was really sent in ``step``: the row after the limits, or what held the robot."""
+        """Record the command that was sent in ``step``: the action after the limits, or the hold."""
         self._commanded[step] = row
         # One, or more after steps that were left out.
         while (oldest := next(iter(self._commanded))) <= step - self._history:
@@ -117,9 +121,9 @@ class Trajectory:
         return len(self._nodes)
 
     def rows_from(self, step: int) -> np.ndarray:
-        """Return float32 [R, D]: what was commanded from ``step`` on, then the rows that are still to come.
+        """Return the commands since ``step`` and the actions after them, float32 [R, D].
 
-        Ends at the first step without either. Committed steps count as they were commanded, not as planned.
+        It ends at the first step without either. Committed steps count with their command, not with their plan.
         """
         rows = []
         while True:

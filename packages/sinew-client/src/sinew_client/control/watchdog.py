@@ -1,4 +1,4 @@
-"""A hold where a loop is late: from a thread beside it, which no camera and no bus keeps waiting."""
+"""Hold the robot if its loop is late, from a thread that no camera and no bus can block."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ LEAST_S = 0.01  # a thread does not keep shorter times
 
 
 class Watchdog:
-    """Calls ``hold`` when a loop has given no command and no hold for two periods, and once a period from then on.
+    """Calls ``hold`` if the loop gave neither a command nor a hold for two periods, and then once per period.
 
-    The loop calls :meth:`claim` before each command or hold, and :meth:`sent` after it. A hold that is under way then
-    is waited for, and for two periods none begins: so none lands after a newer command, but where sending that very
-    command takes longer. ``with`` this object the robot is watched; without, gaps are counted and nothing is held.
+    The loop calls :meth:`claim` before each command or hold, and :meth:`sent` after it. ``claim`` waits for a hold in
+    progress, and no hold begins for the next two periods. So a hold follows a newer command only if sending that
+    command takes longer. Use the object in a ``with`` block to watch the robot. Without it, gaps are counted and
+    nothing is held.
 
-    hold: called from a thread of its own. period: seconds between two commands. active: False never holds.
-    holds: how many there were. longest: seconds, of a gap between two of commands and holds. What keeps the
-    interpreter itself (a long call that does not release its lock, SIGSTOP) keeps this thread as well.
+    A long call that keeps the interpreter's lock, and SIGSTOP, block this thread as well.
+
+    Args:
+        hold: Holds the robot; called from the watchdog's thread.
+        period: Seconds between two commands.
+        active: False never holds.
+
+    Attributes:
+        holds: Number of holds.
+        longest: Longest gap between commands or holds, seconds.
     """
 
     def __init__(
@@ -38,9 +46,9 @@ class Watchdog:
         self.limit = max(PERIODS * period, LEAST_S)
         self.holds = self.failures = 0
         self.longest = 0.0
-        self._lock = threading.Lock()  # of the robot, while a hold is decided on and sent
+        self._lock = threading.Lock()  # held while a hold is decided on and sent
         self._due = 0.0  # when the robot is to be held
-        self._last: float | None = None  # when it had its last command or hold
+        self._last: float | None = None  # time of the robot's last command or hold
         self._held = False  # since the last claim
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -57,10 +65,10 @@ class Watchdog:
     def __exit__(self, *exc_info: Any) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(1.0)  # a hold that never returns keeps nobody from ending
+            self._thread.join(1.0)  # bounded, so that a hold that never returns does not block the end
 
     def claim(self) -> bool:
-        """Take the robot for a command or a hold; return True if it was held since the last claim."""
+        """Reserve the robot for a command or a hold. Return True if the watchdog held it since the last claim."""
         with self._lock:
             held, self._held = self._held, False
             self._note()
@@ -68,7 +76,7 @@ class Watchdog:
         return held
 
     def sent(self) -> None:
-        """Note that what the robot was claimed for is done."""
+        """Record that the command or hold has been sent."""
         with self._lock:
             self._due = self._now() + self.limit
 
@@ -105,6 +113,8 @@ class Watchdog:
 
 
 def watchdog_of(robot: Any, period: float, wanted: bool, real: bool) -> Watchdog:
-    """Return the watchdog of a robot. wanted: what the settings say. real: the loop goes by the machine's clock. A
-    robot whose ``concurrent_hold`` is False is not held from another thread."""
+    """Return the watchdog of a robot. It is active if the robot allows it (``concurrent_hold``).
+
+    wanted: The setting. real: True if the loop runs on the machine's clock.
+    """
     return Watchdog(robot.hold, period, wanted and real and facts_of(robot).concurrent_hold)

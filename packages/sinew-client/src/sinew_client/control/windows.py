@@ -1,4 +1,6 @@
-"""A controller of a stream: windows of nodes come by themselves and edit what is not executed yet."""
+"""The controller of a stream: windows of waypoints arrive without requests and replace waypoints that are not
+executed yet.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_REASON = 400  # characters
-WINDOWS = 256  # of which the origin of nodes is remembered
+WINDOWS = 256  # windows whose sample and frame are remembered
 PREFIXES = 10_000  # whose ages are remembered
 MAX_DELAY = 1000  # nodes: what a longer stall measures would only keep windows out of reach after it
 NO_WINDOW, OUT_OF_NODES, OLD_FRAME, BLIND = (
@@ -36,16 +38,24 @@ NO_WINDOW, OUT_OF_NODES, OLD_FRAME, BLIND = (
 
 
 class StreamController(BaseController):
-    """Executes the node of each control step, which is a node of the stream. Times are seconds since the first tick.
+    """Executes one waypoint of the stream per control step. Times are seconds since the first tick.
 
-    hz: nodes per second. stale: seconds beyond which the frame that a node was made from is too old to act on; the
-    robot holds then. motion: says where the robot is before its first command. What the robot cannot see holds it in
-    that step and takes no node away.
+    A missing observation holds the robot in that step and drops no waypoint. A window counts as failed in these
+    cases:
 
-    A window counts as failed where it has other rows than up to ``max_rows`` of ``dim`` finite numbers, begins at no
-    node that a delay can reach, or knows a sample or frame that is not there yet.
+    * It has no rows, more than ``max_rows``, or rows other than ``dim`` finite numbers.
+    * It begins at a waypoint that no delay can explain.
+    * It refers to a sample or frame that does not exist yet.
 
-    windows: how many were taken; bad: those that could not be. misses: steps without a node after the first window.
+    Args:
+        hz: Waypoints per second.
+        stale: Seconds after which a waypoint's frame is too old to act on. The robot then holds.
+        motion: Tells the robot's position before its first command.
+
+    Attributes:
+        windows: Number of windows that were taken.
+        bad: Number of windows that could not be taken.
+        misses: Steps without a waypoint after the first window.
     """
 
     continuous = True
@@ -70,7 +80,7 @@ class StreamController(BaseController):
         self._about: OrderedDict = OrderedDict()  # number of a window, as it came -> the window
         self._asked = -1  # the step of the newest sample, and when it was
         self._time = -math.inf
-        self._world = -math.inf  # what was seen up to then is of another world
+        self._world = -math.inf  # frames up to this time belong to an earlier episode
         self._blind = (-1, "")  # the step in which the robot cannot act on what it sees, and why
         self._failing = ""  # the last error since there was news
 
@@ -98,7 +108,7 @@ class StreamController(BaseController):
         time: float = 0.0,
         frame_time: float = 0.0,
     ) -> ChunkRequest:
-        """Take note of a sample; return what goes with it."""
+        """Record a sample, and return its fields."""
         self._tell("ask", {"step": step, "frame": frame, "state": state, "time": time})
         self._asked, self._time = step, time
         delay = max(1, self.delay.steps)
@@ -107,7 +117,7 @@ class StreamController(BaseController):
         )
 
     def arrived(self, step: int, answer: StreamWindow) -> bool:
-        """Take a window; return whether it is one that nodes may be made of."""
+        """Take a window. Return whether it is valid."""
         try:
             rows = self._checked(answer, step)
         except RowsError as error:
@@ -126,14 +136,14 @@ class StreamController(BaseController):
         self.windows += 1
         self.unanswered = 0
         if self.newest is not None and answer.sample_time < self.newest.sample_time:
-            return True  # of a stream that was replaced: never older news over newer
+            return True  # a window of a replaced stream never overwrites newer waypoints
         self.delay.add(min(step - int(answer.sample_time * self.hz + 1e-6), MAX_DELAY))
         if answer.frame_time > self._world:
             self._put(answer, rows)
         return True
 
     def failed(self, step: int, reason: str, kind: str = "") -> None:
-        """Take note of an error in place of a window: what is planned is executed, then the robot holds for it."""
+        """Record an error in place of a window. The plan is executed to its end, then the robot holds."""
         super().failed(step, reason, kind)
         self._fails(reason)
 
@@ -143,8 +153,11 @@ class StreamController(BaseController):
         self._fails(reason)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold in this step, whatever is planned. moved: the world is another one, such as a new episode's; hold until
-        a window knows a newer frame than those so far."""
+        """Hold in this step.
+
+        moved: True if the world has changed, as in a new episode. The robot then holds until a window has a newer
+        frame.
+        """
         self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         if not moved:
             self._blind = (step, reason or BLIND)

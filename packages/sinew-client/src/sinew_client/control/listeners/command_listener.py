@@ -1,4 +1,4 @@
-"""A function that sees every command of a loop."""
+"""Calls a function with every command of a loop."""
 
 from __future__ import annotations
 

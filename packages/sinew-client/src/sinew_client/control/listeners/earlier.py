@@ -1,4 +1,4 @@
-"""Adds earlier moments to each request, for a policy that reads several at once."""
+"""Adds earlier observation steps to each request, for a policy with an observation history."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sinew_client.history import History
 
 
 class Earlier(LoopListener):
-    """Keeps the moments that a policy reads, and sends them with each request.
+    """Remembers earlier observation steps and sends them with each request.
 
     Args:
-        history: Which moments; see :meth:`History.of`.
+        history: Which steps; see :meth:`History.of`.
     """
 
     def __init__(self, history: History):

@@ -1,4 +1,4 @@
-"""Logs why a robot holds, and when it goes on."""
+"""Logs why a robot holds, and when it resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class HoldLog(LoopListener):
-    """Logs the beginning and the end of each hold, with its reason. In simulated time holds are what is studied."""
+    """Logs the beginning and the end of each hold, with its reason, unless time is simulated."""
 
     def command(self, command: Command) -> None:
         loop = self.loop
@@ -26,4 +26,4 @@ class HoldLog(LoopListener):
             text = f"{command.reason} ({why})" if why else command.reason
             logger.log(level, "step %d: holds: %s", command.step, text)
         elif loop.reason and not command.reason:
-            logger.info("step %d: goes on after: %s", command.step, loop.reason)
+            logger.info("step %d: resumed (was holding: %s)", command.step, loop.reason)

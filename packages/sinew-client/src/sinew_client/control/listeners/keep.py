@@ -1,4 +1,4 @@
-"""Keeps what a run does, control step by control step, such as for a data set."""
+"""Records the observation and the command of each control step, for example for a data set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sinew_client.control.listeners.listener import LoopListener
 
 
 class Keep(LoopListener):
-    """Calls a function for every control step that has a command, with what was observed in it.
+    """Calls a function for every control step that has a command, with the observation of that step.
 
     Args:
-        keeper: Gets the observation, the instruction and the command.
+        keeper: Called with the observation, the instruction and the command.
     """
 
     observes = True

@@ -14,12 +14,12 @@ class LoopListener:
 
     Threads:
         The loop calls every hook in its own thread, so a hook must be quick. The order of a control step is
-        :meth:`observed`, :meth:`request`, :meth:`answered`, :meth:`before`, :meth:`command`.
+            :meth:`observed`, :meth:`request`, :meth:`answered`, :meth:`before`, :meth:`command`.
 
     Attributes:
         observes: True if the robot has to be observed in every control step.
-        refines: True if it changes the rows of chunks (``Settings.refine``).
-        detail: What keeps the robot from moving at present, for the log; "" for nothing.
+        refines: True if it changes the actions of chunks (``Settings.refine``).
+        detail: Why the robot does not move at present, for the log; "" if it does.
         loop: The loop that it takes part in.
     """
 
@@ -47,11 +47,11 @@ class LoopListener:
         """Take a chunk, float [H, D], that the controller has accepted, and the request that it answers."""
 
     def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
-        """Do what is due before the command of a control step.
+        """Called before the command of a control step.
 
         Args:
             step: The control step.
-            observation: What was observed in it; None if nothing was.
+            observation: The observation of this step; None if there was none.
 
         Raises:
             NoObservation: The observation cannot be used, so the robot holds.
@@ -61,7 +61,7 @@ class LoopListener:
         """Take the command of a control step before the robot gets it. ``loop.reason`` is still that of the last."""
 
     def restarted(self) -> None:
-        """Forget what was observed: the world is another one, such as that of a new episode."""
+        """Forget earlier observations, because a new episode has begun or the robot was moved."""
 
     def report(self) -> dict[str, Any]:
         """Return fields of the run's report (:class:`~sinew_client.control.report.Cadence`)."""

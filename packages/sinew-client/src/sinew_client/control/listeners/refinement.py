@@ -1,4 +1,6 @@
-"""An edge adapter beside a controller: which observation a chunk answers, and its rows in every control step."""
+"""Runs an edge adapter in a loop: it finds the observation of each chunk, and refines the chunk in every control
+step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Refinement(LoopListener):
         self._chunk: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None
 
     def request(self, step: int, fields: dict[str, Any]) -> None:
-        """Remember what the request that goes out now has seen."""
+        """Remember the observation of the request that is sent now."""
         self._asked = self._seen(self.loop.observer.observation)
 
     def answered(self, answer: Any, request: ChunkRequest) -> None:

@@ -1,4 +1,4 @@
-"""A policy that only says what it would do while somebody else drives, and how near that is to what was done."""
+"""Shadow mode: a policy plans without driving, and its actions are compared with those of the driver."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ KEPT = 100_000  # control steps of an agreement
 
 
 class Onlooker:
-    """A robot that somebody else drives: it is looked at and never commanded. It is its own leader.
+    """A robot with another driver: it is observed and never commanded. It is its own leader.
 
-    What was done is the ``action`` of its observations, float [D], else where its state is, of actions that are places.
+    The driver's command is the ``action`` of its observations, float [D]. Without it, the state counts, for actions
+    that are positions.
     """
 
     def __init__(self, robot: Robot, motion: Motion, dim: int):
@@ -45,20 +46,23 @@ class Onlooker:
         return self._did
 
     def act(self, row: np.ndarray) -> None:
-        """Do nothing: somebody else drives."""
+        """Do nothing: another driver commands the robot."""
 
     def hold(self) -> None:
-        """Do nothing: somebody else drives."""
+        """Do nothing: another driver commands the robot."""
 
     def close(self) -> None:
-        """Close the robot, where it can be."""
+        """Close the robot, if it has a method for it."""
         if (close := facts_of(self.robot).close) is not None:
             close()
 
 
 class ShadowAgreement(LoopListener):
-    """How near what a policy would have done is to what was done: control step by control step, as its rows would have
-    been executed, and row by row of its chunks, each against the step that it is for, however late the chunk came."""
+    """Compares a policy's actions with the driver's.
+
+    It compares them control step by control step, as the actions would have been executed. It also compares each
+    action of a chunk with the step that it is for, however late the chunk came.
+    """
 
     def __init__(self, names: tuple[str, ...] = ()):
         self._names = names
@@ -66,7 +70,7 @@ class ShadowAgreement(LoopListener):
         self._did: dict[int, np.ndarray] = {}  # control step -> what was sent
         self._said: list[tuple[np.ndarray, np.ndarray]] = []  # steps [H] of a chunk, and its rows [H, D]
         self._rows = 0  # number of actions in all stored chunks
-        self.missing = 0  # control steps in which the policy had no row
+        self.missing = 0  # control steps without an action of the policy
 
     def attach(self, loop: Any) -> None:
         super().attach(loop)
@@ -93,7 +97,7 @@ class ShadowAgreement(LoopListener):
             self._said.append((frame + np.round((np.arange(len(rows)) + 1) / speed).astype(int) - 1, rows))
 
     def add(self, step: int, wanted: np.ndarray | None, did: np.ndarray) -> None:
-        """Note one control step: what the policy would have sent, and what was sent, float32 [D]."""
+        """Add one control step: the policy's command and the driver's, float32 [D]."""
         if len(self._did) < KEPT:
             self._did[step] = did
         if wanted is None:
@@ -102,10 +106,13 @@ class ShadowAgreement(LoopListener):
             self._pairs.append((wanted, did))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return, for each number, the median, p95 and largest difference, and ``explained``: the share of the
-        variance of what was done that the policy explains, 1 - mean squared difference / variance; None where it did
-        not vary. ``rows`` has how often each row of a chunk could be compared, and each number's median and p95 of
-        them."""
+        """Return the comparison, for each number of a command.
+
+        Returns:
+            Per number: the median, p95 and largest difference, and ``explained``, the share of the driver's variance
+                that the policy explains: 1 - mean squared difference / variance; None without variance. ``rows``: for
+                each action of a chunk, how often it was compared, and the median and p95 difference of each number.
+        """
         if not self._pairs:
             return {"steps": 0, "missing": self.missing, "numbers": {}, "rows": {}}
         wanted, did = (np.array(rows, np.float64) for rows in zip(*self._pairs))
@@ -122,7 +129,7 @@ class ShadowAgreement(LoopListener):
         return {"steps": len(did), "missing": self.missing, "numbers": numbers, "rows": self._by_row()}
 
     def _by_row(self) -> dict[str, Any]:
-        """Return the differences of each row of a chunk from what was done in its step."""
+        """Return the differences of each action of a chunk from the driver's command in its step."""
         differences: dict[int, list[np.ndarray]] = {}
         for steps, rows in self._said:
             for index, step in enumerate(steps):
