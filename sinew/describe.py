@@ -56,7 +56,10 @@ class DescribedPolicy(PolicyParts):
         return self.start.threads_reason
 
     def describe(self) -> dict[str, Any]:
-        """Return what runs the policy and why, ready for JSON: for metadata, reports and ``sinew doctor``."""
+        """Return the engine, device and precision with the reasons for their choice, ready for JSON.
+
+        Metadata, reports and ``sinew doctor`` show it.
+        """
         return {
             "identity": self.identity,
             "engine": self.choice.engine,
@@ -78,11 +81,11 @@ class DescribedPolicy(PolicyParts):
         }
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a server with default settings states about this policy.
+        """Return the metadata of a server with default settings.
 
         Returns:
-            ``policy``: what it reads and writes, with the limits of its actions. ``server``: what computes it
-            (:meth:`describe`).
+            ``policy``: inputs and outputs, with the limits of the actions. ``server``: engine and precision
+                (:meth:`describe`).
         """
         from sinew.processing.safety import Safety
 
@@ -91,13 +94,13 @@ class DescribedPolicy(PolicyParts):
         return {"policy": described, "server": self.describe()}
 
     def warnings(self, member: Prepared) -> tuple[str, ...]:
-        """Return what the answer to an observation is computed without, in sentences."""
+        """Return a sentence for each input that an observation lacks."""
         spec, names = self.spec, ", ".join(member.missing)
         count = spec.history - member.unsent
         sentences = [f"no frame for {names}: the policy ran without"] if names else []
         if member.unsent and spec.history_padding == "repeat":
             sentences.append(
-                f"earlier: the policy reads {spec.history} moments and got {count}; the oldest stands for the rest"
+                f"earlier: the policy reads {spec.history} observation steps and got {count}; the oldest is repeated"
             )
         elif member.unsent and count == 1:
             sentences.append(

@@ -1,6 +1,6 @@
-"""What a policy takes of a machine's memory: one that is to be loaded, and one that is.
+"""The memory that a policy needs, before and after it is loaded.
 
-The package sinew-perf counts activations. Without it only the weights are counted, and messages say so.
+The package sinew-perf counts activations. Without it only the weights are counted, and messages state that.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def memory_need(
 
 
 def loaded_memory(policy: Policy) -> tuple[int, str]:
-    """Return the bytes that a loaded policy needs beside the running program, and what they are: of an engine under
-    PyTorch what `sinew perf fit` counts, else its weights."""
+    """Return the bytes of a loaded policy, and what they contain: under PyTorch the estimate of `sinew perf fit`,
+    else the weights.
+    """
     if not installed("torch") or policy.engine.model is None or policy.facts.one_graph:
         return policy.facts.weights_nbytes, "weights alone"
     if (estimates := providers.provider(GROUP)) is None:

@@ -464,7 +464,7 @@ class Policy(DescribedPolicy, OpenPolicy):
         return Observation(grey, state, prompt="pick up the cube", seed=0, earlier=earlier)
 
     def _release(self) -> None:
-        """Let go of engine and weights, after the inference that runs."""
+        """Release engine and weights, after the present inference."""
         with self.lock:
             self.opened = None
 

@@ -1,10 +1,10 @@
-"""A LoRA adapter as a file of its own: a bundle without its base's weights, which says whose it is.
+"""A LoRA adapter as a file of its own: a bundle without its base's weights, with the hash of its base.
 
     y = x W^T + (x A^T) B^T        MODULE.lora_a: float32 [r, inputs], MODULE.lora_b: float32 [outputs, r], scaled
 
-in the names of the base's bundle (Hu et al. 2021, "LoRA"). Weights that were trained as a whole stand under their own
-names, in the place of the base's. Configuration and processing, statistics among it, are the adapter's own and all
-there; the tokenizer is the base's, of which it has the hash. ``sinew convert --no-merge`` writes such files. The
+The names are those of the base's bundle (Hu et al. 2021, "LoRA"). Weights that were trained as a whole have their own
+names and replace the base's. Configuration, processing and statistics are the adapter's own and complete. The
+tokenizer is the base's, and the adapter has its hash. ``sinew convert --no-merge`` writes such files. The name
 endings are those of llama.cpp's adapters.
 """
 
@@ -31,7 +31,7 @@ _STATED = ("control_hz", "n_action_steps", "temporal_ensemble", "embodiment", "m
 
 
 def weights_hash(hashes: Mapping[str, str]) -> str:
-    """Return what identifies the weights of a bundle: the SHA-256 of its tensors' names and their hashes."""
+    """Return the identity of a bundle's weights: the SHA-256 of its tensors' names and hashes."""
     return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
 
 
@@ -92,7 +92,9 @@ def fitted(adapter: Bundle, base: Manifest) -> Manifest:
 
 
 def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
-    """Return what a robot of the base takes for granted that is another with the adapter; "" if nothing is."""
+    """Return the first difference between adapter and base that would break a robot of the base; "" if there
+    is none.
+    """
     for each in fields(PolicySpec):
         got, expected = getattr(adapter, each.name), getattr(base, each.name)
         if each.name in _OWN or (each.name in _STATED and not (got and expected)):
@@ -108,11 +110,11 @@ def other_form(adapter: PolicySpec, base: PolicySpec) -> str:
 
 
 def unknown(name: object, known: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what was expected of a request's adapter, and what came."""
+    """Return the expected and the actual value for an error about a request's adapter."""
     if not isinstance(name, str):
         return "a text", type(name).__name__
     if not known:
-        return "none: this policy was opened without adapters", repr(name[:MAX_NAME])
+        return "no adapter, as this policy was opened without any", repr(name[:MAX_NAME])
     hint = did_you_mean(name[:MAX_NAME], known)
     return f"one of {', '.join(known)}, or none for the base", f"{name[:MAX_NAME]!r}{hint}"
 

@@ -1,7 +1,6 @@
-"""SHA-256 of files, remembered: hashing gigabytes takes seconds.
+"""SHA-256 of files, with a cache: hashing gigabytes takes seconds.
 
-Digests are remembered by what the file system says of a file, as git's index does: a file whose size, inode and times
-are those of the last look is not read again.
+A file is not read again if its size, inode and times are unchanged, as in git's index.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def words(bundle: Bundle) -> dict[str, str]:
-    """Return what there is to know about a bundle, a sentence each, by what it is about."""
+    """Return the facts about a bundle for people: topic -> a sentence."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
     recipe, source = manifest.processing, manifest.provenance
     image, prompt = recipe.image, recipe.prompt
@@ -97,7 +97,7 @@ def _tokenizer(text: str) -> dict[str, Any]:
 
 
 def _lm_head(bundle: Bundle) -> str:
-    """Return whether the bundle can say a text, and what that takes of the file."""
+    """Return how the bundle stores its language head, and its size in the file."""
     kept = bundle.manifest.config.get("lm_head", "")
     if kept == "tied":
         return "the token table once more, no bytes of its own"
@@ -108,7 +108,7 @@ def _lm_head(bundle: Bundle) -> str:
 
 
 def _text(text: TextRecipe | None) -> str:
-    """Return what a language head is asked with."""
+    """Return the prompts of the language head, for people."""
     from sinew.steps.prompt.base import template
 
     if text is None:
@@ -166,5 +166,5 @@ def _success(found: Quantization) -> str:
 
 
 def _form(part: VectorPart) -> str:
-    """Return how the model has a part of a vector."""
+    """Return how the model represents a part of a vector."""
     return "rotation" if part.rotation else "sin_cos" if part.sin_cos else part.normalization.mode

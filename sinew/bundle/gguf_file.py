@@ -63,11 +63,11 @@ class TensorInfo:
 
 
 class InUse:
-    """A file that has to stay as it is while somebody reads its memory map.
+    """A file that must not change while its memory map is read.
 
-    It is told by the open file, not by its name: renaming, deleting or replacing by rename leaves the bytes that
-    are mapped alone, and so does touching another file under the old name. Writing into it changes what is mapped,
-    and truncating it makes reading a fault that ends the process.
+    It is identified by the open file, not by its name. Renaming, deleting, replacing by rename, or touching another
+    file with the old name leaves the mapped bytes alone. Writing into it changes the mapped bytes, and truncating it
+    makes reading a fault that ends the process.
     """
 
     def __init__(self, path: Path | str, file: BinaryIO):
@@ -96,7 +96,7 @@ class InUse:
 
 
 def watch(path: Path) -> InUse:
-    """Return what notices changes of a file from now on."""
+    """Return an object that detects changes of a file from now on."""
     with open_regular(path) as file:
         return InUse(path, file)
 

@@ -1,4 +1,4 @@
-"""Types of low-bit weights: what a bundle stores them as, and how float32 weights become them.
+"""Formats of low-bit weights in a bundle, and their conversion from float32.
 
 | name | tensor of the bundle | scale |
 |---|---|---|
@@ -6,9 +6,9 @@
 | ``int8`` | I8, [channels, k] | ``X.scale``, float32 [channels], for ``X.weight`` |
 | ``ternary`` | I32, [channels, ceil(k / 64) * 4]: 16 weights in each word | ``X.scale``, float32 [1] or [channels] |
 
-Ternary weights have a layout of their own because GGUF's (TQ2_0) wants rows of 256 and keeps scales in float16, which
-BitNet's float32 scale of a whole matrix does not survive. Rows are padded to 64 weights of 2 bits; byte j of 16 holds
-the weights j, 16 + j, 32 + j and 48 + j, each plus one, lowest bits first.
+Ternary weights have their own layout, because GGUF's TQ2_0 needs rows of 256 and keeps scales in float16. BitNet has
+one float32 scale for a whole matrix, which float16 would change. Rows are padded to 64 weights of 2 bits. Byte j of
+16 holds the weights j, 16 + j, 32 + j and 48 + j, each plus one, lowest bits first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize as gguf_quantize
 
-LARGEST = 127  # of int8 weights: symmetric
+LARGEST = 127  # largest int8 weight; the range is symmetric
 SCALE = ".scale"  # ends the name of a tensor of scales, where the weight's ends with WEIGHT
 WEIGHT = ".weight"
 

@@ -64,7 +64,7 @@ class Bundle:
         return sum(info.nbytes for info in self.infos.values())
 
     def parameters(self, info: TensorInfo) -> int:
-        """Return how many weights a tensor holds: of ternary ones 16 in each element, of scales none."""
+        """Return the number of weights in a tensor: 16 in each element of ternary tensors, 0 for scales."""
         module, _, part = info.name.rpartition(".")
         if module not in self.lowbit:
             return math.prod(info.shape)
@@ -99,11 +99,14 @@ class Bundle:
         return found
 
     def tensor(self, name: str, whole: torch.Tensor | None = None) -> torch.Tensor:
-        """Zero-copy tensor over the memory map (private: writes to it never reach the file).
+        """Return a zero-copy tensor over the memory map (private: writes never reach the file).
 
-        Weights in a low-bit format come as their bytes, uint8 [channels, bytes of a row].
+        Weights in a low-bit format are returned as bytes, uint8 [channels, bytes of a row].
 
-        ``whole`` stands for the file's bytes instead: a tensor without memory, to reason about layouts.
+        Args:
+            name: Name of the tensor.
+            whole: A tensor in place of the file's bytes, such as one on the meta device, to compute layouts without
+                memory.
         """
         import torch
 
@@ -145,8 +148,10 @@ class Bundle:
         return released
 
     def copied(self, tensor: torch.Tensor) -> int:
-        """Let the kernel take back the pages of one tensor that was copied out of the map, before all are there twice;
-        returns their bytes, 0 for a tensor that lies elsewhere."""
+        """Release the pages of a tensor that was copied out of the map, so that memory does not hold both copies.
+
+        Return the number of released bytes; 0 for a tensor outside the map.
+        """
         begin = tensor.data_ptr() - self._bytes.data_ptr()
         return self._release(begin, begin + tensor.nbytes) if 0 <= begin < len(self._bytes) else 0
 
@@ -158,7 +163,7 @@ class Bundle:
         return last - first
 
     def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """All of them. On the meta device they lie in one storage as they do in the file."""
+        """Return all tensors. On the meta device they share one storage with the layout of the file."""
         import torch
 
         meta = torch.device(device).type == "meta"
@@ -200,7 +205,7 @@ def read_hashes(file: GGUFFile) -> dict[str, str] | None:
 
 
 def header_hash(header: Any, place: int) -> str:
-    """Return the SHA-256 of a header whose own hash stands at ``place``."""
+    """Return the SHA-256 of a header whose own hash is at ``place`` and counts as zeros."""
     digest = hashlib.sha256(header[:place])
     digest.update(BLANK.encode())
     digest.update(header[place + len(BLANK) :])

@@ -45,8 +45,10 @@ def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
 
 
 def renames_for(wanted: Sequence[str], shown: Sequence[str]) -> str:
-    """Return the flags that give the cameras of a policy which are not shown the names of those that it does not know,
-    in their order: an example, as only its user knows which is which. "" where there is nothing to rename."""
+    """Return example flags that map unknown cameras to the policy's missing ones, in their order; "" without any.
+
+    It is an example, because only the user knows which camera is which.
+    """
     free = [name for name in wanted if name not in shown]
     spare = [name for name in shown if name not in wanted]
     return " ".join(f"--rename {new}={name}" for name, new in zip(free, spare, strict=False))

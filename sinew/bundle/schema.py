@@ -1,8 +1,8 @@
-"""Describe what a bundle says about itself, how GGUF metadata carries it, and what its records have to say together.
+"""The records of a bundle, their form in GGUF metadata, and the rules that they must satisfy together.
 
-Structured records are JSON strings under ``sinew.*`` keys: any GGUF tool can show them, and one decoder
-checks types and refuses unknown fields. The tokenizer is the whole ``tokenizer.json`` under the key that
-the ggml world already uses for it.
+Structured records are JSON strings under ``sinew.*`` keys: any GGUF tool can show them, and one decoder checks types
+and rejects unknown fields. The tokenizer is the whole ``tokenizer.json`` under the key that other GGUF tools use for
+it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ KEY_NAME = "general.name"
 KEY_VERSION = "sinew.format_version"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
 # Hashes of the bundle itself (``reader.py``)
-KEY_HEADER = "sinew.header_sha256"  # of the file up to the data, with this value itself as zeros
+KEY_HEADER = "sinew.header_sha256"  # SHA-256 of the file up to the data, with this value as zeros
 KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name -> hash of the tensor's bytes
 
-# Of all views that the model reads, or of all frames that cameras are said to give, times 4
+# Bound of the pixels of all views that the model reads, and of all camera frames times 4
 MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
 # What each mode of normalisation needs, by its name in ``stats``.
@@ -93,7 +93,7 @@ class Normalization:
 
     @property
     def zero_where_flat(self) -> bool:
-        """Return whether a value without a range is read as zero, whatever it is."""
+        """True if a value without a range in training is always read as zero."""
         return self.convention == "gr00t"
 
 
@@ -132,7 +132,7 @@ class Processing:
     action_steps: tuple[VectorStep, ...] = ()  # after the actions are un-normalised
     state_parts: tuple[VectorPart, ...] = ()  # in place of ``state``, where parts are normalised differently
     action_parts: tuple[VectorPart, ...] = ()  # in place of ``action``
-    first_row: int = 0  # of a solution: that of the newest moment, with which the chunk begins
+    first_row: int = 0  # row of a solution with which the chunk begins: the one of the newest observation
     compat: str = ""  # upstream version whose behaviour is followed where versions disagree
 
 
@@ -167,8 +167,13 @@ class Success:
 
 @dataclass(frozen=True)
 class Validated:
-    """Hold what ``sinew quantize`` saw before it rounded anything: ``engine`` against eager float32 over
-    ``observations`` observations; error: the worst relative L2 of the actions."""
+    """The check of ``sinew quantize`` before rounding: ``engine`` compared with eager float32.
+
+    Attributes:
+        engine: Name of the engine.
+        observations: Number of observations.
+        error: Largest relative L2 error of the actions.
+    """
 
     engine: str
     observations: int
@@ -217,7 +222,7 @@ Colour = Annotated[float, Must("a number from 0 to 255", lambda value: 0 <= valu
 
 
 def cells(text: str) -> bytes:
-    """Return the bytes of a thumbnail. Raises ValueError for what is none."""
+    """Return the bytes of a thumbnail. Raises ValueError for an invalid text."""
     if len(text) > 2 * CELLS:
         raise ValueError(f"{len(text)} characters")
     try:
@@ -276,7 +281,7 @@ class SeenState:
     high: tuple[Finite, ...]
 
     def problems(self) -> Iterator[str]:
-        """Yield where a range is upside down."""
+        """Yield an error if a range has low above high."""
         if any(low > high for low, high in zip(self.low, self.high, strict=False)):
             yield "low: expected at most high, got more"
 
@@ -325,7 +330,7 @@ class Manifest:
     tokenizer: str  # the whole tokenizer.json
     precision: dict[str, str] = field(default_factory=dict)  # component -> storage type, e.g. "BF16"
     quantization: Quantization | None = None
-    seen: Seen | None = None  # None where nobody gathered it
+    seen: Seen | None = None  # record of the training data; None if it was not gathered
     base: AdapterBase | None = None
 
     def to_metadata(self) -> dict[str, str | int]:
@@ -387,7 +392,7 @@ class Manifest:
         self.check_agreement()
 
     def check_agreement(self) -> None:
-        """Raise :class:`BundleError` where the records, each right in itself, do not say the same."""
+        """Raise :class:`BundleError` if records contradict each other."""
         for problem in problems(self):
             raise BundleError(f"sinew.{problem}")
 
@@ -416,7 +421,7 @@ def _text(metadata: Mapping[str, Any], key: str) -> str:
 
 
 def problems(manifest: Manifest) -> Iterator[str]:
-    """Yield what the records of a manifest, each right in itself, do not say together."""
+    """Yield the contradictions between the records of a manifest."""
     spec, processing = manifest.spec, manifest.processing
     if len(manifest.name) > MAX_NAME or not manifest.name.isprintable():
         yield f"name: expected at most {MAX_NAME} printable characters, got {shown(manifest.name)}"
@@ -518,7 +523,7 @@ def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[s
 
 
 def seen_problems(seen: Seen, spec: PolicySpec) -> Iterator[str]:
-    """Yield what a record says of cameras and a state that are not those of the policy."""
+    """Yield the entries of the training record that do not belong to the policy's cameras and state."""
     known = ", ".join(camera.name for camera in spec.cameras)
     if set(seen.cameras) - {camera.name for camera in spec.cameras}:
         yield f"seen.cameras: a name is not in spec.cameras ({known})"
@@ -541,7 +546,7 @@ def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization,
 
 
 def statistics_problems(recipe: Normalization) -> Iterator[str]:
-    """Yield what is wrong with the statistics that a normalisation reads: std >= 0, low <= high."""
+    """Yield the errors in the statistics of a normalisation: std must be at least 0, low at most high."""
     dims = max(map(len, recipe.stats.values()), default=0) // max(recipe.rows, 1)
     if not all(0 <= dim < dims for dim in recipe.snap):
         yield f"snap: expected dimensions below {dims}, got {', '.join(map(str, recipe.snap))}"
@@ -558,7 +563,7 @@ def statistics_problems(recipe: Normalization) -> Iterator[str]:
 
 
 def _moves(spec: PolicySpec) -> bool:
-    """Return whether a robot can follow what a spec says of its actions."""
+    """Return True if a robot can follow the actions of a specification."""
     motion = spec.motion
     if motion is None:
         return True

@@ -15,7 +15,7 @@ import numpy as np
 from sinew.bundle.schema import PAIRS, Normalization, Processing, normalizations
 from sinew.core import PolicySpec
 
-MAX_UNITS = 1e9  # of a state or an action, in whatever unit: encoders and micrometres stay below
+MAX_UNITS = 1e9  # largest plausible state or action; encoder counts and micrometres stay below
 # A value whose range magnifies it a thousandfold turns a sensor's noise of 0.001 (rad, m) into one model unit, half of
 # the width of all training data.
 MAGNIFIED = 1000.0
@@ -45,7 +45,7 @@ def notes(spec: PolicySpec, processing: Processing) -> list[str]:
 
 
 def impossible(stats: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the statistics of one feature in a file, whichever of them are read."""
+    """Return the contradictions in a feature's statistics, including those that this policy does not read."""
     values = {name: np.ravel(np.asarray(each, np.float64)) for name, each in stats.items()}
     low, high = values.get("min"), values.get("max")
     if low is None or high is None or low.shape != high.shape:
@@ -143,8 +143,11 @@ def _enormous(where: str, recipe: Normalization, what: str) -> Iterator[str]:
 
 
 def _of_another_motion(spec: PolicySpec, processing: Processing) -> Iterator[str]:
-    """Relative actions are the difference to the state, so zero is in their range, and it is not that of the state.
-    Half of the values have to say otherwise: a single one may be a task that goes in one direction."""
+    """Yield an error if the statistics of the actions do not fit their motion.
+
+    Relative actions are differences to the state, so their range contains zero and differs from the state's. At least
+    half of the values must contradict this: a single value may belong to a task that moves in one direction.
+    """
     action, state = _vector(processing, "action"), _vector(processing, "state")
     pairs = {
         d: r
@@ -178,8 +181,10 @@ def _of_another_motion(spec: PolicySpec, processing: Processing) -> Iterator[str
 
 
 def _vector(processing: Processing, what: str) -> dict[int, tuple[float, float]]:
-    """Return the range of each value of "state" or "action" whose ends are known; a deviation counts twice, as nearly
-    all values lie within two of them."""
+    """Return the range of each value of "state" or "action" with known ends.
+
+    A standard deviation counts twice, because nearly all values lie within two of them.
+    """
     parts = getattr(processing, f"{what}_parts") or ()
     recipes = [(part.normalization, part.dim) for part in parts] or [(getattr(processing, what), 0)]
     found, start = {}, 0

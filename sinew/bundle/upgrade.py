@@ -1,6 +1,6 @@
-"""Bundles of older formats, brought up to the present one while their header is read. Tensors never change.
+"""Upgrade bundles of older formats while their header is read. Tensors never change.
 
-What a format does not know stays as it is, so that the decoder refuses it by name.
+Fields that a format does not define are left unchanged, so that the decoder rejects them by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from sinew.core import BundleError
 
-NEWS = {  # format -> what it has that the one before it had otherwise
+NEWS = {  # format -> the change that it introduced
     2: "a decoder's norm and activation by name, not by a family",
     3: "frames, prompts and vectors as lists of steps, each with the fields of its kind",
 }
@@ -51,7 +51,7 @@ VECTOR_STEPS = {
     "threshold": ("dims", "offset", "below", "above"),
 }
 VECTOR_DEFAULTS: dict[str, Any] = {
-    "dims": None,  # it had none
+    "dims": None,  # older formats have no such field
     "scale": 1.0,
     "offset": 0.0,
     "arm": 0.0,

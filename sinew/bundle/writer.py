@@ -1,9 +1,9 @@
-"""Writing a bundle in one pass with constant memory.
+"""Write a bundle in one pass with constant memory.
 
-The header comes from the ``gguf`` package; tensor bytes are copied from the source file to their aligned
-place without ever becoming arrays. Source files are hashed beside the copy, so the manifest's hashes are
-known only at the end: the header is written twice, the second time over the first, and has the same
-length because a SHA-256 always has. The hashes of the tensors, and of the header itself, come in the same way.
+The header comes from the ``gguf`` package. Tensor bytes are copied from the source file to their aligned place
+without becoming arrays. Source files are hashed during the copy, so the manifest's hashes are known only at the end.
+The header is therefore written twice, the second time over the first. It has the same length, because a SHA-256 has a
+fixed length. The hashes of the tensors and of the header itself are written in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Progress = Callable[[int], None]  # called with the number of bytes just written
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Tensor bytes that lie in a source file, already in the layout the bundle wants."""
+    """Bytes of a tensor in a source file, in the layout of the bundle."""
 
     path: Path
     offset: int
@@ -107,7 +107,7 @@ def write_bundle(
     if path.exists() and not path.is_file():
         raise BundleError(f"{path}: expected a regular file or none, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A directory of our own: nobody can have planted a link under a name in it.
+    # A new directory of this process, so that no other user can have placed a link in it.
     with scratch.beside(path) as folder:
         partial = folder / "bundle.gguf"
         hashes = {tensor.name: BLANK for tensor in tensors}
@@ -130,7 +130,9 @@ def write_bundle(
         header = bytearray(final.read_bytes())  # own file: written by this process
         text = BLANK.encode()
         pair = KEY_HEADER.encode() + struct.pack("<IQ", GGUFValueType.STRING, len(text)) + text
-        place = header.index(pair) + len(pair) - len(text)  # of its own hash: behind its key, type and length
+        place = (
+            header.index(pair) + len(pair) - len(text)
+        )  # place of its own hash, after the key, type and length
         header[place : place + len(BLANK)] = header_hash(header, place).encode()
         with open(partial, "r+b") as out:  # own file: written by this process
             out.write(header)

@@ -1,11 +1,11 @@
-"""LoRA adapters as PEFT writes them, merged into the weights of their base when a bundle is written.
+"""LoRA adapters of PEFT, merged into the weights of their base when a bundle is written.
 
-    W + scale * B @ A,   scale = lora_alpha / r, or lora_alpha / sqrt(r) where ``use_rslora`` says so
+    W + scale * B @ A,   scale = lora_alpha / r, or lora_alpha / sqrt(r) with ``use_rslora``
 
-A [r, inputs] and B [outputs, r] beside W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the root).
-The sum is one of float32, rounded to what the base stores. What adapters have beside factors, whole weights of
-``modules_to_save`` and biases, takes the place of the base's. Names and fields: PEFT 0.18. Each weight that is changed
-remembers how (:class:`Changed`), so that an adapter can be written apart from its base (``unmerged.py``).
+A [r, inputs] and B [outputs, r] belong to W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the
+root). The sum is computed in float32 and rounded to the base's type. Whole weights of ``modules_to_save`` and biases
+replace the base's. Names and fields are those of PEFT 0.18. Each changed weight records its change
+(:class:`Changed`), so that an adapter can be written without its base (``unmerged.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sinew.convert.tensors import computed, read_array, rounded
 from sinew.core import ConvertError
 
 PREFIX = "base_model.model."
-# Fields that say how to train, or for which modules, which the names of the weights say too. Any other has to be empty.
+# Fields of training, and lists of modules that the names of the weights repeat. All other fields must be empty.
 UNREAD = (
     "alpha_pattern base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules"
     " inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout"
@@ -90,7 +90,9 @@ def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, Ten
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Return what an adapter says of itself. Raises :class:`ConvertError` for what is no LoRA, or a variant of it."""
+    """Read the configuration of a LoRA adapter. Raises :class:`ConvertError` for other adapters and unsupported
+    variants.
+    """
     config = read_json(file)
     if config.get("peft_type") != "LORA":
         raise ConvertError(
@@ -133,7 +135,7 @@ def _factors(
 
 
 def _is_new(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether a weight is of a module that the adapter says it saves whole."""
+    """Return True if a weight belongs to a module that the adapter saves as a whole."""
     saved = config.get("modules_to_save")
     module = name.rpartition(".")[0]
     return isinstance(saved, list) and any(
@@ -162,8 +164,10 @@ def _scale(file: Path, config: Mapping[str, Any], module: str, rank: int) -> flo
 
 
 def _of_module(file: Path, config: Mapping[str, Any], pattern: str, module: str, usual: Any) -> Any:
-    """Return what a table of patterns says of a module: its name, or the end of it. Other expressions are refused: they
-    come from a file, and may take for ever."""
+    """Return the entry for a module in a table of patterns: its name, or the end of its name.
+
+    Other regular expressions are rejected, because they come from a file and may take unlimited time.
+    """
     table = config.get(pattern) or {}
     if not isinstance(table, dict):
         raise ConvertError(f"{file}: {pattern}: expected a table, got {json.dumps(table)[:80]}")

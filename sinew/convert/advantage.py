@@ -1,4 +1,6 @@
-"""Advantages in the prompt of a checkpoint that was trained with them (RECAP): no file says so, the user does."""
+"""Advantages in the prompt of a checkpoint that was trained with them (RECAP). The user sets them, as no file has
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ SETTINGS = {
 
 
 def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversion:
-    """Return the conversion with the step that ``--set advantage=...`` and the settings beside it ask for.
+    """Return the conversion with the prompt step that ``--set advantage=...`` and the related settings request.
 
     Raises :class:`ConvertError` for words without a place for the name, for settings without advantages, and for a
-    policy whose prompt holds no instruction.
+    policy whose prompt has no instruction.
     """
     given: dict[str, Any] = {name: options.settings[name] for name in SETTINGS if name in options.settings}
     if not given:

@@ -1,7 +1,7 @@
-"""A chat template (Jinja) of a processor, run once at conversion: the bundle keeps the text that it makes.
+"""A processor's chat template (Jinja), run once during the conversion. The bundle stores its result.
 
-A policy's conversation never changes but for the instruction, so the template is rendered around a mark that stands
-for it. Templates come from strangers: the sandbox that transformers uses for them runs this one, too.
+Only the instruction changes in a policy's conversation, so the template is rendered with a placeholder for it.
+Templates are untrusted, so they run in the sandbox that transformers uses too.
 """
 
 from __future__ import annotations

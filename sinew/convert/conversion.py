@@ -27,9 +27,15 @@ from sinew.models.base import Model
 
 @dataclass(frozen=True)
 class Conversion:
-    """What will be written. ``tensors``: by name, which ``rename`` turns into the bundle's; the sources in it keep
-    the names that the user knows, for messages. dead: prefixes of names that inference never reads. sources: files
-    whose hashes go into the provenance. widths_assumed: the checkpoint leaves widths out, and --arch gave none."""
+    """A checkpoint that has been read, ready to be written as a bundle.
+
+    Attributes:
+        tensors: Name -> source. ``rename`` maps the names to the bundle's. The sources keep the checkpoint's names,
+            for messages.
+        dead: Prefixes of names that inference never reads.
+        sources: Files whose hashes go into the provenance.
+        widths_assumed: True if neither the checkpoint nor --arch states the widths.
+    """
 
     format: str
     config: Any
@@ -146,7 +152,9 @@ class Conversion:
 
 
 def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:
-    """The first call answers at once, with whatever hashes are known; the second waits for all of them."""
+    """Return a manifest function whose first call returns at once with the hashes so far, and whose second waits for
+    all.
+    """
     calls = 0
 
     def call() -> Manifest:
@@ -167,8 +175,10 @@ def _source_file(path: Path, digest: Future[str]) -> SourceFile:
 
 
 def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:
-    """Return what actions are measured from where the processing says it: those that are added to the state here leave
-    as targets in its numbers, and columns beside them (a gripper) were targets from the start."""
+    """Return the motion that the processing implies: actions to which the state is added become absolute targets.
+
+    Columns without that addition, such as a gripper, were targets from the start.
+    """
     steps = processing.action_steps
     same = all(step.reads in ((), step.dims) for step in steps)
     if any(step.reads for step in steps) and same and spec.action.dim == spec.state.dim:

@@ -52,12 +52,20 @@ def lm_head(
     dead: tuple[str, ...],
     tied: bool,
 ) -> LMHead:
-    """Return what ``--set lm_head=true`` keeps of a checkpoint, and nothing without it.
+    """Return the parts of a checkpoint that ``--set lm_head=true`` keeps; none without it.
 
-    head, table: names of the head's matrix and of the token table, which are one where their bytes are. tied: a
-    checkpoint without a head has its table in that place. end: the token that ends a text where
-    tokenizer_config.json names no eos_token. dead: prefixes that are left out without a head. Raises
-    :class:`ConvertError` for a checkpoint without a head.
+    Args:
+        options: The user's options.
+        tensors: The checkpoint's tensors.
+        head: Name of the head's matrix.
+        table: Name of the token table. Head and table are stored once if their bytes are equal.
+        tokenizer: The tokenizer.
+        end: Token that ends a text if tokenizer_config.json names no eos_token.
+        dead: Prefixes that are left out without a head.
+        tied: True if a checkpoint without a head uses its token table.
+
+    Raises:
+        ConvertError: The checkpoint has no head.
     """
     if not options.setting("lm_head", False):
         for name in PROMPT_SETTINGS:
@@ -94,9 +102,15 @@ def text_recipe(
     action: str = "",
     question: str = "",
 ) -> TextRecipe | None:
-    """Return what a head that is kept is asked with: what ``--set`` says, else the family's sentences; "": none.
+    """Return the prompts of a kept language head: from ``--set``, else the family's; None if both are "".
 
-    before: steps that change the instruction, of each prompt. state: writes the state at its place.
+    Args:
+        options: The user's options.
+        before: Steps that change the instruction of each prompt.
+        state: Writes the state at its place.
+        subtask: The family's prompt for a subtask.
+        action: The family's text between subtask and actions.
+        question: The family's prompt for a question.
     """
     subtask = options.setting("subtask_prompt", subtask)
     question = options.setting("question_prompt", question)

@@ -1,4 +1,4 @@
-"""A bundle of an older format -> one of the present format: the header anew, every tensor byte for byte."""
+"""Rewrite a bundle of an older format in the present one: with a new header, and every tensor byte for byte."""
 
 from __future__ import annotations
 

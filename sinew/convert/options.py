@@ -78,24 +78,24 @@ class Joints:
 
 @dataclass(frozen=True)
 class CheckpointFlags:
-    """What a checkpoint leaves out, as it is typed.
+    """Options for entries that a checkpoint leaves out.
 
     Attributes:
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
         base: directory of the base model, for checkpoints that hold only what was trained on top of it: a LoRA
             adapter of LeRobot's SmolVLA, pi0, pi0.5 or pi0-FAST, which is merged; some of GR00T's.
         tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
-        action_tokenizer: directory of FAST's tokenizer, for policies that say actions in its tokens.
+        action_tokenizer: directory of FAST's tokenizer, for policies that generate actions as its tokens.
         arch: JSON file with the widths behind a named variant, instead of the language model's config.
         stats: a data set's meta/stats.json, for checkpoints without statistics.
-        dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics
-            where the checkpoint has none.
-        compat: whose behaviour to follow where upstream versions disagree.
+        dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics if
+            the checkpoint has none.
+        compat: version to follow where versions of the training project disagree.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid), or a file with one of
             your own (docs/tutorial-openpi.md).
         embodiment: tag of the robot, for checkpoints of several.
-        stats_key: which of several sets of statistics (arm/dataset where there are two levels).
-        control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
+        stats_key: which of several sets of statistics (arm/dataset if there are two levels).
+        control_hz: actions per second at which the chunk should be executed; checkpoints do not state it.
     """
 
     vlm: Path | None = None
@@ -117,13 +117,15 @@ class ConvertOptions(CheckpointFlags):
     """What the user can add to a checkpoint: see ``sinew convert --help``. Empty values were not given."""
 
     cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
-    motion: MotionSpec | None = None  # what actions are measured from; no upstream config says it
+    motion: MotionSpec | None = None  # reference of the actions; no checkpoint states it
     # Of "state" and "action"; no config has units
     vectors: Mapping[str, Joints] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of --set; text until a family has read it
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # values of --set: text, which the family parses
 
     def setting(self, name: str, default: Any) -> Any:
-        """Return what ``--set NAME=VALUE`` gave, else ``default``."""
+        """Return the value of ``--set NAME=VALUE``, else ``default``."""
         return self.settings.get(name, default)
 
     def for_family(
@@ -158,7 +160,7 @@ class ConvertOptions(CheckpointFlags):
         )
 
     def record(self) -> dict[str, str]:
-        """Return what was given, as text for the provenance; of paths the last two names."""
+        """Return the options that were set, as text for the provenance. Paths have their last two names."""
         found: dict[str, str] = {}
         for name in self.given:
             value = getattr(self, name)
@@ -179,7 +181,7 @@ COMPAT = get_args(get_type_hints(CheckpointFlags)["compat"])
 
 
 def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:
-    """Return what ``--motion`` says. Raises :class:`ConvertError`; the numbers are checked with the whole bundle."""
+    """Read ``--motion``. Raises :class:`ConvertError`. The numbers are checked later, with the whole bundle."""
     if given is None:
         return None
     try:
@@ -189,7 +191,7 @@ def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:
 
 
 def parse_vectors(given: Mapping[str, Any] | None) -> dict[str, Joints]:
-    """Return what ``--vectors`` says of state and action. Raises :class:`ConvertError`."""
+    """Read ``--vectors``: state and action. Raises :class:`ConvertError`."""
     found = {}
     for key, values in (given or {}).items():
         if key not in ("state", "action") or not isinstance(values, Mapping):

@@ -9,7 +9,7 @@ from sinew.layers.decoder import DecoderConfig
 
 
 def qwen3(text: JsonRecord, layers: int, width: int) -> DecoderConfig:
-    """Return the first ``layers`` of a Qwen3 language model. width: what the checkpoint says its features have."""
+    """Return the first ``layers`` of a Qwen3 language model. width: Width of the features in the checkpoint."""
     if text["hidden_size"] != width:
         raise ConvertError(
             f"{text.path}: text_config.hidden_size is {text['hidden_size']}, the checkpoint's"

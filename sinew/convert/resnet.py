@@ -14,15 +14,21 @@ from sinew.layers.resnet import folded
 # Places in torchvision's ResNet, as a Sequential of its children counts them.
 CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
 PARTS = {"downsample.0": "shortcut", "downsample.1": "shortcut_norm", "bn1": "norm1", "bn2": "norm2"}
-VALUES = ("weight", "bias", "running_mean", "running_var")  # of a batch norm, in the order of :func:`folded`
+VALUES = (
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+)  # tensors of a batch norm, in the order of :func:`folded`
 
 
 def backbone(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
-    """Return the tensors with those below ``theirs`` below ``ours``: each convolution and the batch norm behind it as
-    one convolution; norms over groups of channels as they are.
+    """Return the tensors with the names below ``theirs`` renamed to ``ours``, and each batch norm folded into its
+    convolution.
 
-    Counts of a batch norm, which say how long it was trained, are left out; what is no part of a ResNet keeps its
-    name. Raises :class:`ConvertError` where a part of a norm is missing.
+    Norms over groups of channels stay as they are. Batch counts of a batch norm are left out, because they concern
+    training only. Tensors outside of the ResNet keep their names. Raises :class:`ConvertError` if a part of a norm is
+    missing.
     """
     out = {name: source for name, source in found.items() if not name.startswith(theirs)}
     own = {name: source for name, source in found.items() if name.startswith(theirs)}
@@ -49,8 +55,11 @@ def before(norm: str) -> str:
 
 
 def module(theirs: str) -> str:
-    """Return our name of a module, empty where it is none of a ResNet: conv1 -> stem; layer1.0.bn1 -> stages.0.0.norm1;
-    layer2.0.downsample.0 -> stages.1.0.shortcut. Children of a Sequential have numbers."""
+    """Return our name of a ResNet's module; "" for any other module.
+
+    For example conv1 -> stem; layer1.0.bn1 -> stages.0.0.norm1; layer2.0.downsample.0 -> stages.1.0.shortcut.
+    Children of a Sequential have numbers.
+    """
     first, _, rest = theirs.partition(".")
     first = CHILDREN.get(first, first)
     if not rest:

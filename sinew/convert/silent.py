@@ -1,6 +1,6 @@
-"""A policy without language: a bundle has a tokenizer and a prompt recipe all the same, and these read nothing.
+"""A policy without language. Its bundle still has a tokenizer and a prompt recipe, whose result is ignored.
 
-Whatever a client says, or does not say, becomes one token, which the model's ``read`` leaves aside.
+Any instruction becomes one token, which the model's ``read`` ignores.
 """
 
 from __future__ import annotations
@@ -16,4 +16,7 @@ TOKENIZER = (
     ' "model": {"type": "WordLevel", "vocab": {"go": 0}, "unk_token": "go"}}'
 )
 PROMPT = PromptRecipe(max_tokens=1, vocab_size=1, pad_token_id=0, steps=(Text(WORD),))
-SPEC: dict[str, Any] = {"max_prompt_tokens": 1, "default_prompt": WORD}  # of a :class:`sinew.core.PolicySpec`
+SPEC: dict[str, Any] = {
+    "max_prompt_tokens": 1,
+    "default_prompt": WORD,
+}  # fields of :class:`sinew.core.PolicySpec`

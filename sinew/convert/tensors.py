@@ -186,10 +186,13 @@ class Rule:
 
 
 def renames(theirs: str, ours: str, modules: str) -> tuple[Rule, ...]:
-    """Return the rules that give modules our names, whatever tensors they have.
+    """Return the rules that rename modules with all their tensors.
 
-    theirs, ours: a pattern of what stands before their names, and the template of what stands before ours. modules: a
-    word for each, ``there=here``, or one name for both; ``{qkv}`` in ours where queries, keys and values are one there.
+    Args:
+        theirs: Pattern of the prefix of their names.
+        ours: Template of the prefix of our names.
+        modules: Words ``theirs=ours``, or one name for both. ``{qkv}`` in ours splits a joint matrix into queries,
+            keys and values.
     """
     rules = []
     for word in modules.split():

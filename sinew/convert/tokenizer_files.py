@@ -28,14 +28,14 @@ PUBLISHERS = ("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A whole ``tokenizer.json`` and the facts beside it that inference needs."""
+    """A whole ``tokenizer.json``, with the further facts that inference needs."""
 
     text: str
     path: Path
     pad_token_id: int | None
     tokenizer: Tokenizer
     eos_token_id: int | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)  # of tokenizer_config.json
+    config: Mapping[str, Any] = field(default_factory=dict)  # content of tokenizer_config.json
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, special tokens in it included."""
@@ -62,8 +62,10 @@ class TokenizerFiles:
 
 
 def find_tokenizer(options: ConvertOptions, *beside: Path, whose: str = "it") -> TokenizerFiles:
-    """Return ``--tokenizer``'s, else that of the first file or folder ``beside`` the checkpoint that has one. whose: it
-    is, for the message where none has."""
+    """Return the tokenizer of ``--tokenizer``, or of the first file or folder ``beside`` the checkpoint that has one.
+
+    whose: The tokenizer's owner, for the error message.
+    """
     candidates = [options.tokenizer] if options.tokenizer else [*beside]
     return load_tokenizer(candidates, f"give {whose} with --tokenizer FILE_OR_DIR")
 
@@ -99,18 +101,19 @@ def _token(value: Any) -> Any:
 
 
 def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: str) -> Path:
-    """Return the directory of a model that a checkpoint names: the typed one, one beside the checkpoint, or the hub's.
+    """Return the directory of a model that a checkpoint names: the typed one, one beside the checkpoint, or the
+    hub's.
 
-    A checkpoint's own configuration is data: it may not name a folder of this machine, and on the hub only models of
+    A checkpoint's own configuration is data. It may not name a folder of this machine, and on the hub only models of
     the organisations that the published policies build on. With the ``[hub]`` extra the files in ``patterns`` are
     downloaded, or taken from the hub's cache.
 
     Args:
         name: as the checkpoint has it.
-        given: what was typed behind ``flag``: a directory, or a name of the hub.
+        given: the value of ``flag``: a directory, or a name of the hub.
         near: the checkpoint.
         flag: for messages.
-        patterns: of names of files, a word each.
+        patterns: patterns of file names, separated by spaces.
 
     Raises:
         ConvertError: there is no such model.
@@ -150,7 +153,9 @@ def given_folder(path: Path, flag: str, patterns: str, revision: str | None = No
 def download(
     name: str, patterns: str, otherwise: str, repo_type: str = "model", revision: str | None = None
 ) -> Path:
-    """Files of a Hugging Face repository; every failure says what to do instead. patterns: of names, a word each."""
+    """Return the files of a Hugging Face repository. Every error has the next step. patterns: of names, separated by
+    spaces.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

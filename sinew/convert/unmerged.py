@@ -41,10 +41,17 @@ class Unmerged(NamedTuple):
 def unmerge(
     tensors: Mapping[str, TensorSource], name: str, tokenizer: str, progress: Progress | None = None
 ) -> Unmerged:
-    """Return what an adapter changes of a conversion's tensors, and the identity of their base.
+    """Return the changes of an adapter in a conversion's tensors, and the identity of their base. It reads the whole
+    base, for its hash.
 
-    name: the base's, for messages. Reads the whole base, for its hash; ``progress`` is called with the number of bytes
-    just read. Raises :class:`ConvertError` where nothing is changed, and for a change that has no such form.
+    Args:
+        tensors: The conversion's tensors.
+        name: Name of the base, for messages.
+        tokenizer: The tokenizer.
+        progress: Called with the number of bytes that were just read.
+
+    Raises:
+        ConvertError: Nothing is changed, or a change cannot be kept separate.
     """
     found: dict[str, TensorSource] = {}
     for each, source in tensors.items():
@@ -99,9 +106,9 @@ def _factors(name: str, source: TensorSource, leaves: list[Changed]) -> tuple[np
 
 
 def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int | None) -> np.ndarray:
-    """Return what becomes of ``values`` in the place of ``leaf``, and of zeros in that of everything else.
+    """Return the result of the conversion's steps with ``values`` in place of ``leaf`` and zeros elsewhere.
 
-    width: of rows, where they are others than the weights' own.
+    width: Width of a row, if it differs from the weights'.
     """
     if source.data is leaf:
         if source.shape != leaf.base.shape:

@@ -21,8 +21,10 @@ TOWER = SIZES | {"image_size": "image_size", "patch_size": "patch_size", "norm_e
 
 
 def decoder(text: Mapping[str, Any] | JsonRecord, **own: Any) -> DecoderConfig:
-    """Return the sizes of a language model. own: fields that ``text`` does not say, or not in this name. Raises what a
-    missing entry raises, and ValueError and TypeError for sizes that describe no model."""
+    """Return the sizes of a language model. own: Fields that ``text`` lacks or names differently.
+
+    Raises the error of a missing entry, and ValueError and TypeError for sizes that describe no model.
+    """
     heads = text["num_attention_heads"]
     usual = {
         "num_kv_heads": text.get("num_key_value_heads") or heads,
@@ -32,7 +34,7 @@ def decoder(text: Mapping[str, Any] | JsonRecord, **own: Any) -> DecoderConfig:
 
 
 def tower(vision: Mapping[str, Any] | JsonRecord, **own: Any) -> ViTConfig:
-    """Return the sizes of a vision tower; own and errors as of :func:`decoder`."""
+    """Return the sizes of a vision tower. own and errors: as for :func:`decoder`."""
     return ViTConfig(**{**_named(vision, TOWER, own), **own})
 
 

@@ -1,10 +1,9 @@
-"""The shared vocabulary: what goes into a policy, what comes out, and what can go wrong.
+"""The shared types and errors of ``sinew``: observations, action chunks, and what can go wrong.
 
-Types and errors are those of the robot's package (:mod:`sinew_client.types`, :mod:`sinew_client.errors`). The code of
-``sinew`` takes them from here, with what only a converter, a bundle or an engine meets. How a message spells an option,
-or names the package that is missing, stands beside (``hints``, ``extras``), and so do the names of all families
-(``registry``) and the small helpers that know no policy: the machine, locks and scratch folders, progress, bounded
-logs, figures. No torch.
+They come from the client package (:mod:`sinew_client.types`, :mod:`sinew_client.errors`). Code of ``sinew`` imports
+them from here, together with the types of converters, bundles and engines. Further modules of this folder have the
+spelling of options in messages (``hints``), missing packages (``extras``), the names of all families (``registry``),
+and helpers for the machine, locks, scratch folders, progress, bounded logs and figures. No torch.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class BundleError(SinewError):
 
 
 class ConvertError(SinewError):
-    """An upstream checkpoint cannot be turned into a bundle; the message says what to give."""
+    """A checkpoint cannot be converted into a bundle; the message has the next step."""
 
     code = "bad_checkpoint"
 
@@ -52,7 +51,7 @@ class ConvertError(SinewError):
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 MAX_SAID = 256  # tokens of one text of a language head; each is a row of every pass behind it
-MAX_SIZE = 8192  # of every length that is taken from elsewhere: pixels of a side, tokens, actions, dimensions
+MAX_SIZE = 8192  # bound of every length in a file: pixels of a side, tokens, actions, dimensions
 # The name, in a model, of a language model's table of tokens, of which only rows are read
 PROMPT_TABLE = "embed_tokens"
 

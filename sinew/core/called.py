@@ -1,4 +1,4 @@
-"""Packages that are called as a function: ``sinew.serve(policy)`` beside ``import sinew.serve.wires``."""
+"""Packages that can be called as a function: ``sinew.serve(policy)`` works although ``sinew.serve`` is a package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What not every installation has: which extra of this distribution brings a module, and the error that says so."""
+"""Optional modules: the extra of this distribution that installs each, and the error for a missing one."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def install_package(name: str, folder: str) -> str:
 
 
 def source() -> str:
-    """Return what pip was given for this distribution: a checkout's folder, which pip writes down (PEP 610), else its
-    name."""
+    """Return the argument that installed this distribution with pip: the folder of a checkout (PEP 610), else its
+    name.
+    """
     try:
         text = distribution(DISTRIBUTION).read_text("direct_url.json")  # own file: in an installed package
         record = parse_json(text or "{}")
@@ -70,7 +71,7 @@ def source() -> str:
 
 
 class MissingPackageError(SinewError):
-    """What was asked for needs a package that is not installed; the message says how to get it."""
+    """The operation needs a package that is not installed; the message has the command that installs it."""
 
     code = "missing_package"
 

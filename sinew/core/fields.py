@@ -67,7 +67,7 @@ def positive(what: str = "a finite number") -> Must:
 
 
 def share(what: str, none: bool = False) -> Must:
-    """Require a part of the whole. none: 0 says that there is none."""
+    """Require a share of ``what``, above 0 and at most 1. none: True also allows 0, which means absent."""
     expected = f"a part of {what}, above 0 and at most 1"
     return Must(expected, lambda value: 0 < value <= 1 or (none and value == 0))
 
@@ -90,7 +90,7 @@ def printable(low: int, high: int) -> Must:
 
 
 def word(low: int = 1) -> Must:
-    """Require a name that may stand in the programs and pages that are written of a bundle, between quotes."""
+    """Require a name that can be quoted in generated programs and pages."""
     expected = f"{low} to {MAX_NAME} characters, printable, without quotes, backticks and backslashes"
     fits = printable(low, MAX_NAME).fits
     return Must(expected, lambda value: fits(value) and not any(mark in value for mark in '"\\`'))
@@ -99,7 +99,7 @@ def word(low: int = 1) -> Must:
 FINITE = Must("a finite number", math.isfinite)
 SOME = Must("one or more", bool, lambda _: "none")
 
-Side = Annotated[int, within(1, MAX_SIZE)]  # of a picture, in pixels; and whatever else is counted from 1
+Side = Annotated[int, within(1, MAX_SIZE)]  # side of a picture in pixels, or another count of at least 1
 Width = Annotated[int, within(0, MAX_SIZE)]  # the same, from 0
 Finite = Annotated[float, FINITE]
 NotBelowZero = Annotated[float, Must("a finite number of at least 0", within(0, sys.float_info.max).fits)]
@@ -147,7 +147,7 @@ SPECIFICATION: dict[type, dict[str, Any]] = {
 
 
 def problems(record: Any, path: str = "") -> Iterator[str]:
-    """Yield what is wrong with a record and those in it, each as "path: expected X, got Y"."""
+    """Yield the errors in a record and its nested records, each as "path: expected X, got Y"."""
     place = path and (f"{path}: {record.kind}: " if isinstance(record, Tagged) else f"{path}.")
     right = True
     for name, shape in _held(record.__class__):
@@ -275,9 +275,9 @@ def from_json(text: str, kind: type[T], where: str) -> T:
 
 
 def parsed(text: str, where: str) -> Any:
-    """Return what JSON text says. Raises :class:`BundleError`."""
+    """Parse JSON. Raises :class:`BundleError`."""
     with BundleError.at(where, UntrustedError):
-        return parse_json(text, finite=False)  # each field says which numbers it takes
+        return parse_json(text, finite=False)  # each field checks its own numbers
 
 
 def from_builtins(raw: Any, kind: type[T], where: str) -> T:

@@ -71,7 +71,7 @@ def plain_ticks(axis: Any, values: Sequence[float]) -> None:
 def wilson_bars(
     axis: Any, x: Sequence[float], share: Sequence[float], low: Any, high: Any, **style: Any
 ) -> Any:
-    """Draw percentages with their intervals. share, low, high: in [0, 1]. Returns what a legend takes."""
+    """Draw percentages with their intervals, and return the handle for a legend. share, low, high: in [0, 1]."""
     y = [100 * value for value in share]
     down = [max(0.0, v - 100 * each) for v, each in zip(y, low, strict=True)]
     up = [max(0.0, 100 * each - v) for v, each in zip(y, high, strict=True)]

@@ -1,6 +1,6 @@
-"""How an option is spelt for whoever reads a message: a program, the command line, or a client of a server.
+"""How messages spell an option: for a Python program, for the command line, or for a client of a server.
 
-This is the one place that decides it. The command line and a server say that they are there; nobody is Python.
+This is the only place that decides it. The command line and a server announce themselves; the default is Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sinew.core import SinewError
 
 Reader = Literal["python", "command line", "client"]
 _FLAGS = {"providers": "provider"}  # where the command line has another name than sinew.load
-_reader: Reader = "python"  # of this process: requests are computed on threads that belong to nobody
+_reader: Reader = "python"  # one for the whole process, because any thread may raise the message
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def short_reason(reason: str) -> str:
 
 
 def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[True] = True) -> str:
-    """Return how the reader writes an option of :func:`sinew.load` with a value. True: it is a switch.
+    """Return an option of :func:`sinew.load` with a value, as this process's user writes it. True means a switch.
 
     >>> option("rename", {"front": "camera1"})
     "rename={'front': 'camera1'}"
@@ -55,7 +55,7 @@ def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[T
 
 
 def choice(python: str, flags: str) -> str:
-    """Return what this process's reader types: in Python, or on the command line."""
+    """Return the text for this process's user: ``python`` in Python, ``flags`` on the command line."""
     return python if _reader == "python" else flags
 
 

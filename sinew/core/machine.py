@@ -47,7 +47,7 @@ LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 
 
 def busy(load: float | None = None) -> str:
-    """Return a note if other processes compute beside a measurement; "" on an idle machine.
+    """Return a note if other processes use the machine during a measurement; "" on an idle machine.
 
     Args:
         load: the load average of the last minute when the measurement began; None: the present one.
@@ -67,13 +67,14 @@ def lower_priority(by: int = 19) -> None:
     # What `chrt -r 1 sinew serve` starts is in real time too, where nice counts for nothing.
     if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    os.nice(by)  # of the calling thread, and of those that it starts
+    os.nice(by)  # applies to the calling thread and to threads that it starts
 
 
 def beside_others(call: Callable[[], Result]) -> Result:
-    """Return what ``call`` returns, computed on a thread that lets the other threads of this process go first.
+    """Call a function on a thread with lower priority than the other threads of this process, and return its result.
 
-    Raises what ``call`` raises. Elsewhere than on Linux, where a thread has no priority of its own, it is called here.
+    Raises the function's errors. On systems other than Linux, a thread has no priority of its own, and the function
+    is called directly.
     """
     if sys.platform != "linux":
         return call()
@@ -88,10 +89,11 @@ def beside_others(call: Callable[[], Result]) -> Result:
 
 
 def step_back() -> None:
-    """Let every other process go first, be the first that the system ends where memory is short, and end with whoever
-    holds the other end of standard input."""
+    """Give this process the lowest priority, make it the first that the system ends if memory runs out, and end it
+    when standard input closes.
+    """
     lower_priority()
-    # Linux alone has these. In a session of its own a process is weighed as the session is, whatever its own priority.
+    # Linux only. A process in a session of its own gets the priority of the session, so that is lowered too.
     for name, value in (("autogroup", 19), ("oom_score_adj", 1000)):
         with contextlib.suppress(OSError):
             Path("/proc/self", name).write_text(str(value))
@@ -164,7 +166,7 @@ def recommended_threads() -> tuple[int, str]:
 def spinning() -> str:
     """Return how idle OpenMP threads wait, for ``sinew doctor``."""
     if told := sorted(WAITING & os.environ.keys()):
-        return f"idle threads wait as {told[0]}={os.environ[told[0]]} says"
+        return f"idle threads wait as set by {told[0]}={os.environ[told[0]]}"
     return "idle threads spin for milliseconds, because torch was imported before sinew"
 
 
@@ -246,7 +248,7 @@ def instructions() -> str:
 
 
 def arithmetic(threads: int) -> dict[str, Any]:
-    """Return what decides the last bits of what this process computes beside its engine, ready for JSON."""
+    """Return the settings that affect results bit for bit (threads, CPU, library versions), as a JSON-ready dict."""
     return {
         "threads": threads,
         "hardware": cpu_model(),

@@ -1,7 +1,7 @@
-"""What a long computation tells while it runs. Rooms below the command line report here.
+"""Progress of long computations, reported by modules below the command line.
 
-Without a listener a task is one line of the log. ``sinew.cli.terminal`` listens and shows a bar or a spinner instead.
-What a user has to know of in any case goes through :func:`say`.
+Without a listener, a task is one line of the log. ``sinew.cli.terminal`` listens and shows a bar or a spinner.
+:func:`say` prints what a user must know in any case.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 log = logging.getLogger(__name__)
 
-Advance = Callable[[str], None]  # one part is done; the text says what comes next
+Advance = Callable[[str], None]  # called when a part is done, with the name of the next part
 Listener = Callable[[str, "int | None"], AbstractContextManager[Advance]]
 
 _listener: Listener | None = None
@@ -27,16 +27,16 @@ def listen(listener: Listener | None) -> Listener | None:
 
 
 def tell(teller: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Give the sentences of :func:`say` to ``teller`` (None: to the log), and return the one before."""
+    """Send the sentences of :func:`say` to ``teller`` (None for the log), and return the previous one."""
     global _teller
     before, _teller = _teller, teller
     return before
 
 
 def say(text: str) -> None:
-    """Tell one sentence that nobody asked for and everybody should see: gigabytes are fetched, a copy is used."""
+    """Print one sentence that every user should see, such as a large download or the use of a copy."""
     if _teller is None:
-        log.warning("%s", text)  # which Python prints where logging was not set up
+        log.warning("%s", text)  # Python prints warnings even if logging was not set up
     else:
         _teller(text)
 

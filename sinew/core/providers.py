@@ -21,7 +21,7 @@ HOMES = {"sinew.estimates": "sinew-perf"}
 
 
 class MissingDistributionError(SinewError):
-    """What was asked for is in a distribution that is not installed. The message says how to get it."""
+    """The operation is part of a distribution that is not installed; the message has the command that installs it."""
 
     code = "missing_package"
 

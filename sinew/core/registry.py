@@ -1,8 +1,8 @@
-"""The families of policies: one line here and one folder in ``sinew/families`` for each; those of other distributions
-say where their folder is by an entry point ``sinew.families``, NAME = "package.of.the.folder".
+"""The families of policies: one line here and one folder in ``sinew/families`` for each.
 
-A folder says in its ``__init__`` what it holds (:class:`Family`); its other files are imported when they are needed, so
-that a verb which asks for names alone imports no torch and no model.
+Families of other distributions have an entry point ``sinew.families``, NAME = "package.of.the.folder". A folder
+describes itself in its ``__init__`` (:class:`Family`). Its other files are imported only when they are needed, so a
+command that needs only names imports neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -44,20 +44,24 @@ PUBLISHED = "published.json"
 
 @dataclass(frozen=True)
 class Family:
-    """What a folder of ``sinew/families`` holds. Places are "FILE" or "FILE:NAME" in it.
+    """A folder of ``sinew/families``. Places are "FILE" or "FILE:NAME" in it.
 
-    models: architecture -> its class (:class:`sinew.models.base.Model`).
-    backbones: architecture -> the published model or models that its vision and language are, as its authors name them.
-    converters: files that read checkpoints, in the order in which they are asked. Each has NAMES (checkpoints that it
-        reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of --set),
-        recognises(path) and read(path, options) -> Conversion.
-    guesses: converters that know their files by what these lack, and are asked after those of all families.
-    units: architecture -> what its actions are given in (:class:`sinew.core.VectorSpec`), where a bundle does not say.
-    hints: architecture -> what its own project's clients expect of a wire, as that wire's codec names it.
-    demo: writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
-    base: the family that this one descends from: the only other folder that it may import.
-    golden: compares a small policy in the folder with its reference's stored answers.
-    name: the folder's, and home: its package, which the registry adds.
+    Attributes:
+        models: Architecture -> its class (:class:`sinew.models.base.Model`).
+        backbones: Architecture -> the published vision and language models that it uses, by their authors' names.
+        converters: Files that read checkpoints, in the order in which they are tried. Each has NAMES (checkpoints
+            that it reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of
+            --set), recognises(path) and read(path, options) -> Conversion.
+        guesses: Converters that recognise their files by missing entries. They are tried after the converters of all
+            families.
+        units: Architecture -> units of its actions (:class:`sinew.core.VectorSpec`), for bundles that do not state
+            them.
+        hints: Architecture -> expectations of its own project's clients, in the words of the protocol's codec.
+        demo: Writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
+        base: The family that this one extends, the only other folder that it may import.
+        golden: Compares a small policy in the folder with its reference's stored answers.
+        name: Name of the folder. The registry sets it.
+        home: Package of the folder. The registry sets it.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
@@ -89,9 +93,9 @@ class Family:
 
 
 def families() -> Iterator[Family]:
-    """Yield what each folder says of itself, those of other distributions last.
+    """Yield the description of each family, those of other distributions last.
 
-    Raises :class:`BundleError` for one of theirs that has a name which is taken, or does not import.
+    Raises :class:`BundleError` if one of theirs does not import, or has the name of another family.
     """
     for name in FAMILIES:
         yield replace(import_module(f"{HOME}.{name}").FAMILY, name=name, home=f"{HOME}.{name}")
@@ -107,16 +111,17 @@ def _added() -> tuple[tuple[str, str], ...]:
 
 
 def loaded(group: str, name: str, place: str, what: str, part: str = "") -> Any:
-    """Return what an entry point of another distribution names, or a part of it. Raises :class:`BundleError`."""
+    """Return the object that an entry point of another distribution names, or a part of it. Raises
+    :class:`BundleError`.
+    """
     try:
         return EntryPoint(name, place + part, group).load()
-    except Exception as error:  # whatever another distribution's import raises
+    except Exception as error:  # another distribution's import may raise anything
         raise BundleError(f"entry point {group}: {name} = {place}: expected a {what}: {error}") from error
 
 
 def place_of(group: str, name: str) -> str:
-    """Return where an installed package says by an entry point of a group that ``name`` is, as MODULE:CLASS; the name
-    itself where none does."""
+    """Return the MODULE:CLASS of an installed package's entry point; the name itself if there is none."""
     return next((point.value for point in entry_points(group=group, name=name)), name)
 
 
@@ -134,8 +139,11 @@ def model_class(architecture: str) -> Any:
 
 
 def action_units(architecture: str) -> tuple[str, ...]:
-    """Return what a family says of its actions' units; nothing for an architecture that is not one of these. Servers
-    of other projects spell it their own way: GR00T-N1.6 and gr00t_n1_6 are the same."""
+    """Return a family's units of its actions; () for an unknown architecture.
+
+    Names are compared without case and punctuation, because servers of other projects spell them differently
+    (GR00T-N1.6, gr00t_n1_6).
+    """
     said = {plain(name): units for family in families() for name, units in family.units.items()}
     return said.get(plain(architecture), ())
 
@@ -171,7 +179,7 @@ def _widths(config: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def hints(architecture: str) -> tuple[str, ...]:
-    """Return what wires must know of an architecture; nothing for one that is not there."""
+    """Return the protocol hints of an architecture; () for an unknown one."""
     family = architectures().get(architecture)
     return family.hints.get(architecture, ()) if family else ()
 

@@ -1,7 +1,7 @@
-"""A folder beside a target, for what takes its name when it is complete; nothing of it stays behind.
+"""A scratch folder next to a target, for files that get their names when they are complete.
 
-It is removed at the end, also of one by SIGTERM or SIGHUP. What a process left that nothing could warn (SIGKILL, a
-power cut) is removed by the next one with the same target: a lock on the folder says whether its process lives.
+The folder is removed at the end, also by SIGTERM or SIGHUP. After SIGKILL or a power cut, the next process with the
+same target removes it: a lock on the folder tells whether its process still runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def beside(target: Path) -> Iterator[Path]:
     with ended_by_signals():
         try:  # before it is made: a signal may come between any two lines
             while True:
-                folder.mkdir(0o700)  # a name that nobody can have planted a link under
+                folder.mkdir(0o700)  # fails if another user has placed a link with this name
                 lock = hold(folder)
                 if there(folder, lock):
                     break
@@ -48,7 +48,7 @@ def beside(target: Path) -> Iterator[Path]:
                     os.close(lock)  # another process swept it away before it was held
             yield folder
         except OSError as error:
-            if error.errno in FULL:  # a write does not say of what
+            if error.errno in FULL:  # the error of a write does not name the file
                 error.filename = str(target)
             raise
         finally:
@@ -58,12 +58,14 @@ def beside(target: Path) -> Iterator[Path]:
 
 
 def sweep(parent: Path, form: re.Pattern[str]) -> None:
-    """Remove the files and folders of a folder whose names have a form, and whose processes are gone: nobody holds them
-    (:func:`hold`). What belongs to another user stays, and so do links and whatever else is no file."""
+    """Remove the files and folders of a folder whose names have a form, and whose process has ended (:func:`hold`).
+
+    Files of other users, links and special files stay.
+    """
     try:
         left = [Path(each.path) for each in os.scandir(parent) if form.fullmatch(each.name)]
     except OSError:
-        return  # whoever writes there says why it cannot
+        return  # the later write reports the error
     for path in left:
         lock = hold(path, wait=False)
         if lock is not None:
@@ -78,9 +80,10 @@ def sweep(parent: Path, form: re.Pattern[str]) -> None:
 
 
 def hold(path: Path, wait: bool = True) -> int | None:
-    """Return a descriptor that says that this process is at work on a file or folder, until it is closed.
+    """Lock a file or folder for this process, and return the descriptor that holds the lock until it is closed.
 
-    None where another process holds it (unless ``wait``), it has gone, or nothing can be held (Windows, some disks).
+    Returns None if another process holds it (unless ``wait``), if it is gone, or if locks are not supported (Windows,
+    some disks).
     """
     try:
         import fcntl
@@ -129,7 +132,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class _Signalled(SystemExit):
-    """The end that a signal asks for: ``number``, as an exit status that shells know."""
+    """The end of the process by the signal ``number``, with the exit status that shells expect."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)

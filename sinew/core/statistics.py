@@ -58,7 +58,7 @@ def ratio_of_medians(before: Sequence[float], now: Sequence[float]) -> tuple[flo
 
 
 def p99_of(count: int) -> str:
-    """Return what a table's title has to say of the p99 of so many samples: of fewer than 100 it is the largest."""
+    """Return the note for a table's title if p99 is only the largest value, that is with fewer than 100 samples."""
     return "" if count >= 100 else "; their p99 is the largest"
 
 
@@ -85,10 +85,10 @@ def stage_statistics(
 
 
 def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
-    """Return statistics of answers as a client sees them, milliseconds by what takes them.
+    """Return statistics of answers as a client measures them: stage -> percentiles, milliseconds.
 
-    ``overhead`` is the round trip without ``server total``: client, transport, and what the sockets hold.
-    ``beside the policy`` also counts what the server adds: decoding, the hand-over between threads, encoding.
+    ``overhead`` is the round trip without ``server total``: client, transport and socket buffers. ``beside the
+    policy`` also includes the server's own work: decoding, passing between threads, encoding.
     """
     stages = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
     rows = {

@@ -1,9 +1,10 @@
-"""Rounding that knows its inputs: what one weight loses is made up for by those that are rounded behind it.
+"""Rounding of weights that compensates errors: the error of one weight is compensated by those that are rounded
+later.
 
-A layer's error over inputs x is tr((W - Q) H (W - Q)^T) with H the sum of x x^T. Columns are rounded in turn, and each
-column's error is spread over the later ones so that this grows least, by a Cholesky factor of the inverse of H (GPTQ:
-Frantar et al. 2023, arXiv 2210.17323, algorithm 1). The scale of a group is chosen when its first column is reached, of
-a few the one with the least error of the group, each column counted as H counts it.
+A layer's error over inputs x is tr((W - Q) H (W - Q)^T) with H the sum of x x^T. Columns are rounded in turn, and
+each column's error is spread over the later ones so that this grows least, by a Cholesky factor of the inverse of H
+(GPTQ: Frantar et al. 2023, arXiv 2210.17323, algorithm 1). The scale of a group is chosen when its first column is
+reached. Of a few candidates, it is the one with the least error of the group, weighted by H.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 
 from sinew.layers.linear import width_of
 
-GROUP, LARGEST, OFFSET = 32, 15, 8  # of q4_0: weights that share a scale, the largest code, the code of 0
+GROUP, LARGEST, OFFSET = 32, 15, 8  # q4_0: weights that share a scale, the largest code, the code of 0
 BLOCK = 128  # columns whose errors reach those behind the block at once
-DAMPING = 0.01  # of the diagonal's mean, added to it
-FACTORS = tuple(np.linspace(0.7, 1.05, 15))  # of the scale that spans a group
-MOST_BYTES = 2 << 30  # of moments that are held at once
+DAMPING = 0.01  # share of the diagonal's mean that is added to the diagonal
+FACTORS = tuple(np.linspace(0.7, 1.05, 15))  # candidates, relative to the scale that spans a group
+MOST_BYTES = 2 << 30  # most bytes of second moments in memory
 WIDEST = 8192  # inputs of a layer: the moments of more take gigabytes, and their factors minutes
 
 

@@ -32,7 +32,7 @@ from sinew.policy import Policy, open_bundle
 from sinew.processing import ModelInputs
 
 PROVED = 8  # observations of the proof of what will be rounded, at most
-Input = tuple[ModelInputs, np.ndarray]  # of one observation, with the solver's noise
+Input = tuple[ModelInputs, np.ndarray]  # model inputs of one observation, and the solver's noise
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,19 @@ def _asked(recipe: dict[str, Any]) -> str:
 def quantized(
     opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str | None
 ) -> tuple[Quantization, str]:
-    """Write a bundle in the precisions ``chosen`` of its components, and measure its error with an
-    engine; None: with that which the precisions want. Return the record in its header, and in words what was
-    stored. Raises :class:`SinewError`."""
+    """Write a bundle in the chosen precisions, and measure its error. Return its record, and the stored formats in
+    words.
+
+    Args:
+        opened: The source bundle.
+        chosen: Precision of each component.
+        samples: Observations for the error.
+        out: The new bundle.
+        engine: Engine that computes the error; None takes the one that the precisions need.
+
+    Raises:
+        SinewError: The precisions are not supported.
+    """
     kinds = set(chosen.values())
     if "fp8" in kinds:
         return _in_fp8(opened, chosen, samples, out)
@@ -422,7 +432,7 @@ def _measured(
         write(Bundle(unmeasured), record, out)
         if BACKENDS[engine].runs_graphs:
             graphs = graphs_folder(Bundle(out))
-            shutil.rmtree(graphs, ignore_errors=True)  # of the same bundle, made before
+            shutil.rmtree(graphs, ignore_errors=True)  # graphs of an earlier run for the same bundle
             graphs_folder(Bundle(unmeasured)).rename(graphs)
     return record, rounded
 
@@ -439,7 +449,9 @@ def _calibrated(
     """Return the calibrated q4_0 weights, the number of observations, and how q4_0 was rounded, in words."""
     if not samples.calibration or "q4_0" not in formats.values():
         return {}, 0, ""
-    if origin == RANDOM:  # of which blocks' error is a third larger than of weights that are rounded alone
+    if (
+        origin == RANDOM
+    ):  # calibration on random frames has a third more error than rounding each weight alone
         return (
             {},
             0,
@@ -507,7 +519,7 @@ def measure(
         if timings is not None:
             timings.append(watch.timing())
         wanted, got = wanted[:, :width], got[:, :width]
-        size = float(np.linalg.norm(wanted)) or 1.0  # a chunk of zeros: a sentence that is none
+        size = float(np.linalg.norm(wanted)) or 1.0  # a chunk of zeros, from an invalid token sequence
         errors.append(float(np.linalg.norm(got - wanted)) / size)
     return errors
 

@@ -24,11 +24,21 @@ def search(
     measure: Measure,
     tell: Callable[[str], None],
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the recipe, and what was found on the way. Measured: each component alone in each precision, and the
-    recipes of the Pareto front; between them, errors are predicted as independent, and the times of stages are added.
+    """Search the quantisation recipe with the least error.
 
-    budget: of all weights, such as 1.4GiB. target_ms: of a chunk. out: beside which trials are written. tell: takes a
-    line of what was measured.
+    It measures each component alone in each precision, and the recipes of the Pareto front. Between them, errors are
+    predicted as independent, and times of stages are added.
+
+    Args:
+        opened: The bundle.
+        budget: Largest size of all weights, such as 1.4GiB; "" for none.
+        target_ms: Longest time of a chunk, ms; None for none.
+        out: The new bundle. Trials are written beside it.
+        measure: Measures a recipe.
+        tell: Called with a line of text for each measurement.
+
+    Returns:
+        The recipe, and the record of the search.
     """
     from sinew.bundle.schema import COMPONENTS
     from sinew.lowbit.recipes import CANDIDATES, all_points, best, pareto, parse_bytes, stored_bytes

@@ -14,7 +14,7 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.lowbit.sources import lowbit_sources, plan_formats
 
-CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # of a search; fp32: as the bundle stores it
+CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # precisions of a search; fp32 keeps the stored weights
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
@@ -36,8 +36,10 @@ class Point:
 
 
 def parse_recipe(text: str) -> dict[str, str]:
-    """Return the precision of every component, fp32 where ``"vision=int8,language=int8"`` says nothing; raise
-    :class:`SinewError` for another text."""
+    """Return the precision of every component from text such as ``"vision=int8,language=int8"``. The default is fp32.
+
+    Raises :class:`SinewError` for an invalid text.
+    """
     named: dict[str, str] = {}
     for part in text.split(","):
         component, _, precision = part.strip().partition("=")

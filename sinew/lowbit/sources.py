@@ -34,8 +34,11 @@ OTHERWISE = "int8"  # where rows do not divide into groups
 
 @dataclass(frozen=True)
 class Rounded:
-    """Bytes of a weight in ``format``, or of its scales, computed when they are written. made: where they lie if they
-    were computed before."""
+    """Bytes of a weight in ``format``, or of its scales, computed when they are written.
+
+    Attributes:
+        made: File with these bytes, if they were computed before.
+    """
 
     bundle: Bundle
     name: str

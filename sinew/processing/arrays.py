@@ -1,8 +1,8 @@
-"""The one reader of arrays that somebody else wrote as lists: every element is looked at before memory is taken.
+"""The only reader of arrays that come as lists: every element is checked before memory is taken.
 
 ``numpy.asarray`` makes all elements as wide as the widest: five thousand numbers and a text of forty thousand
-characters are 760 MiB. Here text, truth values and whatever else is no number are refused while the lists are walked,
-so an array takes eight bytes for each number that came.
+characters take 760 MiB. Here text, truth values and other non-numbers are rejected while the lists are walked. So an
+array takes eight bytes for each number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from sinew.core import ObservationError
 
 MAX_NDIM = 8
-KINDS = "fiu"  # of dtypes: truth values, text, complex numbers, times and objects are no numbers
+KINDS = "fiu"  # kinds of dtypes that are accepted; truth values, text, complex numbers and times are not
 _EXACT = frozenset({int, float})
 _WORDS = {
     bool: "a truth value",

@@ -20,12 +20,17 @@ BUCKET = 16  # prompt tokens: lengths within one such step are padded to the lon
 
 
 class BatchKey(NamedTuple):
-    """What the members of a batch have in common.
+    """The properties that the members of a batch share.
 
-    steps: of the solver. views: [V, channels, H, W]; a frame that is missing makes another batch. prompt: the bucket of
-    the prompt's length. guidance: (kind, beta) of real-time chunking, None where a solution continues no chunk, so
-    that nobody pays for the gradients of others. adapter: by which the weights are changed. scaled: each has two
-    prompts (classifier-free guidance), whatever its scale, so that nobody pays for the second prompts of others.
+    Attributes:
+        steps: Steps of the solver.
+        views: [V, channels, H, W]. A missing frame makes another batch.
+        prompt: Bucket of the prompt's length.
+        guidance: (kind, beta) of real-time chunking; None without, so that other requests do not pay for its
+            gradients.
+        adapter: The adapter that changes the weights.
+        scaled: True with two prompts (classifier-free guidance) of any scale, so that other requests do not pay for a
+            second prompt.
     """
 
     steps: int
@@ -37,7 +42,7 @@ class BatchKey(NamedTuple):
 
 
 def batch_key(prepared: Prepared) -> BatchKey:
-    """Return what other requests must have in common with this one to be computed with it."""
+    """Return the properties that requests must share to be computed together with this one."""
     wanted = prepared.continuation
     return BatchKey(
         prepared.steps,

@@ -1,4 +1,4 @@
-"""What a chunk is conditioned on beside its instruction: an advantage in the prompt, and how far it is followed."""
+"""Conditions of a chunk other than its instruction: an advantage in the prompt, and its guidance scale."""
 
 from __future__ import annotations
 

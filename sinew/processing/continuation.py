@@ -69,7 +69,7 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
 
 
 def kind_of(observation: Observation, spec: PolicySpec) -> str:
-    """Return how ``previous`` is continued: as the observation says, else as the policy was trained."""
+    """Return how ``previous`` is continued: as the observation states, else as the policy was trained."""
     return observation.rtc or ("trained" if spec.committed_rows else "guided")
 
 
@@ -94,10 +94,15 @@ def continuation(
     state: np.ndarray,
     width: int,
 ) -> Continuation | None:
-    """Return what a checked observation asks for; None where nothing is guided.
+    """Return the continuation that a checked observation requests; None without guidance.
 
-    normalizer: of actions. steps: the recipe's changes of units after it, which are turned back here. state: the
-    stepped state. width: of the model's action rows.
+    Args:
+        observation: The observation.
+        spec: The policy's specification.
+        normalizer: Normaliser of the actions.
+        steps: Changes of units after the normaliser. They are inverted here.
+        state: The state after its steps.
+        width: Width of the model's action rows.
     """
     kind = kind_of(observation, spec)
     beta = BETA if observation.beta is None else float(observation.beta)
@@ -106,7 +111,7 @@ def continuation(
     given = np.asarray(observation.previous, np.float64)[: spec.chunk_size]
     rows, delay = spec.noise_shape[0], int(observation.delay or 0)
     end = min(spec.chunk_size - int(observation.horizon or 0), len(given))
-    # Here and not above: the robot's controller wants protobuf, which a machine that only measures need not have.
+    # Imported here, because the robot's controller needs protobuf, which a machine that only measures may lack.
     from sinew_client.control.blend import guidance_weights, ramp_strength
 
     if kind == "ramp":
@@ -133,7 +138,7 @@ def continuation(
 
 
 def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
-    """Return world units before the steps. Raises :class:`ObservationError` for a step without an inverse."""
+    """Invert the steps, from robot units. Raises :class:`ObservationError` for a step without an inverse."""
     for step in reversed(steps):
         if why := step.no_inverse:
             raise ObservationError(

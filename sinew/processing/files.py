@@ -29,8 +29,10 @@ def read_images(arguments: Sequence[str], spec: PolicySpec) -> dict[str, np.ndar
 
 
 def read_image(path: Path, field: str) -> np.ndarray:
-    """Return a picture as uint8 RGB [height, width, 3], turned upright as its EXIF data says. Raises
-    :class:`ObservationError` for a file that is none."""
+    """Return a picture as uint8 RGB [height, width, 3], turned upright by its EXIF data.
+
+    Raises :class:`ObservationError` for a file that is not an image.
+    """
     from PIL import Image, ImageOps
 
     try:

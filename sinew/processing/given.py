@@ -1,6 +1,7 @@
-"""From what a Python program has at hand to an :class:`Observation`: PIL images, torch tensors, LeRobot's flat keys.
+"""Convert a Python program's values to an :class:`Observation`: PIL images, torch tensors, LeRobot's flat keys.
 
-Nothing is guessed: a form that has two readings is refused. torch is not imported, for whoever has a tensor has torch.
+Nothing is guessed: an ambiguous form is rejected. torch is not imported here, because a program with a tensor has
+imported it already.
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ def picture(key: str, value: Any) -> Any:
 
 
 def array(key: str, value: Any) -> np.ndarray:
-    """Return a torch tensor, or whatever numpy takes as real numbers, as an array. Raises :class:`ObservationError`."""
+    """Return a torch tensor, or real numbers that numpy accepts, as an array. Raises :class:`ObservationError`."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":  # which numpy does not have, and float32 holds exactly
+        if str(value.dtype) == "torch.bfloat16":  # numpy lacks it, and float32 represents it exactly
             value = value.float()
         value = value.numpy()
     return numbers(key, value)

@@ -59,18 +59,21 @@ def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
 
 
 def larger(frame: np.ndarray, recipe: ImageRecipe, trained: tuple[int, int]) -> str:
-    """Return what frames of a camera could be instead where they have ``LARGER`` times the pixels that the policy reads
-    of them, and what that saves; "" where they have not. trained: height and width of the training data."""
+    """Return advice for frames with ``LARGER`` times the pixels that the policy uses; "" for smaller frames.
+
+    trained: Height and width of the training frames.
+    """
     height, width = frame.shape[:2]
     enough = recipe.enough(height, width)
     if height * width < LARGER * math.prod(enough):
         return ""
     small = np.zeros((*enough, 3), frame.dtype)
     text = (
-        f"frames of {height}x{width}, of which the policy reads {enough[0]}x{enough[1]}: such frames would do, with"
-        f" {small.nbytes / 1e3:,.0f} instead of {frame.nbytes / 1e3:,.0f} kB each"
+        f"frames are {height}x{width} but the policy resizes them to {enough[0]}x{enough[1]}; send"
+        f" {enough[0]}x{enough[1]} to save bandwidth ({small.nbytes / 1e3:,.0f} kB instead of"
+        f" {frame.nbytes / 1e3:,.0f} kB per frame)"
     )
-    return text + (f" (training data had {height}x{width}, too)" if trained == (height, width) else "")
+    return text + (f" (training frames were {height}x{width} too)" if trained == (height, width) else "")
 
 
 def empty_frame(recipe: ImageRecipe) -> np.ndarray:
@@ -79,7 +82,7 @@ def empty_frame(recipe: ImageRecipe) -> np.ndarray:
 
 
 def _pixels(frame: np.ndarray, recipe: ImageRecipe, fresh: bool) -> np.ndarray:
-    """fresh: nobody else reads the frame, so that it may be written over."""
+    """Return the normalised planes of a frame. fresh: True if the frame may be overwritten."""
     if frame.dtype == np.uint8:
         planes, fresh = to_planes(frame), True
     else:

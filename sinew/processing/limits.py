@@ -1,4 +1,4 @@
-"""How far a state or an action lies from all that a policy was trained on, told from its statistics alone."""
+"""Measure how far a state or an action is outside the training data, from the policy's statistics alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sinew.processing.normalize import Angles, Normalizer, PartNormalizer, Rotat
 from sinew.steps.vector.base import VectorStep, apply_steps
 
 DEVIATIONS = 3.0  # standard deviations that count as the half width of a range
-FLOOR = 0.1  # of a half width, in units of the centre or of 1: joints that never moved in training have none
+FLOOR = 0.1  # smallest half width, relative to the centre or to 1, for joints that never moved in training
 
 
 def ranges(normalizer: Normalizer | PartNormalizer | Angles | RotationPart) -> tuple[np.ndarray, np.ndarray]:
     """Return (centre, half width) of each dimension's range in training, float64 [D] or [steps, D].
 
-    The range is that of the minimum and maximum, of the quantiles, or three standard deviations to each side. The half
-    width is infinite where the statistics say nothing: no normalisation, angles, rotations.
+    The range is that of the minimum and maximum, of the quantiles, or three standard deviations to each side. The
+    half width is infinite without statistics: no normalisation, angles, rotations.
     """
     if isinstance(normalizer, PartNormalizer):
         found = [ranges(part) for part in normalizer.parts]
@@ -45,13 +45,14 @@ def ranges(normalizer: Normalizer | PartNormalizer | Angles | RotationPart) -> t
 def unit_sizes(
     normalizer: Normalizer | PartNormalizer, steps: Sequence[VectorStep], spec: PolicySpec
 ) -> list[float | None]:
-    """Return how far each action moves, in world units, when the model's output moves by one; None where the output has
-    no such size, because the action is made of several. What one rounding of the model does is measured in these.
+    """Return the change of each action, in robot units, for a change of one in the model's output. Rounding errors of
+    the model are measured in these units.
 
-    Where each row of a chunk has its own statistics, it is the widest of them.
+    None for an action that is made of several outputs. If each action of a chunk has its own statistics, it is the
+    widest of them.
     """
     shape = (getattr(normalizer, "rows", 0) or 1, normalizer.width)
-    with np.errstate(all="ignore"):  # of a state of zeros, which is no pose
+    with np.errstate(all="ignore"):  # the state of zeros is not a valid pose
         ends = [
             apply_steps(
                 np.asarray(normalizer.unnormalize(np.full(shape, end, np.float32)), np.float64),

@@ -1,4 +1,4 @@
-"""State and action vectors between world units and model units. Formulas: ``schema.Normalization``."""
+"""State and action vectors between robot units and model units. Formulas: ``schema.Normalization``."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class PartNormalizer:
         return np.concatenate(found, axis=-1)
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
-        """Return world units of x [steps, width]."""
+        """Return x [steps, width] in robot units."""
         found, start = [], 0
         for part in self.parts:
             found.append(part.unnormalize(x[..., start : start + part.width]))
@@ -143,7 +143,7 @@ class PartNormalizer:
 
 
 def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | RotationPart:
-    """Return what normalises one part. Raises :class:`BundleError`."""
+    """Return the normaliser of one part. Raises :class:`BundleError`."""
     if part.rotation:
         return RotationPart()
     return (
@@ -154,5 +154,5 @@ def part_normalizer(part: VectorPart, what: str) -> Normalizer | Angles | Rotati
 def normalizer(
     recipe: Normalization, parts: Sequence[VectorPart], dim: int, what: str
 ) -> Normalizer | PartNormalizer:
-    """Return what normalises a vector of ``dim`` numbers: its parts where there are any."""
+    """Return the normaliser of a vector of ``dim`` numbers: that of its parts if it has any."""
     return PartNormalizer(parts, what) if parts else Normalizer(recipe, dim, what)

@@ -27,14 +27,18 @@ from sinew.steps.vector.base import apply_steps
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One observation as a model reads it; :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
+    """One observation as a model reads it. :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
 
-    Of a batch, pixels may have fewer rows, of which each stands for several prompts over the same views: row i of the
-    others is over views i modulo their number.
+    In a batch, pixels may have fewer rows than the other arrays, if several prompts share the same views: row i of
+    the others uses views i modulo their number.
 
-    pixels: float32 [V, channels, H, W], those of the oldest moment first; camera_mask: bool [V]; tokens: int64 [L];
-    token_mask: bool [L]; state: float32 [padded_state_dim], in the same order. ``frames``: uint8 [h, w, 3] each, for
-    engines that resize on the device; where they are, ``pixels`` has no views.
+    Attributes:
+        pixels: float32 [V, channels, H, W], the oldest observation step first.
+        camera_mask: bool [V].
+        tokens: int64 [L].
+        token_mask: bool [L].
+        state: float32 [padded_state_dim], in the same order.
+        frames: uint8 [h, w, 3] each, for engines that resize on the device. ``pixels`` then has no views.
     """
 
     pixels: np.ndarray
@@ -99,8 +103,8 @@ class Prepared:
     scale: float
 
 
-SMALLEST_DRAW = np.float32(1e-30)  # of exponential noise, by which policies divide
-MOST_SHAPES = 64  # of frames that are known to fit: they come from clients
+SMALLEST_DRAW = np.float32(1e-30)  # bound of exponential noise, because policies divide by it
+MOST_SHAPES = 64  # remembered valid shapes of frames; bounded, because clients choose them
 _continued = attrgetter("previous", "delay", "horizon", "rtc", "schedule", "beta")
 
 
@@ -122,10 +126,14 @@ def turned_actions(recipe: Processing, actions: np.ndarray, state: np.ndarray | 
 
 
 class Processor:
-    """Built from a bundle's manifest; stateless, so it may be used from several threads.
+    """Converts observations to model inputs and model outputs to actions. Stateless, so several threads may use it.
 
-    beside: another one with the same tokenizer, which is large and then shared. adapter: whose observations it takes.
-    allow_empty_prompt: an observation may have no instruction where the bundle has none of its own.
+    Args:
+        manifest: The bundle's manifest.
+        allow_missing_cameras: Accept observations without a frame for some cameras.
+        beside: Another processor with the same tokenizer, which is large and then shared.
+        adapter: Name of the adapter whose observations it processes.
+        allow_empty_prompt: Accept observations without an instruction if the bundle has none of its own.
     """
 
     def __init__(
@@ -138,7 +146,7 @@ class Processor:
     ):
         self.adapter = adapter
         self.spec, self.recipe = manifest.spec, manifest.processing
-        # As many as were masked, empty images in training may stay away; more only where the caller wants it.
+        # As many cameras may be missing as were masked in training. More only if the caller allows it.
         usual = max(self.recipe.empty_cameras, self.recipe.optional_cameras)
         self.may_miss = len(self.spec.cameras) if allow_missing_cameras else usual
         if self.recipe.all_cameras:
@@ -174,7 +182,7 @@ class Processor:
         if scale != 1.0:
             prompt = observation.prompt or self.spec.default_prompt
             unconditional = self.prompter.encode(prompt, normalized[-1])
-            if scale == 0.0:  # that prompt is enough, and gives what it gives alone, to the bit
+            if scale == 0.0:  # the prompt without the advantage is enough, and has the same bits as alone
                 tokens, unconditional = unconditional, None
         noise, seed = self.noise(observation)
         return Prepared(
@@ -283,14 +291,14 @@ class Processor:
 
     @property
     def _masked(self) -> bool:
-        """Return True where moments that were not sent are left out, and False where others stand for them."""
+        """True if missing observation steps are masked, False if others fill the gap."""
         return self.spec.history_padding == "mask"
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
-        """Start of the solver, float32 [H, padded_action_dim], and the seed it came from (None if there is none). Of a
-        solver that draws more, [D, H, padded_action_dim].
+        """Return the start of the solver, float32 [H, padded_action_dim], and its seed (None without one).
 
-        Seeded noise is drawn by numpy's PCG64, so it is the same on every device and engine.
+        If the solver draws several noises, the shape is [D, H, padded_action_dim]. Seeded noise is drawn by numpy's
+        PCG64, so it is the same on every device and engine.
         """
         given, kind = self._noise(observation), self.spec.solver.noise
         if given is not None:
@@ -308,7 +316,7 @@ class Processor:
         return generator.standard_normal(shape, np.float32), seed
 
     def actions(self, chunk: np.ndarray, observation: Observation) -> np.ndarray:
-        """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite."""
+        """Convert model output [H, padded_action_dim] to finite float32 [H, action_dim] in robot units."""
         return self.finish(chunk, self.state(observation.state))
 
     def finish(self, chunk: np.ndarray, state: np.ndarray, normalized: bool = True) -> np.ndarray:
@@ -345,7 +353,7 @@ class Processor:
             self._check_images(moment.images, f"earlier[{index}].")
 
     def _check_words(self, observation: Observation) -> None:
-        """Raise :class:`ObservationError` for words that are asked for beside what they do not go with."""
+        """Raise :class:`ObservationError` for requests of text that contradict each other."""
         for name in ("subtask", "text_only"):
             if not isinstance(value := getattr(observation, name), (bool, np.bool_)):
                 raise ObservationError(name, "true or false", type(value).__name__)
@@ -353,9 +361,9 @@ class Processor:
             raise ObservationError("question", "a string", type(observation.question).__name__)
         _integer(observation.text_tokens, "text_tokens", 1, MAX_SAID)
         if observation.question and observation.subtask:
-            raise ObservationError("question", "nothing beside subtask", "both")
+            raise ObservationError("question", "only one of question and subtask", "both")
         if (name := observation.asks) and not (observation.question or observation.subtask):
-            raise ObservationError(name, "nothing, as neither subtask nor question is asked", "it")
+            raise ObservationError(name, "a subtask or a question with it", "neither")
         if name and observation.tokens is not None:
             raise ObservationError("tokens", f"none beside {name}, whose words the policy writes", "tokens")
         if name:
@@ -384,7 +392,7 @@ class Processor:
             )
 
     def _words(self, observation: Observation) -> Words | None:
-        """Return which words a checked observation asks for."""
+        """Return the text that a checked observation requests."""
         recipe = self.recipe.prompt.text
         if not observation.asks or recipe is None:
             return None
@@ -425,7 +433,7 @@ class Processor:
         return turned_state(self.recipe, state)
 
     def model_state(self, state: np.ndarray) -> np.ndarray:
-        """Return what :meth:`state` gave as the model reads it, float32 [padded_state_dim]."""
+        """Return the result of :meth:`state` in the form of the model, float32 [padded_state_dim]."""
         return self._padded(self.state_normalizer.normalize(state)[None])
 
     def _padded(self, normalized: np.ndarray) -> np.ndarray:

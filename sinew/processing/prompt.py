@@ -17,7 +17,7 @@ from sinew.steps.tokenizer import decode, encode, open_tokenizer
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
 REMEMBERED = 64  # texts
 FIELDS = {"prompt": "prompt", "subtask": "prompt", "question": "question"}  # what a kind of prompt is made of
-ASKED = {  # what is wanted, and what came where a bundle says no such words
+ASKED = {  # expected and actual value, for a bundle without such a text
     "subtask": ("an instruction, of which a subtask is said", "it"),
     "question": ("a question, as 'what is in the gripper?'", "one"),
 }
@@ -68,13 +68,15 @@ class Prompter:
     def _encoded(
         self, kind: str, text: object, state: np.ndarray, wanted: str, advantage: str = ""
     ) -> np.ndarray:
-        """kind: as of :meth:`text`. An episode has one instruction: where no step reads the state, neither steps nor
-        tokenizer run for it twice."""
+        """Return the tokens of a text. kind: as for :meth:`text`.
+
+        An episode has one instruction. If no step reads the state, neither steps nor tokenizer run twice for it.
+        """
         name = FIELDS[kind]
         if not isinstance(text, str):
             raise ObservationError(name, "a string", type(text).__name__)
         if not text.strip() and not (self.may_be_empty and kind == "prompt"):
-            hint = f" ({option('allow_empty_prompt')} asks without)" if kind == "prompt" else ""
+            hint = f" ({option('allow_empty_prompt')} allows it)" if kind == "prompt" else ""
             raise ObservationError(name, wanted, f"an empty string{hint}")
         if len(text) > MAX_CHARACTERS:
             raise ObservationError(name, f"at most {MAX_CHARACTERS} characters", str(len(text)))
@@ -105,7 +107,7 @@ class Prompter:
         return self.check_tokens(np.asarray(ids, np.int64), FIELDS[kind], held)
 
     def words(self, tokens: Sequence[int]) -> str:
-        """Return what tokens of the vocabulary spell, special ones left out; "" where the tokenizer fails."""
+        """Return the text of vocabulary tokens, without special ones; "" if the tokenizer fails."""
         try:
             return decode(self.tokenizer, tokens)
         except ValueError:

@@ -1,8 +1,8 @@
-"""What a robot may be told to do, and what it may say about itself: limits from the policy's own statistics.
+"""Plausibility limits for actions and states, from the policy's own statistics.
 
-A state far outside of all training data is a robot that speaks other units, or a broken sensor; actions far outside are
-a broken model or a broken file. Neither becomes right by being computed. The limits are wide: they find what cannot be
-meant. Joint limits, speeds and distances are the robot's own business (``sinew_client.control``).
+A state far outside all training data comes from a robot with other units, or from a broken sensor. Actions far
+outside come from a broken model or file. The limits are wide: they reject only impossible values. Limits of joints,
+speeds and distances belong to the robot's own controller (``sinew_client.control``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ class UnsafeActionError(SinewError):
 
 
 class Safety:
-    """mode: what happens to actions beyond the limits. action_margin, state_margin: half widths from the centre.
+    """Checks actions and states against the training data.
 
-    max_age: seconds; an older observation is refused, before it is computed and again before its actions are sent, if
-    it says when it was taken. That is then ``time.time()`` of a clock that agrees with this machine's. None: any age.
+    Args:
+        processor: The policy's processor.
+        mode: Treatment of actions beyond the limits.
+        action_margin: Half widths from the centre that are allowed for actions.
+        state_margin: Half widths from the centre that are allowed for states.
+        max_age: Seconds. An older observation with a ``time`` is rejected before it is computed, and again before its
+            actions are sent. Its ``time`` is then ``time.time()`` of a clock that agrees with this machine's. None
+            allows any age.
     """
 
     def __init__(
@@ -148,10 +154,10 @@ class Safety:
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
     def limits(self) -> dict[str, list[float | None]] | None:
-        """Return ``low`` and ``high`` of each action dimension in world units, None where one has no limit.
+        """``low`` and ``high`` of each action in robot units, None where there is no limit.
 
-        This is what a server states as ``action.limits`` and what a robot's guard clips to. None if nothing is
-        enforced, or if actions are relative to the state, so that their limits move with it.
+        A server states them as ``action.limits``, and a robot's guard clips to them. None if nothing is enforced, or
+        if actions are relative to the state, so that their limits move with it.
         """
         if self.mode == "off" or self._fixed is None:
             return None

@@ -1,1 +1,1 @@
-"""What was seen and done, on disk: written beside a server, read by whoever asks later."""
+"""Recordings of requests and answers: a server writes them, and other commands read them."""

@@ -1,7 +1,8 @@
-"""What decides the last bits of an answer, said by the server and kept with each record, and how far two may differ.
+"""The settings that affect an answer bit for bit, and the allowed difference between two answers.
 
-The same policy gives the same chunk, bit for bit, where all of :data:`KEYS` are the same. Where one is not, sums are
-taken in another order, and each rounds otherwise: :func:`tolerance` says by how much.
+The server states the settings, and each record stores them. The same policy gives the same chunk, bit for bit, if all
+of :data:`KEYS` are equal. Otherwise sums are computed in another order with other rounding: :func:`tolerance` bounds
+the difference.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOWER = {"int8-rows": "int8", "fp8": "int8"}
 
 
 def kept(server: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a server's metadata decides its bits. Raises ValueError for a precision that is none."""
+    """Return the settings in a server's metadata that affect its bits. Raises ValueError for an invalid precision."""
     precision = server.get("precision", {})
     if not isinstance(precision, Mapping) or not all(isinstance(kind, str) for kind in precision.values()):
         raise ValueError(f"precision: expected the word of each component, got {precision!r:.80}")
@@ -34,7 +35,9 @@ def kept(server: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return where two that :func:`kept` made are not the same, a text each. What one of them does not say counts."""
+    """Return one text for each difference between two results of :func:`kept`. A missing entry counts as a
+    difference.
+    """
     return [
         f"{key}: {_text(then.get(key))} then, {_text(now.get(key))} now"
         for key in KEYS.split()
@@ -46,8 +49,10 @@ def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def tolerance(*each: Mapping[str, Any]) -> tuple[float, str]:
-    """Return how far chunks of two servers may differ, in units of the model's output, and by which precision: the
-    lowest that either computes in. Says fp32 where none is known, which is the strictest."""
+    """Return the allowed difference between chunks of two servers, in units of the model's output, and the precision.
+
+    The lowest precision of both counts. If none is known, it is fp32, the strictest.
+    """
     words = {
         word
         for kept_ in each

@@ -1,4 +1,4 @@
-"""Requests and their answers, handed to a thread of its own: whoever writes them down may be slow, never the server."""
+"""Write requests and their answers on a separate thread, so that slow storage never delays the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sinew.core import ActionChunk, Observation, PolicySpec, SinewError
 from sinew.core.rate_limited_log import RateLimitedLog
 
 BACKLOG = 32  # records that may wait; beyond, they are dropped and counted
-BACKLOG_BYTES = 256 << 20  # of the frames in them
+BACKLOG_BYTES = 256 << 20  # most bytes of frames in waiting records
 CLOSE_S = 5.0  # how long closing waits for what takes them
 RETRY_S = 10.0  # after a failure of what takes them, until it is tried again
 

@@ -98,9 +98,10 @@ def _replay(
 
 
 def _difference(got: np.ndarray, recorded: np.ndarray, action: dict[str, Any], size: float) -> dict[str, Any]:
-    """Return where two chunks [H, D] differ most by the scale of each action, and whether that is within ``size``.
+    """Return the largest difference of two chunks [H, D], relative to the scale of each action, and whether it is
+    within ``size``.
 
-    A server that does not state a scale, or none of an action, has the largest recorded number of it in its place.
+    An action without a stated scale uses its largest recorded number.
     """
     stated = action.get("scale") or [None] * recorded.shape[1]
     largest = np.abs(recorded).max(axis=0)  # [D]

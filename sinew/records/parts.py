@@ -9,11 +9,11 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.records.recorder import Record
 
-LATEST = 1e12  # seconds since whatever a clock counts from
+LATEST = 1e12  # largest time in seconds, for any clock
 
 
 def seconds(record: Record, what: str, value: Any) -> float:
-    """Return a time of a record. Raises :class:`SinewError` for what is none."""
+    """Return a time of a record. Raises :class:`SinewError` for an invalid value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LATEST:
         raise SinewError(f"{record.path}: {what}: expected seconds, got {str(value)[:80]}")
     return float(value)

@@ -33,7 +33,7 @@ from sinew.records.background_writer import BackgroundWriter, Entry
 
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
-MAX_NUMBERS = 1 << 20  # of actions, noise, tokens or previous
+MAX_NUMBERS = 1 << 20  # most numbers of actions, noise, tokens or previous
 _ASKED = ("prompt", "solver_steps", "session", "time", "adapter", "advantage", "guidance_scale")
 _PLAIN = (*_ASKED, "delay", "horizon", "rtc", "schedule", "beta")
 _ARRAYS = ("noise", "tokens", "previous")
@@ -63,7 +63,11 @@ class Record:
 
 
 class _Meta(msgspec.Struct):
-    """The kinds of what ``meta`` says. recorded: seconds since the epoch, which MCAP counts in nanoseconds."""
+    """The types of the fields of ``meta``.
+
+    Attributes:
+        recorded: Seconds since the epoch. MCAP stores them in nanoseconds, which bounds them.
+    """
 
     recorded: Annotated[float, msgspec.Meta(ge=0, le=9e9)]
     wire: str
@@ -110,7 +114,7 @@ class Recorder(BackgroundWriter):
         with SinewError.at(f"--record {directory}", OSError):
             directory.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.stem) for path in directory.glob("*.npz") if path.stem.isdigit()]
-        scratch.sweep(directory, re.compile(r"\d+\.part"))  # of one that was killed
+        scratch.sweep(directory, re.compile(r"\d+\.part"))  # left by a recorder that was killed
         self.directory = directory
         self._left, self._names = limit_bytes, {part: list(each) for part, each in names.items() if each}
         self._number = max(numbers, default=0)
@@ -176,8 +180,11 @@ class Recorder(BackgroundWriter):
                 os.close(held)
 
     def _claim(self) -> tuple[Path, Path, int | None]:
-        """An empty file, its later name with the next number that nobody has, not even another recorder, and what
-        says to others that it is being written (:func:`sinew.core.scratch.hold`)."""
+        """Create the next numbered file, and return it with its final name and its lock
+        (:func:`sinew.core.scratch.hold`).
+
+        The number is free, also among other recorders. The lock marks the file as being written.
+        """
         while True:
             self._number += 1
             path = self.directory / f"{self._number:08d}.npz"
@@ -195,8 +202,10 @@ class Recorder(BackgroundWriter):
 
 
 def read_records(directory: Path) -> Iterator[Record]:
-    """The records of a folder, oldest first. Raises :class:`SinewError` for a file that is none."""
-    return (read_record(path) for path in record_files(directory))  # the folder is looked at now
+    """Return the records of a folder, oldest first. Raises :class:`SinewError` for a file that is not a record."""
+    return (
+        read_record(path) for path in record_files(directory)
+    )  # the folder is listed now, not at the first record
 
 
 def record_files(directory: Path) -> list[Path]:
@@ -228,7 +237,7 @@ def open_record(path: Path) -> Iterator[Npz]:
 
 
 def read_record(path: Path) -> Record:
-    """Return what a file of ``--record`` holds. Raises :class:`SinewError` for a file that is none."""
+    """Read a file of ``--record``. Raises :class:`SinewError` for a file that is not a record."""
     with open_record(path) as npz:
         meta = read_meta(npz)
         arrays = {name: npz.read(name) for name in npz.names if name != "meta"}
@@ -258,7 +267,7 @@ def read_record(path: Path) -> Record:
 
 
 def moments_in(names: Iterable[str]) -> int:
-    """Return how many moments the arrays of a record are of, by their names."""
+    """Return the number of observation steps in a record, from the names of its arrays."""
     return 1 + len({found[0] for name in names if (found := _EARLIER.match(name))})
 
 
@@ -282,7 +291,7 @@ def _moments(arrays: dict[str, np.ndarray]) -> list[Moment]:
 
 
 def read_meta(npz: Npz) -> dict[str, Any]:
-    """Return the text part of a record, its fields of the kinds that ``_Meta`` says. Raises ValueError."""
+    """Return the text part of a record, with fields of the types in ``_Meta``. Raises ValueError."""
     array = npz.read("meta")
     if array.dtype.kind != "U" or array.shape or array.nbytes > 4 * MAX_META:
         text = f"one text of at most {MAX_META} characters"

@@ -65,7 +65,7 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[in
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """Return what tokens spell; ids behind the last spell nothing. Raises ValueError where the tokenizer fails."""
+    """Return the text of tokens. Ids after the last one are ignored. Raises ValueError if the tokenizer fails."""
     try:
         return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
     except (KeyboardInterrupt, SystemExit):

@@ -60,7 +60,7 @@ class LocalLink:
         return found
 
     def restart(self) -> None:
-        """Let the next sample begin a stream that knows nothing of what was before."""
+        """Begin a new stream with the next sample, without any earlier context."""
         self._loops.remove(self.session)
         self.session = self.session.anew()
         self._loops.add(self.session, self)

@@ -1,10 +1,9 @@
-"""The two loops of any number of streams: one thread that computes prefixes and one that runs heads.
+"""The two loops of all streams: one thread that computes prefixes and one that runs heads.
 
-Each has a pool of compute threads of its own, so that on a CPU a head runs beside a prefix. Streams take turns in both
-by cost: whose owner has used least comes first; a head run counts its rows times its evaluations, a prefix one. A run
-that costs a fraction of the one under way does not wait for its end but comes between two of its evaluations. No stream
-is computed more often than its rate, by this machine's clock, whatever is sent. Beside a lane of requests they compute
-while these leave them their share.
+Each has its own pool of compute threads, so that on a CPU a head runs at the same time as a prefix. Streams take
+turns in both by cost: the owner that has used least comes first. A head run counts its rows times its evaluations, a
+prefix one. A run that costs a fraction of the one in progress runs between two of its evaluations. No stream is
+computed more often than its rate, by this machine's clock. Streams compute while requests leave them their share.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from sinew.stream.windows import Window
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.5  # between two looks although nobody has called
-BURST_S = 0.1  # by which samples and frames may come early: a network delivers them in bunches
+IDLE_S = 0.5  # longest wait without a call
+BURST_S = 0.1  # seconds by which samples and frames may be early, as a network delivers them in bursts
 QUICK = 4  # so many times as dear is a run that a cheaper one comes between
 READ, RUN = 0, 1  # the slow loop and the fast one
 
@@ -59,7 +58,9 @@ class _Stream:
     owner: Hashable
     turns: tuple[Turn, Turn]
     gone: bool = False
-    due: list[float] = field(default_factory=lambda: [0.0, 0.0])  # as if each had come at its time
+    due: list[float] = field(
+        default_factory=lambda: [0.0, 0.0]
+    )  # when the next run of each loop is due by the rate
 
     def wanted(self, which: int) -> bool:
         return self.session.wants_run if which == RUN else self.session.wants_prefix
@@ -78,10 +79,13 @@ class _Stream:
 
 
 class Loops:
-    """threads: for compute, of the slow and of the fast loop. start: makes a thread of a name and a function; those
-    of a server are kept alive by its supervisor. clock: seconds, by which rates are held.
+    """Runs the streams. Threads start with the first stream. A stream that fails gets the error, and continues with
+    its next frame or sample.
 
-    Threads start with the first stream. A stream that fails is told so, and goes on with its next frame or sample.
+    Args:
+        threads: Compute threads of the slow and of the fast loop.
+        start: Starts a thread from a name and a function. A server's supervisor restarts its threads.
+        clock: Seconds, by which rates are kept.
     """
 
     def __init__(
@@ -93,8 +97,11 @@ class Loops:
         self._threads, self._start, self._clock = threads, start or _daemon, clock
         self._lock = threading.Condition()  # guards everything below
         self._streams: dict[Session, _Stream] = {}
-        self._spent: tuple[dict[Hashable, float], dict[Hashable, float]] = ({}, {})  # by owner, of each loop
-        self._least = [0.0, 0.0]  # what the owner had spent whose turn came last
+        self._spent: tuple[dict[Hashable, float], dict[Hashable, float]] = (
+            {},
+            {},
+        )  # cost by owner, for each loop
+        self._least = [0.0, 0.0]  # cost of the owner that ran last, for each loop
         # In each loop, with those that came between last
         self._busy: tuple[list[_Stream], list[_Stream]] = ([], [])
         self._news = (threading.Event(), threading.Event())  # for the slow and the fast loop
@@ -133,7 +140,7 @@ class Loops:
                     spent.pop(stream.owner, None)
 
     def settle(self, sessions: Iterable[Session]) -> None:
-        """Wait until nothing is computed any more for streams that were removed, and nothing here knows them."""
+        """Wait until nothing is computed for removed streams any more."""
         gone = set(sessions)
         with self._lock:
             while any(each.session in gone for busy in self._busy for each in busy):
@@ -159,7 +166,7 @@ class Loops:
         import torch
 
         torch.get_num_threads()  # or the first product here sets this thread's pool to what another thread set last
-        torch.set_num_threads(self._threads[which])  # of this thread's own pool
+        torch.set_num_threads(self._threads[which])  # the pool belongs to this thread
         news = self._news[which]
         while not self._ended:
             news.clear()  # before the look, so that nothing that comes after it is missed
@@ -170,7 +177,7 @@ class Loops:
                 news.wait(wait)
 
     def _next(self, which: int) -> float | None:
-        """Choose the stream whose turn it is, and return None; or seconds to wait, where it is nobody's."""
+        """Choose the next stream and return None; or return the seconds to wait if none is due."""
         now, wait = self._clock(), IDLE_S
         with self._lock:
             spent, ready, busy = self._spent[which], list[_Stream](), self._busy[which]
@@ -181,7 +188,7 @@ class Loops:
                         ready.append(stream)
             if not ready:
                 return wait
-            for stream in ready:  # who had nothing to do has saved nothing
+            for stream in ready:  # an idle owner gains no credit
                 spent[stream.owner] = max(spent.get(stream.owner, 0.0), self._least[which])
             chosen = min(ready, key=lambda each: spent[each.owner])
             if not busy:
@@ -201,7 +208,7 @@ class Loops:
         ) < spent.get(running.owner, 0.0)
 
     def _work(self, which: int) -> None:
-        """Compute for the chosen stream. Nothing but what it makes knows it afterwards."""
+        """Compute for the chosen stream. No reference to the stream remains afterwards."""
         try:
             self._safely(which)
         finally:
@@ -217,7 +224,7 @@ class Loops:
             turn.pause()
             while self._next(RUN) is None:
                 self._work(RUN)
-                turn.begin()  # that was another's time
+                turn.begin()  # the time before belonged to another stream
             if stream.gone:
                 raise CancelledError("the stream has ended")
 

@@ -1,8 +1,8 @@
-"""One robot's stream: what has arrived, the prefix of the newest frame, and runs of the head on it.
+"""One robot's stream: its newest inputs, the prefix of the newest frame, and runs of the head on it.
 
-Three callers that never wait for each other. The robot pushes frames and samples, of which the newest wins. The
-slow loop calls :meth:`Session.read`, which computes a prefix beside the one in use and swaps it in whole. The fast
-loop calls :meth:`Session.run`. Every hand-over is one reference that is written at once.
+Three callers never wait for each other. The robot pushes frames and samples, of which the newest wins. The slow loop
+calls :meth:`Session.read`, which computes a new prefix and then replaces the one in use. The fast loop calls
+:meth:`Session.run`. Every exchange is one reference that is written at once.
 """
 
 from __future__ import annotations
@@ -30,19 +30,27 @@ Images = Mapping[str, np.ndarray]
 
 MIN_RATE, MAX_RATE = 0.1, 2000.0  # nodes per second
 MAX_TIME = 1e9  # seconds of a robot's clock
-AHEAD_S = 0.1  # of a frame before its sample: a robot may read camera and joints in any order
-OLDEST_S = 10.0  # of a frame at the robot's first tick
+AHEAD_S = 0.1  # seconds by which a frame may be newer than its sample, as robots read them in any order
+OLDEST_S = 10.0  # largest age of a frame at the robot's first tick, seconds
 INTERPOLATIONS = ("linear", "hold")
 GUIDANCE = (*RTC[:3], "none")
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """rate: nodes per second of the robot's trajectory. guidance, interpolation: see :class:`Chunks`, for
-    checkpoints whose head has one time for all rows. solver_steps: of those; the policy's own if None. seed: of the
-    noise. text_tokens: of each text that the language head says beside (:mod:`sinew.stream.text`); 0: none.
+    """The settings of a stream.
 
-    Raises :class:`ObservationError` that names the field.
+    Attributes:
+        rate: Waypoints per second of the robot's trajectory.
+        guidance: See :class:`Chunks`, for checkpoints whose head has one time for all rows.
+        interpolation: See :class:`Chunks`, likewise.
+        solver_steps: Solver steps of such heads; None for the policy's own.
+        seed: Seed of the noise.
+        text_tokens: Tokens of each text that the language head generates in parallel (:mod:`sinew.stream.text`); 0
+            for none.
+
+    Raises:
+        ObservationError: A field is wrong.
     """
 
     rate: float
@@ -160,10 +168,17 @@ class Session:
     # ------------------------------------------------------------------------- the robot's side
 
     def push_frame(self, images: Images | Callable[[], Images], taken: float) -> None:
-        """Take a frame that was exposed at ``taken``, seconds of the robot's clock. images: or what decodes them,
-        which is called by the slow loop if nothing newer comes before it. Raises ObservationError for a moment that
-        is none, more than 10 s before the robot's clock began, or, by more than 0.1 s, later than the newest sample or
-        earlier than the newest frame."""
+        """Take a frame.
+
+        Args:
+            images: The frames, or a function that decodes them. The slow loop calls it if nothing newer arrives
+                before.
+            taken: When they were exposed, seconds of the robot's clock.
+
+        Raises:
+            ObservationError: The time is not valid: more than 10 s before the robot's clock began, more than 0.1 s
+                later than the newest sample, or more than 0.1 s earlier than the newest frame.
+        """
         newest = MAX_TIME if self._sample is None else self._sample.time + AHEAD_S
         oldest = -OLDEST_S if self._frame is None else max(-OLDEST_S, self._frame.time - AHEAD_S)
         if not oldest <= taken <= newest:  # NaN too
@@ -176,9 +191,11 @@ class Session:
         self._frame = _Frame(images if callable(images) else lambda: images, taken)
 
     def push_sample(self, sample: StateSample) -> None:
-        """Take a sample. Raises ObservationError for one that is none, or from before the last one. A delay beyond
-        ``MAX_DELAY`` counts as that: an answer tells the robot how long the way takes now, and without one its estimate
-        would never fall."""
+        """Take a sample. Raises ObservationError for an invalid one, or one older than the last.
+
+        A delay beyond ``MAX_DELAY`` is clipped to it: an answer tells the robot the present delay, and without
+        answers its estimate would never fall.
+        """
         if not 0 <= sample.time < MAX_TIME:  # NaN too
             raise ObservationError(
                 "time", f"seconds of the robot's clock, from 0 to {MAX_TIME:g}", f"{sample.time:g}"
@@ -205,7 +222,7 @@ class Session:
         return self._clock()
 
     def say(self, prompt: str) -> None:
-        """Change the instruction. The next prefix knows it, also that of a frame that has been read before."""
+        """Change the instruction. The next prefix uses it, also with a frame that has been read before."""
         self.prompt = prompt
 
     def _speaks(self, tokens: int) -> Speech | None:
@@ -219,14 +236,14 @@ class Session:
         return Speech(tokens, prompter.words, prompter.recipe.eos_token_id)
 
     def anew(self) -> Session:
-        """Return a session of the same settings that knows nothing yet."""
+        """Return an empty session with the same settings."""
         return Session(self.policy, self.settings, self.prompt, self._clock)
 
     # ------------------------------------------------------------------------- the two loops
 
     @property
     def wants_prefix(self) -> bool:
-        """Return True if there is a frame or an instruction that no prefix knows, and a state to go with it."""
+        """True if there is a frame or an instruction without a prefix, and a state for it."""
         return (
             self._frame is not None and self._sample is not None and self._seen != (self._frame, self.prompt)
         )
@@ -264,7 +281,7 @@ class Session:
         return made is not None
 
     def compute(self) -> StreamPrefix | None:
-        """Compute the prefix of the newest frame, beside the one in use; None where there is nothing new."""
+        """Compute the prefix of the newest frame, while the present one stays in use; None if there is nothing new."""
         if not self.wants_prefix:
             return None
         frame, sample, prompt = self._frame, self._sample, self.prompt

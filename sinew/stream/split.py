@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
-    """Return what the head needs of an observation, packed (:mod:`sinew.engine.contexts`): the server's half.
+    """Return the context of an observation for a head on the robot, packed (:mod:`sinew.engine.contexts`): the
+    server's half.
 
-    Raises :class:`SinewError` for a head that chooses tokens where ``form`` rounds, and for what the head here would
-    need more than a context for.
+    Raises :class:`SinewError` for a head that chooses tokens if ``form`` rounds, and for a request that needs more
+    than a context.
     """
     if prepared.words is not None:
         raise SinewError("context: expected an observation without words to be said, got one with them")

@@ -1,8 +1,8 @@
 """The text of a stream: one token per prefix, from the same pass over the same weights.
 
-After section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). A token joins the text behind the prompt of the
-next pass, which reads all of it again beside the newest frame; keys and values of an older frame are never used. What
-is said is the greedy continuation of the newest observation's prompt.
+After section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). A token is appended to the prompt of the next
+pass, which reads all text again together with the newest frame. Keys and values of an older frame are never used. The
+text is the greedy continuation of the newest observation's prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Speech:
         return self.tokens
 
     def add(self, token: int) -> StreamedText:
-        """Take the token that a pass gave; return what stands now. A text that ends is followed by another one."""
+        """Take the token of a pass, and return the present text. After a text has ended, another one begins."""
         if token != self._end:
             self.tokens = [*self.tokens, token]
         words = self._words(self.tokens)

@@ -28,13 +28,20 @@ HISTORY = 1024  # nodes that the server remembers to have handed out: two second
 
 @dataclass(frozen=True)
 class Window:
-    """Nodes ``step``, ``step + 1`` ... of a trajectory: ``rows``, float32 [K, D] in world units.
+    """Waypoints ``step``, ``step + 1`` ... of a trajectory.
 
-    sample_time, frame_time: of the newest sensor sample and frame in it, seconds of the robot's clock.
-    prefix_age, sensor_age: seconds of this machine's clock since the prefix was swapped in, and since the sample
-    arrived. head_s: what the run took. run: number of the head run. tag: what the sample was sent with.
-    state: float [D] in the robot's units, which the head saw and relative rows were made absolute with. text: of the
-    prefix.
+    Attributes:
+        step: Number of the first waypoint.
+        rows: float32 [K, D] in robot units.
+        sample_time: Time of the newest sensor sample, seconds of the robot's clock.
+        frame_time: Time of the newest frame, likewise.
+        prefix_age: Seconds since the prefix came into use, on this machine's clock.
+        sensor_age: Seconds since the sample arrived, likewise.
+        head_s: Seconds that the run took.
+        run: Number of the head run.
+        tag: Tag of the sample.
+        state: float [D] in the robot's units. The head read it, and relative actions were made absolute with it.
+        text: Text of the prefix.
     """
 
     step: int
@@ -146,9 +153,9 @@ class Chunks:
         return self._engine.solve(context, started, steps, guidance, Watch(between=pause))[0]
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
-        """Return the rows of the nodes from ``origin`` on, float32 [K, D], of a chunk [H, D] in world units.
+        """Return the waypoints from ``origin`` on, float32 [K, D], from a chunk [H, D] in robot units.
 
-        K is at most what a chunk has from its frame on, also where the frame's moment lies after the origin.
+        K is at most what a chunk has from its frame on, even if the frame is later than the origin.
         """
         last = frame_time + (len(rows) - 1) / self.hz
         most = math.ceil(len(rows) * self.rate / self.hz) + 1
@@ -165,7 +172,7 @@ class Chunks:
         return rows[low] + share * (rows[np.minimum(low + 1, len(rows) - 1)] - rows[low])
 
     def handed(self, rows: np.ndarray, origin: int, run: int) -> None:
-        """Note what the robot was given. What lies before ``origin`` counts as executed."""
+        """Record the waypoints that the robot received. Those before ``origin`` count as executed."""
         for step in range(max(self._handed.next, origin - HISTORY), origin):
             if (node := self._handed.take(step)) is not None:
                 self._handed.commanded(step, node.row)

@@ -30,7 +30,7 @@ ARCHITECTURES = ("bitvla",)
 NAMES = ("vla.cpp GGUF of bitvla",)
 OPTIONS = ("tokenizer", "stats_key", "cameras")
 SETTINGS = bitvla.SETTINGS
-ROWS, COLUMNS = 16, 128  # of a tile
+ROWS, COLUMNS = 16, 128  # size of a tile
 TOWER, LANGUAGE = "vision_tower.vision_model.", "language_model.model."
 TOKENS = {"image_id": bitvla.VIEWS, "proprio_id": bitvla.STATE_TOKEN, "stop_id": bitvla.STOP}
 
@@ -178,7 +178,7 @@ def rules(text: dict[str, Any], vision: dict[str, Any], head_dim: int) -> list[R
 
 
 def _matrix(own: str, to: tuple[str, ...], shape: tuple[int, int]) -> list[Rule]:
-    """Rules of a matrix and its scales, of several that lie one behind the other where ``to`` names several."""
+    """Return the rules of a matrix and its scales. With several names in ``to``, it is split into that many."""
     count, channels = len(to), shape[0] // len(to)
 
     def weights(source: TensorSource) -> tuple[TensorSource, ...]:

@@ -1,9 +1,9 @@
-"""vla.cpp's files of GR00T N1.6 and N1.5.
+"""Read vla.cpp's files of GR00T N1.6 and N1.5.
 
-Names are turned into NVIDIA's, so that everything else is read as from NVIDIA's own folder. An N1.6 file holds the
-processor's configuration and the statistics; an N1.5 file holds metadata.json, or nothing where it was made from a
-LeRobot fine-tune: then vla.cpp wrote the statistics beside it (--stats), and cameras are given with --cameras. Eagle's
-configuration, tokenizer, chat template and image processor come from --vlm.
+Names are turned into NVIDIA's, so that everything else is read as from NVIDIA's own folder. An N1.6 file contains the
+processor's configuration and the statistics. An N1.5 file contains metadata.json, unless it was made from a LeRobot
+fine-tune. Then vla.cpp has written the statistics into a file beside it (--stats), and you state the cameras
+(--cameras). Eagle's configuration, tokenizer, chat template and image processor come from --vlm.
 Source: vla.cpp ``scripts/convert_gr00t_n1_{5,6}_to_gguf.py``, ``gguf_blocks.py``.
 """
 
@@ -125,7 +125,7 @@ def _n15(file: VlacppFile, options: ConvertOptions, preprocessor: JsonRecord) ->
 
 
 def _fine_tune(file: VlacppFile, options: ConvertOptions, horizon: int) -> RobotRecord:
-    """What vla.cpp wrote beside the file of a LeRobot fine-tune."""
+    """Return the robot's record of a LeRobot fine-tune, from the file that vla.cpp wrote beside it."""
     if options.stats is None or not options.cameras:
         raise ConvertError(
             f"{file.path}: made from a LeRobot fine-tune, whose statistics and cameras it does not hold; give"

@@ -1,8 +1,8 @@
-"""vla.cpp's files of Evo-1, made from a folder of the original repository.
+"""Read vla.cpp's files of Evo-1, made from a folder of the original repository.
 
 Names are turned into that repository's, so that everything else is read as from its folder. Tokenizer and widths of
-InternVL3 come from --vlm. Statistics in the file are minima and maxima, whatever the checkpoint normalised with.
-Attention in masked rows gives zeros, as in vla.cpp's engine (``src/models/evo1.cpp``), unless --set masked_rows=attend.
+InternVL3 come from --vlm. Statistics in the file are minima and maxima, for every normalisation. Attention in masked
+rows gives zeros, as in vla.cpp's engine (``src/models/evo1.cpp``), unless --set masked_rows=attend.
 Source: vla.cpp ``scripts/convert_evo1_to_gguf.py``.
 """
 

@@ -94,7 +94,7 @@ PROJECTOR_FACTOR = "projector_factor"
 
 
 def projector_factor(architecture: str, hidden: int) -> float:
-    """Return what a file's projector is multiplied by, for vla.cpp's engine to act as the policy was trained."""
+    """Return the factor of a file's projector with which vla.cpp's engine acts as the policy was trained."""
     return hidden**0.5 if architecture == "pi0" else 1.0
 
 
@@ -257,7 +257,7 @@ def _normalization(
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """What a file of this architecture means and does not say."""
+    """The meaning of this architecture's files, and the facts that they do not contain."""
 
     config: Callable[[VlacppFile, dict[str, TensorSource]], Any]
     tokenizer: str

@@ -46,7 +46,7 @@ def _tower(letter: str, name: str) -> list[Rule]:
     ]
 
 
-HEAD_RULES = [  # of the regression head and of the state's projector
+HEAD_RULES = [  # regression head and projector of the state
     Rule(r"aex\.proprio\.(.*)", (rf"{STATE}\1",)),
     Rule(r"aex\.head\.ln([12])" + _LINEAR, (rf"{HEAD}model.layer_norm\1.\2",)),
     Rule(r"aex\.head\.fc([12])" + _LINEAR, (rf"{HEAD}model.fc\1.\2",)),

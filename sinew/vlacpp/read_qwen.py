@@ -32,13 +32,13 @@ OPTIONS = ("vlm", "tokenizer", "embodiment", "cameras", "stats")
 SETTINGS = {key: setting for key, setting in gr00t.SETTINGS.items() if key != "ignore"} | {
     "solver_steps": SOLVER_STEPS_SETTING
 }
-READ_BY = {  # of OPTIONS and SETTINGS, those of one architecture only
+READ_BY = {  # entries of OPTIONS and SETTINGS that belong to one architecture only
     "gr00t_n1_7": ("embodiment", *(key for key in SETTINGS if key != "solver_steps")),
     "vla_jepa": ("cameras", "stats"),
 }
 COSMOS = "nvidia/Cosmos-Reason2-2B"  # N1.7's model_name
 FRAME = 256  # pixels: the side of LIBERO's frames; others are resized
-RESIZE = [224, 224]  # of published VLA-JEPA checkpoints; vla.cpp expects what comes out of it
+RESIZE = [224, 224]  # size in published VLA-JEPA checkpoints; vla.cpp expects frames of this size
 
 
 def _tower(to: str, file: VlacppFile) -> list[Rule]:

@@ -79,12 +79,18 @@ _FREE |= {
 def export_vlacpp(
     bundle: Bundle, out: Path, progress: Progress | None = None, before_0_4: bool = False
 ) -> None:
-    """Write ``bundle`` as vla.cpp's file ``out``, which appears only when it is complete.
+    """Write a bundle as a file of vla.cpp. The file appears only when it is complete.
 
-    before_0_4: write a pi0 for vla.cpp before 0.4.0, whose engine divides image tokens by the root of their width.
+    Args:
+        bundle: The bundle.
+        out: The new file.
+        progress: Called with the number of bytes that were just written.
+        before_0_4: Write a pi0 for vla.cpp before 0.4.0, whose engine divides image tokens by the root of their
+            width.
 
-    Raises :class:`ConvertError` for a family, a precision or a recipe that vla.cpp's file has no place for, and for a
-    pi0 otherwise: 0.4.0 no longer divides, and does not know the key that says what was multiplied.
+    Raises:
+        ConvertError: vla.cpp's file format does not support the family, the precision or the recipe. A pi0 without
+            ``before_0_4`` is rejected too: 0.4.0 no longer divides, and ignores the key with the factor.
     """
     manifest = bundle.manifest
     if manifest.architecture == "pi0" and not before_0_4:

@@ -148,7 +148,7 @@ def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
 
 
 def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
-    """Return what both exporters say of a vision tower."""
+    """Return the keys of a vision tower, which both exporters write."""
     return {
         f"{prefix}.hidden": tower["hidden_size"],
         f"{prefix}.layers": tower["num_layers"],
@@ -159,7 +159,7 @@ def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
 
 
 def language_keys(language: dict[str, Any]) -> dict[str, Any]:
-    """Return what both exporters say of the language model."""
+    """Return the keys of the language model, which both exporters write."""
     return {
         "lm.hidden": language["hidden_size"],
         "lm.layers": language["num_layers"],
@@ -173,7 +173,8 @@ def language_keys(language: dict[str, Any]) -> dict[str, Any]:
 
 
 def statistics(manifest: Manifest) -> dict[str, Any]:
-    """Return what upstream's dataset_statistics.json holds of one robot: actions first, which vla.cpp looks for.
+    """Return the content of the training project's dataset_statistics.json for one robot, with the actions first, as
+    vla.cpp expects.
 
     Raises :class:`ConvertError` for statistics that vla.cpp does not read.
     """

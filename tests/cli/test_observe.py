@@ -382,7 +382,9 @@ def test_a_robot_that_the_policy_refuses() -> None:
 # ----------------------------------------------------------------------------- the verb, records, and what is learnt
 
 
-LARGE = r"frames of 256x256, of which the policy reads 64x64: such frames would do, with 12 instead of 197 kB each"
+LARGE = (
+    r"frames are 256x256 but the policy resizes them to 64x64; send 64x64 to save bandwidth \(12 kB instead"
+)
 WIRED = """
 from tests.cli.test_observe import Robot, frames, larger, state, swapped
 

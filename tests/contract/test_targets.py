@@ -54,7 +54,7 @@ def test_each_kind_is_opened_or_rejected_by_name(tmp_path: Path) -> None:
         assert expert.spec.chunk_size > 0
     with pytest.raises(SinewError, match="expert: expected expert:ENV"):
         connect("expert")
-    with pytest.raises(ClientError, match="`sinew eval` plays model servers"):
+    with pytest.raises(ClientError, match="only `sinew eval` supports model servers"):
         connect("vla-eval://127.0.0.1:9")
     with pytest.raises(SinewError, match="absent.gguf"):
         connect(tmp_path / "absent.gguf")

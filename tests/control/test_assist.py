@@ -224,7 +224,7 @@ def test_uncertainty_asks_and_needs_noise() -> None:
     ask(1.2)
     settle(found)
     assert found.asked == {"uncertainty": 1}
-    with pytest.raises(ClientError, match="uncertainty: expected two answers that differ"):
+    with pytest.raises(ClientError, match="uncertainty: expected a policy that draws noise"):
         assisted("uncertainty:0.5", far)[1](1.0)
 
 

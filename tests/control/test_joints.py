@@ -127,11 +127,11 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
         (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--rename-joint: expected joints of the policy, pan"),
         (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "say which is which"),
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
-        ("pan", {}, "joints: expected names of its numbers"),
-        ([1, 2, 3], {}, "joints: expected names of its numbers"),
-        (["pan", "lift", 3], {}, "joints: expected names of its numbers"),
-        ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected names of its numbers"),
-        (None, {"grip": "jaw"}, "--rename-joint: expected a robot that says what its joints are called"),
+        ("pan", {}, "joints: expected a list of joint names"),
+        ([1, 2, 3], {}, "joints: expected a list of joint names"),
+        (["pan", "lift", 3], {}, "joints: expected a list of joint names"),
+        ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected a list of joint names"),
+        (None, {"grip": "jaw"}, "--rename-joint: expected a robot with names of its joints"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(joints: Any, given_names: dict[str, str], message: str) -> None:

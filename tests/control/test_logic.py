@@ -687,7 +687,7 @@ def test_numbers_of_a_handover_at_their_bounds() -> None:
         ("ensemble:cosine:0.1:2:3", "takes at most 3"),
         ("rtc:soft", "rtc: expected one of guided"),
         ("rtc::zeros:5", "rtc: expected one of guided"),  # settings of no method would be dropped
-        ("rtc:trained:zeros", "rtc:trained has nothing to weigh"),
+        ("rtc:trained:zeros", "rtc:trained has no settings"),
         ("rtc:guided:cosine", "schedule: expected one of exp"),
         ("rtc:guided:exp:-1", "beta: expected a number >= 0"),
         ("rtc:guided:exp:nan", "beta: expected a number >= 0"),
@@ -1480,7 +1480,7 @@ def test_what_rows_are_measured_from() -> None:
     np.testing.assert_array_equal(wider.position(state, 3), [20, np.nan, 10])
     assert wider.placed(3).tolist() == [True, False, True]
     assert wider.roll(state, np.float32([[7, 5, 8]])).tolist() == [9, 8, 9, 7]
-    with pytest.raises(ValueError, match="expected as many numbers as the action's 3, got 4"):
+    with pytest.raises(ValueError, match=r"expected a state of 3 numbers \(as the action\), got 4"):
         absolute.roll(state, rows)
     for columns in (((), ()), ((0, 1), (0,))):
         with pytest.raises(ValueError, match="columns: expected as many"):
@@ -1522,7 +1522,7 @@ def test_what_a_chunk_commands_and_where_a_robot_is() -> None:
     for columns in (((0,), ()), ((), (0,)), ((0,), (0, 1))):
         with pytest.raises(ValueError, match=f"at least one, got {len(columns[0])} and {len(columns[1])}$"):
             Absolute(*columns)
-    with pytest.raises(ValueError, match="future state: say what the actions are measured from"):
+    with pytest.raises(ValueError, match="future: needs a motion"):
         Motion().roll(state, rows)
 
 
@@ -1542,7 +1542,7 @@ def test_future_state_is_that_of_the_answer() -> None:
         assert node is not None
         player.commanded(step, node.row)
     assert player.ask(5, 5, np.float32([1.2])).fields["state"] == 4  # rows 2, 3, 4 are executed until step 8
-    with pytest.raises(ValueError, match="say what the actions are measured from"):
+    with pytest.raises(ValueError, match="needs a motion"):
         Player(parse_handover("aligned"), parse_rule("2"), future=True).motion.roll(
             np.zeros(1), np.zeros((1, 1))
         )

@@ -1059,7 +1059,7 @@ def test_a_requester_is_a_source_of_chunks() -> None:
     arm = Arm(Clock())
     requester = Requester(lambda: lambda *_: chunk(0), 1.0)
     assert Loop(arm, requester, Settings(20.0), 1).source is requester
-    with pytest.raises(SettingsError, match="^fusion: expected  for requested chunks"):
+    with pytest.raises(SettingsError, match='^fusion: expected "" for requested chunks'):
         Loop(arm, requester, Settings(20.0, fusion="latest_only"), 1)
     assert not arm.sent
 

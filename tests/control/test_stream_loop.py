@@ -446,7 +446,7 @@ def test_what_a_stream_has_nothing_to_do_with_is_refused() -> None:
         of(fusion="mean")
     with pytest.raises(SettingsError, match="^fusion: expected a fusion rule for a stream, got ''"):
         of(fusion="")
-    with pytest.raises(SettingsError, match="^fusion: expected  for requested chunks, got 'average'"):
+    with pytest.raises(SettingsError, match='^fusion: expected "" for requested chunks'):
         Loop(Robot(), lambda: None, Settings(10.0, fusion="average"), 2)  # type: ignore[arg-type, return-value]
 
 

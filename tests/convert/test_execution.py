@@ -109,7 +109,7 @@ def test_run_prints_and_follows_it(act, capsys):
     words = ["run", str(act(0.01)), "--robot", "dry", "--hz", "10", "--seconds", "2", "--json"]
     assert main(words) == 0
     printed = capsys.readouterr()
-    assert "hand-over ensemble:0.01: the checkpoint was made for temporal" in " ".join(printed.err.split())
+    assert "hand-over ensemble:0.01: the checkpoint was trained for temporal" in " ".join(printed.err.split())
     settings = json.loads(printed.out.splitlines()[-1])["settings"]
     assert (settings["handover"], settings["replan"]) == ("ensemble:0.01", "1")
 

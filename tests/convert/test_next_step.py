@@ -312,7 +312,7 @@ def test_unknown_fields_are_named_at_once_and_those_of_training_left_aside(case,
     training = {"optimizer_fused": True, "kl_loss_weight": 2.0, "freeze_backbone": True, "vision_lr": 1e-5}
     edit(path / "config.json", **training)
     manifest = Bundle(convert(path, tmp_path / "out.gguf", **given)).manifest
-    note = next(note for note in manifest.provenance.notes if "of training alone" in note)
+    note = next(note for note in manifest.provenance.notes if "concern training only" in note)
     assert all(key in note for key in training)
     edit(path / "config.json", head_style="wide", use_memory=True)
     message = refused(path, **given)
@@ -343,7 +343,7 @@ def test_no_layout_is_silent_about_an_entry_that_nothing_reads(case, tmp_path, n
     notes = Bundle(convert(path, out, **given)).manifest.provenance.notes
     added = [note for note in notes if note not in plain]
     assert any('not understood, and left aside: head_style="wide"; check' in note for note in added), added
-    assert any("of training alone" in note and "optimizer_fused" in note for note in added), added
+    assert any("concern training only" in note and "optimizer_fused" in note for note in added), added
 
 
 @pytest.mark.parametrize(

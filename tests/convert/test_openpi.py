@@ -149,14 +149,14 @@ def test_droids_names_say_what_its_actions_are(openpi_checkpoint, name, chunk):
     assert spec.motion is not None
     assert (spec.motion.kind, spec.motion.scale) == ("offsets", 0.2)
     assert spec.motion.action == tuple(range(7))  # the gripper is a position
-    assert "actions are offsets" in str(choose(policy=spec.to_dict()))
+    assert "actions are delta actions" in str(choose(policy=spec.to_dict()))
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "told"),
     [
         ("pi05_full_droid_finetune", "absolute", "aligned"),  # trained on joint positions
-        ("pi05_libero", None, "nothing says what actions are measured from"),
+        ("pi05_libero", None, "the reference of the actions is unknown"),
     ],
 )
 def test_other_names_say_what_theirs_are_or_nothing(openpi_checkpoint, name, kind, told):

@@ -234,7 +234,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(
         policy.infer(replace(given, adapter=3))
     alone = sinew.load(adapters(CASE).base, "cpu", engine="eager")
     with pytest.raises(
-        ObservationError, match="adapter: expected none: this policy was opened without adapters"
+        ObservationError, match="adapter: expected no adapter, as this policy was opened without any"
     ):
         alone.infer(given)
     with pytest.raises(ObservationError, match="adapter: expected none here, got 'kitchn'"):

@@ -348,7 +348,11 @@ def bad() -> list[Any]:
                 {"question": "what is \ud800?"},
                 "question: expected text that UTF-8 can carry",
             ),
-            ("both", {**asked, "subtask": True}, "question: expected nothing beside subtask, got both"),
+            (
+                "both",
+                {**asked, "subtask": True},
+                "question: expected only one of question and subtask, got both",
+            ),
             (
                 "tokens",
                 {**asked, "tokens": np.array([5, 6]), "prompt": ""},
@@ -374,9 +378,13 @@ def bad() -> list[Any]:
             (
                 "of nothing",
                 {"text_only": True},
-                "text_only: expected nothing, as neither subtask nor question",
+                "text_only: expected a subtask or a question with it",
             ),
-            ("length of nothing", {"text_tokens": 5}, "text_tokens: expected nothing, as neither subtask"),
+            (
+                "length of nothing",
+                {"text_tokens": 5},
+                "text_tokens: expected a subtask or a question with it",
+            ),
             (
                 "no prompt",
                 {"subtask": True, "prompt": " "},

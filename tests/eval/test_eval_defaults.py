@@ -46,17 +46,17 @@ def test_everybody_has_the_same_defaults() -> None:
     [
         (None, None, "freeze", None, "waiting is right for all kinds; set --motion to let the robot continue"),
         (None, {"kind": "absolute"}, "aligned", {"kind": "absolute"}, "the policy states that actions are absolute"),
-        (None, OFFSETS | {"low": None, "high": 1.0}, "freeze", None, "do not add up"),
+        (None, OFFSETS | {"low": None, "high": 1.0}, "freeze", None, "add up wrongly"),
         ({"kind": "absolute"}, OFFSETS, "aligned", {"kind": "absolute"}, "--motion states"),
         ({"kind": "relative", "action": [0], "state": [0]}, None, "aligned",
          {"kind": "relative", "action": [0], "state": [0]}, "relative targets"),
         (None, asdict(MotionSpec("relative", (0,), (1,))), "aligned",
          {"kind": "relative", "action": [0], "state": [1]}, "the policy states that actions are relative"),
-        (None, asdict(MotionSpec("absolute")), "aligned", {"kind": "absolute"}, "the policy says"),
+        (None, asdict(MotionSpec("absolute")), "aligned", {"kind": "absolute"}, "the policy states"),
         (None, asdict(MotionSpec("absolute", (0,), (3,))), "aligned",
-         {"kind": "absolute", "action": [0], "state": [3]}, "the policy says"),
+         {"kind": "absolute", "action": [0], "state": [3]}, "the policy states"),
         (OFFSETS, None, "freeze", OFFSETS, "--motion states"),
-        (AS_IS, {"kind": "absolute"}, "freeze", AS_IS, "nothing says"),
+        (AS_IS, {"kind": "absolute"}, "freeze", AS_IS, "is unknown"),
     ],
 )  # fmt: skip
 def test_the_hand_over_follows_from_what_actions_are(

@@ -520,7 +520,7 @@ def dashboard(walk: Walk) -> None:
     with walk.serving("sinew serve policy.gguf --rerun run.rrd"):
         walk.run(ask)
     again = walk.type(
-        "sinew eval blocks --episodes 3 --rerun run.rrd", status=1, says=("run.rrd: is there already",)
+        "sinew eval blocks --episodes 3 --rerun run.rrd", status=1, says=("run.rrd: the file already exists",)
     )
     (walk.folder / "run.rrd").rename(walk.folder / "served.rrd")
     evaluated(walk.run(again.line), 0.5)

@@ -100,7 +100,7 @@ def test_infer_and_the_native_wire(case_bundle, golden, tmp_path, capsys):
     for said in ([], ["--prompt", ""]):
         assert main([*arguments, *said]) == 1
         told = " ".join(capsys.readouterr().err.split())
-        assert "got an empty string (--allow-empty-prompt asks without)" in told
+        assert "got an empty string (--allow-empty-prompt allows it)" in told
         assert main([*arguments, *said, "--allow-empty-prompt", "--json"]) == 0
         got = json.loads(capsys.readouterr().out.splitlines()[-1])["actions"]
         np.testing.assert_allclose(got, wanted, atol=1e-6)

@@ -248,7 +248,7 @@ def test_prompts_that_cannot_be_are_refused_by_name():
             encode(said, state)
         assert str(error.value).startswith(message)
     subtask = partial(asked.encode_asked, "subtask")
-    for encode, hint in ((asked.encode, " asks without)"), (subtask, "got an empty string")):
+    for encode, hint in ((asked.encode, " allows it)"), (subtask, "got an empty string")):
         with pytest.raises(ObservationError) as error:
             encode("", state)
         assert str(error.value).endswith(hint)  # no other text may be empty

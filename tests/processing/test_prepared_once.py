@@ -534,10 +534,10 @@ def test_what_is_asked_for_is_kept_beside_the_inputs(monkeypatch):
         ({"subtask": 1}, "subtask: expected true or false, got int"),
         ({"text_only": "x"}, "text_only: expected true or false, got str"),
         ({"text_tokens": 0}, "text_tokens: expected an integer from 1 to 256, got 0"),
-        ({"question": "a", "subtask": True}, "question: expected nothing beside subtask, got both"),
+        ({"question": "a", "subtask": True}, "question: expected only one of question and subtask, got both"),
         (
             {"text_only": True},
-            "text_only: expected nothing, as neither subtask nor question is asked, got it",
+            "text_only: expected a subtask or a question with it, got neither",
         ),
     ):
         assert refusal(partial(PLAIN.check, seen(**fields))) == message

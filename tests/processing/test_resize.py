@@ -154,11 +154,14 @@ def test_larger_frames_are_said_to_be_so_with_what_they_cost():
     recipe = boxed(4, 6)
     assert larger(np.zeros((8, 11, 3), np.uint8), recipe, (0, 0)) == ""  # less than four times the pixels
     frame = np.zeros((8, 12, 3), np.uint8)
-    text = "frames of 8x12, of which the policy reads 4x6: such frames would do, with 0 instead of 0 kB each"
-    assert larger(frame, recipe, (4, 6)) == text
-    assert larger(frame, recipe, (8, 12)) == f"{text} (training data had 8x12, too)"
+    text = "frames are 8x12 but the policy resizes them to 4x6; send 4x6 to save bandwidth"
+    assert larger(frame, recipe, (4, 6)) == f"{text} (0 kB instead of 0 kB per frame)"
+    assert (
+        larger(frame, recipe, (8, 12))
+        == f"{text} (0 kB instead of 0 kB per frame) (training frames were 8x12 too)"
+    )
     square = larger(np.zeros((200, 200, 3), np.uint8), boxed(100, 100), (0, 0))
-    assert square.endswith("such frames would do, with 30 instead of 120 kB each")
+    assert square.endswith("to save bandwidth (30 kB instead of 120 kB per frame)")
 
 
 def test_buffers_are_kept_up_to_a_size():

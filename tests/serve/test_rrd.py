@@ -112,7 +112,7 @@ def test_a_recording_is_read_back(records: Path, tmp_path: Path) -> None:
 def test_the_verb(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recording", "rrd", str(records), str(tmp_path / "out.rrd"), "--hz", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["entries"]["prompt"] == 4
-    with pytest.raises(SinewError, match="is there already"):
+    with pytest.raises(SinewError, match="the file already exists"):
         write_rrd([], tmp_path / "out.rrd")
     with pytest.raises(SinewError, match="No such file or directory"):
         write_rrd([], tmp_path / "nowhere" / "out.rrd")

@@ -185,7 +185,9 @@ def test_moments_travel_to_the_context(case_bundle, caplog):
             np.testing.assert_allclose(found.actions, wanted.actions, rtol=0, atol=1e-5)
             assert found.warnings == wanted.warnings
             assert any("got 1" in warning for warning in found.warnings)
-            assert any("reads 2 moments and got 1" in record.getMessage() for record in caplog.records)
+            assert any(
+                "reads 2 observation steps and got 1" in record.getMessage() for record in caplog.records
+            )
             other = Moment({name: 255 - frame for name, frame in given.images.items()}, given.state)
             both = replace(given, earlier=(other,))
             found, wanted = robot.infer(both), policy.infer(both)

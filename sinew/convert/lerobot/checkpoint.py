@@ -1,8 +1,8 @@
-"""What all LeRobot checkpoints share: files, configuration, features, statistics, tokenizer.
+"""The parts that all LeRobot checkpoints share: files, configuration, features, statistics, tokenizer.
 
-Two layouts exist. Since 0.4 the pre- and post-processor pipelines are JSON files beside the weights, with
-their statistics in small safetensors files; before, statistics were buffers inside ``model.safetensors``
-(``normalize_inputs.buffer_observation_state.mean``). Both are read; processors win when both are there.
+Two layouts exist. Since 0.4 the pre- and post-processor pipelines are JSON files beside the weights, with their
+statistics in small safetensors files. Before, statistics were buffers inside ``model.safetensors``
+(``normalize_inputs.buffer_observation_state.mean``). Both are read. The pipelines win if both exist.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from sinew.steps.image.base import CameraScale
 from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")
-# Fields of every LeRobot configuration that say where and how to train, load or upload, not what to compute.
+# Fields of every LeRobot configuration about training, loading and upload, which do not change the computation.
 # Of n_obs_steps the newest observation is read, whatever it says, but where a family's schema names it; rtc_config says
 # how chunks are joined on the robot.
 UNREAD = (
@@ -79,26 +79,29 @@ UNREAD = (
 
 
 def config_type(path: Path) -> str | None:
-    """Return the "type" in a directory's config.json, or None where there is none."""
+    """Return the "type" in a directory's config.json, or None."""
     kind = directory_config(path).get("type")
     return kind if isinstance(kind, str) else None
 
 
 def of_type(*names: str) -> Callable[[Path], bool]:
-    """Return what is True for LeRobot directories of these types."""
+    """Return a function that is True for LeRobot directories of these types."""
     return lambda path: config_type(path) in names
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What a family knows of its ``config.json``.
+    """The keys that a family supports in its ``config.json``.
 
-    defaults: upstream's, for keys that an older version did not write. required: keys whose defaults differ between
-    versions, so that none is taken, a word each. fixed: keys with the only value that is implemented. unread: keys
-    without influence on inference, a word each. features: types of input features that the family reads; a prompt
-    (LANGUAGE) is read by every one.
-    steps: of the preprocessor in their order, those that all families have aside; after: of the postprocessor.
-    adapters: whether ``--base`` is what an adapter changes.
+    Attributes:
+        defaults: The training project's defaults, for keys that an older version did not write.
+        required: Keys, separated by spaces, whose defaults differ between versions, so that none is assumed.
+        fixed: Keys with their only supported value.
+        unread: Keys, separated by spaces, that do not affect inference.
+        features: Types of input features that the family reads. Every family reads a prompt (LANGUAGE).
+        steps: Steps of the preprocessor, in their order, without those of all families.
+        after: Steps of the postprocessor.
+        adapters: True if ``--base`` names the model that an adapter changes.
     """
 
     defaults: Mapping[str, Any]
@@ -199,7 +202,7 @@ class LeRobotCheckpoint:
         return [name for name in str(self.options.setting("ignore", "")).split(",") if name]
 
     def _check_features(self) -> None:
-        """Refuse an input that nobody would read: a policy that was trained on it acts without it."""
+        """Reject an input that the family does not read: the policy was trained with it and would act without it."""
         table = self.config.get("input_features")
         for name, feature in table.items() if isinstance(table, dict) else ():
             kind = feature.get("type") if isinstance(feature, dict) else None
@@ -216,7 +219,7 @@ class LeRobotCheckpoint:
         return name_of(self.path)
 
     def check_tokens(self, image: int, marker: int) -> None:
-        """Raise ConvertError where a checkpoint that knows ids of special tokens has others; LeRobot's knows none."""
+        """Raise ConvertError if a checkpoint has other ids of special tokens. LeRobot's checkpoints have none."""
 
     # ------------------------------------------------------------------ files
 
@@ -301,10 +304,10 @@ class LeRobotCheckpoint:
 
     @cached_property
     def cameras(self) -> tuple[CameraSpec, ...]:
-        """Return the camera slots in config order, under the names by which the robot knows them.
+        """Camera slots in the order of the configuration, under the robot's names.
 
-        LeRobot lists its padding slots as features too; they are not cameras, so they are left to
-        ``empty_cameras``. A ``rename_map`` says what the robot calls a slot.
+        LeRobot lists its padding slots as features too. They are not cameras, so they belong to ``empty_cameras``. A
+        ``rename_map`` has the robot's name of a slot.
         """
         cameras, theirs = [], self._rename_map
         for key, shape in self._features("input_features", "VISUAL").items():
@@ -386,7 +389,7 @@ class LeRobotCheckpoint:
 
     @property
     def environment_dim(self) -> int:
-        """Return how many numbers of the environment follow the robot's in the state; 0 where they are not read."""
+        """Count of environment numbers that follow the robot's numbers in the state; 0 if they are not read."""
         there = ENVIRONMENT in self["input_features"]
         return self.vector("input_features", "ENV", ENVIRONMENT).dim if there else 0
 
@@ -402,7 +405,7 @@ class LeRobotCheckpoint:
         return whole
 
     def state_parts(self) -> tuple[VectorPart, ...]:
-        """Return how each part of :meth:`whole_state` is normalised; nothing where it is the robot's alone."""
+        """Normalisation of each part of :meth:`whole_state`; () if the state is the robot's alone."""
         if not (count := self.environment_dim):
             return ()
         return (
@@ -411,7 +414,7 @@ class LeRobotCheckpoint:
         )
 
     def action_steps(self) -> tuple[VectorStep, ...]:
-        """Return what turns the model's actions into the robot's, after they are un-normalised."""
+        """Steps from the model's un-normalised actions to the robot's."""
         before = len(self.pipelines.absent)
         found = action_steps(self.pipelines, self.config, self.state.dim, self.action.dim)
         self.notes += self.pipelines.absent[before:]
@@ -426,12 +429,12 @@ class LeRobotCheckpoint:
 
     @property
     def padding(self) -> Any:
-        """Return how prompts were padded, where the pipeline says it."""
+        """Padding of the prompts in the pipeline, if stated."""
         return self._tokenizer.get("padding")
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the hub name of the tokenizer; empty where it lies in the checkpoint, or nothing is said."""
+        """Hub name of the tokenizer; "" if it is in the checkpoint or not stated."""
         name = self._tokenizer.get("tokenizer_name")
         return name if isinstance(name, str) and name != "tokenizer" else ""
 
@@ -449,7 +452,7 @@ class LeRobotCheckpoint:
         return value
 
     def number(self, key: str, below: float = math.inf) -> float:
-        """Return a number of the configuration, above 0. Raises :class:`ConvertError` for what is none."""
+        """Return a number of the configuration, above 0. Raises :class:`ConvertError` for any other value."""
         found = self[key]
         if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < below:
             raise ConvertError(f"{self.file}: {key}: expected a number above 0, got {found!r}")
@@ -471,13 +474,13 @@ class LeRobotCheckpoint:
         return found
 
     def named(self) -> AbstractContextManager[None]:
-        """Let errors of a model's configuration, which say the field, say the file too."""
+        """Prefix errors of a model's configuration with the file."""
         return named(self.file)
 
     def committed_rows(self, chunk_size: int) -> int:
-        """Return the most rows of a running chunk that training put in front of a chunk; 0 where it did not.
+        """Return the longest action prefix of training; 0 if training had none.
 
-        LeRobot's ``rtc_training_max_delay``; ``--set committed_rows=N`` says it for files without that key.
+        It is LeRobot's ``rtc_training_max_delay``. ``--set committed_rows=N`` sets it for files without that key.
         """
         asked = self.options.setting("committed_rows", self.config.get("rtc_training_max_delay", 0))
         return self.size("rtc_training_max_delay", asked, low=0, high=chunk_size - 1)
@@ -487,8 +490,14 @@ class LeRobotCheckpoint:
     def policy_spec(
         self, architecture: str, chunk_size: int, *, state: VectorSpec | None = None, **fields: Any
     ) -> PolicySpec:
-        """Return the policy's specification. state: if not the robot's alone. fields: those that are the family's to
-        say, and those that it says in another way."""
+        """Return the policy's specification.
+
+        Args:
+            architecture: Name of the architecture.
+            chunk_size: Actions per chunk.
+            state: The state if it is not the robot's alone.
+            **fields: Further fields, and fields for which the family has its own value.
+        """
         if not self.dataset and not (state or self.state).names and (name := trained_on(self.path)):
             self.notes.append(
                 f"joints have no names, and the rate is not known: --dataset {shlex.quote(name)}, on which this run was"
@@ -504,8 +513,11 @@ class LeRobotCheckpoint:
         )
 
     def processing(self, image: ImageRecipe, prompt: PromptRecipe, config: Any, **fields: Any) -> Processing:
-        """Return the processing of a policy whose vectors are normalised as the pipelines say, and padded to the sizes
-        of the model's configuration. fields: the family's."""
+        """Return the processing of a policy whose vectors are normalised by the pipelines and padded to the model's
+        sizes.
+
+        **fields: Fields of the family.
+        """
         return Processing(
             image=image,
             prompt=prompt,
@@ -525,7 +537,7 @@ class LeRobotCheckpoint:
         return str(mapping.get(kind, "IDENTITY")).removeprefix("NormalizationMode.")
 
     def normalization(self, feature: str, kind: str) -> Normalization:
-        """Return how ``feature`` is normalised; ``kind`` is its key in the mapping (STATE or ACTION)."""
+        """Return the normalisation of ``feature``. ``kind`` is its key in the mapping (STATE or ACTION)."""
         mode: Any = self._mode(feature, kind).lower()
         if mode not in STATISTICS:
             raise ConvertError(f"normalisation {mode!r} of {feature} is not one of {', '.join(STATISTICS)}")
@@ -579,7 +591,7 @@ class LeRobotCheckpoint:
             )
 
     def image_mode(self) -> str:
-        """Return how images are normalised before the model scales them: "IDENTITY" where they are not."""
+        """Normalisation of images before the model scales them; "IDENTITY" without one."""
         return self._mode(STATE, "VISUAL")
 
     @cached_property
@@ -655,8 +667,10 @@ class LeRobotCheckpoint:
         )
 
     def _dataset_to_type(self, before: str) -> str:
-        """Return which data set the run says that it was trained on, as a flag to type; "" where it says none. Its path
-        comes from outside, so nobody but the user opens it."""
+        """Return the run's data set as a flag for the user to type; "" if the run names none.
+
+        Its path comes from a file, so only the user may open it.
+        """
         name = trained_on(self.path)
         return f", {before} --dataset {shlex.quote(name)} (train_config.json)" if name else ""
 

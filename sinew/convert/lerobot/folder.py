@@ -54,7 +54,7 @@ def newest_complete(run: Path) -> Path:
     incomplete: list[str] = []
     for step in sorted(steps, key=lambda each: int(each.name.rpartition("-")[2]), reverse=True):
         try:
-            read_weights(step)  # their headers alone, which say how long a file has to be
+            read_weights(step)  # only the headers, which contain the length of the file
         except ConvertError as error:
             incomplete.append(f"{step.name} is not complete ({error})")
             continue
@@ -67,18 +67,18 @@ def newest_complete(run: Path) -> Path:
 
 
 def runs_near(path: Path) -> list[Path]:
-    """Return up to three training runs that a folder lies in or that lie below it."""
+    """Return up to three training runs above or below a folder."""
     above = [each for each in list(path.parents)[:2] if (each / MODEL / "config.json").exists()]
     below = (run.parent for depth in ("", "*/", "*/*/") for run in path.glob(f"{depth}*/checkpoints"))
     return above or list(islice(below, 3))
 
 
 def name_of(path: Path) -> str:
-    """Return a policy's name: from its ``train_config.json`` where there is one, else the folder's.
+    """Return a policy's name, from its ``train_config.json`` if it exists, else from its folder.
 
-    The repository that the run pushes to comes first, then the job's name. LeRobot calls a job that nobody named by
-    the type of the policy, which names no policy, so such a name is passed over. The folder ``pretrained_model`` says
-    nothing either, nor does ``checkpoint-STEP``, so the run's folder stands for them.
+    The repository of the run comes first, then the job's name. LeRobot's default job name is the type of the policy,
+    so that is skipped. Folder names such as ``pretrained_model`` and ``checkpoint-STEP`` are replaced by the run's
+    folder.
     """
     file, folder = path / "train_config.json", path.resolve()
     record = read_json(file) if file.exists() else {}
@@ -106,23 +106,24 @@ def _printable(text: str) -> str:
 
 
 def _trained_on(path: Path) -> dict[str, Any]:
-    """Return what the ``train_config.json`` of a checkpoint says of its data set."""
+    """Return the data set entry of a checkpoint's ``train_config.json``."""
     file = path / "train_config.json"
     found = (read_json(file) if file.is_file() else {}).get("dataset")
     return found if isinstance(found, dict) else {}
 
 
 def trained_on(path: Path) -> str:
-    """Return the folder of the data set that a run was trained on, else its name on the hub, for a user to read; ""
-    where the run does not say it."""
+    """Return the data set of a run, for a user to read: its folder, else its hub name; "" if the run names none."""
     record = _trained_on(path)
     names = (record.get(key) for key in ("root", "repo_id"))
     return next((_printable(name)[:300] for name in names if isinstance(name, str) and name.strip()), "")
 
 
 def run_dataset(path: Path) -> Path | None:
-    """Return the data set that a run's ``train_config.json`` names, where it lies inside of the run's own folder. Any
-    other path is one that nobody at this machine typed."""
+    """Return the data set of a run's ``train_config.json`` if it is inside the run's own folder.
+
+    Any other path is not opened, because nobody at this machine typed it.
+    """
     root = _trained_on(path).get("root")
     folder = path.resolve()
     if folder.name == MODEL:
@@ -150,8 +151,7 @@ class Dataset:
 
     @property
     def stats(self) -> Path | None:
-        """Return the file of statistics, or None where there is none: of all frames, or since version 2.1 and before 3
-        those of each episode."""
+        """File of statistics: of all frames, or of each episode in versions 2.1 to 3; None without one."""
         files = (self.folder / "meta" / name for name in ("stats.json", EPISODES))
         return next((file for file in files if file.exists()), None)
 

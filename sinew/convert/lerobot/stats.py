@@ -1,4 +1,4 @@
-"""Statistics of a LeRobot checkpoint: beside its processors, among its weights, or those of a data set."""
+"""Statistics of a LeRobot checkpoint: next to its processors, among its weights, or from a data set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sinew.core.fields import problems
 STATE, ACTION, ENVIRONMENT = "observation.state", "action", "observation.environment_state"
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 MOST_NAMED = 12  # names in a message
-MAX_EPISODES = 1 << 20  # of a data set
+MAX_EPISODES = 1 << 20  # most episodes of a data set
 STATS = (
     "mean",
     "std",
@@ -35,7 +35,7 @@ STATS = (
     "q50",
     "q90",
     "q99",
-)  # of LeRobot's compute_stats.py
+)  # names in LeRobot's compute_stats.py
 # Columns of LeRobot's data sets that no policy reads; their statistics lie beside those that are read.
 NOT_OF_POLICIES = (
     "timestamp",
@@ -77,7 +77,7 @@ class Found:
     def put(self, feature: str, stat: str, source: TensorSource, features: Sequence[str]) -> None:
         """Sort a statistic in. features: those of the configuration."""
         owner, joint, known = "", "", feature if feature in features else ""
-        if not known:  # of one of several data sets, as in lerobot/smolvla_base: SET.buffer.FEATURE
+        if not known:  # names with a data set, SET.buffer.FEATURE, as in lerobot/smolvla_base
             ends = (f".buffer.{each}" for each in features)
             joint = next((end for end in ends if feature.endswith(end)), "")
             owner, known = feature.removesuffix(joint), joint.removeprefix(".buffer.")
@@ -207,10 +207,11 @@ def read_stats_file(file: Path, features: Collection[str] = (STATE, ACTION)) -> 
 
 
 def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
-    """Return what a data set's ``meta/stats.json`` says of a policy's cameras (the mean and spread of their pixels,
-    without a thumbnail) and of its state. Raises :class:`ConvertError`.
+    """Return a data set's statistics of a policy's cameras (mean and spread of pixels, without a thumbnail) and
+    state.
 
-    A checkpoint's own statistics of frames are not asked: LeRobot's trainer writes those of ImageNet in their place.
+    Raises :class:`ConvertError`. A checkpoint's own statistics of frames are not used, because LeRobot's trainer
+    replaces them by ImageNet's.
     """
     record = stats_record(file)
     try:

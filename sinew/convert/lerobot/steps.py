@@ -1,8 +1,8 @@
-"""LeRobot's processor pipelines: which steps a converter understands, and what they mean for a bundle.
+"""The steps of LeRobot's processor pipelines that a converter supports, and their meaning for a bundle.
 
-A pipeline is a JSON list of named steps beside the weights. Each step here is either interpreted by a family, has
-no influence on the computation, or makes the conversion fail with its name: a step that is left out silently
-gives plausible and wrong actions. Source: ``lerobot/processor`` (0.6), fields of each step's ``get_config``.
+A pipeline is a JSON list of named steps beside the weights. Each step is interpreted by a family, has no influence on
+the computation, or makes the conversion fail with its name: a step that is silently left out gives plausible and
+wrong actions. Source: ``lerobot/processor`` (0.6), fields of each step's ``get_config``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ STEP_KEYS = ("registry_name", "class", "config", "state_file", "artifacts")
 
 @dataclass(frozen=True)
 class ProcessorStep:
-    """A kind of step that is understood.
+    """A supported kind of step.
 
-    free: fields of its configuration that may hold anything, a word each. switches: those that are true or false.
-    fields: the others, with the values allowed. ordered: it has to stand after the ordered steps before it in the
-    family's list. required: it must be there. absent: what happens to a policy whose file has no such step, though its
-    family was trained with it; the conversion prints it.
+    Attributes:
+        free: Fields of its configuration, separated by spaces, that may have any value.
+        switches: Fields that are true or false.
+        fields: The other fields, with their allowed values.
+        ordered: True if it must follow the ordered steps before it in the family's list.
+        required: True if it must exist.
+        absent: Sentence for a file without this step, although the family was trained with it. The conversion prints
+            it.
     """
 
     free: str = ""

@@ -1,4 +1,4 @@
-"""How the elements of stored tensors lie in files, by their type."""
+"""The layout of stored tensor elements in files, by type."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def directory_config(path: Path) -> dict[str, Any]:
-    """Return a directory's ``config.json``; nothing where there is none. Raises :class:`ConvertError`."""
+    """Return a directory's ``config.json``; {} without one. Raises :class:`ConvertError`."""
     file = path / "config.json"
     return read_json(file) if file.is_file() else {}
 
 
 @contextmanager
 def named(where: object) -> Iterator[None]:
-    """Let errors of sizes that describe no model, which say the field, say the place too, as ConvertError."""
+    """Turn errors of sizes that describe no model into ConvertError with the place as a prefix."""
     try:
         yield
     except KeyError as error:

@@ -21,7 +21,7 @@ TRAINING = re.compile(
     r"|decay_steps|checkpointing|frozen|label_smoothing)$"
 )
 MOST_SHOWN = 80  # characters of a value in a message
-# What transformers writes into every config.json, and what says how it runs the model there
+# Entries that transformers writes into every config.json, or that concern its own execution
 TRANSFORMERS = (
     "_name_or_path architectures auto_map model_type torch_dtype dtype transformers_version use_cache"
     " attn_implementation _attn_implementation _attn_implementation_autoset gradient_checkpointing"
@@ -29,8 +29,8 @@ TRANSFORMERS = (
 
 
 def training_note(keys: Iterable[str]) -> str:
-    """Return what a conversion says of fields of training alone."""
-    return f"config.json: of training alone, by their names, and left aside: {', '.join(keys)}"
+    """Return the note of a conversion about fields that concern training alone."""
+    return f"config.json: ignored, as their names concern training only: {', '.join(keys)}"
 
 
 def shown_fields(fields: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Where the tensors lie in safetensors files, so that they can be copied without being loaded.
+"""The positions of tensors in safetensors files, so that they can be copied without being loaded.
 
-The ``safetensors`` package checks the header; tensors lie one behind the other in the order of their offsets
-(the format allows no holes), so their places follow from their sizes.
+The ``safetensors`` package checks the header. Tensors follow each other in the order of their offsets, because the
+format allows no holes. So their positions follow from their sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STORAGE = {
 }
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What else the names of weights may say of how they were saved
+# Further parts of names that come from the way of saving
 WRAPPED = {
     r"\.(lora_[AaBb]|base_layer)\.": "a LoRA adapter that is not merged: save what its `merge_and_unload()` returns",
     r"^module\.|_orig_mod\.": "saved with DistributedDataParallel or torch.compile around it: save what is inside",
@@ -125,7 +125,7 @@ def find_weights(directory: Path) -> list[Path]:
 
 
 def absent(file: Path) -> ConvertError:
-    """Return the error of a file of weights that is not there: what lies in its place, and what makes it of that."""
+    """Return the error for a missing file of weights: what is there instead, and how to convert that."""
     for pattern, how in INSTEAD.items():
         for other in sorted(file.parent.glob(pattern)):
             told = how.format(str(other), file.parent)
@@ -156,7 +156,7 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def adapter_alone(directory: Path) -> ConvertError:
-    """Return the error that says how to make one model of a folder that holds an adapter only."""
+    """Return the error for a folder with only an adapter, with the commands that merge it."""
     config = directory / ADAPTER_CONFIG
     base = (read_json(config) if config.is_file() else {}).get("base_model_name_or_path")
     own = directory / "config.json"

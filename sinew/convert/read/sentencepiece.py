@@ -1,8 +1,8 @@
-"""A SentencePiece BPE model (``paligemma_tokenizer.model``) as a ``tokenizer.json``.
+"""Convert a SentencePiece BPE model (``paligemma_tokenizer.model``) to a ``tokenizer.json``.
 
-openpi's users hold Gemma's tokenizer in this form. SentencePiece merges the adjacent pair whose union has the
-best score; ``tokenizers`` merges the pair that stands first in a list. The list is every split of every piece
-into two pieces, by the score of the whole.
+openpi's users have Gemma's tokenizer in this form. SentencePiece merges the adjacent pair whose union has the best
+score. ``tokenizers`` merges the pair that comes first in a list. The list is every split of every piece into two
+pieces, sorted by the score of the whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors of a PyTorch file (``.pt``) by torch's own restricted loader, over a memory map.
+"""Tensors of a PyTorch file (``.pt``), read by torch's own restricted loader over a memory map.
 
-``torch.load(weights_only=True)`` runs no code of the file: it knows tensors and containers, and refuses the
-rest. Before it is asked, the archive is checked: stored entries only, and a pickle of a believable size.
+``torch.load(weights_only=True)`` runs no code of the file: it supports tensors and containers, and rejects everything
+else. The archive is checked first: stored entries only, and a pickle of a plausible size.
 """
 
 from __future__ import annotations

@@ -23,13 +23,21 @@ def embedded() -> dict[str, Path]:
 
 
 def resolve(source: str | Path) -> Path:
-    """Return the bundle, or the folder of ``sinew export``, that holds the policy of ``source``.
+    """Return the bundle, or the folder of ``sinew export``, for a source.
 
-    source: a bundle file; the name of a policy of this package (:func:`embedded`); a folder that ``sinew export``
-    wrote; a checkpoint folder that ``sinew convert`` reads without further options; a LeRobot training run or one of
-    its checkpoints; ``org/name`` or ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub. What is fetched,
-    converted or taken from the cache is told through :mod:`sinew.core.progress`. Raises :class:`BundleError` and
-    :class:`ConvertError`.
+    Downloads, conversions and hits of the cache are reported through :mod:`sinew.core.progress`.
+
+    Args:
+        source: A bundle file; the name of a policy of this package (:func:`embedded`); a folder of ``sinew export``;
+            a checkpoint folder that ``sinew convert`` reads without further options; a LeRobot training run or one of
+            its checkpoints; ``org/name`` or ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub.
+
+    Returns:
+        The path.
+
+    Raises:
+        BundleError: There is no such source.
+        ConvertError: The checkpoint cannot be converted.
     """
     path = Path(source)
     if path.is_dir():
@@ -38,7 +46,7 @@ def resolve(source: str | Path) -> Path:
         return path
     if str(source) in (own := embedded()):
         return own[str(source)]
-    from sinew.convert.sources import hub  # of which a policy that is here needs nothing
+    from sinew.convert.sources import hub  # imported here, as local policies do not need it
 
     name = hub.parse(str(source))
     if name is None:

@@ -1,7 +1,8 @@
-"""Checkpoints that were converted on first use: ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` holds a bundle and a record.
+"""A cache of checkpoints that were converted on first use: ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` has a bundle and
+a record.
 
-The key is the content of the source (``identity.py``), so a changed checkpoint is converted again. An entry
-appears whole, by renaming a folder; of two processes that want the same one, one waits for the other.
+The key is the content of the source (``identity.py``), so a changed checkpoint is converted again. An entry appears
+as a whole, by renaming a folder. If two processes convert the same source, one waits for the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ MAX_RECORD = 1 << 24  # bytes
 
 
 class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """What an entry says of itself. outside: files that were read and do not lie in the source's folder."""
+    """The record of an entry.
+
+    Attributes:
+        outside: Files that were read from outside the source's folder.
+    """
 
     source: str
     name: str
@@ -73,7 +78,7 @@ class CacheEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything in the entry: the bundle, and graphs that engines have put beside it."""
+        """Bytes of everything in the entry: the bundle, and graphs that engines have stored with it."""
         return sum(path.stat().st_size for path in self.home.rglob("*") if path.is_file())
 
     def damage(self, whole: bool = False) -> str | None:
@@ -182,9 +187,7 @@ def _unfit(home: Path) -> str | None:
 
 
 def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], home: Path) -> Path:
-    for left in home.parent.glob(
-        f".{home.name}.*"
-    ):  # of a process that was killed; the lock says that none is at work
+    for left in home.parent.glob(f".{home.name}.*"):  # left by a killed process, as nobody holds its lock
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
     started = time.perf_counter()
@@ -218,7 +221,7 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], 
         )
         (partial / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         if home.exists():
-            shutil.rmtree(home)  # damaged or old; who has it open keeps what was mapped
+            shutil.rmtree(home)  # damaged or old; a process that has it open keeps its map
         partial.rename(home)
     for note in conversion.notes:
         progress.say(f"note: {note}")

@@ -21,8 +21,8 @@ from sinew.core.statistics import wilson
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
 
-MAX_BYTES = 1 << 28  # of a record, a page's films included
-MAX_VALUES = 1 << 23  # of a record
+MAX_BYTES = 1 << 28  # most bytes of a record, including a report's videos
+MAX_VALUES = 1 << 23  # most values of a record
 VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"
 
 
@@ -42,7 +42,7 @@ def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[st
                 expected, got = digest, record["variants"][0]["policy"]["id"]
             else:
                 raise SinewError(f"{path}: expected schema {VALIDATION} or {EVALUATION}, got {shown(schema)}")
-            list(_measured([record]))  # whatever the card reads is there
+            list(_measured([record]))  # checks that every entry of the card exists
         except OSError as error:
             raise SinewError(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:

@@ -20,7 +20,7 @@ from sinew.core.extras import MissingPackageError
 
 REFUSED = (401, 403, 404)  # it has none for us; with anything else it is ill, or something before it is
 BUNDLE = "policy.gguf"  # what a repository calls its bundle, unless it has a single other one
-TIMEOUT_S = 10.0  # of the first question; robots are often offline
+TIMEOUT_S = 10.0  # timeout of the first request, as robots are often offline
 MAX_NAMED = 10  # files of a repository in an error
 MAX_WORDS = 300  # characters of an error of the hub
 # `hf:/` is what is left of `hf://` in a path. A name of the hub begins and ends with a letter, a digit or _.
@@ -97,7 +97,9 @@ def fetch(name: HubName) -> Path:
 
 
 def copy(found: Path, out: Path) -> Path:
-    """Copy a bundle to ``out`` and return that: beside the target and renamed, as an interrupted copy is no bundle."""
+    """Copy a bundle to ``out`` and return that path. It is written beside the target and renamed when it is
+    complete.
+    """
     try:
         with scratch.beside(out) as folder:
             shutil.copyfile(found, folder / out.name)
@@ -108,10 +110,17 @@ def copy(found: Path, out: Path) -> Path:
 
 
 def push(name: HubName, files: Mapping[str, Path | bytes], message: str, private: bool = False) -> str:
-    """Upload files as one commit, making the repository where there is none, and return the commit's address.
+    """Upload files as one commit, and return the commit's address. The repository is created if it is missing.
 
-    files: name in the repository -> file here, or its content. The hub's token is huggingface_hub's own (HF_TOKEN, or
-    `hf auth login`). Raises :class:`MissingPackageError` and :class:`SinewError`.
+    Args:
+        name: The repository.
+        files: Name in the repository -> local file, or content.
+        message: Message of the commit.
+        private: Create a private repository.
+
+    Raises:
+        MissingPackageError: huggingface_hub is not installed.
+        SinewError: The upload failed. The token is huggingface_hub's own (HF_TOKEN, or `hf auth login`).
     """
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, constants
@@ -168,7 +177,9 @@ def _refuse_without_room(name: HubName, nbytes: int, cache: Path) -> None:
 
 
 def _compare(name: HubName, folder: Path, file: Any) -> None:
-    """Raise :class:`SinewError` for a file that is not what the hub says of it, and take it out of the hub's cache."""
+    """Check a downloaded file against the hub's size and hash. Raise :class:`SinewError` and remove it from the cache
+    if they differ.
+    """
     path, wanted = folder / file.rfilename, getattr(file.lfs, "sha256", None)
     if not path.is_file() or file.size is None:
         return  # huggingface_hub left it out
@@ -230,7 +241,7 @@ def _cached(name: HubName, reason: str) -> Path:
 
 
 def _bundle_of(name: HubName, files: list[str]) -> str | None:
-    """Return which of a repository's files is its bundle; None for a checkpoint. Raises :class:`SinewError`."""
+    """Return the bundle among a repository's files; None for a checkpoint. Raises :class:`SinewError`."""
     if name.file is not None:
         if name.file not in files:
             raise SinewError(

@@ -66,7 +66,7 @@ def _counts(path: Path) -> bool:
 
 
 def digests(paths: list[Path], root: Path) -> list[FileIdentity]:
-    """Return name, size and SHA-256 of files; names are relative to ``root`` where they lie in it."""
+    """Return name, size and SHA-256 of files. Names are relative to ``root`` if the files are in it."""
     memo = Memo(root, machine.cache_folder("digests"), sha256)
     found = [FileIdentity(_name(path, root), path.stat().st_size, memo.digest(path)) for path in paths]
     memo.keep()

@@ -14,17 +14,17 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 
-JPEG_QUALITY = 85  # of pictures; Rerun stores raw pixels otherwise, megabytes each
+JPEG_QUALITY = 85  # quality of pictures; without JPEG, Rerun stores raw pixels, megabytes each
 REACH_S = 1.0  # to a viewer. It is looked for first: Rerun would keep everything in memory until one is there
 SEND_S = 5.0  # until a viewer has taken what was logged
 SCHEMES = ("rerun", "rerun+http", "rerun+https")
 
 
 def target_of(text: str) -> Path | str:
-    """Return where a recording goes: a path that ends in .rrd, or the address of a running viewer.
+    """Return the target of a recording: a path that ends in .rrd, or the address of a running viewer.
 
-    Raises :class:`SinewError` for anything else, and for a file that is there already; :class:`MissingPackageError`
-    without rerun-sdk.
+    Raises :class:`SinewError` for any other text and for an existing file, :class:`MissingPackageError` without
+    rerun-sdk.
     """
     _package()
     if "://" not in text:
@@ -32,12 +32,12 @@ def target_of(text: str) -> Path | str:
         if path.suffix != ".rrd":
             raise SinewError(_expected(text))
         if path.exists():
-            raise SinewError(f"{path}: is there already")
+            raise SinewError(f"{path}: the file already exists; choose a new one")
         return path
     try:
         parts = urlsplit(text)
         good = parts.scheme in SCHEMES and parts.hostname and parts.port and parts.path == "/proxy"
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         good = False
     if not good:
         raise SinewError(_expected(text))

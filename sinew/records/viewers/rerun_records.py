@@ -16,7 +16,7 @@ from sinew.records.background_writer import BackgroundWriter, Entry
 from sinew.records.recorder import Record
 from sinew.records.viewers.rerun_log import RerunLog
 
-MAX_SESSIONS = 16  # that have entities of their own; further ones share theirs
+MAX_SESSIONS = 16  # sessions with their own entities; further ones share one
 MAX_SESSION = 128  # characters, as of the server
 OTHERS = "others"
 
@@ -24,10 +24,11 @@ OTHERS = "others"
 class Answers:
     """Requests and answers on a Rerun log.
 
-    ``camera/NAME`` are pictures, ``state/JOINT`` and ``action/JOINT`` numbers over time, ``latency_ms``, ``prompt`` and
-    ``error`` texts. Timelines: ``wall``, seconds of the server's clock, and ``answer``, the number of the request. With
-    ``hz`` the rows of a chunk stand where they would be executed, up to the next answer of their session; else the
-    first row alone. The first session has these entities, any other has them under ``session/NAME``.
+    ``camera/NAME`` are pictures, ``state/JOINT`` and ``action/JOINT`` numbers over time, ``latency_ms``, ``prompt``
+    and ``error`` texts. Timelines: ``wall``, seconds of the server's clock, and ``answer``, the number of the
+    request. With ``hz``, the actions of a chunk are at the times of their execution, up to the next answer of their
+    session. Without it, only the first action is shown. The first session has these entities, any other has them
+    under ``session/NAME``.
     """
 
     def __init__(
@@ -101,13 +102,21 @@ def write_rrd(
     state: VectorSpec | None = None,
     action: VectorSpec | None = None,
 ) -> dict[str, int]:
-    """Write records to a Rerun recording and return how many entries each entity has.
+    """Write records to a Rerun recording, and return the number of entries of each entity.
 
-    state, action: names of joints. hz, entities and timelines: as of :class:`Answers`. Raises
-    :class:`MissingPackageError` without rerun-sdk, :class:`SinewError` for a file that is there already.
+    Args:
+        records: The records.
+        out: The new file.
+        hz: Rate of the actions, as for :class:`Answers`.
+        state: Names of the state's joints.
+        action: Names of the action's joints.
+
+    Raises:
+        MissingPackageError: rerun-sdk is not installed.
+        SinewError: The file exists already.
     """
     if os.path.lexists(out):
-        raise SinewError(f"{out}: is there already")
+        raise SinewError(f"{out}: the file already exists; choose a new one")
     try:
         with scratch.beside(out) as folder:
             partial = folder / out.name

@@ -1,1 +1,1 @@
-"""What the tokens mean that a head says in turn: one class in one file."""
+"""Action tokens: one class per file that turns the tokens of an autoregressive head into actions."""

@@ -1,4 +1,4 @@
-"""What a head says token by token: how long a sentence may be, what ends it, and which chunk it is."""
+"""Action tokens of an autoregressive head: how long a sequence may be, what ends it, and which chunk it encodes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ State = TypeVar("State")
 
 
 class ActionTokens(Tagged):
-    """The sentences of a head that says a chunk as tokens.
+    """The token sequences of a head that generates a chunk as tokens.
 
-    most: the tokens of the longest sentence. end: the token that ends one, -1 where all of them have ``most``.
-    rows, dims: of a chunk.
+    Attributes:
+        most: Tokens of the longest sequence.
+        end: The token that ends one; -1 if all have ``most`` tokens.
+        rows: Actions of a chunk.
+        dims: Numbers of an action.
     """
 
     registry = registry.ACTION_TOKENS
@@ -57,11 +60,15 @@ class ActionTokens(Tagged):
         token: Callable[[State], np.ndarray],
         after_token: Callable[[np.ndarray], None],
     ) -> np.ndarray:
-        """Return what is said, int64 [B, n]: n tokens until each of the B sentences has ended, at most ``most``.
+        """Generate the tokens, int64 [B, n]: until each of the B sequences has ended, at most ``most``.
 
-        state: in which the first token is said. more: says one more token for all of them. token: the newest, int64
-        [B]. after_token runs after each, with it: timing, cancellation. Behind the end of a sentence that others of
-        its batch outlast stand tokens that mean nothing.
+        After the end of a sequence that others of its batch outlast, its tokens have no meaning.
+
+        Args:
+            state: State in which the first token is read.
+            more: Generates one more token for all sequences.
+            token: Returns the newest token, int64 [B].
+            after_token: Called with each token, for timing and cancellation.
         """
         said = [token(state)]
         ended = said[0] == self.end

@@ -22,14 +22,18 @@ LONGEST = 8 << 20  # characters of a tokenizer; the published one has 0.2 millio
 
 @dataclass(frozen=True)
 class FastTokens(ActionTokens):
-    """A sentence spells characters, each a whole coefficient of the chunk's transform along time, step by step.
+    """FAST tokens: the tokens spell characters, each a coefficient of the chunk's transform along time, step by step.
 
-    zero: the language model's id of FAST's token 0; its others lie below. tokenizer: FAST's own, a whole
-    ``tokenizer.json``. least: the coefficient of character 0. scale: what coefficients were multiplied by.
-    begins: the ids that a sentence has to begin with. leaves_out: a run of ids that says nothing, wherever it stands.
+    As in LeRobot, extra characters are cut, missing ones are zeros, ids after the tokenizer's last are ignored, and
+    an id below its first makes a chunk of zeros, which the statistics turn into their mean.
 
-    As LeRobot's: characters too many are cut, too few are followed by zeros, ids behind the tokenizer's last spell
-    nothing, and an id below its first makes a chunk of zeros, which the statistics turn into their mean.
+    Attributes:
+        zero: The language model's id of FAST's token 0. Its other tokens have lower ids.
+        tokenizer: FAST's own tokenizer, a whole ``tokenizer.json``.
+        least: The coefficient of character 0.
+        scale: Factor of the coefficients.
+        begins: Ids with which a sequence must begin.
+        leaves_out: A run of ids without meaning, at any place.
     """
 
     most: Side
@@ -51,7 +55,7 @@ class FastTokens(ActionTokens):
             yield f"tokenizer: {error}"
 
     def opened(self) -> Tokenizer:
-        """Return FAST's tokenizer. Raises :class:`BundleError` for a text that is none."""
+        """Return FAST's tokenizer. Raises :class:`BundleError` for an invalid text."""
         return _opened(self.tokenizer)
 
     def chunk(self, said: np.ndarray) -> np.ndarray:

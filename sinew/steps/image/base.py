@@ -1,4 +1,4 @@
-"""What a step of a camera's frame has to say and to do, and the recipe that is a list of them."""
+"""The interface of a step that changes a camera frame, and the recipe that is a list of such steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ImageStep(Tagged):
 
     @property
     def takes(self) -> Literal["bytes", "floats", "either"]:
-        """Return what frames the step changes: uint8, float32 in [0, 1], or each as it comes."""
+        """The frames that the step accepts: uint8, float32 in [0, 1], or either."""
         return "bytes"
 
     @property
@@ -126,7 +126,7 @@ class ImageRecipe:
         return min(height, math.ceil(height * scale - 1e-6)), min(width, math.ceil(width * scale - 1e-6))
 
     def problems(self) -> Iterator[str]:
-        """Yield what its fields do not say together."""
+        """Yield the contradictions between its fields."""
         if len(self.mean) not in (3, 6, 9, 12) or len(self.mean) != len(self.std):
             yield f"mean, std: expected three numbers per group, of 1 to 4, got {len(self.mean)}, {len(self.std)}"
         taken, end = set(), None

@@ -83,7 +83,7 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 
 @lru_cache(maxsize=64)
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
-    """Return what a resize from ``size`` to ``target``, height and width of both, mixes."""
+    """Return the arrays of a bilinear resize from ``size`` to ``target``, both [height, width]."""
     (*lines, row_weights), (*columns, weight) = (taps(*each) for each in zip(size, target, strict=True))
     return Mixing.of(
         size[1], lines, row_weights, columns, np.stack([1 - weight, weight]) * np.float32(2**-24)
@@ -94,6 +94,6 @@ def taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each target pixel its two source pixels and the weight of the second, along one axis."""
     scale = np.float32(size / target)
     source = scale * (np.arange(target, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5)
-    first = source.astype(np.int64)  # of the first half pixel 0
+    first = source.astype(np.int64)  # positions in the first half pixel become 0
     second = np.minimum(first + 1, size - 1)
     return first, second, np.maximum(source - first.astype(np.float32), 0)

@@ -1,6 +1,6 @@
-"""The compiled form of steps of a frame, where a process has one: what kernels are given, and which are in use.
+"""The interface of compiled kernels for steps of a frame, and the kernels in use.
 
-They equal numpy's in every bit, and look at nothing themselves: what lies otherwise is numpy's.
+They equal numpy in every bit. They check nothing, so frames with another memory layout are left to numpy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ Size = tuple[int, int]  # height and width
 
 
 class Mixing(NamedTuple):
-    """Holds what a bilinear resize mixes, as kernels read it (``Picture`` in ``kernels.h`` of engine ``cpu``): lines
-    int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2, values, 4],
-    column_weights float32 [2, values]; and where they lie, which it takes microseconds to ask for. mixed: 0 of
-    planes; of bytes 1 (OpenCV's) or 2 (TensorFlow's crop), whose weights are others."""
+    """The arrays of a bilinear resize, as kernels read them (``Picture`` in ``kernels.h`` of engine ``cpu``).
+
+    Attributes:
+        arrays: lines int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2,
+            values, 4], column_weights float32 [2, values].
+        addresses: Their addresses, stored because reading one takes microseconds.
+        mixed: 0 for planes, 1 for bytes (OpenCV's weights), 2 for bytes (TensorFlow's crop).
+    """
 
     arrays: tuple[np.ndarray, ...]
     addresses: tuple[int, ...]
@@ -46,10 +50,15 @@ class Mixing(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """Says what pixels along an axis of ``size`` become: the at-th of the target is a sum of those from first[at] on,
-    int32 [target], times weights [target, taps], one after another; and where the two lie.
+    """The weights of a resize along one axis of ``size`` pixels.
 
-    bits: binary places of int32 weights, which make rounded bytes of bytes; 0: weights and results are float32."""
+    Pixel ``at`` of the target is the sum of the pixels from first[at] on, int32 [target], times weights [target,
+    taps].
+
+    Attributes:
+        bits: Binary places of int32 weights, for rounded bytes; 0 for float32 weights and results.
+        addresses: Addresses of the two arrays.
+    """
 
     size: int
     first: np.ndarray
@@ -80,7 +89,7 @@ class FrameKernels(NamedTuple):
     jpeg: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 
-in_use: list[FrameKernels] = []  # at most one
+in_use: list[FrameKernels] = []  # the kernels in use, at most one entry
 
 
 def install(kernels: FrameKernels | None) -> None:
@@ -94,7 +103,7 @@ def take_bytes(frame: np.ndarray) -> bool:
 
 
 def pixels_lie_together(frame: np.ndarray) -> bool:
-    """Return whether [h, w, 3] has pixels, each beside the one before, whatever lies between lines."""
+    """Return True if a frame [h, w, 3] is not empty and the pixels of each line are adjacent in memory."""
     lies = (frame.shape[2], *frame.strides[1:])
     return lies == (3, 3 * frame.itemsize, frame.itemsize) and frame.size > 0 and frame.flags.aligned
 

@@ -15,9 +15,11 @@ from sinew.steps.image.base import ImageStep
 
 @dataclass(frozen=True)
 class Crop(ImageStep):
-    """This ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width`` where it is 0.
+    """Crop the centre: ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width`` if it is 0.
 
-    rounded: its place is rounded (torchvision's), not cut (albumentations'). floats: beside resizes of floats.
+    Attributes:
+        rounded: True rounds the place (torchvision), False cuts it (albumentations).
+        floats: True crops frames of floats, False frames of bytes.
     """
 
     height: int = 0

@@ -17,13 +17,13 @@ import numpy as np
 from sinew.steps.image import compiled
 from sinew.steps.image.compiled import Mixing, Size, Taps, scratch
 
-LINEAR_BITS = 11  # of OpenCV's fixed-point weights
+LINEAR_BITS = 11  # binary places of OpenCV's fixed-point weights
 MAX_WEIGHT_BITS = 22  # torch keeps as many bits of a weight as int16 has room for, up to this
 PILLOW_BITS = 22  # 32 less 8 of a pixel and 2 of headroom
 
 # Of an axis: both neighbours of each target pixel, and both weights.
 Neighbours = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-Table = Callable[[int, int], Neighbours]  # of a size and a target
+Table = Callable[[int, int], Neighbours]  # (size, target) -> neighbours and their weights
 
 
 def resample(image: np.ndarray, passes: Iterable[tuple[int, Taps]]) -> np.ndarray:
@@ -129,7 +129,7 @@ def linear_mixing(size: Size, target: Size, table: Table) -> Mixing:
 
 
 def linear_by_numpy(image: np.ndarray, target: Size, table: Table) -> np.ndarray:
-    """Return what compiled kernels equal."""
+    """The numpy form of the compiled kernel, equal in every bit."""
     (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = map(table, image.shape[:2], target)
     columns = image.take(x0, axis=1) * wx0[:, None] + image.take(x1, axis=1) * wx1[:, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves

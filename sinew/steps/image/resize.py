@@ -1,4 +1,4 @@
-"""A frame of a fixed size, whatever its aspect ratio was."""
+"""Resize a frame to a fixed size. The aspect ratio is not kept."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sinew.steps.image.methods import Method, MethodStep, resize
 
 @dataclass(frozen=True)
 class Scales(MethodStep):
-    """To a square of each of ``sides`` by ``method``, one below another, black beside those that are narrower."""
+    """Resize to a square of each of ``sides`` by ``method``, one below another, with black next to narrower ones."""
 
     sides: Annotated[tuple[Side, ...], SOME]
     method: Method = "pil_bicubic"

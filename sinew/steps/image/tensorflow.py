@@ -99,22 +99,22 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 
 @lru_cache(maxsize=64)
 def crop_mixing(size: Size, area: float, target: Size) -> tuple[Mixing, np.ndarray, np.ndarray]:
-    """Return what compiled kernels mix, and which rows and columns lie past the frame."""
+    """Return the arrays of the compiled kernel, and the rows and columns that lie outside the frame."""
     (*rows, fy, past_y), (*columns, fx, past_x) = map(_corners, size, target, (area, area))
     return Mixing.of(size[1], rows, fy, columns, fx, 2), past_y, past_x
 
 
 def crop_by_numpy(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
-    """Return what compiled kernels equal."""
+    """The numpy form of the compiled kernel, equal in every bit."""
     # ``tf.image.convert_image_dtype(image, uint8, saturate=True)``: x * 255.5, cut
     return np.clip(crop_and_resize(frame, area, height, width) * F32(255.5), 0, 255).astype(np.uint8)
 
 
 def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
-    """The crop in floats, [0, 1], before it is rounded: float32 [height, width, 3].
+    """Crop and resize to float32 [height, width, 3] in [0, 1], before rounding.
 
-    Bilinear between corner pixels, no antialiasing. What lies past the frame is black, also where rounding alone puts
-    the last row of an uncropped frame there. Source: TensorFlow, crop_and_resize_op.cc.
+    Bilinear between corner pixels, without antialiasing. Positions outside the frame are black, also if only rounding
+    puts the last row of an uncropped frame outside. Source: TensorFlow, crop_and_resize_op.cc.
     """
     image = frame.astype(F32) * F32(1 / 255)
     y0, y1, fy, past_y = _corners(image.shape[0], height, area)
@@ -129,8 +129,9 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
 
 
 def _corners(size: int, target: int, area: float) -> tuple[np.ndarray, ...]:
-    """Lower and upper neighbour, int64 [target], the weight of the upper, float32 [target], and which positions lie
-    past the frame, bool [target]."""
+    """Return the lower and upper neighbour, int64 [target], the weight of the upper one, float32 [target], and which
+    positions lie outside the frame, bool [target].
+    """
     side = np.sqrt(F32(area))
     start = (F32(1) - side) / F32(2)
     scale = (start + side - start) * F32(size - 1) / F32(target - 1)

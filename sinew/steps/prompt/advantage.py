@@ -12,16 +12,18 @@ from sinew.steps.prompt.base import PromptStep, Sentence
 
 MOST = 256  # advantages of a policy; a value function's bins are 201
 MAX_NAME = 64  # characters
-SHOWN = 4  # of them, by `sinew inspect`
+SHOWN = 4  # advantages that `sinew inspect` lists
 
 
 @dataclass(frozen=True)
 class Advantage(PromptStep):
-    """The words of a request's advantage, and nothing where it has none.
+    """Write the words of a request's advantage into the prompt; nothing if it has none.
 
-    words: name and words of each advantage, the name as requests have it. usual: that of a request that names none.
-    place: behind the instruction, so that later steps change both together (RLinf's ``TokenizePromptWithGuidance``), or
-    in the text, where the step stands.
+    Attributes:
+        words: (name, words) of each advantage. Requests use the name.
+        usual: The advantage of a request that names none.
+        place: After the instruction, so that later steps change both together (RLinf's
+            ``TokenizePromptWithGuidance``), or in the text at the place of this step.
     """
 
     words: Annotated[

@@ -1,4 +1,4 @@
-"""What a step of a prompt has to say and to do, and the recipe that is a list of them."""
+"""The interface of a step that changes a prompt, and the recipe that is a list of such steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from sinew.core import MAX_SAID, MAX_SIZE
 from sinew.core.fields import MAX_TEXT, Side, Tagged, characters, within
 from sinew.steps import registry
 
-MOST_PLACES = 4  # of an instruction, or of a state, in a prompt
-Written = Annotated[str, characters(1, MAX_TEXT)]  # of a step
+MOST_PLACES = 4  # places for the instruction, or for the state, in a prompt
+Written = Annotated[str, characters(1, MAX_TEXT)]  # text that a step writes
 
 
 class Sentence(NamedTuple):
-    """instruction: as the steps so far have left it. text: what they have written. state: [D], normalised. advantage:
-    one of those that a step knows (:attr:`PromptStep.advantages`), "" for none."""
+    """A prompt between two steps.
+
+    Attributes:
+        instruction: The instruction after the steps so far.
+        text: The text that they have written.
+        state: [D], normalised.
+        advantage: One of the advantages of a step (:attr:`PromptStep.advantages`), "" for none.
+    """
 
     instruction: str
     text: str
@@ -50,12 +56,12 @@ class PromptStep(Tagged):
 
     @property
     def slot(self) -> str:
-        """Return what the step writes, as a template shows it; "" for one that writes nothing."""
+        """The placeholder of the step's text in a template; "" for a step that writes nothing."""
         return ""
 
     @property
     def names(self) -> tuple[int, ...]:
-        """Return the tokens that the step knows by their ids, which the vocabulary has to have."""
+        """Ids of tokens that the step uses. The vocabulary must contain them."""
         return ()
 
     @property
@@ -83,11 +89,14 @@ class PromptStep(Tagged):
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """States what a language head is asked with, where the bundle keeps one: which words it was trained to go on from.
+    """The prompts of a language head, as it was trained.
 
-    subtask: writes the prompt behind which it says a subtask; () where it does not. action: what is written behind the
-    subtask before the head of actions reads it all. question: writes the prompt behind which it answers, with the
-    question in the instruction's place; () where it does not. most: tokens of a text whose request says no number.
+    Attributes:
+        subtask: Steps that write the prompt for a subtask; () if the head generates none.
+        action: Text between the subtask and the action head's input.
+        question: Steps that write the prompt for an answer, with the question in place of the instruction; () if the
+            head answers none.
+        most: Tokens of a text if the request states no number.
     """
 
     subtask: tuple[PromptStep, ...] = ()
@@ -96,7 +105,7 @@ class TextRecipe:
     most: Annotated[int, within(1, MAX_SAID)] = 48
 
     def problems(self) -> Iterator[str]:
-        """Yield what its prompts lack for their purpose."""
+        """Yield the errors of its prompts."""
         for name, what in (("subtask", "instruction"), ("question", "question")):
             steps: tuple[PromptStep, ...] = getattr(self, name)
             if steps and not any(step.slot == "{prompt}" for step in steps):
@@ -107,13 +116,19 @@ class TextRecipe:
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """Instruction to tokens: ``steps`` change the instruction and write the text, it is tokenised, they change the ids.
+    """From an instruction to tokens: ``steps`` change the instruction and write the text, it is tokenised, and they
+    change the ids.
 
-    padding: how the model was trained; what it computes on may leave padding out. padding_side: where padding goes
-             if there is any, so also where engines put it that run a few lengths only; "left" for models whose
-             sequence goes on behind the prompt.
-    eos_token_id: ends a text that a language head says; -1 for none. text: what such a head is asked with; None where
-             the bundle keeps none, or nobody knows.
+    Attributes:
+        max_tokens: Largest number of tokens.
+        vocab_size: Rows of the model's token table. Larger ids are rejected.
+        pad_token_id: Id of the padding token.
+        steps: The steps.
+        padding: The padding of training. Inference may leave it out.
+        padding_side: Side of the padding, also for engines that run only a few lengths; "left" for models whose
+            sequence continues after the prompt.
+        eos_token_id: Token that ends a text of the language head; -1 for none.
+        text: Prompts of the language head; None if the bundle has none, or if they are unknown.
     """
 
     max_tokens: Side
@@ -152,7 +167,7 @@ class PromptRecipe:
         return tuple(HeldTokens(what, token, count) for (what, token), count in found.items())
 
     def problems(self) -> Iterator[str]:
-        """Yield what its steps and its vocabulary do not have together."""
+        """Yield the contradictions between its steps and its vocabulary."""
         last = self.vocab_size - 1
         for name, token, least in (
             ("pad_token_id", self.pad_token_id, 0),

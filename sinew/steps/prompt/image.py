@@ -1,4 +1,4 @@
-"""Where a view stands in a prompt."""
+"""The place of a camera view in a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the instruction stands."""
+"""The place of the instruction in a prompt."""
 
 from __future__ import annotations
 

@@ -27,10 +27,11 @@ class State(PromptStep):
         return said.saying(" ".join(map(str, self.numbers(said.state))))
 
     def numbers(self, state: np.ndarray) -> np.ndarray:
-        """Return bin numbers 0 .. bins - 1 of a normalised state [D]; values below -1 give -1, as upstream.
+        """Return bin numbers 0 .. bins - 1 of a normalised state [D]. Values below -1 give -1, as in the training
+        project.
 
-        The comparison is numpy's ``digitize`` against float64 edges, on values in the precision in which
-        upstream normalises them: another precision would move values that lie on an edge.
+        The comparison is numpy's ``digitize`` with float64 edges, on values in the precision in which the training
+        project normalises them. Another precision would move values that lie on an edge.
         """
         values = np.zeros(self.values, state.dtype)
         count = min(len(values), len(state))

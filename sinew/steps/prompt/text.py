@@ -1,4 +1,4 @@
-"""What every prompt says."""
+"""Fixed text in a prompt."""
 
 from __future__ import annotations
 

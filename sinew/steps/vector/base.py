@@ -1,4 +1,4 @@
-"""What a step of a robot's vector has to say and to do."""
+"""The interface of a step that changes a state or action vector."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class VectorStep(Tagged):
         raise NotImplementedError
 
     def inverse(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        """Return what :meth:`forward` made this of, for a step without :attr:`no_inverse`."""
+        """Undo :meth:`forward`, for a step without :attr:`no_inverse`."""
         raise NotImplementedError
 
     def of(self, state: np.ndarray | None) -> np.ndarray | None:
-        """Return what the step reads of a state [D]."""
+        """Return the numbers of a state [D] that the step reads."""
         if not self.reads:
             return None
         assert state is not None, "actions relative to the state need the state"
@@ -68,7 +68,7 @@ def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | 
 
 
 def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
-    """Return what :func:`apply_steps` made x of, of steps that have an inverse; re-based on this state."""
+    """Undo :func:`apply_steps` for steps that have an inverse, relative to this state."""
     x = x.copy()
     for step in reversed(steps):
         dims = list(step.dims)

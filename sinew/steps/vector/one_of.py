@@ -1,4 +1,4 @@
-"""A number that stands for a choice."""
+"""A number with a fixed set of values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class OneOf(VectorStep):
-    """x as it is, which has to be one of ``values``; ``words`` say what each of them means."""
+    """Leave x unchanged; it must be one of ``values``. ``words`` are their meanings."""
 
     dims: tuple[int, ...]
     values: tuple[Finite, ...]
     words: tuple[str, ...] = ()
     kind: Literal["one_of"] = field(default="one_of", kw_only=True, repr=False)
-    monotone = False  # nothing lies between two choices
+    monotone = False  # there are no values between two choices
 
     def problems(self) -> Iterator[str]:
         if len(set(self.values)) < max(1, len(self.values)):

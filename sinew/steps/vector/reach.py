@@ -1,4 +1,4 @@
-"""A place that lies no further off than those of training."""
+"""Clip a place to the largest distance of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Reach(VectorStep):
     dims: tuple[int, ...]
     radius: Annotated[float, FINITE, positive("a distance")]
     kind: Literal["reach"] = field(default="reach", kw_only=True, repr=False)
-    monotone = False  # of one number the others decide
+    monotone = False  # the other numbers change the result too
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         far = np.sqrt((part * part).sum(axis=-1, keepdims=True))
