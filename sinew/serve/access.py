@@ -1,20 +1,20 @@
-"""Who may use a port: the rules for keys, loopback, Host and Origin, for every listener of Sinew.
+"""Access rules for every listener of Sinew: keys, loopback, Host and Origin.
 
-**Keys.** A server with keys refuses a request without one of them. Keys travel in the header ``Authorization`` or
-``X-API-Key``, in gRPC's metadata, or in a field of the native wire; never in an address, a cookie or a body of HTTP.
-A key of the role ``metrics`` reads ``/metrics`` alone. One of the role ``robot`` does everything but that and the
-change of policies. One of the role ``admin``, or without a role, does everything.
+**Keys.** A server with keys rejects a request without one of them. Keys travel in the header ``Authorization`` or
+``X-API-Key``, in gRPC's metadata, or in a field of the native protocol. They never travel in an address, a cookie or
+a body of HTTP. A key of the role ``metrics`` reads ``/metrics`` alone. One of the role ``robot`` does everything
+except that and changes of policies. One of the role ``admin``, or without a role, does everything.
 
-**Web pages** must not drive a robot, nor use its cameras. A server without a key is open to every page that a browser
-on this machine shows. The browser marks such requests itself: it sends ``Origin`` with WebSockets and with POST. A page
-that had its own name resolved to the server's address (DNS rebinding) is of the same origin for its browser: it sends
-that name as ``Host``, its ``Origin`` is the same, and GET has none. So ``Host`` has to be an address, a name of this
-machine or one of ``--allow-host`` for whatever such a page could request:
+**Web pages** must not drive a robot or use its cameras. A server without a key could be reached by every page in a
+browser on this machine. The browser marks such requests: it sends ``Origin`` with WebSockets and with POST. With DNS
+rebinding, a page resolves its own name to the server's address. It then has the same origin for the browser: it sends
+that name as ``Host``, the same ``Origin``, and no ``Origin`` with GET. So ``Host`` must be an address, a name of this
+machine or one of ``--allow-host`` for all requests that such a page could send:
 
 * on loopback, for every request;
-* elsewhere, for requests with ``Origin``, and for GET; but not for what no page can send or use: WebSockets and POST
-  without ``Origin`` (robots, by whatever name they know the server), ``/healthz`` and ``/metrics`` (probes and
-  Prometheus, by the names of services), and not where the server has a key, which such a page does not have.
+* elsewhere, for requests with ``Origin``, and for GET. Exceptions are requests that no page can send or use:
+WebSockets and POST without ``Origin`` (robots, with any name of the server), ``/healthz`` and ``/metrics`` (probes
+and Prometheus, with names of services), and servers with a key, which such a page does not have.
 """
 
 from __future__ import annotations
@@ -88,10 +88,9 @@ def role_for(method: str, path: str) -> str:
 
 
 def key_of(authorization: str) -> str:
-    """Return the key in a header ``Authorization: Bearer K`` or ``Api-Key K``; empty where it is of another scheme.
+    """Return the key in a header ``Authorization: Bearer K`` or ``Api-Key K``; "" for another scheme.
 
-    In ``Basic`` the password is the key: clients that take nothing but an address send what stands in it
-    (``ws://:KEY@host:8000``).
+    In ``Basic`` the password is the key, for clients that only take an address (``ws://:KEY@host:8000``).
     """
     scheme, _, key = authorization.partition(" ")
     if scheme.lower() == "basic":
@@ -149,7 +148,7 @@ def _is_here(host: str, place: PortAddress) -> bool:
 
 
 def _name(host: str) -> str | None:
-    """Return the name or address in a ``Host``, in lower case and without the port; None where it is none."""
+    """Return the name or address in a ``Host``, in lower case and without the port; None if it is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -158,7 +157,7 @@ def _name(host: str) -> str | None:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """Return what this machine calls itself, and what multicast DNS calls it: names that no stranger can register."""
+    """Return the names of this machine, also in multicast DNS. Nobody else can register them."""
     name = socket.gethostname().lower()
     short = name.partition(".")[0]
     return frozenset({name, short, f"{short}.local"} - {""})

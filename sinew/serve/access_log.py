@@ -35,7 +35,7 @@ class _AccessFile(_Lossy, WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # of opening it
+        except OSError:  # the file cannot be opened
             self.handleError(record)
 
 

@@ -16,9 +16,9 @@ class Admission:
     def __init__(self, size: int, per_client: int):
         self.size, self.per_client = size, per_client
         self.count = 0
-        self._waiting: dict[Hashable, list[ServingJob]] = {}  # by client
+        self._waiting: dict[Hashable, list[ServingJob]] = {}  # client -> its waiting requests
         self.newest: dict[Hashable | None, ServingJob] = {}  # the waiting request of each session
-        self._members: Counter[Together] = Counter()  # that wait, of each message of several
+        self._members: Counter[Together] = Counter()  # waiting observations of each message with several
 
     def __iter__(self) -> Iterator[ServingJob]:
         return (job for jobs in self._waiting.values() for job in jobs)

@@ -20,10 +20,10 @@ from sinew.core import SinewError, machine
 from sinew.serve.job import ServingJob
 from sinew.serve.served import ServedPolicy
 
-LARGEST = 16  # of "auto"
+LARGEST = 16  # largest batch that "auto" tries
 GAIN = 1.1  # "auto" wants so many times the throughput, or leaves it off
 GROWTH = 1.05  # and so much of each doubling
-TRIALS = 3  # of each size, before serving begins
+TRIALS = 3  # measurements of each size, before serving begins
 LONGEST_S = 2.0  # a size that takes longer is not tried further
 OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
 CROWDED = 2.0  # times the cost of one: most of a batch of one message beside other clients
@@ -70,10 +70,10 @@ class Costs:
         return known is not None and time.monotonic() - known.at < OLD_S
 
     def seconds(self, kind: Hashable, size: int) -> float | None:
-        """Return the mean time of a batch; None where nothing of its kind was measured.
+        """Return the mean time of a batch; None if nothing of its kind was measured.
 
-        A size between measured ones lies on the line between them. A larger one costs its members one by one, which a
-        batch never exceeds by much; a smaller one at most what the larger costs.
+        Sizes between measured ones are interpolated. A larger batch costs its members one by one, which is close to
+        the upper bound. A smaller one costs at most as much as the larger one.
         """
         return self._estimate(kind, size, 0.0)
 
@@ -172,12 +172,18 @@ class Batcher:
         beside: Sequence[ServingJob] = (),
         crowded: bool = False,
     ) -> list[ServingJob]:
-        """Return the requests to compute at once, ``first`` before the others in the order of their turns.
+        """Return the requests to compute together, with ``first`` before the others in the order of their turns.
 
-        waiting: what is ready beside it, in the order in which it would be taken. beside: requests of other policies,
-        whose turn comes after this inference; they are taken to cost what ``first`` does, and their deadlines count.
-        Of what came in one message, all that fit are computed at once, and by themselves. crowded: other clients are
-        active, so such a batch costs at most ``CROWDED`` times what one of its members does.
+        Of one message, all observations that fit are computed together, without other requests.
+
+        Args:
+            first: The request whose turn it is.
+            waiting: Other ready requests, in the order of their turns.
+            now: The present time.
+            beside: Requests of other policies, whose turn comes after this inference. They are assumed to cost as
+                much as ``first``, and their deadlines count.
+            crowded: True if other clients are active. A batch then costs at most ``CROWDED`` times as much as one
+                member.
         """
         kind = first.kind
         if first.together is not None and kind is not None:
@@ -204,7 +210,7 @@ class Batcher:
         return best
 
     def _most_beside_others(self, kind: Hashable) -> int:
-        """Return how many of one message are computed at once while other clients are active."""
+        """Return how many observations of one message are computed together while other clients are active."""
         alone = self.costs.seconds(kind, 1)
         if alone is None:
             return 1
@@ -232,7 +238,7 @@ class Batcher:
         return False
 
     def _sum(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob]) -> float:
-        """Return how long all requests of ``line`` wait together if ``chosen`` are computed at once, first."""
+        """Return the total waiting time of all requests of ``line`` if ``chosen`` are computed together, first."""
         kind = line[0].kind
         end = self.costs.seconds(kind, len(chosen)) or 0.0
         waited = end * len(chosen)
@@ -250,7 +256,7 @@ def _hopeless(job: ServingJob, now: float) -> bool:
 
 
 class Everyone(threading.Event):
-    """Set once every member of a batch is cancelled: before that, somebody waits for it."""
+    """An event that is set when every member of a batch is cancelled. Before that, at least one client waits."""
 
     def __init__(self, jobs: Sequence[ServingJob]):
         super().__init__()

@@ -22,23 +22,28 @@ from sinew.stream.split import read_context
 
 
 class ContextPolicy(ServedPolicy):
-    """policy: the one that stands; asked for each request, for it may be exchanged. form: of the floats that travel.
+    """A policy whose answers are contexts for heads on the robots (split inference).
 
-    digest: of the bundle that stood at first, which robots have been told and have compared with theirs.
+    Args:
+        policy: Returns the policy in use. It is called for each request, because the policy may be replaced.
+        form: Type of the floats that are sent.
+
+    Attributes:
+        digest: Fingerprint of the first bundle. Robots have compared it with theirs.
     """
 
     def __init__(self, policy: Callable[[], Policy], form: str):
         self._policy, self.form = policy, form
         self.digest = fingerprint(policy().bundle.path)
-        self._known = weakref.ref(policy())  # has this digest
+        self._known = weakref.ref(policy())  # the policy with this digest
 
     @property
     def spec(self) -> PolicySpec:
-        """Return what the policy reads and writes."""
+        """The specification of the policy in use."""
         return self._policy().spec
 
     def describe(self) -> dict[str, Any]:
-        """Return what runs the policy, ready for JSON."""
+        """Return engine and precision of the policy in use, ready for JSON."""
         return {**self._policy().describe(), "context": self.form}
 
     def warm_up(self) -> None:
@@ -46,17 +51,17 @@ class ContextPolicy(ServedPolicy):
         self.run(self.prepare(self._policy().dummy_observation()))
 
     def prepare(self, observation: Observation) -> tuple[Policy, Any]:
-        """Return the policy that stands, and the prepared observation.
+        """Return the policy in use and the prepared observation.
 
-        Raises ObservationError, and RequestError where another bundle has taken its place: the robots' heads are of
-        the first one.
+        Raises ObservationError, and RequestError after a hot-swap to another bundle: the robots' heads belong to the
+        first one.
         """
         policy = self._policy()
         if policy is not self._known():
             if fingerprint(policy.bundle.path) != self.digest:
                 raise RequestError(
-                    f"context.{self.form}: the policy was exchanged for another bundle than the robots have;"
-                    " start the server with that one"
+                    f"context.{self.form}: the policy was replaced by another bundle than the robots have; restart the"
+                    " server with the robots' bundle"
                 )
             self._known = weakref.ref(policy)
         refuse_words(observation, "one that gives contexts")
@@ -77,8 +82,9 @@ class ContextPolicy(ServedPolicy):
 
 
 def add(service: Service, forms: Sequence[str], host: PolicyHost) -> None:
-    """Give a service the policies ``context.FORM`` beside its first one. Raises SinewError for an engine whose contexts
-    do not travel."""
+    """Add the policies ``context.FORM`` to a service. Raises SinewError for an engine that does not support split
+    inference.
+    """
 
     def standing() -> Policy:
         found: Policy = service.policies.get().scheduler.policy  # type: ignore[assignment]

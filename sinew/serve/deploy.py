@@ -1,4 +1,4 @@
-"""A policy becomes one that serves: behind a scheduler, warm, with what a server says of it."""
+"""Put a policy behind a scheduler, warm it up, and make the server's description of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyHost:
-    """What the policies of one server share: who keeps its threads alive, and the device, on which they take turns.
+    """The resources that all policies of a server share: the supervisor of its threads, and the device.
 
-    begun: their schedulers, before they are started, for whoever interrupts that.
+    Attributes:
+        begun: Schedulers that are not started yet, so that an interrupt can stop them.
     """
 
     def __init__(self, stuck_s: float = STUCK_S, begun: WeakSet[Scheduler] | None = None):
@@ -49,14 +50,16 @@ class PolicyHost:
 
 
 def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | None = None) -> Deployment:
-    """Return the policy behind a scheduler, warm, with what a server says of it. host: of one alone if None."""
+    """Put a policy behind a warm scheduler, with the server's description of it. host: None makes one for this policy
+    alone.
+    """
     host = host or PolicyHost()
-    host.supervisor.watch(policy.problem)  # of the files whose weights are mapped
+    host.supervisor.watch(policy.problem)  # reports changes of the mapped weight files
     scheduler = host.start(policy, bounds.queue, None if bounds.max_batch == "auto" else bounds.max_batch)
     about = describe(policy)
     runs = about["server"]
     logger.info(
-        "engine %s, %s (%s), device %s (%s)",  # who is at the terminal is told of the engine's reason by the greeting
+        "engine %s, %s (%s), device %s (%s)",  # the engine's reason is in the greeting
         *(runs[name] for name in ("engine", "dtype", "dtype_reason", "device", "device_reason")),
     )
     if scheduler.batcher is not None:
@@ -88,14 +91,14 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
 
 
 def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
-    """Return what a server says of a policy's actions: their limits and scale, by its statistics."""
-    if processor.adapter:  # the policy itself says its own when it is loaded
+    """Return the server's description of a policy's actions: their limits and scale, from its statistics."""
+    if processor.adapter:  # the policy's own notes are logged when it is loaded
         for note in statistics.notes(processor.spec, processor.recipe):
             logger.warning("adapter %s: %s", processor.adapter, note)
     if (blend := processor.spec.temporal_ensemble) is not None:
         logger.warning(
-            "the checkpoint was made for temporal ensembling (coefficient %g): `sinew run`, `sinew eval` and the"
-            " protocol vla-eval average the chunks of all steps; clients that execute chunks by themselves do not",
+            "the checkpoint was trained for temporal ensembling (coefficient %g): `sinew run`, `sinew eval` and the"
+            " protocol vla-eval average the chunks of all steps; clients that execute chunks themselves do not",
             blend,
         )
     scale = unit_sizes(processor.action_normalizer, processor.recipe.action_steps, processor.spec)

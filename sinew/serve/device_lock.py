@@ -1,6 +1,6 @@
 """One device, shared by the schedulers of several policies: they take turns, one inference at a time.
 
-Streams compute beside it, on threads of their own, and take turns with what is inside by time (:class:`Beside`).
+Streams compute at the same time, on their own threads, and share the time with requests (:class:`Beside`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SHARE = 0.5  # of the time while a request is inside or waits, that streams may compute, all of them together
+SHARE = 0.5  # share of the time that all streams may compute while a request is inside or waits
 THREADS = 256  # whose last turns are remembered
-CREDIT_S = 0.02  # of it that they may save up
+CREDIT_S = 0.02  # seconds of that time that they may save up
 
 Waiting = Callable[
     [], Sequence[Any]
@@ -39,12 +39,12 @@ class DeviceLock:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # When the first of those inside and waiting came; None: nobody is there
+        # Arrival time of the first request inside or waiting; None without any
         self._since: float | None = None
         self._used = 0.0  # seconds of streams since then
         self.yielding = 0  # threads of streams that wait for their share
         self._changed = threading.Condition()
-        self._line: deque[_InLine] = deque()  # who is inside stands first
+        self._line: deque[_InLine] = deque()  # the member inside comes first
         self._usual: dict[int, float] = {}  # a thread -> the seconds that its last turn took
         self._members: dict[object, Waiting] = {}
 
@@ -98,7 +98,7 @@ class DeviceLock:
         place.since = self._clock()
 
     def _left(self) -> None:
-        """Tell the others, with the lock held. What streams owe is forgotten when nobody is inside any more."""
+        """Notify the others, with the lock held. The streams' debt is forgotten when no request is inside any more."""
         if not self._line:
             self._since = None
         self._changed.notify_all()
@@ -119,7 +119,7 @@ class DeviceLock:
             return now
 
     def join(self, member: object, waiting: Waiting) -> None:
-        """Let the others know what waits at ``member``."""
+        """Register ``member`` with a function that reports its waiting requests."""
         with self._changed:
             self._members[member] = waiting
 
@@ -136,8 +136,11 @@ class DeviceLock:
 
 
 class Beside:
-    """One thread that computes in pieces beside a device lock. ``begin`` comes before the first piece, ``pause`` after
-    each: they wait for the share that streams have. None in the lock's place: nobody is to be waited for."""
+    """A thread that computes in pieces while requests use a device lock.
+
+    Call ``begin`` before the first piece and ``pause`` after each. Both wait for the share of time that streams have.
+    Without a lock they never wait.
+    """
 
     def __init__(self, device_lock: DeviceLock | None) -> None:
         self._device_lock, self._begun = device_lock, 0.0

@@ -51,7 +51,7 @@ class FairQueue(Generic[T]):
         self._key, self._clock = key, clock
         self._lock = threading.Lock()
         self._lines: dict[Hashable, deque[T]] = {}
-        self._accounts: OrderedDict[int, _Account] = OrderedDict()  # by an owner's hash
+        self._accounts: OrderedDict[int, _Account] = OrderedDict()  # hash of an owner -> its account
         self._served = 0.0  # the virtual time at which the newest turn began
         self._new = 0.0  # the virtual time of new owners together
         self._turns = 0
@@ -59,7 +59,7 @@ class FairQueue(Generic[T]):
         self._ended = False
 
     def put(self, owner: Hashable, *items: T) -> None:
-        """Add items behind the others of their owner that came before them; nobody sees some of them alone."""
+        """Append items to their owner's line, all at once for other threads."""
         with self._lock:
             account = self._account(owner)
             account.seen = self._clock()
@@ -133,7 +133,7 @@ class FairQueue(Generic[T]):
         return None
 
     def order(self) -> list[T]:
-        """Return what waits, in the order in which ``get`` gives it if nothing else comes and no turn costs more."""
+        """Return the waiting items in the order of ``get``, if no other item arrives and no turn costs more."""
         with self._lock:
             owners = sorted(self._lines, key=self._place)
             lines = deque((self._account(owner).used, deque(self._lines[owner])) for owner in owners)

@@ -13,7 +13,7 @@ from sinew.processing.safety import Safety
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
 from sinew.serve.request import Outcome, Request
 
-Check = Callable[[], None]  # raises an error once nobody wants the result any more
+Check = Callable[[], None]  # raises an error once no client waits for the result
 
 
 class Answering(Protocol):
@@ -41,15 +41,17 @@ class Home(Protocol):
     """The scheduler that a job was submitted to (:class:`sinew.serve.scheduler.Scheduler`)."""
 
     def cancel(self, job: ServingJob) -> None:
-        """End a job that nobody waits for any more."""
+        """End a job because no client waits for it any more."""
 
     def ready(self, decoded: list[ServingJob]) -> None:
         """Let decoded jobs of one client have their turns."""
 
 
 class Together:
-    """The jobs of one message, so many: an inference takes those that fit together, in their order, and nobody else's.
-    They are ready when each of them is decoded or has ended. Thread-safe."""
+    """The jobs of one message. An inference takes those that fit together, in their order, and no other jobs.
+
+    They are ready when each of them is decoded or has ended. Thread-safe.
+    """
 
     def __init__(self, count: int):
         self._lock = threading.Lock()
@@ -82,13 +84,13 @@ class Together:
 
 @dataclass(slots=True, eq=False)
 class Decoded:
-    """What was read of a request.
+    """The decoded parts of a request.
 
     Attributes:
         observation: The observation.
         safety: Limits of the answer; None for none.
-        warnings: What the client is told with the answer.
-        borrowed: Raises once frames are others than were read; None for frames that nobody else writes.
+        warnings: Warnings that are sent with the answer.
+        borrowed: Raises once frames in shared memory were changed; None for frames that no client can change.
     """
 
     observation: Observation
@@ -116,11 +118,11 @@ class PreparedInputs:
 
 @dataclass(slots=True, eq=False)
 class ServingJob:
-    """One request under way.
+    """One request in progress.
 
     Threads:
         The service writes ``deadline``, ``together`` and ``deployment`` before it submits the job. Everything below
-        them is written by the scheduler alone.
+            them is written by the scheduler alone.
 
     Attributes:
         request: The request.
@@ -131,12 +133,12 @@ class ServingJob:
         on_done: Takes the outcome, once.
         accepted: When it was submitted.
         begun: When decoding or inference began last.
-        decoded: What was read of the request.
-        prepared: What the policy made of it.
+        decoded: The decoded parts of the request.
+        prepared: The policy's inputs.
         size: Bytes of its decoded frames, while it is not answered.
         waiting: True while it waits for its turn.
         answered: True once it has its outcome.
-        cancel: Set when nobody waits for it any more.
+        cancel: Set when no client waits for it any more.
     """
 
     request: Request
@@ -190,14 +192,14 @@ class ServingJob:
             self.home.cancel(self)
 
     def read(self, check: Check) -> Observation:
-        """Return the observation, within the limits of what answers it. check: raises once nobody waits for it."""
+        """Decode the observation, within the limits of its policy. check: Raises once no client waits for it."""
         deployment = self.deployment
         budget = PixelBudget(MIN_BUDGET if deployment is None else deployment.pixels, check)
         observation = self.request.decode(budget)
         if deployment is None:
             self.decoded = Decoded(observation, None, (), budget.borrowed)
             return observation
-        # An adapter that is not known is refused later.
+        # An unknown adapter is rejected later.
         safety = deployment.adapters.get(observation.adapter, deployment.safety)
         self.decoded = Decoded(observation, safety, deployment.changed, budget.borrowed)
         if (

@@ -71,9 +71,9 @@ def swapper(
     memory_gib: float | None,
     need: Callable[[str, dict[str, Any], int | None, int], tuple[int, int]],
 ) -> Swapper:
-    """Return what lets a server load, exchange and unload policies, run with the same flags.
+    """Return the object that loads, replaces and unloads policies of a server, with the server's flags.
 
-    need: the bytes of a policy's weights and of what it computes: of its source, ``options``, ``threads`` and the
+    need: Computes the bytes of a policy's weights and activations from its source, ``options``, ``threads`` and the
     requests of a batch.
     """
     from sinew.engine.backend import choose, chosen_by
@@ -118,7 +118,7 @@ def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | Non
 
 
 def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
-    """Return what takes requests and answers, by the service's names of them."""
+    """Return the writers of requests and answers, by the service's names for them."""
     from sinew.records.recorder import Recorder
     from sinew.records.viewers.rerun_records import RerunRecorder
 
@@ -153,10 +153,14 @@ class ServerLaunch:
     answering: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
-        """Load and answer, until the process is told to stop; close the recorders.
+        """Load and answer until the process is told to stop, then close the recorders.
 
-        ready: gets the policy when it is warm, and returns what is to be done once the wires answer. Returns False when
-        a thread is still inside the model.
+        Args:
+            process: The process, with its signals.
+            ready: Called with the warm policy. Its result is called once the protocols answer.
+
+        Returns:
+            False if a thread is still inside the model.
         """
         try:
             return self._run(process, ready)

@@ -32,12 +32,12 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 # Seconds: from a small policy on a large GPU to a large one on two cores.
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.033, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
-ABOUT = ("version", "engine", "device", "dtype", "hardware")  # of the server, as labels of ``sinew_info``
+ABOUT = ("version", "engine", "device", "dtype", "hardware")  # labels of ``sinew_info``
 SESSION_S = 30.0  # a session that was silent for longer is over
 MAX_SESSIONS = 10_000  # remembered at once: names come from clients
 
 
-disable_created_metrics()  # a second series for each counter that says when this process began
+disable_created_metrics()  # otherwise each counter gets a second series with the start time
 
 
 class KeptRecords(Collector):
@@ -76,8 +76,10 @@ class PolicyIdentities(Collector):
 class Metrics:
     """Counters and histograms in one registry, with the process's own. Thread-safe.
 
-    stats: the scheduler's counters. healthy: False while requests cannot be answered. metadata: what the server says of
-    itself and its policy at present.
+    Args:
+        stats: Returns the scheduler's counters.
+        healthy: Returns False while requests cannot be answered.
+        metadata: Returns the server's present description of itself and its policy.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Metrics:
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)
-        self.outcomes: Tally[str] = Tally()  # of all wires, as counted so far
+        self.outcomes: Tally[str] = Tally()  # outcomes of all protocols so far
         self._answered: deque[tuple[str, Outcome, float, bool, str]] = deque()  # not counted yet
         self._counting = threading.Lock()
         self._lock = threading.Lock()
@@ -134,7 +136,7 @@ class Metrics:
 
     def count(self) -> None:
         """Count what was noted. A robot need not wait for that: its reply is sent in between."""
-        with self._counting:  # who reads the numbers waits for those that are being counted
+        with self._counting:  # a reader waits for counts in progress
             while self._answered:
                 self._count(*self._answered.popleft())
 
@@ -180,7 +182,7 @@ class Metrics:
     def exposition(self) -> bytes:
         """Return all of it in Prometheus' text format, ``CONTENT_TYPE``."""
         self.count()
-        metadata = self._metadata()  # of the policy that stands: it may have been exchanged
+        metadata = self._metadata()  # description of the policy in use, after any hot-swap
         server, policy = (metadata.get(part, {}) for part in ("server", "policy"))
         self._about.info(
             {name: str(server.get(name, "")) for name in ABOUT}

@@ -28,19 +28,25 @@ class UnknownPolicyError(SinewError):
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A policy that is ready: its scheduler has been started.
+    """A policy that is ready, with a started scheduler.
 
-    metadata: what the server says about itself and the policy, ready for JSON. safety: limits of states and actions;
-    None: none. padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
-    max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
-    changed: what is another than that of the policy whose place it took, a sentence each; robots are told with each
-    answer.
-    manifest: of the bundle, for those who show what the policy sees and how its robot should look; None: unknown here.
-    state: the counters of a policy that has some of its own.
-    adapters: name -> limits of what is computed with it, whose statistics are its own.
-    pixels: how many one request may decode to.
-    number: goes out with each answer, so that robots notice an exchange; drawn at random, as a client may meet several
-    servers.
+    Attributes:
+        scheduler: The scheduler.
+        spec: The policy's specification.
+        metadata: The server's description of itself and the policy, ready for JSON.
+        safety: Limits of states and actions; None for none.
+        padded_state_dim: The model's own width of the state, which vla.cpp's clients use.
+        padded_action_dim: The model's own width of an action, likewise.
+        max_pixels: Largest number of pixels of one request, all frames together; None computes it from the policy's
+            cameras.
+        changed: Differences from the policy that it replaced, a sentence each. Robots get them with each answer.
+        manifest: Manifest of the bundle, for displays of preprocessed frames and of the training record; None if
+            unknown.
+        state: Returns the policy's own counters, if it has any.
+        adapters: Name -> limits of the answers of the adapter, which has its own statistics.
+        pixels: Largest number of pixels that one request may decode to.
+        number: Sent with each answer, so that robots notice a hot-swap. Drawn at random, because a client may use
+            several servers.
     """
 
     scheduler: Scheduler
@@ -59,7 +65,7 @@ class Deployment:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return which bundle this is (:attr:`sinew.policy.Policy.identity`); empty for what has no bundle."""
+        """Identity of the bundle (:attr:`sinew.policy.Policy.identity`); {} without a bundle."""
         return self.metadata.get("server", {}).get("identity", {})
 
     def __post_init__(self) -> None:
@@ -100,7 +106,7 @@ class Policies:
 
     @property
     def several(self) -> bool:
-        """Return True if there is more to say than what stands in the first place."""
+        """True if there is more to report than the first policy."""
         first = self.get()
         return len(self._deployed) > 1 or bool(first.changed) or first.state is not None
 
@@ -161,7 +167,7 @@ class Policies:
         return {name: {"policy": each.spec.name, **each.identity} for name, each in self._deployed.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return what runs under each name, with its counts, ready for JSON."""
+        """Return the policies by name, with their counters, ready for JSON."""
         return {
             name: {
                 "policy": each.spec.name,

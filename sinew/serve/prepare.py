@@ -41,8 +41,17 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What can be prepared. source: of the policy that stands. engine: that may be faster than ``against``. command:
-    makes it. bundle: whose findings are kept. sweep: removes what a process left that was killed. device: where."""
+    """A preparation that may make a policy faster.
+
+    Attributes:
+        source: Source of the policy in use.
+        engine: The engine that may be faster.
+        against: The engine in use.
+        command: The command that prepares it.
+        bundle: The bundle for which the findings are stored.
+        sweep: Removes files that a killed process has left.
+        device: The device.
+    """
 
     source: str
     engine: str
@@ -56,8 +65,10 @@ class Preparation:
 def preparation(
     bundle: Path, options: dict[str, Any], threads: int | None, budget: int | None
 ) -> Preparation | None:
-    """Return what ``sinew prepare`` could make faster of a policy that runs here; None for nothing, which the log says
-    where it was found before. budget: bytes that it and its successor may take together."""
+    """Return the preparation that ``sinew prepare`` could run for a policy; None if there is none.
+
+    The log states an earlier finding. budget: Bytes that the policy and its successor may take together.
+    """
     from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import sweep
     from sinew.policy import open_bundle
@@ -107,8 +118,10 @@ class Preparer:
         self._thread = threading.Thread(target=self._run, name="sinew-prepare", daemon=True)
 
     def describe(self) -> dict[str, str]:
-        """Return what becomes of it, ready for JSON: ``state`` is waiting, preparing, exchanging, taken, refused or
-        failed; ``text`` says what goes on or why."""
+        """Return the state of the preparation, ready for JSON.
+
+        ``state`` is waiting, preparing, exchanging, taken, refused or failed. ``text`` is the progress or the reason.
+        """
         state, text = self._state
         return {"engine": self._work.engine, "state": state, "text": text}
 
@@ -200,14 +213,14 @@ class Preparer:
             ) from None
 
     def _read(self, child: subprocess.Popen[str]) -> dict[str, Any] | None:
-        """Tell of the progress, and return the last record that is none."""
+        """Report the progress, and return the last record that is not about progress."""
         found: dict[str, Any] | None = None
         assert child.stdout is not None
         while line := child.stdout.readline(MOST_LINE):
             try:
                 record = parse_json(line)
             except UntrustedError:
-                continue  # what a library prints
+                continue  # output of a library
             if not isinstance(record, dict):
                 continue
             if "progress" in record:
@@ -221,7 +234,7 @@ class Preparer:
         return found
 
     def _end(self, child: subprocess.Popen[str]) -> None:
-        """Leave no process and no file behind, whatever happened."""
+        """End the process and remove its files, whatever happened."""
         if child.poll() is None:
             _signal(child, signal.SIGTERM)
             try:
@@ -303,7 +316,9 @@ class Preparer:
 
 @contextlib.contextmanager
 def compiling_frames() -> Iterator[None]:
-    """Compile what resizes frames beside a server that answers, in a process that ends with it, where none is kept."""
+    """Compile the kernels that resize frames, in a separate process that ends with this one, if they are not compiled
+    yet.
+    """
     if not frame_kernels.missing():
         if not frame_kernels.compiled.in_use:
             logger.info("no compiled kernels resize frames; `sinew doctor` says why there are none")

@@ -20,11 +20,11 @@ from sinew.serve.wire import Listener
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # how long stopping waits for the running stage
-END_S = 15.0  # from the first signal to the end of the process, whatever hangs
+END_S = 15.0  # seconds from the first signal to the end of the process, even if threads hang
 PREPARED_S = 5.0  # how long stopping waits for the process that makes a faster form to leave nothing behind
 TEND_S = 0.5  # between two looks at the health of the server
 HOPELESS = 70  # exit code of a server that ends itself so that another is started in its place
-DESCRIPTORS = 8192  # files and sockets that a server wants to have open at once, if the system lets it
+DESCRIPTORS = 8192  # file descriptors that a server requests from the system
 RESERVED = 128  # of them are not connections: weights, records, threads' wake-up calls, sockets that listen
 
 
@@ -35,7 +35,7 @@ class Process:
         self.wires = wires
         self._stop = threading.Event()
         self._running = False
-        self._signal = ""  # that ends it
+        self._signal = ""  # the signal that ends the process
         self.hopeless: str | None = None
 
     def run(self, service: Service, on_ready: Callable[[], None]) -> bool:
@@ -107,15 +107,19 @@ class Process:
 
 
 def end_for_sure() -> None:
-    """End this process after a while, with the stacks of its threads on standard error, whatever they do: the timer
-    is a thread of its own that does not need the interpreter."""
+    """End this process after a while, whatever its threads do, and print their stacks on standard error.
+
+    The timer is a thread that does not need the interpreter.
+    """
     with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error is no file
         faulthandler.dump_traceback_later(END_S, exit=True, file=sys.stderr)
 
 
 def tell_of_crashes() -> None:
-    """Write the stacks of all threads to standard error when a signal such as SIGBUS ends the process: a file of
-    weights that is truncated while it is read does that, and Python says nothing by itself."""
+    """Print the stacks of all threads on standard error when a signal such as SIGBUS ends the process.
+
+    That happens if a file of weights is truncated while it is read, and Python itself prints nothing.
+    """
     with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error is no file
         faulthandler.enable(sys.stderr)
 
@@ -130,8 +134,10 @@ def raise_descriptor_limit() -> None:
 
 
 def connections_within(asked: int, servers: int) -> int:
-    """Return how many connections each of ``servers`` may take, ``asked`` at most, so that this process can open files
-    and sockets for all of them. A server without descriptors can refuse nobody: whoever comes waits until others leave.
+    """Return how many connections each of ``servers`` may take, at most ``asked``, so that this process can open all
+    files and sockets.
+
+    A server without file descriptors could not even reject a client.
     """
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -139,7 +145,8 @@ def connections_within(asked: int, servers: int) -> int:
     most = max(1, (soft - min(RESERVED, soft // 2)) // max(1, servers))
     if asked > most:
         logger.warning(
-            "--max-connections %d: %d on each of %d ports, for this process may open %d files and sockets (ulimit -n)",
+            "--max-connections %d: limited to %d on each of %d ports, because this process may open only %d files and"
+            " sockets; raise `ulimit -n`",
             *(asked, most, servers, soft),
         )
     return min(asked, most)

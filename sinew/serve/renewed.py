@@ -1,4 +1,4 @@
-"""Keys and certificates, which somebody may replace while a server runs."""
+"""Keys and certificates that may be replaced while a server runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Keys = str | Callable[[], tuple[str, ...]]  # one, "" for none; or those of a fi
 
 
 class Renewed(Generic[Read]):
-    """What files hold, read again whenever they are others than before. Thread-safe.
+    """The content of files, read again whenever they change. Thread-safe.
 
-    read: reads them, or raises :class:`SinewError`, as for a certificate whose key has not come yet: what was read
-    before stays then, the log says why, and the next call tries again.
+    read: Reads them, or raises :class:`SinewError`, for example for a certificate whose key is not there yet. The old
+    content then stays, the reason is logged, and the next call tries again.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Read]):
@@ -30,13 +30,15 @@ class Renewed(Generic[Read]):
         self._value = read()
 
     def __call__(self) -> Read:
-        """Return what the files hold at present."""
+        """Return the present content."""
         if (stamps := self._stamps()) != self._seen:
             names = ", ".join(map(str, self._paths))
             try:
                 self._value = self._read()
             except SinewError as error:
-                _quiet.warning("%s: changed, but of no use, so what was read before stays: %s", names, error)
+                _quiet.warning(
+                    "%s: the files have changed but are not usable; the old content stays: %s", names, error
+                )
             else:
                 self._seen = stamps
                 logger.info("%s: changed, and read again", names)

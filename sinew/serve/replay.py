@@ -1,7 +1,8 @@
-"""A policy that computes nothing: ``sinew serve --replay`` answers from what ``sinew serve --record`` wrote.
+"""A policy without a model: ``sinew serve --replay`` answers from the records of ``sinew serve --record``.
 
-It stands where a :class:`sinew.policy.Policy` stands behind the scheduler, so that robot code can be written on every
-wire without a GPU, weights or torch. Observations are checked as the policy would; what they show changes no answer.
+It takes the place of a :class:`sinew.policy.Policy` behind the scheduler. So you can develop a robot's code with
+every protocol without a GPU, weights or torch. Observations are checked as by the policy, but their content changes
+no answer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sinew.serve.served import ServedPolicy
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
 # Of all actions, which are kept: 50 x 26 numbers, ten times a second, for over five hours
 MAX_BYTES = 1 << 30
-MAX_MS = 3.6e6  # of one recorded inference
+MAX_MS = 3.6e6  # longest recorded inference, ms
 MATCHED = "the request's session, then the order of requests; other sessions get the first recorded one"
 
 
@@ -56,14 +57,17 @@ class ReplayedAnswer:
 class Replay(OpenPolicy, ServedPolicy):
     """The policy of a recording.
 
-    manifest: of the bundle that was recorded, where it is at hand: names, units, checks of observations. Without
-    it they come from the first record: cameras and sizes, and the widths of state and actions.
-    latency: take as long as the recorded inference did; else answer at once.
-    allow_missing_cameras, allow_empty_prompt: as of :class:`sinew.policy.Policy`.
+    A recorded session gets its own chunks in their order, any other session those of the first one. After the last
+    chunk it starts again. Records without actions (errors, text, contexts), and of other policies than a server's
+    first, are skipped. Requests for an adapter get the adapter's records.
 
-    A session that was recorded gets its own chunks in their order, any other those of the first recorded session; after
-    the last one it begins again. Records without actions (errors, words, contexts), and of another policy than a
-    server's first, are left out. Requests of an adapter get what was recorded of it.
+    Args:
+        folder: The recording.
+        manifest: Manifest of the recorded bundle, if available, with names, units and checks. Without it they come
+            from the first record: cameras and sizes, and the widths of state and actions.
+        latency: Take as long as the recorded inference did; else answer at once.
+        allow_missing_cameras: See :class:`sinew.policy.Policy`.
+        allow_empty_prompt: See :class:`sinew.policy.Policy`.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Replay(OpenPolicy, ServedPolicy):
         )
         self.threads, self.threads_reason, self.device = 0, "nothing is computed", "none"
         self._lock = threading.Lock()
-        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # by adapter and session
+        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # (adapter, session) -> next chunk
 
     def __repr__(self) -> str:
         sessions = ", ".join(map(repr, self.sessions))
@@ -111,7 +115,7 @@ class Replay(OpenPolicy, ServedPolicy):
 
     @property
     def chunks(self) -> int:
-        """Return how many chunks can be given."""
+        """Number of recorded chunks."""
         return sum(map(len, self.sessions.values()))
 
     @property
@@ -121,11 +125,11 @@ class Replay(OpenPolicy, ServedPolicy):
 
     @property
     def warning(self) -> str:
-        """Return what every reply says."""
+        """The warning in every reply."""
         return f"this is a replay of {self.folder.name}: the actions were recorded, nothing was computed"
 
     def describe(self) -> dict[str, Any]:
-        """Return what a policy's ``describe`` does, and ``replay``: what is answered from, ready for JSON."""
+        """Return a description as a policy does, with ``replay``, the recording, ready for JSON."""
         return {
             "engine": "replay",
             "engine_reason": f"--replay {self.folder.name}: recorded chunks, nothing is computed",
@@ -210,9 +214,9 @@ class Replay(OpenPolicy, ServedPolicy):
         return answers[place % len(answers)], bool(place) and place % len(answers) == 0
 
     def _check(self, observation: Observation) -> None:
-        """Names, sizes and types, as far as a recording knows them."""
+        """Check names, sizes and types, as far as the recording contains them."""
         if len(observation.earlier) >= self.spec.history:
-            expected = f"at most {self.spec.history - 1} moments, as were recorded"
+            expected = f"at most {self.spec.history - 1} observation steps, as in the recording"
             raise ObservationError("earlier", expected, str(len(observation.earlier)))
         for moment in observation.moments:
             self._check_moment(moment)
@@ -289,7 +293,7 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
 
 
 def _spec(folder: Path, first: Path, moments: int) -> PolicySpec:
-    """What a recording says of its policy. moments: the most of an observation."""
+    """Return the specification of a recording's policy. moments: Largest number of observation steps."""
     record = read_record(first)
     actions = record.actions
     assert actions is not None

@@ -33,8 +33,11 @@ class DeadlineError(SinewError):
 
 
 def bare(error: SinewError) -> SinewError:
-    """Return ``error`` without the frames that it came through. They hold what was read of the request, and whoever
-    waits for the error raises it once more, which closes a circle: memory would be free when the collector comes."""
+    """Return ``error`` without its traceback and causes.
+
+    Its frames refer to the request. A client that raises the error again would close a reference cycle, and memory
+    would be free only after a garbage collection.
+    """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -44,21 +47,21 @@ Outcome = ActionChunk | SinewError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request, as the wire that makes it has read it.
+    """One request, as its protocol has read it.
 
     Attributes:
-        wire: Name of the wire.
-        decode: Makes the observation of the bytes that came. It runs on a thread of the scheduler, within a budget of
-            pixels that also ends it when nobody waits any more, and raises a SinewError that names the field.
+        wire: Name of the protocol.
+        decode: Makes the observation from the received bytes. It runs on a thread of the scheduler, within a budget
+            of pixels that also ends it when no client waits any more. It raises a SinewError that names the field.
         client: The peer, for the log.
-        session: The client's name for its episode; "" for none. Requests of one session replace each other while they
-            wait, if they have one ``owner``.
+        session: The client's name for its episode; "" for none. A newer request of a session replaces a waiting one,
+            if both have the same ``owner``.
         deadline_ms: From ``arrived`` on. A request whose turn comes later is not computed. None: the server's own.
-        arrived: ``time.perf_counter()`` when the last byte was there.
-        connection: What it came through. Connections take turns, and each has a limit of waiting requests. None: the
-            peer, and without a peer nobody in particular.
-        owner: Whose session it is; None for the connection's.
-        policy: Name of the policy that is to answer; "" for the first.
+        arrived: ``time.perf_counter()`` when the last byte arrived.
+        connection: The connection. Connections take turns, and each has a limit of waiting requests. None counts by
+            the peer, and without a peer not at all.
+        owner: Owner of the session; None for the connection.
+        policy: Name of the policy that should answer; "" for the first.
     """
 
     wire: str
@@ -85,11 +88,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class WireMessage:
-    """One message of a client as its wire has read it, before anything large of it is decoded.
+    """One message of a client, before anything large in it is decoded.
 
-    content: what the wire makes the observation of. endpoint: answered, where ``reply`` is all that there is to say
-    (None: nothing), or seen, where the observation is decoded and kept, and nothing is computed. observations: of a
-    message that has several, each a message itself.
+    Attributes:
+        content: The protocol makes the observation from it.
+        endpoint: "infer", "reset", "answered" (``reply`` is the whole answer; None for none), or "seen" (the
+            observation is decoded and kept, and nothing is computed).
+        session: Session of the request.
+        deadline_ms: Deadline of the request.
+        policy: Name of the policy.
+        observations: The observations of a message with several, each a message itself.
     """
 
     content: Any = None

@@ -1,7 +1,7 @@
-"""Keeps what robots say of their own runs, the newest report of each, for the dashboard and Prometheus.
+"""Stores the newest report of each robot's run, for the dashboard and Prometheus.
 
-Anybody who may ask the server may send one. So it is checked (``RobotReport.parse``), there are at most 32, and a lie
-changes its own row alone: a row belongs to a peer, a session and a number that the robot drew.
+Every client of the server may send one. So it is checked (``RobotReport.parse``), there are at most 32, and a false
+report changes only its own row: a row belongs to a peer, a session and a number that the robot drew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sinew_client.robot_report import STATES, RobotReport
 from sinew.serve.metrics import SESSION_S
 
 MAX_ROBOTS = 32  # remembered at once
-# Reasons of holds that metrics tell apart: others quote what servers and drivers say.
+# Reasons of holds with their own label in metrics. All others quote messages of servers and drivers.
 REASONS = (PAUSED, STARTING, STARVED, LATE, NO_WINDOW, OUT_OF_NODES, OLD_FRAME)
 GAUGES = ("rate_hz", "rows_hz", "row_age_seconds")
 PLAIN = ("rate_hz", "rows_hz", "steps", "late", "clipped_commands", "failed_requests", "takeovers")
@@ -65,7 +65,7 @@ class Robots(Collector):
             self._robots[key] = Reported(number, policy, report, now)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return who they are, when each was heard and what it said, by number, ready for JSON."""
+        """Return the robots, the time of their last report and its content, by number, ready for JSON."""
         now = self._clock()
         with self._lock:
             self._forget(now)

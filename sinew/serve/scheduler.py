@@ -1,18 +1,17 @@
-"""Runs one policy for many clients: a bounded queue and a few threads. Knows nothing of sockets.
+"""Runs one policy for many clients, with a bounded queue and a few threads. It knows no sockets.
 
-A request passes through a *decode* thread (bytes to a prepared observation) and the *inference* thread, so that
-unpacking and resizing the next request's frames overlaps the running inference and a bad request is refused without
-waiting its turn, and so that the threads of the sockets never do either. A request that finds nothing to wait
-for is decoded by the inference thread itself.
+A request passes through a *decode* thread (bytes to a prepared observation) and the *inference* thread. So decoding
+the next frames overlaps the running inference, a bad request is rejected at once, and socket threads never wait. The
+inference thread itself decodes a request if the queue is empty.
 
-A robot wants the action for what it sees now. So a waiting request is replaced by a newer one of its session,
-and a request whose deadline has passed when its turn comes is answered with an error instead of computed.
+A robot needs the action for its present observation. So a waiting request is replaced by a newer one of its session,
+and a request whose deadline has passed gets an error instead of an inference.
 
-Where the policy computes several observations at once, requests that fit together share an inference (``batching.py``).
+If the policy computes several observations together, requests that fit together share an inference (``batching.py``).
 
-Clients take turns by what their requests cost in measured seconds (``fair_queue.py``). A long inference lets shorter
-ones of other clients come between two of its steps, where the policy can. One client may have a few requests waiting,
-and where the queue is full a client that has none takes the place of the newest request of the one that has most
+Clients take turns by the measured time of their requests (``fair_queue.py``). A long inference lets shorter ones of
+other clients run between two of its steps, if the policy supports it. One client may have a few waiting requests. If
+the queue is full, a client without any takes the place of the newest request of the client with most
 (``admission.py``).
 """
 
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 PER_CLIENT = 2  # requests of one client that may wait
 DRAIN_S = 0.01  # between two looks at what is left
-FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
+FAILURES = 3  # unexpected failures in a row after which the policy itself is tried
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
 QUICK = 2.0  # so many times as dear is an inference that a cheaper one comes between
 HICCUP = 2.0  # times its usual cost: most that a turn is charged, as a machine may stall in anybody's turn
@@ -68,11 +67,15 @@ class _Turn:
 class Scheduler:
     """Runs requests one at a time, or a batch at a time.
 
-    queue_size: requests that may wait, beside the one that runs; a further one is refused with BusyError.
-    max_batch: most requests of one inference, where the policy can; None measures at the start what pays.
-    per_client: of one client. supervisor: keeps the threads alive, and is told what is wrong here.
-    device_lock: where the schedulers of several policies take turns; None: this one computes whenever it can.
-    workers: inferences at once, of a policy that computes elsewhere and only waits here.
+    Args:
+        policy: The policy.
+        queue_size: Waiting requests in addition to the running one; more are rejected with BusyError.
+        max_batch: Most requests of one inference, if the policy supports it; None measures the best size at the
+            start.
+        per_client: Most waiting requests of one client.
+        supervisor: Keeps the threads alive, and collects problems.
+        device_lock: Lets the schedulers of several policies take turns; None computes at any time.
+        workers: Inferences at once, for a policy that computes elsewhere and only waits here.
     """
 
     def __init__(
@@ -136,13 +139,19 @@ class Scheduler:
             self.device_lock.join(self, self._ready.order)
 
     def submit(self, job: ServingJob, on_done: Callable[[Outcome], None]) -> ServingJob:
-        """Queue a request, and return it. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error:
-        once, on whatever thread ends the request.
+        """Queue a request and return it.
 
-        A request of the same episode that still waits is answered with SupersededError now, and this one takes its
-        place in the count. One of nobody in particular (no connection) has no limit but the queue's.
+        A waiting request of the same episode is answered with SupersededError now, and this one takes its place in
+        the count. A request without a connection has no limit except the queue's.
 
-        Raises BusyError or ShuttingDownError, and then does not call ``on_done``.
+        Args:
+            job: The request.
+            on_done: Called once with the chunk, with ``timing.queue_ms``, or with an error, on the thread that ends
+                the request.
+
+        Raises:
+            BusyError: The queue is full. ``on_done`` is not called.
+            ShuttingDownError: The server stops. ``on_done`` is not called.
         """
         job.accepted = time.perf_counter()
         displaced: list[ServingJob] = []
@@ -207,7 +216,7 @@ class Scheduler:
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Take what this scheduler and its policy say of themselves out of the server's health."""
+        """Remove the problems of this scheduler and its policy from the server's health."""
         if self.device_lock is not None:
             self.device_lock.leave(self)
         for check in (self._problem, self.policy.problem):
@@ -328,7 +337,7 @@ class Scheduler:
         outcomes: list[Outcome] = []
         try:
             outcomes = self._run(first, jobs)
-        finally:  # also when this thread is ended: all that had begun are answered
+        finally:  # all started requests are answered, even if this thread is ended
             with self._lock:
                 outcomes = outcomes or [SinewError("internal error") for _ in jobs]
                 self._running = [job for job in self._running if job not in jobs]
@@ -427,8 +436,9 @@ class Scheduler:
         return usual is not None and usual <= seconds
 
     def _compute_batch(self, jobs: Sequence[ServingJob], around: Mapping[str, Any]) -> list[Outcome]:
-        """Compute several requests at once. After a failure that nobody foresaw each is computed by itself, so that it
-        is answered to the one that caused it."""
+        """Compute several requests together. After an unexpected failure each is computed alone, so that only its
+        cause fails.
+        """
         outcomes: list[Outcome]
         try:
             outcomes = self.policy.run_batch([_inputs(job) for job in jobs], cancel=Everyone(jobs), **around)
@@ -445,8 +455,11 @@ class Scheduler:
         ]
 
     def _compute_one(self, job: ServingJob, around: Mapping[str, Any]) -> Outcome:
-        """Compute a request, and count failures that nobody foresaw. A few in a row may be one client's doing, so the
-        policy is then tried on its own observation: what it says of that is the server's health."""
+        """Compute a request, and count unexpected failures.
+
+        A few in a row may come from one client. So the policy is then tried with its own observation, and the result
+        becomes the server's health.
+        """
         try:
             self._raise_if_abandoned(job)
             chunk = self.policy.run(_inputs(job), cancel=job.cancel, **around)
@@ -522,7 +535,7 @@ class Scheduler:
             self._quiet.error("a reply could not be delivered", error)
 
     def _presentable(self, error: BaseException) -> SinewError:
-        """What the client is told. The unexpected goes to the log in full and to the wire in a sentence."""
+        """Return the error for the client. An unexpected one is logged in full and sent as one sentence."""
         if isinstance(error, CancelledError) and self._stopping:
             return ShuttingDownError()
         if isinstance(error, SinewError):
@@ -550,6 +563,6 @@ class Scheduler:
 
 
 def _inputs(job: ServingJob) -> Any:
-    """Return what a policy computes on."""
+    """Return the policy's inputs."""
     assert job.prepared is not None
     return job.prepared.inputs

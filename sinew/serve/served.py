@@ -34,18 +34,20 @@ class ServedPolicy(Protocol):
         """Compute once, on the thread that will go on to."""
 
     def prepare(self, observation: Observation) -> Any:
-        """Return what :meth:`run` takes; beside another inference. Raises SinewError for what it cannot do."""
+        """Return the input of :meth:`run`. May run during another inference. Raises SinewError for an unsupported
+        observation.
+        """
 
     def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk:
         """Return the chunk. Raises SinewError, CancelledError once ``cancel`` is set."""
         raise NotImplementedError
 
     def batch_key(self, prepared: Any) -> Hashable | None:
-        """Return what those that may be computed together have in common; None: nothing does."""
+        """Return the properties that observations of one batch share; None for one that always runs alone."""
         return None
 
     def cost_key(self, prepared: Any) -> Hashable | None:
-        """Return what those that take equally long have in common; None: all of them do."""
+        """Return the properties that determine the time of an inference; None if all take equally long."""
         return None
 
     def run_batch(

@@ -36,12 +36,12 @@ from sinew.serve.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 access_log = logging.getLogger("sinew.access")
 
-STREAMED = "stream"  # of ``Service.uses``
+STREAMED = "stream"  # key of ``Service.uses``
 MAX_SESSION = 128  # characters of a session's name, which is remembered for a while
 
 
 class UnhealthyError(SinewError):
-    """The server cannot compute at present; its health says why."""
+    """The server cannot compute at present; its health has the reason."""
 
     code = "unhealthy"
 
@@ -76,7 +76,7 @@ class Service:
         self.preparing: Any = None
         self.uses: set[str] = set()  # what robots asked for beyond plain chunks: values of ``rtc``, STREAMED
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
-        self.robots = Robots()  # what they say of themselves
+        self.robots = Robots()  # reports of robots
         self.metrics.add(self.robots)
         self.metrics.add(PolicyIdentities(self.policies.identities))
         self._listeners: tuple[Listener, ...] = ()
@@ -186,8 +186,13 @@ class Service:
     async def outcomes(
         self, message: WireMessage, decode: Callable[[WireMessage, PixelBudget], Observation], **about: Any
     ) -> Sequence[Outcome]:
-        """Return what became of each observation of a message; raises the error of a single one. decode: makes an
-        observation of its message. about: the fields of each :class:`Request` that no message has."""
+        """Return the outcome of each observation of a message. The error of a single one is raised.
+
+        Args:
+            message: The message.
+            decode: Makes an observation from its message.
+            **about: Fields of each :class:`Request` that messages do not have.
+        """
         limit = message.deadline_ms
         requests = [
             Request(decode=partial(decode, each), session=each.session, deadline_ms=limit, **about)
@@ -210,11 +215,12 @@ class Service:
 
     @property
     def spec(self) -> PolicySpec:
-        """Return what the first policy reads and writes."""
+        """The first policy's specification."""
         return self.policies.get().spec
 
     def about(self, policy: str = "") -> dict[str, Any]:
-        """Return what the server says about itself and a policy, with the names of all where there are several.
+        """Return the server's description of itself and a policy, with the names of all policies if there are
+        several.
 
         Raises UnknownPolicyError.
         """
@@ -258,7 +264,7 @@ class Service:
         }
 
     def records(self) -> dict[str, dict[str, int]]:
-        """Return what became of the requests that are to be kept, by who keeps them."""
+        """Return the counters of each recorder, by its name."""
         return {name: record.stats() for name, record in self._records.items()}
 
     def _engine(self) -> dict[str, Any]:
@@ -277,16 +283,17 @@ class Service:
             scheduler.expire()
 
     def subscribe(self, listener: Listener) -> None:
-        """Call ``listener`` with whatever is answered or refused from now on, after its reply and on the thread that
-        sent it: it must not block."""
+        """Call ``listener`` with every answer and rejection from now on. It is called after the reply, on the thread
+        that sent it, and must not block.
+        """
         self._listeners += (listener,)
 
     def keeps_frames(self, deployment: Deployment) -> bool:
-        """Return True if somebody may look at a request's frames after it is answered."""
+        """Return True if a request's frames may be read after its answer."""
         return bool(self._records or self._listeners) or deployment.scheduler.policy.keeps_frames
 
     def stopping(self) -> None:
-        """From now on ``health`` says so."""
+        """Report from now on in ``health`` that the server stops."""
         self._stopping = True
 
     def refused(self, wire: str, client: str, error: SinewError) -> None:
@@ -296,7 +303,7 @@ class Service:
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:
-        """Around whatever comes before ``submit``: what is refused inside is counted and logged."""
+        """Wrap everything before ``submit``: rejections inside are counted and logged."""
         try:
             yield
         except SinewError as error:
@@ -384,7 +391,7 @@ def _call_soon(
 ) -> None:
     try:
         loop.call_soon_threadsafe(_settle, future, outcomes)
-    except RuntimeError:  # the wire has stopped; nobody waits
+    except RuntimeError:  # the protocol has stopped, so no client waits
         logger.debug("an answer came after its wire had closed")
 
 

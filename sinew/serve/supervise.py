@@ -1,7 +1,7 @@
-"""Threads that may not end, and signs of life that mean something.
+"""Keeps the server's threads alive, and reports problems.
 
-A thread of the server that ends by an exception is started again, and is reported if that does not help. What else can
-be wrong (a stage that does not come to its end, requests that all fail) is asked of whoever knows, by ``watch``.
+A thread that ends by an exception is started again. If that does not help, it is reported. Other problems (a stage
+that never ends, requests that all fail) are reported by functions that are registered with ``watch``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 STUCK_S = 60.0  # a stage that runs for longer is taken for one that never ends
-RESTARTS = 3  # of one thread,
+RESTARTS = 3  # restarts of one thread,
 RESTARTS_S = 60.0  # in this time; then it stays dead
 
 
@@ -58,7 +58,7 @@ class Supervisor:
         return found
 
     def hopeless(self) -> str | None:
-        """Why this process had better end, so that whoever started it starts another one; or None."""
+        """Return why this process should end, so that its supervisor starts it again; None if it should not."""
         found = self.problems()
         if self._dead:
             return "; ".join(found)
@@ -73,7 +73,7 @@ class Supervisor:
         while True:
             try:
                 run()
-            except BaseException:  # a thread of the server has nobody else to tell
+            except BaseException:  # no caller could handle the error of a thread
                 now = time.monotonic()
                 ended.append(now)
                 while now - ended[0] > RESTARTS_S:

@@ -1,7 +1,7 @@
-"""Policies of a server that goes on: loaded and warm beside those that stand, exchanged, unloaded.
+"""Load, replace (hot-swap) and unload policies of a running server.
 
-Every request is answered by the policy that stood under its name when it came. An old policy and its successor are both
-in memory until the old one has answered its last, which the budget takes into account.
+Every request is answered by the policy that had its name when the request arrived. An old policy and its successor
+are both in memory until the old one has sent its last answer. The memory budget includes both.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ class Need:
 
 
 class Swapper:
-    """open: finds, loads and warms what a source names; raises SinewError. need: what a source takes; loads nothing.
+    """Changes the policies of a server, one change at a time.
 
-    source: what stands first. budget: bytes of all policies at once, why: where that number comes from; None: no limit.
-    One change at a time.
+    Args:
+        service: The service.
+        open: Finds, loads and warms up a source. Raises SinewError.
+        need: Computes the memory of a source without loading it.
+        source: Source of the first policy.
+        budget: Bytes of all policies together; None for no limit.
+        why: Origin of that number, for messages.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Swapper:
     ):
         self._service, self._open, self._need = service, open, need
         self._first, self._budget, self._why = source, budget, why
-        self._needs: dict[str, Need] = {}  # by name; the first one's is computed when it is wanted
+        self._needs: dict[str, Need] = {}  # name -> memory; that of the first policy is computed on request
         self._forms = Forms()
         self._changing = threading.Lock()
 
@@ -75,14 +80,21 @@ class Swapper:
         need: Need | None = None,
         check: Callable[[Deployment], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """Give a name's requests to ``source``, and return when what stood there before has answered its last and its
-        streams have ended, which begin anew with their next samples.
+        """Replace a name's policy by ``source``, and return when the old one has sent its last answer.
 
-        accept: what may be another than that of the policy whose place it takes (sinew_client.form); robots are told.
-        need: what it takes, where that is known; the same policy stands there now. check: raises RequestError for what
-        was opened and shall not stand.
-        Raises BusyError during another change, RequestError for a name that cannot be one, for a policy beyond the
-        budget or of another form than the one whose place it takes, and what opening it raises; what stands goes on.
+        Streams of the old policy end, and begin again with their next samples.
+
+        Args:
+            name: Name of the policy.
+            source: The new policy's source.
+            accept: Parts of the form (sinew_client.form) that may differ from the old policy's. Robots get a warning.
+            need: Memory of the policy, if it is known, because the same policy is in use.
+            check: Raises RequestError if the opened policy must not be used.
+
+        Raises:
+            BusyError: Another change is in progress.
+            RequestError: The name is not valid, or the policy exceeds the budget or has another form. The old policy
+                stays. Errors of opening it are raised too.
         """
         check_name(name)
         with _only(self._changing):
@@ -123,7 +135,7 @@ class Swapper:
 
     @property
     def budget(self) -> int | None:
-        """Return the bytes that the first policy may take beside the others, its successor included; None: no limit."""
+        """Bytes that the first policy and its successor may take in addition to the others; None for no limit."""
         others = sum(each.total for name, each in self._needs.items() if name != DEFAULT)
         return None if self._budget is None else self._budget - others
 
@@ -170,9 +182,9 @@ class Swapper:
 
 @contextlib.contextmanager
 def _only(lock: threading.Lock) -> Iterator[None]:
-    """Hold a lock that nobody waits for. Raises BusyError where it is taken."""
+    """Hold a lock without waiting. Raises BusyError if it is taken."""
     if not lock.acquire(blocking=False):
-        raise BusyError("another change of the policies is under way")
+        raise BusyError("another change of the policies is in progress; try again later")
     try:
         yield
     finally:
@@ -188,8 +200,10 @@ _BOTH = {"names": ("state.names", "action.names"), "units": ("state.units", "act
 
 
 class Forms:
-    """The forms of the policies that stand, by name. What one of them does not state still holds of those before it:
-    their robots are the same."""
+    """The forms of the policies in use, by name.
+
+    If a policy does not state a part, the part of an earlier policy still applies, because its robots are the same.
+    """
 
     def __init__(self) -> None:
         self._stated: dict[str, dict[str, Any]] = {}
@@ -197,15 +211,17 @@ class Forms:
     def check(
         self, name: str, old: PolicySpec, new: PolicySpec, accept: Sequence[str] = ()
     ) -> tuple[str, ...]:
-        """Return what is another in ``new``, a sentence each, all of it named in ``accept``. Raises RequestError where
-        robots of the old policy would go on with something that they do not know, and names all of it."""
+        """Return the differences of ``new``, a sentence each, all of them named in ``accept``.
+
+        Raises RequestError with all other differences, because robots of the old policy would not know them.
+        """
         if unknown := [each for each in accept if each not in (*FORM, *_BOTH)]:
             raise RequestError(
                 f"accept: expected some of {', '.join((*FORM, *_BOTH))}, got {unknown[0][:80]!r}"
             )
         accepted = {full for each in accept for full in _BOTH.get(each, (each,))}
         before = self._stated.setdefault(name, form(old))
-        differences = differing(before, form(new), ", as the policy that stands")
+        differences = differing(before, form(new), " (the present policy's)")
         if refused := [
             text
             for key, text in differences.items()
@@ -216,11 +232,11 @@ class Forms:
         return tuple(differences.values())
 
     def put(self, name: str, spec: PolicySpec) -> None:
-        """Note what stands now."""
+        """Record the form of the policy that is now in use."""
         self._stated[name] = {**self._stated.get(name, {}), **form(spec)}
 
     def forget(self, name: str) -> None:
-        """Note that nothing stands there any more."""
+        """Forget the form of a name, because its policy was unloaded."""
         self._stated.pop(name, None)
 
 

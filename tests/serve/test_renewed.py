@@ -55,7 +55,7 @@ def test_keys_of_a_running_server_are_exchanged(tmp_path: Path, caplog: pytest.L
         socket.send(asks)
         assert "[unauthorized]" in socket.recv(60)
     assert f"{file}: changed, and read again" in caplog.messages
-    said = f"{file}: changed, but of no use, so what was read before stays: --api-key-file {file}: the file is empty"
+    said = f"{file}: the files have changed but are not usable; the old content stays: --api-key-file {file}: the file is empty"
     assert said in caplog.messages
 
 
@@ -84,7 +84,7 @@ def test_a_certificate_is_renewed_under_a_running_server(
         renewed = new[0].read_text()
         new[0].replace(cert)
         assert shown(at.openpi) == former  # its key has not come yet
-        assert "so what was read before stays: TLS: " in caplog.text
+        assert "the old content stays: TLS: " in caplog.text
         new[1].replace(key)
         assert shown(at.openpi) == renewed
 

@@ -220,7 +220,7 @@ def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
         stands[0] = standing
         assert split.prepare(seen)[0] is standing
     stands[0] = changed
-    with pytest.raises(RequestError, match="exchanged for another bundle"):
+    with pytest.raises(RequestError, match="replaced by another bundle"):
         split.prepare(seen)
     stands[0] = policy
     assert split.prepare(seen)[0] is policy

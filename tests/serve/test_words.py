@@ -210,7 +210,7 @@ def test_openpis_wire(at: SimpleNamespace, policy: Policy, expected: SimpleNames
         ("/vqa", {"question": "why?", "text_tokens": 2.5}, "text_tokens", "text_tokens: expected an integer, got"),
         ("/vqa", {"question": "why?", "subtask": True}, "question", "question: expected only one of question and"),
         ("/vqa", {"question": "why?", "temperature": 1}, "temperature", "temperature: expected one of the keys"),
-        ("/subtask", {"question": "why?"}, "question", "question: expected none of a subtask; POST /vqa"),
+        ("/subtask", {"question": "why?"}, "question", "question: expected no question in a request for a subtask"),
         ("/subtask", {"prompt": ""}, "prompt", "prompt: expected an instruction, of which a subtask is said"),
         ("/subtask", {"noise": [[0.0]]}, "noise", "noise: expected nothing where words alone"),
         ("/v1/actions", {"subtask": "yes"}, "subtask", "subtask: expected true or false, got str"),

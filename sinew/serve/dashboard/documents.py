@@ -30,7 +30,7 @@ NOTE = re.compile(r'^!!! (\w+)(?: "(.*)")?\n((?: {4}.*\n|\n(?= {4}))+)', re.MULT
 
 
 def folders() -> Iterator[Path]:
-    """Yield where pages may lie: beside the package in a clone, else where wheels put documents."""
+    """Yield the folders that may contain the pages: beside the package in a clone, else the wheel's documents."""
     yield Path(sinew.__file__).parents[1] / "docs"
     yield Path(sysconfig.get_path("data")) / "share" / "doc" / "sinew"
 

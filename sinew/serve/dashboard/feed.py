@@ -1,8 +1,9 @@
-"""What the dashboard is told: the last answers and frames, kept only while somebody looks, and an hour of counts.
+"""The data of the dashboard: the last answers and frames, kept only while a viewer is connected, and an hour of
+counts.
 
-``put`` runs on the scheduler's threads, once per answer and after its reply: without a viewer it adds to the hour
-(``history.py``) and returns, with one it keeps references. JSON (``news.py``) and pictures are made later, at most so
-often.
+``put`` runs on the scheduler's threads, once per answer and after its reply. Without a viewer it adds to the history
+(``history.py``) and returns. With a viewer it keeps references. JSON (``news.py``) and pictures are made later, at a
+limited rate.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from sinew.serve.job import Answering, ServingJob
 from sinew.serve.policies import DEFAULT
 from sinew.serve.service import Service
 
-VIEWERS = 8  # at once; each is a connection and a few kilobytes
+VIEWERS = 8  # most viewers at once; each takes a connection and a few kilobytes
 KEPT = 256  # answers between two looks of the viewers
 BY_HAND = "dashboard"  # the session of what a person tries on the page: shown there, not as a robot's
 PICTURES_S = 0.1  # from one picture of a camera to the next, at least,
 SHARE = 0.02  # and longer where making them would take more than this of the cores
 MAX_TEXT = 300  # characters of a prompt, a name or an error that are shown
-MAX_NUMBERS = 1 << 14  # of a chunk; a larger one is shown by its first rows
+MAX_NUMBERS = 1 << 14  # most numbers of a chunk that are shown, as its first actions
 JPEG_QUALITY = 85
 TIMES = (*(field.name for field in fields(Timing) if field.name != "step_ms"), "head_ms")
 NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # no frames yet
@@ -144,7 +145,7 @@ class Feed:
                 self._show(job.deployment)
             self.put(wire, client, session, seen, outcome, seconds, limit)
             answered = isinstance(outcome, ActionChunk) and session != BY_HAND
-            # What the base's cameras and joints looked like says nothing of an adapter's.
+            # The training record of the base does not apply to an adapter.
             if seen is None or seen.adapter:
                 return
             if self.viewers and answered and (wiring := self.wiring) is not None:
@@ -171,9 +172,10 @@ class Feed:
         seconds: float,
         deadline_s: float | None,
     ) -> None:
-        """Count an answer, and keep it if somebody looks. Never blocks for long.
+        """Count an answer, and keep it if a viewer is connected. Never blocks for long.
 
-        deadline_s: the request's, from its arrival."""
+        deadline_s: Deadline of the request, seconds from its arrival.
+        """
         missed = deadline_s is not None and seconds > deadline_s
         if session != BY_HAND:
             self.history.put(1e3 * seconds, missed, isinstance(outcome, SinewError))
@@ -220,13 +222,13 @@ class Feed:
         finally:
             with self._lock:
                 self._viewers[what] -= 1
-                if not any(self._viewers.values()):  # nobody: keep nothing
+                if not any(self._viewers.values()):  # without a viewer, nothing is kept
                     self._answers.clear()
                     self._frames, self._pictures = NOTHING, AnswerPictures(0, {}, 0.0)
 
     @property
     def viewers(self) -> int:
-        """Return how many look at the answers."""
+        """Number of viewers of the answers."""
         return self._viewers["answers"]
 
     @property
@@ -245,7 +247,7 @@ class Feed:
             return [answer for answer in self._answers if answer.number > number]
 
     def pictures(self) -> AnswerPictures:
-        """Return the last frames as the policy sees them, made anew where there are newer ones and it is time."""
+        """Return the last frames after preprocessing, made again if there are newer ones and the rate allows it."""
         with self._making:
             with self._lock:
                 number, frames = self._frames
@@ -257,7 +259,7 @@ class Feed:
             pause = max(PICTURES_S, (time.thread_time() - begun) / self._share)
             made = AnswerPictures(number, found, time.perf_counter() + pause)
             with self._lock:
-                if self._frames[0]:  # somebody still looks
+                if self._frames[0]:  # a viewer is still connected
                     self._pictures = made
         return made
 
@@ -272,8 +274,7 @@ class Feed:
 
 
 def _told(error: SinewError) -> SinewError:
-    """Return what is shown of an error. Itself it is raised again for its client, and knows frames that hold the
-    request."""
+    """Return a copy of an error for viewers. The error itself refers to frames that keep the request in memory."""
     shown = SinewError(str(error)[:MAX_TEXT])
     shown.code = error.code
     return shown

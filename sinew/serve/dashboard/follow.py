@@ -115,7 +115,7 @@ class SessionRow:
     refused: int = 0
     missed: int = 0
     prompt: str = ""
-    text: str = ""  # the last words that were said to it
+    text: str = ""  # text of the last answer
     times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     def rate(self, now: float) -> float:
@@ -141,10 +141,12 @@ class ServerSeen:
     def hear(
         self, event: str, record: dict[str, Any], show: Callable[[ServerSeen], object] = lambda _: None
     ) -> None:
-        """Take one event: about, health or one of answers. show: draws all of it. Raises :class:`SinewError` for an
-        answer that is none, or that cannot be drawn."""
+        """Take one event: about, health or an answer. show: Draws everything.
+
+        Raises :class:`SinewError` for an answer that is invalid or cannot be drawn.
+        """
         if event not in _SHAPES:
-            return  # of a newer server
+            return  # an event of a newer server
         try:
             msgspec.convert(record, _SHAPES[event])
             self.problem = ""
@@ -161,7 +163,7 @@ class ServerSeen:
                     self.about = {**self.about, "server": {**self.about["server"], **now}}
             else:
                 self._answer(record)
-            show(self)  # whatever is drawn is there
+            show(self)  # everything that is drawn exists now
         except (ValueError, ArithmeticError) as error:  # msgspec's are ValueErrors; chunks of ragged rows
             raise SinewError(
                 f"{self.address}: expected {event} of a Sinew server, got {error!s:.300}"
@@ -192,7 +194,7 @@ class ServerSeen:
             self.refused[record["outcome"]] = self.refused.get(record["outcome"], 0) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was heard, ready for JSON."""
+        """Return all data that was received, ready for JSON."""
         return {
             "address": self.address,
             "server": self.about.get("server", {}),
@@ -223,10 +225,10 @@ def parse_address(address: str) -> tuple[str, int, bool]:
 def events(
     host: str, port: int, tls: bool, key: str, end: float | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the server's events as they come, until it ends the connection.
+    """Yield the server's events until it closes the connection.
 
-    Raises OSError where it cannot be reached or says nothing for too long, and :class:`SinewError` for an answer that
-    will not change: no dashboard, or another key.
+    Raises OSError if it cannot be reached or is silent for too long, and :class:`SinewError` for a permanent error:
+    no dashboard, or a wrong key.
     """
     place = f"[{host}]" if ":" in host else host
     check_key_is_private([f"{'https' if tls else 'http'}://{place}:{port}"], key)

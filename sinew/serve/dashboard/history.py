@@ -1,7 +1,7 @@
-"""An hour of what was answered, whether somebody looked or not: a page that is opened or loaded again begins with it.
+"""One hour of answers in numbers, collected with or without viewers. A page starts with it.
 
-An answer costs a lock and an addition to a histogram; a span keeps no answers. Quantiles are those of the histogram's
-bins, each of which ends 10 % above where it begins.
+An answer costs a lock and an addition to a histogram, and no answers are kept. Quantiles are those of the histogram's
+bins, each of which ends 10 % above its beginning.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-SPAN_S = 10  # of one point
+SPAN_S = 10  # seconds of one point
 SPANS = 360  # an hour
-RATIO = 1.1  # of a bin's end to its beginning
+RATIO = 1.1  # ratio of a bin's end to its beginning
 
 
 @dataclass

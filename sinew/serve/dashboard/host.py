@@ -12,7 +12,9 @@ STAT = Path("/proc/stat")
 
 
 class Host:
-    """Shares are of the time since the look before; the first one knows of no time before it and leaves them out."""
+    """Load of this machine and this process. Shares cover the time since the last call; the first call leaves them
+    out.
+    """
 
     def __init__(self) -> None:
         self._cores = machine.cores().logical  # asked once: a millisecond of reading files

@@ -1,8 +1,8 @@
-"""What viewers of one event loop are told: made once for all of them, at most ten times a second, between requests.
+"""Messages to the viewers of one event loop: made once for all, at most ten times a second, between requests.
 
-A robot waits for its answer and nobody waits for a viewer. So an answer only rings, after its reply is sent and only
-while somebody listens; a message holds all answers since the one before it, the numbers of the newest chunk alone; and
-where answers came during the pause, the message waits until no request is computed.
+Viewers must never delay a robot. So an answer only sets a flag, after its reply is sent and only with a viewer. A
+message contains all answers since the last one, with the numbers of the newest chunk alone. If answers came during
+the pause, the message waits until no request is computed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Broadcast:
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Outbox]:
-        """Return where messages come from now on."""
+        """Return an outbox that receives the messages from now on."""
         outbox = Outbox(self.behind)
         self._outboxes.add(outbox)
         if self._task is None or self._task.done():
@@ -116,14 +116,14 @@ class Broadcast:
             self.end()
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:
-        """Return the number up to which all is told now, the message, and seconds until the next one."""
+        """Return the number of the last answer in the message, the message, and the seconds until the next one."""
         raise NotImplementedError
 
     def _newest(self) -> int:
         raise NotImplementedError
 
     def _begin(self) -> int:
-        """Return up to which number the first viewer is told nothing."""
+        """Return the number of the last answer that the first viewer does not receive."""
         return self._newest()
 
     def _patience(self) -> float:
@@ -227,7 +227,7 @@ class Pictures(Broadcast):
 
     def _pictures(self, told: int) -> tuple[int, bytes, float]:
         found = self._feed.pictures()
-        if found.number == told:  # what rang had no frames, or it is not yet time for newer ones
+        if found.number == told:  # the answer had no frames, or the rate does not allow newer ones yet
             return told, b"", max(EVENTS_S, found.until - time.perf_counter())
         files = {name: base64.b64encode(file).decode() for name, file in found.files.items()}
         message = encoded("frames", {"number": found.number, "cameras": files}) if files else b""

@@ -76,7 +76,7 @@ class Dashboard:
             news.end()
 
     async def page(self, request: web.Request) -> web.Response:
-        """Answer with the page or one of its files. They say nothing of the policy, so they need no key."""
+        """Answer with the page or one of its files. They contain nothing about the policy, so they need no key."""
         found = self._files.get(request.match_info.get("file", ""))
         if found is None:
             return web.Response(status=404, text="not found\n")
@@ -91,11 +91,13 @@ class Dashboard:
         return web.Response(text=page, content_type="text/html", headers=HEADERS)
 
     def _same_site(self, handler: Handler) -> Handler:
-        """Refuse what a browser says that another site's page asked for: images and the like carry no Origin."""
+        """Reject requests that the browser marks as coming from another site's page. Images and the like carry no
+        Origin.
+        """
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-                return web.Response(status=403, text="requests from other sites' pages are refused\n")
+                return web.Response(status=403, text="requests from other sites' pages are rejected\n")
             return await handler(request)
 
         return answer

@@ -1,7 +1,7 @@
-"""Whether the robots that ask look wired as in the training data: a line per session, for whoever looks at the page.
+"""Compares the robots of requests with the training data: one line per session on the dashboard.
 
-Only while somebody looks, every fifth answered request of a session is looked at, after its reply: eight by eight cells
-of its frames, and its state. What thirty of these say is worked out when a viewer is told.
+Only with a viewer. Every fifth answered request of a session is used, after its reply: eight by eight cells of its
+frames, and its state. The result for thirty of them is computed when a viewer gets it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wiring:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Wiring | None:
-        """Return None where the bundle knows nothing of how its robot looks."""
+        """Return None if the bundle has no training record of cameras and joints."""
         return None if manifest.seen is None else cls(manifest)
 
     def put(self, wire: str, client: str, session: str, observation: Observation) -> None:

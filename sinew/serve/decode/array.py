@@ -1,7 +1,7 @@
-"""Arrays in messages: bytes, a dtype and a shape that somebody else wrote, checked before anything is made of them.
+"""Arrays in messages: bytes, a dtype and a shape from an untrusted client, checked before an array is made.
 
-Two encodings share it: msgpack-numpy (openpi's ``{b"__ndarray__": True, b"data", b"dtype", b"shape"}``, vLLM's
-``{"nd": True, "type", "kind", "shape", "data"}``) and json_numpy (``{"__numpy__": base64, "dtype", "shape"}``).
+Two encodings use it: msgpack-numpy (openpi's ``{b"__ndarray__": True, b"data", b"dtype", b"shape"}``, vLLM's ``{"nd":
+True, "type", "kind", "shape", "data"}``) and json_numpy (``{"__numpy__": base64, "dtype", "shape"}``).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _to_map(value: Any) -> Any:
 
 
 def dump_npy(array: np.ndarray) -> bytes:
-    """Return what ``numpy.save`` writes of an array of numbers in C order, in a tenth of its time."""
+    """Return the same bytes as ``numpy.save`` for an array of numbers in C order, in a tenth of the time."""
     array = np.ascontiguousarray(array)
     shape = f"({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
     header = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"

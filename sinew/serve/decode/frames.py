@@ -16,11 +16,11 @@ from PIL import Image
 from sinew.core import MAX_SIZE, ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
-MIN_BUDGET = 16 << 20  # pixels of one request, all frames together, whatever the cameras are;
+MIN_BUDGET = 16 << 20  # pixels of one request, all frames together, for any cameras;
 # and so many times as many as the policy's cameras have: a robot may send four times as wide
 BUDGET_FACTOR = 16
-MAX_SCANS = 32  # of a JPEG file; progressive ones have ten or so, and each costs time for every pixel
-BLOCK = 1 << 14  # bytes of a file that are decoded before asking whether somebody still waits
+MAX_SCANS = 32  # most scans of a JPEG file; progressive ones have about ten, each with work for every pixel
+BLOCK = 1 << 14  # bytes of a file that are decoded between two checks whether a client still waits
 
 # What 8-bit JPEG and PNG files decode to. 16-bit modes are not here: converting them clips.
 _MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"})
@@ -37,8 +37,12 @@ def _always() -> None: ...
 class PixelBudget:
     """Counts the pixels of one request, so that many small files cannot decode to gigabytes.
 
-    check: raises an error once nobody waits for the pixels any more; decoders call it now and then. borrowed: raises
-    one where frames that were lent (in shared memory) were taken back; None: none were.
+    Args:
+        limit: Largest number of pixels.
+        check: Raises an error once no client waits for the pixels. Decoders call it now and then.
+
+    Attributes:
+        borrowed: Raises an error if frames in shared memory were changed; None without such frames.
     """
 
     def __init__(self, limit: int = MIN_BUDGET, check: Callable[[], None] = _always):
@@ -110,7 +114,7 @@ def compressed_frame(
 
 
 class _Watched(io.BytesIO):
-    """A file whose reading ends with an error once nobody waits for it."""
+    """A file whose reading raises an error once no client waits for it."""
 
     def __init__(self, data: bytes | memoryview, check: Callable[[], None]):
         super().__init__(data)

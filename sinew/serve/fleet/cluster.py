@@ -171,7 +171,7 @@ class Fleet:
         """Start a policy's replicas, or replace them one after the other; return when that is done."""
         try:
             self._serve.run(application(config), name=app_name(name), route_prefix=None)
-        except RuntimeError as error:  # a replica did not start; what it said is in its log
+        except RuntimeError as error:  # a replica did not start; its log has the reason
             raise SinewError(
                 f"policies.{name}: expected replicas that start with {config.source}, got none; their log says why "
                 f"({error})"
@@ -235,10 +235,10 @@ class Fleet:
         service.swapper = self
 
     def load(self, name: str, source: str, accept: Sequence[str] = ()) -> dict[str, Any]:
-        """Replace a policy's replicas one after the other by replicas of ``source``, or begin those of a new policy.
+        """Replace a policy's replicas one after the other by replicas of ``source``, or start those of a new policy.
 
-        Meanwhile both answer. Raises BusyError during another change, RequestError for a policy of another form than
-        the one that stands, or that does not start; the old one's replicas are then begun again.
+        Old and new replicas answer meanwhile. Raises BusyError during another change, and RequestError for a policy
+        of another form than the present one, or one that does not start. The old replicas are then started again.
         """
         service = self._bound()
         check_name(name)
@@ -288,7 +288,7 @@ class Fleet:
         return {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
 
     def _renew(self, service: Service, name: str, changed: tuple[str, ...]) -> None:
-        """Say what the new replicas say of themselves; requests go on through the same scheduler."""
+        """Update the description to that of the new replicas. Requests continue through the same scheduler."""
         old = service.policies.get(name)
         handle = self._serve.get_app_handle(app_name(name))
         about: About = handle.about.remote().result(timeout_s=ABOUT_S)

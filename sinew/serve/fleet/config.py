@@ -12,7 +12,7 @@ from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.serve.policies import DEFAULT, check_name
 
-LARGEST = 1e6  # of any number in it
+LARGEST = 1e6  # largest number in a file
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=LARGEST)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=LARGEST)]
@@ -87,7 +87,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> FleetConfig:
-    """Return what a file says. Raises SinewError with the field that is wrong."""
+    """Read a file. Raises SinewError with the field that is wrong."""
     try:
         found = read_yaml(path)
     except ModuleNotFoundError:

@@ -18,8 +18,8 @@ from sinew.serve.service import UnhealthyError
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # between two looks whether somebody still waits
-TRIES = 4  # of one request: replicas that die take at most one request with them each
+LOOK_S = 0.1  # seconds between two checks whether the client has disconnected
+TRIES = 4  # attempts of one request; a dying replica loses at most one request
 PAUSE_S = 0.05  # before another try
 _AGAIN = ("unhealthy", "shutting_down", "busy")  # codes of a replica that another one may make good
 
@@ -50,11 +50,11 @@ class RemotePolicy(ServedPolicy):
 
     @property
     def spec(self) -> PolicySpec:
-        """Return what the policy reads and writes."""
+        """The policy's specification."""
         return self.about.spec
 
     def describe(self) -> dict[str, Any]:
-        """Return what runs the policy, ready for JSON."""
+        """Return engine and precision of the policy, ready for JSON."""
         return dict(self.about.metadata["server"])
 
     def state(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ MIX = 0.1  # weight of the newest inference in the mean that replicas report
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a replica says of its policy; fields as of :class:`sinew.serve.policies.Deployment`."""
+    """A replica's description of its policy. Fields as in :class:`sinew.serve.policies.Deployment`."""
 
     spec: PolicySpec
     metadata: dict[str, Any]
@@ -42,7 +42,7 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: SinewError) -> ErrorRecord:
-        """Return what is told of an error."""
+        """Return the parts of an error that are sent."""
         if isinstance(error, ObservationError):
             return cls(error.code, str(error), error.field, error.expected, error.got)
         return cls(error.code, str(error))
@@ -83,7 +83,7 @@ class Replica:
         self._inference_ms = 0.0
 
     async def about(self) -> About:
-        """Return what the policy reads and writes, and what runs it."""
+        """Return the policy's specification, engine and precision."""
         return self._about
 
     async def infer(self, observation: Observation) -> ActionChunk | ErrorRecord:
@@ -101,7 +101,7 @@ class Replica:
         return chunk
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what :mod:`sinew.serve.fleet.scaling` decides by."""
+        """Return the measurements for :mod:`sinew.serve.fleet.scaling`."""
         bounds = self._config.replicas
         target = 0.0 if isinstance(bounds, int) else bounds.queue_ms
         return {INFERENCE: self._inference_ms, TARGET: target}

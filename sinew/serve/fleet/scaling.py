@@ -1,7 +1,7 @@
-"""How many replicas a policy wants: as many as keep the wait for an inference below the configured one.
+"""The number of replicas of a policy: enough to keep the wait for an inference below the configured one.
 
-Ray Serve calls :func:`by_queue_age` in its controller ten times a second and applies bounds and delays to what it
-returns (its "custom autoscaling policies"); the measurements are those of ``Replica.record_autoscaling_stats``.
+Ray Serve calls :func:`by_queue_age` in its controller ten times a second, and applies bounds and delays to the result
+(its "custom autoscaling policies"). The measurements come from ``Replica.record_autoscaling_stats``.
 """
 
 from __future__ import annotations

@@ -55,7 +55,10 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
     async def run(change: Callable[..., dict[str, Any]], *given: Any) -> web.StreamResponse:
         try:
             done = await asyncio.get_running_loop().run_in_executor(None, change, *given)
-        except (BundleError, ConvertError) as error:  # of what was asked for, not of what stands
+        except (
+            BundleError,
+            ConvertError,
+        ) as error:  # an error of the requested policy, not of the one in use
             raise RequestError(str(error)) from None
         except OSError as error:  # a name that is too long for the disk, a disk that is full
             raise RequestError(f"source: {error.strerror or error}") from None

@@ -124,6 +124,6 @@ class _Refusal(asyncio.Protocol):
 
 
 def connection_of(request: web.Request) -> Connection:
-    """Return what a request came through; of a client that has left already, one that counts for nothing."""
+    """Return the connection of a request; for a disconnected client, one that is not counted."""
     found = None if request.transport is None else request.transport.get_protocol()
     return found if isinstance(found, Connection) else Connection.nobody()

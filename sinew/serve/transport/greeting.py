@@ -1,4 +1,4 @@
-"""What a server says once it answers."""
+"""The text that a server prints when it is ready."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ def ready_text(
     keyed: bool = False,
     verbose: bool = False,
 ) -> str:
-    """Return the addresses, what the bundle expects, and for each wire a program that asks for one chunk.
+    """Return the addresses, the inputs of the policy, and for each protocol a program that requests one chunk.
 
-    about: what the policy describes of its engine. more: name -> source of further policies. keyed: it wants a key.
-    verbose: with the whole reason of the engine.
+    Args:
+        spec: The policy's specification.
+        about: The policy's description of its engine.
+        wires: The listeners.
+        more: Name -> source of further policies.
+        keyed: True if the server requires a key.
+        verbose: Print the whole reason for the engine.
     """
     sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
     cameras = [

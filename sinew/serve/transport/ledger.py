@@ -14,12 +14,12 @@ from sinew.core.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-HELD_REQUESTS = 8  # of the greatest size: what all connections together may hold of unanswered requests
+HELD_REQUESTS = 8  # memory of all unanswered requests, in requests of the largest size
 STRANGERS_SHARE = 4  # a part of that for those that never sent a request that was taken: one in so many
-# A full server closes who was silent for so long and never sent a request that was taken
+# A full server closes connections that are silent for so long and have never sent a valid request
 STRANGER_IDLE_S = 1.0
-IDLE_S = 60.0  # and then who did send one and has been silent for this long
-SWEEP_S = 0.5  # between two looks at who has taken too long
+IDLE_S = 60.0  # then those that have sent one and are silent for this long
+SWEEP_S = 0.5  # seconds between two checks for slow connections
 
 
 class Account:

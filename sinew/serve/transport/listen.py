@@ -21,7 +21,7 @@ from sinew.serve.renewed import Renewed
 
 logger = logging.getLogger(__name__)
 
-ARRIVAL_S = 10.0  # who is slower is no robot
+ARRIVAL_S = 10.0  # seconds for a request to arrive; robots are faster
 CERTIFICATE = r"(?s)-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----"
 TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # those of two digits a year are of this century
 KEY = r"-----BEGIN (?!ENCRYPTED)[A-Z ]*PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYPTED)"
@@ -54,16 +54,20 @@ class RemoteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """host: an address of this machine; the default is reachable from this machine only. port: 0 picks a free one.
-    path: of a Unix socket in their place, for the wires of ZeroMQ.
+    """Where and how a server listens.
 
-    max_message_bytes: of one request. max_connections: open at once, where the wire can tell. arrival_s: seconds from a
-        request's first byte to its last, beyond which its connection is closed.
-    tls_cert, tls_key: PEM files, for the wires that can (native, openpi, http, lerobot).
-    origins: of web pages that may send requests to the web wires, as browsers write them (https://host:port).
-    hosts: names of this server beside the machine's own, which web pages of it may have in their address.
-    dashboard: show a page at / of the web wires.
-    remote: settings of the wire lerobot-remote.
+    Attributes:
+        host: An address of this machine. The default is reachable from this machine only.
+        port: 0 picks a free one.
+        path: Path of a Unix socket instead, for the protocols of ZeroMQ.
+        max_message_bytes: Largest size of one request.
+        max_connections: Most open connections, if the protocol can count them.
+        arrival_s: Seconds from a request's first byte to its last, after which its connection is closed.
+        tls_cert: PEM file, for protocols with TLS (native, openpi, http, lerobot).
+        tls_key: PEM file, likewise.
+        origins: Web pages that may send requests to the web protocols, as browsers write them (https://host:port).
+        hosts: Further names of this server, which its web pages may have in their address.
+        dashboard: Show a page at / of the web protocols.
     """
 
     host: str = "127.0.0.1"
@@ -92,7 +96,7 @@ class Listen:
         return str(found[0][4][0])
 
     def tcp_socket(self) -> socket.socket:
-        """A bound and listening socket; connections wait in its backlog until somebody accepts.
+        """Return a bound and listening socket. Connections wait in its backlog until they are accepted.
 
         Raises :class:`AddressError`.
         """
@@ -128,7 +132,7 @@ class Listen:
         return made
 
     def _take_away(self) -> None:
-        """Remove the socket that nobody listens to any more. Raises OSError where there is anything else."""
+        """Remove a socket file without a listener. Raises OSError if the path is anything else."""
         if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
             raise FileExistsError(
                 errno.EEXIST, "a file that is not a socket has this name; choose another name"
@@ -152,7 +156,7 @@ class Listen:
             connection.context = newest()
 
         context = newest()
-        context.sni_callback = choose  # of every handshake, with or without a name
+        context.sni_callback = choose  # called in every handshake, with or without a name
         return context
 
     def _tls_context(self) -> ssl.SSLContext:

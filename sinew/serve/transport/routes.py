@@ -53,22 +53,27 @@ class Routes(Protocol):
 class Dialect:
     """A protocol over WebSockets.
 
-    read: a message of the bytes that came, cheaply. observation: of such a message, the policy's spec and a budget of
-        pixels, on the decode thread.
-    answer: from a message, its outcomes (chunks; of several observations errors, too), milliseconds since it came, and
-        those of the connection's message before, or None.
-    guide: as of Listener, given the address.
-    greet: the first frame of a connection; None: the client speaks first. reset: makes the answer to a ``reset``, None
-        where its clients wait for none; None: there is none to ask.
-    binary: its clients send binary frames, not text. explains: an error is a text frame before the end of the
-        connection. ping_s: between pings, which clients answer; None where they may be busy with their robot instead.
-    connect: makes the dialect of one connection, where its messages follow from each other, given what ``greet`` is and
-        the query of its address. Raises RequestError for a query that it does not take.
-    error: makes the answer that says what is wrong, after which the connection goes on; None, or where it makes None:
-        the connection ends. waits: a client that sends more than may wait is not read from meanwhile, instead of being
-        refused. beside: routes on the same port that belong to the protocol.
-    seen: makes the answer to an observation that is kept and not computed, after ``observation`` has decoded it.
-    kept: the bytes that a connection keeps between two messages, which the ledger counts.
+    Attributes:
+        name: Name of the protocol.
+        read: Makes a message from the received bytes, quickly.
+        observation: Makes an observation from a message, the policy's specification and a budget of pixels, on the
+            decode thread.
+        answer: Makes the reply from a message, its outcomes (chunks, and errors for several observations),
+            milliseconds since it arrived, and those of the connection's message before, or None.
+        guide: See Listener; takes the address.
+        greet: Makes the first frame of a connection; None if the client speaks first.
+        reset: Makes the answer to a ``reset``, or None if its clients expect none; None if there is no reset.
+        binary: Clients send binary frames, not text.
+        explains: An error is sent as a text frame before the connection ends.
+        ping_s: Seconds between pings, which clients answer; None if they may be busy with their robot.
+        connect: Makes the dialect of one connection, if its messages depend on each other, from the arguments of
+            ``greet`` and the query of its address. Raises RequestError for an invalid query.
+        error: Makes an error reply, after which the connection continues. Without it, or if it returns None, the
+            connection ends.
+        waits: A client that sends more than may wait is not read meanwhile, instead of being rejected.
+        beside: Routes on the same port that belong to the protocol.
+        seen: Makes the answer to an observation that is kept and not computed, after ``observation`` has decoded it.
+        kept: Returns the bytes that a connection keeps between two messages, for the ledger.
     """
 
     name: str
@@ -118,7 +123,7 @@ async def read_body(request: web.Request) -> tuple[float, bytearray]:
 
 
 def error_entry(error: SinewError) -> dict[str, dict[str, str]]:
-    """Return what is said of an error, ready for JSON and msgpack."""
+    """Return an error for a reply, ready for JSON and msgpack."""
     entry = {"code": error.code, "message": str(error)[:1000]}
     if isinstance(error, ObservationError):
         entry["field"] = error.field[:100]

@@ -186,7 +186,7 @@ class WebServer:
                 return refusal
             return await handler(request)
         finally:
-            connection.whole()  # if nobody has read it
+            connection.whole()  # the request ends here, even if its body was not read
             connection.answered(connection.waiting)
 
     # ------------------------------------------------------------------------- routes
@@ -416,7 +416,7 @@ class WebServer:
 
 
 async def _anonymous(_request: web.Request, response: web.StreamResponse) -> None:
-    """The versions of Python and aiohttp are nobody's business."""
+    """Hide the versions of Python and aiohttp from clients."""
     response.headers["Server"] = "sinew"
 
 
@@ -425,7 +425,7 @@ def _data(message: WSMessage) -> bytes:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """aiohttp writes a traceback for every message that is no HTTP; whoever sends those could fill the log."""
+    """Return False for aiohttp's tracebacks of invalid HTTP, with which a client could fill the log."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

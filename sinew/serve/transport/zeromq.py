@@ -1,12 +1,12 @@
-"""ZeroMQ transport: one loop over plain sockets, TCP or Unix, that speaks ZMTP (``zmtp.py``), for any codec.
+"""ZeroMQ transport: one loop over plain sockets, TCP or Unix, that implements ZMTP (``zmtp.py``), for any codec.
 
 The loop sleeps in one poll. Requests wake it through their sockets. Replies are sent by the thread that made them, as
-far as the socket takes them at once; the loop sends the rest. Everything that a peer can make the server keep has a
-bound: connections, bytes (``ledger.py``), frames, replies that it does not read, and work on the loop: whoever sends
-what is refused is not read from for a while, longer each time.
+far as the socket accepts them at once. The loop sends the rest. Everything that a peer can make the server store is
+bounded: connections, bytes (``ledger.py``), frames, unread replies, and work on the loop. A peer whose requests are
+rejected is not read for a while, longer each time.
 
-A codec's requests are single frames. It looks them over on the loop, decodes them on the scheduler's threads, and
-writes the replies.
+A codec's requests are single frames. It checks them on the loop, decodes them on the scheduler's threads, and writes
+the replies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sinew.serve.transport.listen import Listen
 
 logger = logging.getLogger(__name__)
 
-READS = 16  # of one connection before the others have their turn
+READS = 16  # reads of one connection before the others have their turn
 MAX_UNSENT = 1 << 20  # bytes of replies that a client does not read; beyond, it is not read from either
 LINGER_S = 0.3  # how long closing may take to hand over the last replies
 ACCEPTS = 16  # connections taken at once,
@@ -81,8 +81,10 @@ class Codec(Protocol):
     def decoders(
         self, header: Any, payload: memoryview, frames: shared.ReceivedFrames | None = None
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
-        """The observations of one request, usually one; each runs on the decode thread. shared: memory that its frames
-        may lie in."""
+        """Return a decoder for each observation of a request, usually one. They run on the decode thread.
+
+        frames: Shared memory that may contain its frames.
+        """
 
     def encode(self, header: Any, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
         """The reply to an inference, an outcome per decoder. server_ms: from arrival to now."""
@@ -175,7 +177,7 @@ class ZeroMQWire:
             self._step(left)
 
     def _patience(self) -> float | None:
-        """Seconds until there is something to do although nobody sends."""
+        """Return the seconds until the loop has work without a message."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
         for each in self.ledger.open:
             if each.since is not None:

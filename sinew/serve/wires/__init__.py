@@ -122,7 +122,7 @@ def _add() -> None:
 
 
 def servers(ports: Mapping[str, int | str]) -> int:
-    """Return how many servers these wires are: those of one web port share it, and its connections."""
+    """Return the number of servers: protocols of one web port share a server and its connections."""
     return len({port if WIRES[name].web else name for name, port in ports.items()})
 
 
@@ -168,7 +168,7 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
 
 
 def _page() -> Callable[[Service, Guard], Page]:
-    """Return what makes the dashboard of a port. All of them show the same answers."""
+    """Return a function that makes the dashboard of a port. All dashboards show the same answers."""
     from sinew.serve.dashboard.feed import Feed
     from sinew.serve.dashboard.routes import Dashboard
     from sinew.serve.wires.actions import Actions

@@ -36,7 +36,7 @@ class Actions:
             router.add_post(path, guarded(self.act))
 
     async def metadata(self, request: web.Request) -> web.Response:
-        """Answer with what the server says about itself and the policy, and its health."""
+        """Answer with the server's description of itself and the policy, and its health."""
         about = self._service.about(request.match_info.get("policy", ""))
         return web.json_response(about | {"health": self._service.health()})
 
@@ -49,7 +49,7 @@ class Actions:
         return await self._answered(request, http.asked)
 
     async def subtask(self, request: web.Request) -> web.Response:
-        """Answer an observation with the subtask that the policy says of it."""
+        """Answer an observation with the policy's subtask."""
         return await self._answered(request, http.subtask)
 
     async def _answered(

@@ -1,11 +1,12 @@
-"""Evo-1's WebSocket messages: JSON text, one object per observation, one list of rows per answer. No sockets here.
+"""Evo-1's WebSocket messages: JSON text, one object per observation, one list of actions per answer. No sockets here.
 
     {"image": [[[[b, g, r], ...], ...], ...], "image_mask": [1, 1, 0], "state": [...], "action_mask": [1, ..., 0],
      "prompt": "...", "arm_key": "...", "dataset_key": "..."}        the last two may be absent
-    [[0.1, ...], ...]                                                rows of 24 numbers; those behind the robot's are 0
+    [[0.1, ...], ...]                                                actions of 24 numbers; those after the robot's
+        are 0
 
-Pictures are numbers of whole pixels in the order blue, green, red: the original server swaps the first and the third
-colour of whatever comes. Views stand in the order of the policy's cameras, those that are masked last and black.
+Pictures are whole-number pixels in the order blue, green, red: the original server swaps the first and the third
+colour. Views have the order of the policy's cameras, with masked ones last and black.
 Source: MINT-SJTU/Evo-1 ``Evo_1/scripts/Evo1_server.py`` and its clients (``Evo1_client_xarm6.py``,
 ``Evo1_client_aloha.py``, ``LIBERO_evaluation``, ``MetaWorld_evaluation``, ``RoboTwin_evaluation``).
 """
@@ -38,8 +39,7 @@ NULL = msgspec.Raw(b"null")
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields as they stand in the message: what is large is not turned into Python's lists. Its clients send no
-    others."""
+    """The fields of a message. Large ones are not turned into Python lists. Evo-1's clients send no other fields."""
 
     image: msgspec.Raw
     state: msgspec.Raw
@@ -110,10 +110,10 @@ def _images(text: bytes, mask: list[bool], spec: PolicySpec, budget: PixelBudget
 
 
 def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
-    """Yield uint8 [height, width, 3] of each picture in the JSON text of a list of them.
+    """Yield uint8 [height, width, 3] for each picture in the JSON text of a list of pictures.
 
-    The brackets alone say the shape, and have to be exactly those of it; the numbers are parsed in one go. As lists
-    of Python a picture would take a hundred times its bytes.
+    The brackets alone determine the shape, and must match it exactly. The numbers are parsed in one go. As Python
+    lists, a picture would take a hundred times its bytes.
     """
     brackets, digits = text.translate(None, DIGITS + SPACE), text.translate(None, b"[]" + SPACE)
     where = "pictures [height][width][3] of whole numbers from 0 to 255"
@@ -123,7 +123,9 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
     while at < len(brackets) - 1:
         end = brackets.find(b"]]]", at) + 3
         width = brackets[at:end].partition(b"]]")[0].count(b"[,,") if end > 2 else 0
-        height = (end - at - 1) // (5 * width + 2)  # of a row's brackets and commas, and the comma behind it
+        height = (end - at - 1) // (
+            5 * width + 2
+        )  # length of a row's brackets and commas, with the comma after it
         name = f"image[{len(shapes)}]"
         if width == 0 or height == 0:
             raise ObservationError(
@@ -167,7 +169,7 @@ def _flags(name: str, value: Any) -> list[bool]:
 
 
 def _check_actions(value: Any, dim: int) -> None:
-    """The policy's own actions, and no others, are what the client wants."""
+    """Raise ObservationError unless the client requests exactly the policy's own actions."""
     mask = _flags("action_mask", value)
     if mask[:dim] != [True] * dim or any(mask[dim:]):
         raise ObservationError(

@@ -1,7 +1,7 @@
-"""From the names that a client uses to an :class:`Observation`, for the wires whose messages are mappings.
+"""Convert the names of a client to an :class:`Observation`, for protocols whose messages are mappings.
 
-What a robot calls its cameras and joints belongs to the bundle (``PolicySpec.keys``). A bundle that says nothing
-for a wire is asked with its own names, in any of the spellings that the field's clients use.
+The bundle defines a robot's names of cameras and joints (``PolicySpec.keys``). Without an entry for a protocol, the
+bundle's own names apply, in any spelling that clients use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sinew.processing.given import LEROBOT as _LEROBOT
 from sinew.processing.given import PROMPT_KEYS, UNREAD, UNREAD_PREFIXES
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 
-MAX_DEPTH = 4  # of nested containers
-MAX_KEYS = 256  # of one observation, all containers together
+MAX_DEPTH = 4  # deepest nesting of containers
+MAX_KEYS = 256  # most keys of one observation, all containers together
 MAX_KEY = 512  # characters of a key, with those of the containers that it is in
 MAX_PROMPT = 1 << 16  # characters
-MAX_NUMBERS = 1 << 16  # of a state, a noise or the rows of a chunk, which become as many float64
+MAX_NUMBERS = 1 << 16  # most numbers of a state, a noise or a chunk, which become float64
 
 # Spellings of a camera's and of the state's key in bundles without a key map for the wire; {} is the name.
 _CAMERA_KEYS = ("images/{}", "observation.images.{}", "observation/images/{}", "observation/{}", "{}")
@@ -64,7 +64,7 @@ def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any])
 
 
 def key_maps(spec: PolicySpec, wire: str) -> list[KeyMap]:
-    """What the bundle says of a wire; may be empty."""
+    """Return the bundle's key maps for a protocol; may be empty."""
     return [keys for keys in spec.keys if keys.wire == wire]
 
 
@@ -106,11 +106,20 @@ def read_observation(
     beside: Collection[str] = (),
     **extra: Any,
 ) -> Observation:
-    """The observation in a flattened mapping of arrays, numbers and text. A key that nothing reads is refused: it may
-    be a camera or a state misspelt, or an option that would not be followed.
+    """Return the observation in a flattened mapping of arrays, numbers and text.
 
-    beside: keys that the wire reads apart, or leaves alone for a reason of its own. extra: further fields of the
-    Observation. Raises ObservationError with the key that is missing, wrong or unknown.
+    An unknown key is rejected: it may be a misspelt camera or state, or an option that would be ignored.
+
+    Args:
+        flat: The mapping.
+        spec: The policy's specification.
+        wire: The protocol.
+        budget: Budget of pixels.
+        beside: Keys that the protocol reads itself, or ignores for a reason.
+        **extra: Further fields of the Observation.
+
+    Raises:
+        ObservationError: A key is missing, wrong or unknown.
     """
     budget = budget or PixelBudget()
     maps = key_maps(spec, wire)
@@ -155,10 +164,11 @@ def read_observation(
 
 
 def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None = None) -> np.ndarray:
-    """One picture as uint8 (or float in [0, 1]) [height, width, 3].
+    """Return one picture as uint8 (or float in [0, 1]) [height, width, 3].
 
-    channels_first: whether a shape that fits both is [3, height, width]; None: it is not. Every other shape says it
-    itself, and both layouts are accepted, as openpi's own servers do. Leading axes of length 1 are dropped.
+    Both layouts are accepted, as by openpi's own servers. Leading axes of length 1 are dropped.
+
+    channels_first: True if a shape that fits both layouts is [3, height, width]. All other shapes are unambiguous.
     """
     array = numbers(key, value)
     if array.dtype.kind not in "uf" or (array.dtype.kind == "u" and array.dtype != np.uint8):
@@ -215,7 +225,9 @@ def vector(key: str, value: Any) -> np.ndarray:
 
 def text(key: str, value: Any) -> str:
     """Text, or the one text in a list or array of one; bytes are taken as UTF-8."""
-    if isinstance(value, np.ndarray) and value.size == 1:  # of more, lists would be tens of times its size
+    if (
+        isinstance(value, np.ndarray) and value.size == 1
+    ):  # as lists, larger arrays would take tens of times the memory
         value = value.item()
     while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
@@ -288,7 +300,7 @@ OPTIONS = tuple(_KINDS)
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stands beside an observation, by the names of its fields. Raises ObservationError."""
+    """Return the optional fields of an observation, by name. Raises ObservationError."""
     found = {name: read(name, flat[name]) for name, read in _KINDS.items() if flat.get(name) is not None}
     if "question" in found and not found["question"].strip():
         raise ObservationError("question", "a text", "an empty string")
@@ -303,8 +315,10 @@ SEVERAL = "observations"  # the key of a message that has more than one
 
 
 def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the observations of a message of several. alone: what may stand beside them, for all of them, and not in
-    them. Raises RequestError."""
+    """Return the observations of a message with several. Raises RequestError.
+
+    alone: Keys that may be next to the observations, for all of them, and not in them.
+    """
     members = tree[SEVERAL]
     if not isinstance(members, list) or not 0 < len(members) <= MOST_TOGETHER:
         got = f"{len(members)}" if isinstance(members, list) else type(members).__name__
@@ -354,7 +368,9 @@ def _refuse_strange_frames(
 
 def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequence[str]) -> None:
     """Raises ObservationError for a key that nothing reads. shown: the keys that a client may choose from."""
-    rows = any(key.startswith(_LEROBOT) for key in flat)  # of a LeRobot data set, with what no policy reads
+    rows = any(
+        key.startswith(_LEROBOT) for key in flat
+    )  # rows of a LeRobot data set, with entries that no policy reads
     for key in flat:
         if key in known or (
             rows and (key in UNREAD or key.startswith(UNREAD_PREFIXES) or key.endswith("_is_pad"))

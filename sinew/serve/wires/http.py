@@ -1,5 +1,5 @@
-"""HTTP messages: ``POST /v1/actions`` for everyone, ``/vqa`` and ``/subtask`` for words, ``POST /act`` for OpenVLA's
-clients. No sockets here.
+"""HTTP messages: ``POST /v1/actions`` for all clients, ``/vqa`` and ``/subtask`` for text, ``POST /act`` for
+OpenVLA's clients. No sockets here.
 
 ``/v1/actions`` takes JSON, or the same maps in msgpack with arrays as openpi sends them:
 
@@ -12,11 +12,11 @@ Frames may also be ``{"__numpy__": base64, "dtype": "|u1", "shape": [h, w, 3]}``
     {"actions": [[...], ...], "seed": 1, "session": "arm-1", "time": 12.5, "timing": {"total_ms": ..., ...}}
     {"error": {"code": "bad_observation", "message": "state: expected ..., got ...", "field": "state"}}
 
-With ``"subtask": true`` the answer has the subtask beside the actions, as ``text``. ``/vqa`` takes the same map with a
-``question``, ``/subtask`` takes it as it is; both answer with ``text`` in the actions' place.
+With ``"subtask": true`` the answer also has the subtask, as ``text``. ``/vqa`` takes the same map with a
+``question``, ``/subtask`` takes it unchanged. Both answer with ``text`` in place of the actions.
 
-``/act`` is OpenVLA-OFT's ``vla-scripts/deploy.py`` (``full_image``, keys with "wrist", ``state``, ``instruction`` -> a
-list of actions) and OpenVLA's (``image``, ``instruction`` -> one action), both plain and as ``{"encoded": text}``.
+``/act`` is OpenVLA-OFT's ``vla-scripts/deploy.py`` (``full_image``, keys with "wrist", ``state``, ``instruction`` ->
+a list of actions) and OpenVLA's (``image``, ``instruction`` -> one action), both plain and as ``{"encoded": text}``.
 """
 
 from __future__ import annotations
@@ -85,16 +85,18 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 
 
 def asked(seen: Observation) -> Observation:
-    """Return what ``/vqa`` asks of an observation. Raises ObservationError where it has no question."""
+    """Return the observation of a ``/vqa`` request. Raises ObservationError without a question."""
     if not seen.question:
         raise ObservationError("question", "a text", "nothing")
     return seen
 
 
 def subtask(seen: Observation) -> Observation:
-    """Return what ``/subtask`` asks of an observation. Raises ObservationError where it has a question."""
+    """Return the observation of a ``/subtask`` request. Raises ObservationError with a question."""
     if seen.question:
-        raise ObservationError("question", "none of a subtask; POST /vqa answers one", "one")
+        raise ObservationError(
+            "question", "no question in a request for a subtask; POST /vqa answers it", "one"
+        )
     return replace(seen, subtask=True, text_only=True)
 
 
@@ -114,7 +116,7 @@ def _answer(chunk: ActionChunk, server_ms: float, content_type: str) -> dict[str
     if len(chunk.actions):
         actions = chunk.actions if content_type == MSGPACK else chunk.actions.tolist()
         reply |= {"actions": actions, "seed": chunk.seed}
-    if timing["text_ms"]:  # words were said, if only that there are none
+    if timing["text_ms"]:  # text was generated, even if it is empty
         reply["text"] = chunk.text
     reply |= {"session": chunk.session, "time": chunk.time, "warnings": list(chunk.warnings)}
     if chunk.adapter:
@@ -202,7 +204,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
         "}",
         f'request = urllib.request.Request("{reachable(address)}/v1/actions", json.dumps(observation).encode(),',
         f'                                 {{"Content-Type": "{JSON}"}})',
-        'if key := os.environ.get("SINEW_API_KEY"):  # where the server wants one',
+        'if key := os.environ.get("SINEW_API_KEY"):  # if the server requires one',
         '    request.add_header("Authorization", f"Bearer {key}")',
         'print(json.load(urllib.request.urlopen(request))["actions"])',
     ]

@@ -62,7 +62,7 @@ _OBSERVATIONS = _FIELD["observations"]
 _ANSWERS = PredictResponse.DESCRIPTOR.fields_by_name["answers"].number
 _NAMES = {number: name for name, number in _FIELD.items()}
 _OF_MESSAGES = {_FIELD[name] for name in ("request_id", "kind", "api_key", "policy", "deadline_ms")}
-# What ``peek`` reads or refuses. Texts: how long they may be, and what a longer one is said to be (None: its length)
+# Fields that ``peek`` reads or rejects. Texts: their largest length, and the text of the error (None: the length)
 _TEXTS = {
     "session": (MAX_SESSION, "characters", "more"),
     "api_key": (MAX_KEY, "bytes", None),
@@ -91,12 +91,16 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @dataclass(slots=True)
 class NativeHeader:
-    """What routing needs to know of a request.
+    """The parts of a request that routing needs.
 
-    native: False for vla.cpp's form. policy: the name of the one that is asked. error: why the request is refused; the
-    rest is what was found until then. found: the fields of the message, so that they are looked for once. members: the
-    requests inside a message of several observations; None in one of one. report: the bytes of a robot's.
-    generation: of frames in shared memory, 0 where none lie there.
+    Attributes:
+        native: False for vla.cpp's form.
+        policy: Name of the policy.
+        error: Why the request is rejected. The other fields then have the values that were read before.
+        found: Fields of the message, so that they are searched only once.
+        members: Requests inside a message with several observations; None for one observation.
+        report: Bytes of a robot's report.
+        generation: Generation of frames in shared memory; 0 without such frames.
     """
 
     kind: Kind = Kind.INFER
@@ -127,7 +131,7 @@ class NativeCodec:
         self.service = service
 
     def open_streams(self) -> Streams:
-        """Return what takes messages of ``stream_kinds``."""
+        """Return the object that takes messages of ``stream_kinds``."""
         from sinew.serve.wires.streams import Streams
 
         self.streams = self.streams or Streams(self.service, self)
@@ -144,7 +148,7 @@ class NativeCodec:
         try:
             fields(buffer, found)
         except RequestError as refusal:
-            error = refusal  # unless a field before says more
+            error = refusal  # unless an earlier field has an error
         try:
             for number, wire_type, value, start, end in found:
                 if number == _IMAGES:
@@ -256,11 +260,21 @@ class NativeCodec:
         found: Sequence[Field] | None = None,
         shared: LentFrames | None = None,
     ) -> Observation:
-        """Return the observation of an INFER request that ``peek`` did not refuse. policy: the name of the one that is
-        asked. found: what ``fields`` found in the request. shared: where its frames may lie.
+        """Return the observation of an INFER request that ``peek`` did not reject.
 
-        Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
-        them twice. Raises RequestError where the message is not one, ObservationError where a field is wrong.
+        Pixels are not copied: images are read from the message directly, because Protobuf's parser would copy them
+        twice.
+
+        Args:
+            payload: The request.
+            budget: Budget of pixels.
+            policy: Name of the policy.
+            found: Result of ``fields`` for the request.
+            shared: Shared memory that may contain its frames.
+
+        Raises:
+            RequestError: The bytes are not a request.
+            ObservationError: A field is wrong.
         """
         deployment = self.service.policies.get(policy)
         spec = deployment.spec
@@ -464,8 +478,11 @@ def _moments(
     state: np.ndarray,
     frame: Callable[[str, _Picture], np.ndarray],
 ) -> list[Moment]:
-    """Return what was seen and where the robot stood, oldest first. Without ``camera_names``, images go to cameras in
-    the spec's order; names that come again are of the next moment, and ``state`` has the numbers of all of them."""
+    """Return the observation steps, oldest first.
+
+    Without ``camera_names``, images belong to the cameras in the order of the specification. A repeated name begins
+    the next step, and ``state`` has the numbers of all steps.
+    """
     count = len(images)
     cameras = [camera.name for camera in spec.cameras]
     if not names:
@@ -509,7 +526,7 @@ def _noise(spec: PolicySpec, request: PredictRequest) -> np.ndarray | None:
     if not request.noise:
         return None
     shape = spec.noises(request.solver_steps if request.HasField("solver_steps") else None)
-    noise = np.array(request.noise, np.float32)  # of hundreds: read at once, which costs more for a few
+    noise = np.array(request.noise, np.float32)  # read at once, which is faster for hundreds of numbers
     if noise.size != math.prod(shape) or not noise.size:
         raise ObservationError(
             "noise", f"0 or {math.prod(shape)} values ({' x '.join(map(str, shape))})", f"{noise.size}"

@@ -165,7 +165,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
         "observation = {",
         *_nested(fields),
         "}",
-        'key = os.environ.get("SINEW_API_KEY")  # where the server wants one',
+        'key = os.environ.get("SINEW_API_KEY")  # if the server requires one',
         f'policy = WebsocketClientPolicy("{address}", port=None, api_key=key)',
         f'print(policy.infer(observation)["actions"])  # float32 [{spec.chunk_size}, {spec.action.dim}]',
     ]

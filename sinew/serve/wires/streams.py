@@ -1,9 +1,9 @@
-"""Streams on the native wire: samples and frames come in, windows of nodes are pushed back (docs/stream.md).
+"""Streams in the native protocol: samples and frames are received, windows of waypoints are sent (docs/stream.md).
 
-A stream belongs to a connection and a session's name. It begins with the first message and needs no other: each carries
-all that a server has to know, so a robot goes on with a restarted server without noticing. A stream whose policy is
-exchanged ends, and begins anew with its next sample. Bounds: streams of one connection and of all, bytes of a message,
-and windows that a client does not read, which are dropped and not queued.
+A stream belongs to a connection and a session's name. It begins with its first message. Each message contains all
+that a server needs, so a robot continues with a restarted server without noticing. A stream whose policy is replaced
+ends, and begins again with its next sample. Bounds: streams of one connection and of all, bytes of a message, and
+windows that a client does not read, which are dropped and not queued.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAMS = 8  # of a server; each holds two frames at most. A client that has none gets one of who has most
+MAX_STREAMS = (
+    8  # streams of a server, two frames each; a client without one takes one from the client with most
+)
 PER_CONNECTION = 2
 MAX_MESSAGE = 16 << 20  # bytes of one message with its frames
 MAX_UNREAD = 64 << 10  # bytes of windows that a client has not read; beyond, further ones are dropped
@@ -137,10 +139,18 @@ class StreamingRobot:
 
 
 class Streams:
-    """The streams of one wire. ``take``, ``patience`` and ``end_silent`` run on the wire's loop; whatever computes runs
-    on the two loops of streams.
+    """The streams of one listener.
 
-    robots: by connection and session. clock: seconds, by which a robot that is silent is noticed.
+    ``take``, ``patience`` and ``end_silent`` run on the listener's loop. All computation runs on the two loops of
+    streams.
+
+    Args:
+        service: The service.
+        parser: Reads the messages.
+        clock: Seconds, by which a silent robot is noticed.
+
+    Attributes:
+        robots: (connection, session) -> robot.
     """
 
     def __init__(self, service: Service, parser: StreamParser, clock: Callable[[], float] = time.monotonic):
@@ -185,7 +195,7 @@ class Streams:
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))
         session = robot.session
-        if session.before(request.time):  # refused below, and what its robot sends next begins anew
+        if session.before(request.time):  # rejected below; the robot's next message begins a new stream
             self._end(robot)
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()

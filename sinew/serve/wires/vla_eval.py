@@ -1,11 +1,11 @@
-"""vla-eval's WebSocket messages: its benchmarks are the clients. No sockets here.
+"""vla-eval's WebSocket messages, whose clients are its benchmarks. No sockets here.
 
-Every message is a msgpack map of ``type``, ``payload``, ``seq`` and ``timestamp``. ``hello`` is answered with what the
-policy wants to see, ``episode_start`` and ``episode_end`` with nothing, ``observation`` with an ``action``: one row. Of
-a chunk a connection gets as many rows as upstream executes before another is computed, or as many as a robot of ours
-does by default where the bundle does not say it. What goes wrong is an ``error`` with the same ``seq``, after which the
-connection goes on. Source: vla-eval 0.8.0, ``protocol/*.py``, ``connection.py``,
-``model_servers/{serve,predict,lerobot}.py``.
+Every message is a msgpack map of ``type``, ``payload``, ``seq`` and ``timestamp``. ``hello`` is answered with the
+inputs that the policy needs, ``episode_start`` and ``episode_end`` with nothing, ``observation`` with an ``action``,
+which is one action. A connection gets as many actions of a chunk as the training project executes before another
+chunk is computed. If the bundle does not state that number, it is the default of Sinew's own robots. A failure is an
+``error`` with the same ``seq``, and the connection continues. Source: vla-eval 0.8.0, ``protocol/*.py``,
+``connection.py``, ``model_servers/{serve,predict,lerobot}.py``.
 """
 
 from __future__ import annotations
@@ -95,12 +95,23 @@ class Picture:
 
 
 class Conversation:
-    """One connection: its episode, the rows of the chunk that are still to be executed, and for a policy of several
-    moments the decoded frames and states of the steps that it reads. Such a client sends every step and keeps none, so
-    each step is decoded when it comes, and only an accepted one is kept. An episode ends with its connection.
+    """One connection: its episode, the remaining actions of the chunk, and the observation history if the policy has
+    one.
 
-    rows: of a chunk, that are executed before another is computed. about: of the service. query: of the address, where
-    a client that takes nothing else says ``rows`` and ``noise``, a number that enters every seed. Raises RequestError.
+    Such a client sends every step and keeps none. So each step is decoded when it arrives, and only a valid one is
+    kept. An episode ends with its connection.
+
+    Args:
+        spec: The policy's specification.
+        about: The service's description.
+        query: Query of the address. A client that takes only an address sets ``rows`` and ``noise`` there, a number
+            that is part of every seed.
+
+    Attributes:
+        rows: Actions of a chunk that are executed before another one is computed.
+
+    Raises:
+        RequestError: The query is not valid.
     """
 
     def __init__(self, spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str] | None = None):
@@ -120,12 +131,12 @@ class Conversation:
         own = sum(camera.height * camera.width * 3 for camera in spec.cameras)
         self._room = max(KEPT_FRAMES * own, FEWEST_KEPT // steps)  # bytes of the frames of one step
         self._sizes: deque[int] = deque(maxlen=steps)  # bytes of what the history has
-        self._step = 0  # of this episode
-        self._seq: int | None = None  # of the message that is being answered; None where it was none
+        self._step = 0  # step of this episode
+        self._seq: int | None = None  # number of the message that is answered; None for an invalid one
         self._left: deque[np.ndarray] = deque()
         self._session = ""
         self._task: bytes | None = None  # what the noise of an episode is drawn from
-        self._chunks = 0  # of this episode
+        self._chunks = 0  # chunks of this episode
         self._once, self._quiet = Once(logger), RateLimitedLog(logger)
 
     def dialect(self) -> Dialect:
@@ -186,7 +197,7 @@ class Conversation:
         return self._message("action", {"actions": first, **warnings})
 
     def error(self, error: SinewError) -> bytes | None:
-        """Return what a client is told, None where there is no message of its that could be answered."""
+        """Return the error message for the client; None if there is no message to answer."""
         if self._seq is None:
             return None
         return self._message("error", {"error": f"{error} [{error.code}]"})
@@ -264,7 +275,7 @@ class Conversation:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def _hello(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what its orchestrator asks for: ``observation_params`` become arguments of the benchmark."""
+        """Return the answer for the orchestrator: ``observation_params`` become arguments of the benchmark."""
         if (version := content.get("protocol_version", PROTOCOL)) != PROTOCOL:
             raise RequestError(f"protocol_version: expected {PROTOCOL}, got {shown(version, MAX_SHOWN)}")
         wants: dict[str, Any] = {}
@@ -321,7 +332,7 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 def _moment(
     content: Mapping[str, Any], spec: PolicySpec, budget: PixelBudget, files: PixelBudget
 ) -> Observation:
-    """Return what was seen at one step. files: counts the pixels of files."""
+    """Return the observation of one step. files: Counts the pixels of files."""
     maps = field_names.key_maps(spec, NAME)
     flat = field_names.flatten(_pictures(content))
     if not maps:
@@ -359,8 +370,9 @@ def _pictures(node: Any) -> Any:
 
 
 class ControlPlane:
-    """Its HTTP routes on the same port: ``GET /health`` is its sign of readiness, ``GET /config`` its way to change how
-    batches are made, which a server of ours is told when it starts."""
+    """vla-eval's HTTP routes on the same port: ``GET /health`` reports readiness, ``GET /config`` would change the
+    batching, which is set when the server starts.
+    """
 
     name = NAME
 
@@ -440,7 +452,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _cameras(spec: PolicySpec) -> list[str]:
-    """Return what the policy's cameras are called under ``images``."""
+    """Return the names of the policy's cameras under ``images``."""
     return [key.removeprefix("images/") for key in field_names.camera_keys(spec, NAME).values()]
 
 

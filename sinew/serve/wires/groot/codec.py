@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH = 64
 MAX_VALUES = (
-    2048  # of one message; a batch of 64 has some three hundred, and they are read before the key is known
+    2048  # most texts of a message, read before its key is checked; a batch of 64 has about three hundred
 )
 MAX_ERROR_TEXT = 1000
 OPTIONS = (
@@ -58,9 +58,11 @@ OPTIONS = (
     *("previous", "delay", "horizon", "rtc", "schedule", "beta"),
     *("advantage", "guidance_scale"),
 )
-FIELDS = ("endpoint", "data", "api_token")  # of a request
+FIELDS = ("endpoint", "data", "api_token")  # fields of a request
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
-JSON_TEXT = "groot: json text"  # what a family says whose clients expect a modality's configuration so
+JSON_TEXT = (
+    "groot: json text"  # hint of families whose clients expect a modality's configuration as JSON text
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,7 @@ class GrootCodec:
             f'"{key}": np.zeros(({ones}, {part.stop - part.start}), np.float32),'
             for key, part in parts.items()
         ]
-        key = 'key = os.environ.get("SINEW_API_KEY")  # where the server wants one'
+        key = 'key = os.environ.get("SINEW_API_KEY")  # if the server requires one'
         rows = f"{spec.chunk_size}, dim] under {', '.join(names.actions)}"
         if flat:
             return [
@@ -392,7 +394,7 @@ def _checked(key: str, read: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _numbers(key: str, value: Any) -> np.ndarray:
-    """An array of numbers: text beside them in one state would make each of them as wide as itself."""
+    """Return an array of numbers. Text is rejected first, because it would make each number as wide as itself."""
     return numbers(key, _array(key, value))
 
 
@@ -438,8 +440,11 @@ def _raw(array: np.ndarray) -> dict[bytes, Any]:
 
 
 def _modalities(names: Names, spec: PolicySpec) -> bytes:
-    """The reply to get_modality_config: what is sampled when, by modality. N1.7 has its own marker, and its clients
-    take either form; N1.5's want JSON text where N1.6's want a map, and nothing in the request tells them apart."""
+    """Return the reply to get_modality_config: the sampled steps of each modality.
+
+    N1.7 has its own marker, and its clients accept either form. N1.5's require JSON text and N1.6's a map, and the
+    request does not tell them apart.
+    """
     as_text = JSON_TEXT in hints(spec.architecture)
     reply = {}
     for modality, keys, moments in (

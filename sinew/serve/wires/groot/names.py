@@ -1,8 +1,9 @@
-"""What the parts of an observation and of a chunk are called on the GR00T wire.
+"""The names of the parts of an observation and of a chunk in the GR00T protocol.
 
-A bundle says it with a :class:`KeyMap` of wire "groot" (keys "video/front", "state/single_arm", "language/task"). One
-that does not is asked for its own camera names, and for the groups in the names of its dimensions: "left_arm.0",
-"left_arm.1", "gripper.0" are the groups left_arm and gripper. Without groups the keys are "state" and "actions".
+A bundle defines them with a :class:`KeyMap` of wire "groot" (keys "video/front", "state/single_arm",
+"language/task"). Without it, the names are the bundle's own cameras, and the groups in the names of its dimensions:
+"left_arm.0", "left_arm.1", "gripper.0" are the groups left_arm and gripper. Without groups the keys are "state" and
+"actions".
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from typing import Any
 from sinew.core import CameraSpec, ObservationError, PolicySpec
 from sinew.serve.wires.field_names import key_maps
 
-PROMPT = (
-    "annotation.human.task_description"  # where the bundle says nothing: what most of GR00T's robots send
-)
+PROMPT = "annotation.human.task_description"  # the default: most of GR00T's robots send this key
 STATE, ACTIONS = "state", "actions"
 MODALITIES = ("video", "state", "language")
 _PREFIXES = ("video.", "state.", "language.", "annotation.")
@@ -94,7 +93,7 @@ class Names:
                 )
         keys = self.states
         if keys == (STATE,) and not self.fixed and len(state) == 1:
-            keys = tuple(state)  # the only one there is, whatever its name
+            keys = tuple(state)  # with a single key, any name is accepted
         for key in keys:
             if key not in state:
                 raise ObservationError(f"state.{key}", "numbers", f"nothing; {_some(state)}")

@@ -48,7 +48,7 @@ class Agreements:
         self._policy = ""
 
     def open(self, file: Path | None, spec: PolicySpec) -> None:
-        """Read what an earlier process agreed about the same policy. A file that is none counts for nothing."""
+        """Read the agreements of an earlier process about the same policy. An invalid file is ignored."""
         self._file = file
         self._policy = sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()
         if file is None:

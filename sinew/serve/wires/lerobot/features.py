@@ -1,8 +1,8 @@
-"""What a LeRobot client and the served policy agree on, and observations by that agreement.
+"""The agreement between a LeRobot client and the served policy, and observations in its terms.
 
 The client names a policy, a device and the features of its robot before its first observation. A robot's raw
-observation is flat: a number per joint, a frame per camera, and the task; the features say which of the keys are
-the state, and in which order.
+observation is flat: a number per joint, a frame per camera, and the task. The features state which keys form the
+state, and in which order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, T
 logger = logging.getLogger(__name__)
 _once = Once(logger)
 
-DEFAULT_HZ = 30.0  # of upstream's server, for bundles that do not say
+DEFAULT_HZ = 30.0  # default of LeRobot's server, for bundles without a rate
 MAX_NAME = 256  # characters of a joint's or a camera's name
 _STATE = "observation.state"
 _IMAGES = "observation.images."
@@ -32,9 +32,14 @@ _IMAGES = "observation.images."
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """state: raw keys in the policy's order. images: (raw key, camera). prompt: the raw key of the instruction.
+    """The mapping from a client's raw keys to an observation.
 
-    actions: rows of a chunk that the client wants. helpers: the module of the client's classes.
+    Attributes:
+        state: Raw keys in the policy's order.
+        images: (raw key, camera).
+        prompt: Raw key of the instruction.
+        actions: Actions of a chunk that the client requests.
+        helpers: Module of the client's classes.
     """
 
     state: tuple[str, ...]
@@ -108,7 +113,7 @@ def observation(
 
 
 def _same_policy(config: RemotePolicyConfig, spec: PolicySpec) -> None:
-    """The client names a checkpoint; it gets the one that is served, or an error that says which that is."""
+    """Raise ObservationError if the client names another checkpoint than the served one."""
     served = f"{spec.name!r} of type {spec.architecture!r}, the policy that this server serves"
     if config.policy_type != spec.architecture:
         raise ObservationError("policy_type", f"{spec.architecture!r} ({served})", shown(config.policy_type))
@@ -118,7 +123,7 @@ def _same_policy(config: RemotePolicyConfig, spec: PolicySpec) -> None:
 
 
 def _renamed(config: RemotePolicyConfig) -> dict[str, tuple[str, Any]]:
-    """Features by the names that the policy knows them by: {name: (the client's key, feature)}."""
+    """Return the features under the policy's names: {name: (the client's key, feature)}."""
     found: dict[str, tuple[str, Any]] = {}
     for key, feature in config.lerobot_features.items():
         name = config.rename_map.get(key, key)

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 RECEIVE_S = 10.0  # how long an observation may take to arrive
 PREDICTED = 4096  # timesteps remembered per client
 LIVE_S = 60.0  # a client that sent an observation within this time is not forgotten for another one
-MAX_PIECES = 1024  # of one observation
+MAX_PIECES = 1024  # most pieces of one observation
 HELD = 4  # times the largest observation: what all clients together may have in memory before their turn
 
 
 class NoPolicyError(SinewError):
-    """The client has not said which policy it wants."""
+    """The client has not named a policy."""
 
     code = "no_policy"
 

@@ -35,7 +35,11 @@ _FEATURE_TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
 
 @dataclass(frozen=True, slots=True)
 class RemotePolicyConfig:
-    """What the client wants to be served. helpers: the module that its classes come from."""
+    """The policy that the client requests.
+
+    Attributes:
+        helpers: Module of its classes.
+    """
 
     policy_type: str
     pretrained_name_or_path: str
@@ -58,7 +62,7 @@ class TimedObservation:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFeature:
-    """May stand in place of a dictionary in the features."""
+    """A feature, which may take the place of a dictionary."""
 
     type: str
     shape: tuple[int, ...]
@@ -81,8 +85,10 @@ class _Instance(BuiltObject):
         self._state = state
 
     def finish(self, plain: Callable[[Any], Any]) -> Any:
-        """Fields that this version does not know are left out, and told once: later ones may bring more, and the
-        protocol has no place to refuse one of them and not the client."""
+        """Return the instance. Unknown fields are ignored and logged once, because later versions may add fields.
+
+        The protocol cannot reject a field without rejecting the client.
+        """
         values = dict(self._known)
         for each in fields(self._kind):
             if each.name in self._known:

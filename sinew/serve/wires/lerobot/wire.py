@@ -1,8 +1,8 @@
-"""LeRobot's asynchronous inference: the server that its ``RobotClient`` expects, over gRPC.
+"""LeRobot's asynchronous inference: the server for its ``RobotClient``, over gRPC.
 
-A client says ``Ready``, names the policy and its robot's features, and then streams observations while another
-thread of it asks for actions. The newest observation waits, older ones are dropped; a chunk is computed when the
-client asks. Upstream's server has one state for everybody; here each connection has its own.
+A client sends ``Ready``, names the policy and its robot's features, and then streams observations while another of
+its threads requests actions. The newest observation waits, older ones are dropped. A chunk is computed when the
+client requests it. LeRobot's server has one state for all clients; here each connection has its own.
 
 The payloads are pickles. They are read by :mod:`sinew.serve.wires.lerobot.pickle.machine` and never by Python's.
 Source: ``lerobot/transport/services.proto`` and ``lerobot/async_inference/policy_server.py`` of LeRobot 0.4.4.
@@ -75,7 +75,7 @@ class LeRobotWire:
         self._service: Service | None = None
         listen.tls()  # refuses unusable files before gRPC sees them
         if listen.port:
-            listen.tcp_socket().close()  # gRPC does not say why it cannot have an address
+            listen.tcp_socket().close()  # tests the address, because gRPC does not report why it cannot use one
         self._decoder = ThreadPoolExecutor(2, "sinew-lerobot-decode")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sinew-lerobot", daemon=True)
@@ -148,7 +148,7 @@ class LeRobotWire:
                 ("grpc.max_metadata_size", 8192),
                 ("grpc.max_allowed_incoming_connections", listen.max_connections),
                 ("grpc.max_connection_idle_ms", IDLE_MS),
-                ("grpc.max_concurrent_streams", 16),  # of one connection
+                ("grpc.max_concurrent_streams", 16),  # streams of one connection
                 ("grpc.compression_enabled_algorithms_bitset", 1),  # none: nothing to unpack, no bombs
                 ("grpc.server_handshake_timeout_ms", 5_000),
                 ("grpc.keepalive_time_ms", 30_000),
@@ -378,7 +378,7 @@ def _decode(
 
 
 def _key(context: Any) -> str | bytes | None:
-    """Return what the client sent as metadata `authorization`, alone or after the name of a scheme."""
+    """Return the key in the metadata `authorization`, alone or after the name of a scheme."""
     for name, value in context.invocation_metadata() or ():
         if name == "authorization":
             return key_of(value) or value if isinstance(value, str) else value

@@ -1,14 +1,14 @@
-"""Reads pickles from strangers: the part of the format that plain data needs, and nothing that can act.
+"""Reads pickles of untrusted clients: the part of the format that plain data needs, without any code execution.
 
-A pickle is a program for a stack machine. This is such a machine of our own; Python's ``pickle`` is not used.
-It knows the opcodes that protocols 2 to 5 use for numbers, text, bytes and containers. A name such as
-``numpy.ndarray`` is looked up in a table that the caller gives, exactly; it is never imported, and what it leads
-to is a function of ours that checks its arguments. Everything else is refused: names outside the table, the
-extension registry, persistent ids, out-of-band buffers, the text opcodes of protocols 0 and 1.
+A pickle is a program for a stack machine. This is our own such machine; Python's ``pickle`` is not used. It supports
+the opcodes that protocols 2 to 5 use for numbers, text, bytes and containers. A name such as ``numpy.ndarray`` is
+looked up in a table of the caller and never imported. Its entry is a function of ours that checks its arguments.
+Everything else is rejected: names outside the table, the extension registry, persistent ids, out-of-band buffers, the
+text opcodes of protocols 0 and 1.
 
-Bytes are views of the message, never copies, so what is built is no larger than what came, apart from a bounded
-cost per opcode. Nesting and size of the result are counted at the end with every reference followed, so neither
-cycles nor containers that repeat each other get out.
+Bytes are views of the message, never copies. So the result is no larger than the message, apart from a bounded cost
+per opcode. Nesting and size of the result are counted at the end with every reference followed, so neither cycles nor
+repeated containers are returned.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ class SafePickleError(RequestError):
 
 
 class PickledName:
-    """What a global name stands for. call: for REDUCE, with the machine before the arguments. new: for NEWOBJ.
-    Without both it can only be an argument."""
+    """The meaning of a global name.
+
+    Attributes:
+        call: For REDUCE, called with the machine and the arguments.
+        new: For NEWOBJ. Without both, the name can only be an argument.
+    """
 
     __slots__ = ("call", "name", "new")
 
@@ -68,9 +72,9 @@ class LongText(BuiltObject):
         self._text: str | None = None
 
     def latin1(self) -> memoryview:
-        """The bytes that it stands for in protocol 2."""
+        """Return its bytes in protocol 2."""
         if self._latin1 is None:
-            # Above 0xC3 begin characters that latin1 does not have; such text would be four times as large.
+            # Bytes above 0xC3 start characters outside latin1; such text would be four times as large.
             if np.frombuffer(self._data, np.uint8).max() > 0xC3:
                 raise SafePickleError("pickle: expected latin1 in _codecs.encode")
             self._latin1 = memoryview(str(self._data, "utf-8").encode("latin1"))
@@ -117,7 +121,9 @@ def load(data: bytes, names: Names) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The finished value: every :class:`BuiltObject` replaced by what it stands for, sizes and depth counted."""
+    """Return the finished value, with every :class:`BuiltObject` replaced by its result, and sizes and depth
+    counted.
+    """
     left = MAX_NODES
 
     def walk(node: Any, depth: int) -> Any:
