@@ -403,7 +403,7 @@ def test_what_cannot_be_asked_is_refused(policy: Policy, changes: dict[str, Any]
 
 @pytest.mark.parametrize("question", ["", "  ", 5, b"why?"])
 def test_a_question_is_a_text(policy: Policy, question: Any) -> None:
-    with pytest.raises(ObservationError, match="^question: expected a text"):
+    with pytest.raises(ObservationError, match="^question: expected a non-empty text"):
         policy.ask(observation(policy), question)
 
 

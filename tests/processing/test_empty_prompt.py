@@ -38,7 +38,7 @@ def test_no_words_are_the_template_alone(case, case_bundle, golden):
     """As the reference's tokenizer has it: the formatted text with nothing in the instruction's place."""
     seen = empty(golden, case)
     refused = load(case_bundle(case), engine="eager")
-    hint = r"got an empty string \(allow_empty_prompt=True asks without\)"
+    hint = r"got an empty string \(allow_empty_prompt=True allows it\)"
     for prompt in ("", "  \n"):
         with pytest.raises(ObservationError, match=hint):
             refused.infer({**seen, "prompt": prompt})
@@ -117,7 +117,7 @@ def test_infer_and_the_native_wire(case_bundle, golden, tmp_path, capsys):
                 if allowed:
                     np.testing.assert_array_equal(client.infer(seen).actions, wanted)
                 else:
-                    with pytest.raises(ClientError, match="serve ... --allow-empty-prompt` asks without"):
+                    with pytest.raises(ClientError, match="serve ... --allow-empty-prompt` allows it"):
                         client.infer(seen)
             server.send_signal(signal.SIGTERM)
             assert server.wait(START_S) == 0

@@ -55,7 +55,10 @@ def test_keys_of_a_running_server_are_exchanged(tmp_path: Path, caplog: pytest.L
         socket.send(asks)
         assert "[unauthorized]" in socket.recv(60)
     assert f"{file}: changed, and read again" in caplog.messages
-    said = f"{file}: the files have changed but are not usable; the old content stays: --api-key-file {file}: the file is empty"
+    said = (
+        f"{file}: the files have changed but are not usable; the old content stays: --api-key-file {file}: "
+    )
+    said += "the file is empty"
     assert said in caplog.messages
 
 

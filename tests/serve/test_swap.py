@@ -177,7 +177,7 @@ def test_what_does_not_fit_leaves_the_old_policy(tmp_path):
         ):
             at.swap("other")
         at.swapper._budget = 4 << 20
-        with pytest.raises(RequestError, match="chunk_size: expected 3 (the present policy's), got 9"):
+        with pytest.raises(RequestError, match=r"chunk_size: expected 3 \(the present policy's\), got 9"):
             at.swap("wide")
         assert at.opened_schedulers[0].join(0.0)
         with pytest.raises(BundleError, match="no such file"):
@@ -290,8 +290,8 @@ def test_another_form_is_refused_unless_it_is_asked_for_by_name(tmp_path):
         status, told = put("degrees")
         assert status == 400
         assert told["error"]["message"].startswith(
-            'source ("accept" names what the robots are prepared for): action.units: expected rad, rad, as the policy'
-            " that stands, got deg, deg; control_hz: expected 20 (the present policy's), got 200"
+            'source ("accept" names what the robots are prepared for): action.units: expected rad, rad (the present'
+            " policy's), got deg, deg; control_hz: expected 20 (the present policy's), got 200"
         )
         assert put("other")[0] == 200  # states neither, and its robots still take it for radians
         status, told = put("degrees", "units")
@@ -375,7 +375,7 @@ def test_what_one_of_them_does_not_state_is_not_compared():
     forms = Forms()
     forms.check("arm", ARM, silent)
     forms.put("arm", silent)
-    with pytest.raises(RequestError, match="embodiment: expected droid (the present policy's), got aloha"):
+    with pytest.raises(RequestError, match=r"embodiment: expected droid \(the present policy's\), got aloha"):
         forms.check("arm", silent, replace(silent, embodiment="aloha"))
     forms.forget("arm")
     assert forms.check("arm", silent, replace(silent, embodiment="aloha")) == ()

@@ -148,7 +148,9 @@ def test_the_clients(at: SimpleNamespace, policy: Policy, expected: SimpleNamesp
             client.infer({**given, "subtask": True, "question": QUESTION})
         with pytest.raises(InvalidObservation, match="text_tokens: expected 1 or more, got 0"):
             client.ask(given, QUESTION, 0)
-        with pytest.raises(ObservationError, match="question: expected a text, got an empty string"):
+        with pytest.raises(
+            ObservationError, match="question: expected a non-empty text, got an empty string"
+        ):
             client.ask(given, " ")
 
     async def ask() -> tuple[str, str]:
