@@ -1,4 +1,5 @@
-"""The faster form of a bundle: made, proved and measured before anything takes it (``sinew prepare``)."""
+"""Time the engines of a bundle, and make and verify those that may be faster before anything takes them
+(``sinew prepare``)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from sinew.checks.validate.record import compared, kept_record
 from sinew.core import SinewError, machine, progress, scratch
+from sinew.engine.measured import MARGIN
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.checks.validate.observations import Episodes
     from sinew.engine.backend import EngineChoice
+    from sinew.engine.measured import Conditions
     from sinew.engine.prepared import EngineFinding
     from sinew.policy import Policy
 
-MARGIN = 1.05  # times as fast, at least: an exchange that gains less is not worth it
 ROUNDS = 5  # in turn, behind one that warms up
+MOST_ROUNDS, LONG_ENOUGH_S = (
+    25,
+    2.0,
+)  # of short chunks, whose times differ more: until so many seconds have passed
 SHORTEST_S = 0.05  # of a measurement; shorter chunks are computed several times
 # Times the weights in float32: in memory while they are exported, on the disk while they are quantised
 ROOM = 2
@@ -55,51 +61,114 @@ def prepare(
     again: bool,
     need: Callable[[str, dict[str, Any], int | None, int], tuple[int, int]],
     episodes: Episodes,
+    threads: int | None = None,
 ) -> Preparing:
-    """Make the faster form of a bundle, prove it against eager fp32, measure it, and keep what was found.
+    """Make and verify what may be faster, time every engine that can run a bundle, and store what was found.
 
-    device, dtype: as of :func:`sinew.load`. observations: to compare. memory_gib: that a server has for the policy.
-    again: also where something was found before. need: the bytes of a policy's weights and of what it computes
-    (:func:`sinew.memory.memory_need`). episodes: plays a task for observations to compare. Raises :class:`SinewError`
-    for what keeps it from being made now.
+    Args:
+        source: The bundle.
+        device: Device, as for :func:`sinew.load`.
+        dtype: Precision, as for :func:`sinew.load`.
+        observations: Number of observations to compare with eager float32.
+        memory_gib: Memory that a server has for the policy, in GiB.
+        again: Repeat what was found or measured before.
+        need: Returns the bytes of a policy's weights and of what it computes (:func:`sinew.memory.memory_need`).
+        episodes: Plays a task for observations to compare.
+        threads: Number of threads. None measures with one.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        SinewError: Something keeps an engine from being made or timed now.
     """
     from sinew.engine import prepared
-    from sinew.engine.backend import BACKENDS, candidates, choose
+    from sinew.engine.backend import BACKENDS, candidates, choose, unmeasured
     from sinew.policy import open_bundle
 
     options: dict[str, Any] = {"device": device, "dtype": dtype, "providers": (), "ignore_recipe": False}
+    done: Preparing | None = None
     with scratch.ended_by_signals():
         opened = open_bundle(source)
-        choice = choose(opened, **options)
-        found = candidates(opened, choice)
-        if not found:
-            text = f"engine {choice.engine} is the fastest that can run it: {choice.engine_reason}"
-            return Preparing(text, kept=prepared.kept(opened.path, choice.engine))
-        candidate = found[0]
-        with _alone(opened.path, candidate.engine):
-            size = sum(need(str(opened.path), options, None, 1))
-            known = None if again else prepared.kept(opened.path, candidate.engine)
-            if known is not None and known.against == choice.engine:
-                if not known.taken:
-                    return Preparing(f"{known.why} (found before; --again tries once more)", known)
-                verdict = BACKENDS[known.engine].should(opened, candidate.options, prepared=True)
-                if not verdict.against:  # another process made it meanwhile
-                    return Preparing(known.why, known, need=size)
-            _check_room(opened, candidate, size, memory_gib)
-            finding = _prepare(opened, choice, candidate, observations, episodes)
-            if not finding.taken:
-                _keep(finding, opened.path)
-    return Preparing(finding.why, finding, need=size)
+        if again:
+            for name in BACKENDS:
+                prepared.forget(opened.path, name, threads)
+        started = choose(opened, threads=threads, **options)
+        size = sum(need(str(opened.path), options, None, 1))
+        for candidate in candidates(opened, started):
+            choice = choose(opened, threads=threads, prepared=True, **options)
+            if candidate.engine == choice.engine:
+                continue
+            with _alone(opened.path, candidate.engine):
+                known = prepared.kept(opened.path, candidate.engine, threads)
+                if known is not None and known.against == choice.engine:
+                    if not known.taken:
+                        text = f"{known.why} (found before; --again tries once more)"
+                        done = done or Preparing(text, known)
+                        continue
+                    verdict = BACKENDS[known.engine].should(opened, candidate.options, prepared=True)
+                    if not verdict.against:  # another process made it meanwhile
+                        done = Preparing(known.why, known, need=size)
+                        continue
+                _check_room(opened, candidate, size, memory_gib)
+                finding = _prepare(opened, choice, candidate, observations, episodes)
+                if not finding.taken:
+                    _keep(finding, opened.path)
+            if done is None or done.finding is None or finding.taken:
+                done = Preparing(finding.why, finding, need=size)
+        choice = choose(opened, threads=threads, prepared=True, **options)
+        measured_already = done is not None and done.finding is not None and bool(done.finding.seconds)
+        if unmeasured(opened, choice) or (again and not measured_already):
+            with _alone(opened.path, "times"):
+                timed = _time(opened, started, choice, size, memory_gib, again)
+            if timed is not None and (done is None or timed.taken):
+                done = Preparing(timed.why, timed, need=size)
+    if done is None:
+        text = f"engine {choice.engine} is the fastest that can run it: {choice.engine_reason}"
+        return Preparing(text, kept=prepared.kept(opened.path, choice.engine, threads))
+    return done
+
+
+def _time(
+    bundle: Bundle,
+    started: EngineChoice,
+    choice: EngineChoice,
+    size: int,
+    memory_gib: float | None,
+    again: bool,
+) -> EngineFinding | None:
+    """Time every engine that needs nothing to be made, and store it; None where there is one engine alone, or another
+    process has done so meanwhile. started: what runs the bundle without it. size: bytes of the policy that serves."""
+    from sinew.engine.backend import choose, ready, requested, unmeasured
+    from sinew.engine.measured import stored
+    from sinew.engine.prepared import EngineFinding
+
+    others = [each for each in ready(bundle, choice) if each.engine != choice.engine]
+    if not others or not (again or unmeasured(bundle, choice)):
+        return None
+    _check_room_for_two(bundle, size, memory_gib)
+    seconds, note = _measure(bundle, choice, [(each, bundle.path) for each in others])
+    _store(bundle, choice, seconds, note)
+    options = choice.options
+    best = choose(bundle, None, options.device, requested(choice), threads=options.threads, prepared=True)
+    words = stored(_under(bundle, choice)).text(best.engine, {*seconds})
+    return EngineFinding(
+        best.engine, started.engine, best.engine != started.engine, f"engine {best.engine} is the fastest: {words}",
+        seconds, options.device, options.threads or 1,
+    )  # fmt: skip
 
 
 def _prepare(
     bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, observations: int, episodes: Episodes
 ) -> EngineFinding:
     """Return what was found. The form is where it will be looked for, if it is taken, and nowhere else."""
+    from sinew.engine.backend import ready
+    from sinew.engine.measured import stored
     from sinew.engine.prepared import EngineFinding
 
     name, against, device = candidate.engine, choice.engine, candidate.options.device
-    refused = partial(EngineFinding, name, against, False, device=device)
+    threads = candidate.options.threads or 1
+    refused = partial(EngineFinding, name, against, False, device=device, threads=threads)
     there = f"{bundle.path.parent}: expected to write the form of engine {name} there"
     try:
         # A full disk: the next start tries again
@@ -107,17 +176,16 @@ def _prepare(
             problem, proof = _prove(bundle, form, candidate, observations, episodes)
             if problem:
                 return refused(f"engine {name} is not taken: {problem}")
-            note = machine.busy()
-            seconds = _measure(bundle, form, choice, candidate)
-            times = ", ".join(f"{each} {1e3 * took:.3g}" for each, took in seconds.items())
-            unit = "processor ms" if candidate.options.kind == "cpu" else "ms"
-            words = f"{unit} of a chunk, measured on this machine: {times}"
-            if note:
-                words += f" ({note}; `sinew prepare {bundle.path.name} --again` measures again when idle)"
-            if seconds[against] < MARGIN * seconds[name]:
+            others = [
+                (each, bundle.path) for each in ready(bundle, choice) if each.engine not in (name, against)
+            ]
+            seconds, note = _measure(bundle, choice, [(candidate, form), *others])
+            _store(bundle, choice, seconds, note)
+            words = stored(_under(bundle, choice)).text(name, {*seconds})
+            if min(took for each, took in seconds.items() if each != name) < MARGIN * seconds[name]:
                 why = f"engine {name} is not taken: it is not {MARGIN - 1:.0%} faster ({words}); {proof}"
                 return refused(why, seconds)
-            finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds, device)
+            finding = EngineFinding(name, against, True, f"{words}; {proof}", seconds, device, threads)
             # First: without its form it counts for nothing, and a form counts by itself
             _keep(finding, bundle.path)
             publish()
@@ -188,32 +256,60 @@ def _prove(
     return f"it differs: {', '.join([said, *parity['faults'], *unequal])}", ""
 
 
-def _measure(bundle: Bundle, form: Path, choice: EngineChoice, candidate: EngineChoice) -> dict[str, float]:
-    """Return the seconds of a chunk by engine: the shortest of rounds in turn. On a CPU they are the processor's, all
-    with one thread, because a busy machine changes them least."""
-    from sinew.policy import Policy
+def _measure(
+    bundle: Bundle, choice: EngineChoice, others: Sequence[tuple[EngineChoice, Path]]
+) -> tuple[dict[str, float], str]:
+    """Return the seconds of a chunk by engine, and what makes them less exact, "" if nothing does.
 
-    options, engine = choice.options, candidate.engine
-    with progress.task(f"measuring engines {choice.engine} and {engine} in turn"):
-        policies = {
-            choice.engine: Policy(bundle, options.device, options.dtype, choice.engine, threads=1),
-            engine: _open(form, candidate),
-        }
-        try:
-            return fastest(policies, time.process_time if options.kind == "cpu" else time.perf_counter)
-        finally:
-            for policy in policies.values():
-                policy.close()
+    Each of ``others``, with the file that it opens, is timed in turn with ``choice``, so that two policies are in
+    memory at a time. Its time is a ratio to that of ``choice``, because a machine's speed changes between two pairs.
+    On a CPU times are the processor's if one thread computes, because a busy machine changes them least.
+    """
+    if note := machine.busy():
+        note += f"; `sinew prepare {bundle.path.name} --again` measures again when idle"
+    clock = time.process_time if _unit(choice) == "processor ms" else time.perf_counter
+    pairs: dict[str, tuple[float, float]] = {}
+    for other, form in others:
+        with (
+            progress.task(f"measuring engines {choice.engine} and {other.engine} in turn"),
+            contextlib.ExitStack() as opened,
+        ):
+            policies = {}
+            for name, file, each in ((choice.engine, bundle.path, choice), (other.engine, form, other)):
+                policies[name] = policy = _open(file, each)
+                opened.callback(policy.close)
+            seconds = fastest(policies, clock)
+            pairs[other.engine] = seconds[choice.engine], seconds[other.engine]
+    own = min((seconds for seconds, _ in pairs.values()), default=0.0)
+    return {choice.engine: own} | {name: own * took / beside for name, (beside, took) in pairs.items()}, note
+
+
+def _unit(choice: EngineChoice) -> str:
+    return "processor ms" if choice.options.kind == "cpu" and (choice.options.threads or 1) == 1 else "ms"
+
+
+def _under(bundle: Bundle, choice: EngineChoice) -> Conditions:
+    from sinew.engine.backend import measured_under
+
+    return measured_under(bundle, choice)
+
+
+def _store(bundle: Bundle, choice: EngineChoice, seconds: Mapping[str, float], note: str) -> None:
+    from sinew.engine import measured
+
+    with _kept_as("expected to keep what was measured"):
+        measured.store(_under(bundle, choice), chunks=seconds, unit=_unit(choice), note=note)
 
 
 def fastest(
     policies: Mapping[str, Policy], clock: Callable[[], float] = time.process_time
 ) -> dict[str, float]:
-    """Return the seconds of a chunk of each, the shortest of :data:`ROUNDS` in turn."""
+    """Return the seconds of a chunk of each, the shortest of :data:`ROUNDS` in turn, or of more if chunks are short."""
     observation = next(iter(policies.values())).dummy_observation()
     repeats: dict[str, int] = {}
     best = dict.fromkeys(policies, math.inf)
-    for index in range(ROUNDS + 1):
+    total = 0.0
+    for index in range(MOST_ROUNDS + 1):
         for name, policy in policies.items():
             if not index:
                 policy.infer(observation)  # the very first allocates
@@ -223,8 +319,11 @@ def fastest(
             took = (clock() - begun) / count
             if index:
                 best[name] = min(best[name], took)
+                total += took * count
             else:
                 repeats[name] = max(1, math.ceil(SHORTEST_S / max(took, 1e-6)))
+        if index >= ROUNDS and total > LONG_ENOUGH_S:
+            break
     return best
 
 
@@ -237,18 +336,15 @@ def _open(form: Path, candidate: EngineChoice) -> Policy:
     from sinew.policy import Policy, open_bundle
 
     options = candidate.options
-    dtype = None if options.graphs or options.kind == "cpu" else options.dtype
-    return Policy(open_bundle(form), options.device, dtype, candidate.engine, threads=1)
+    return Policy(
+        open_bundle(form), options.device, options.dtype, candidate.engine, threads=options.threads or 1
+    )
 
 
 def _check_room(bundle: Bundle, candidate: EngineChoice, need: int, memory_gib: float | None) -> None:
     """Raise :class:`SinewError` where memory or disk are short. need: bytes of the policy that serves."""
-    wide = sum(4 * math.prod(info.shape) for info in bundle.infos.values())
-    if memory_gib is not None and 2 * need > memory_gib * 2**30:
-        raise SinewError(
-            f"memory: expected {_gib(2 * need)}, for both forms stand while they are exchanged, got"
-            f" {_gib(memory_gib * 2**30)} (--memory-gib)"
-        )
+    wide = _wide(bundle)
+    _check_room_for_two(bundle, need, memory_gib)
     wanted, free = ROOM * wide + RUNTIME_BYTES + need, machine.memory()[1]
     if wanted > free:
         raise SinewError(f"memory: expected {_gib(wanted)} that are free, got {_gib(free)}")
@@ -268,6 +364,23 @@ def _check_room(bundle: Bundle, candidate: EngineChoice, need: int, memory_gib: 
         raise SinewError(
             f"disk: expected {_gib(ROOM * wide)} that are free in {bundle.path.parent}, got {_gib(left)}"
         )
+
+
+def _check_room_for_two(bundle: Bundle, need: int, memory_gib: float | None) -> None:
+    """Raise :class:`SinewError` where two policies do not fit the memory. need: bytes of the one that serves."""
+    if memory_gib is not None and 2 * need > memory_gib * 2**30:
+        raise SinewError(
+            f"memory: expected {_gib(2 * need)}, for both forms stand while they are exchanged, got"
+            f" {_gib(memory_gib * 2**30)} (--memory-gib)"
+        )
+    wanted, free = need + _wide(bundle) + RUNTIME_BYTES, machine.memory()[1]
+    if wanted > free:
+        raise SinewError(f"memory: expected {_gib(wanted)} that are free, got {_gib(free)}")
+
+
+def _wide(bundle: Bundle) -> int:
+    """Return the bytes of a bundle's weights in float32."""
+    return sum(4 * math.prod(info.shape) for info in bundle.infos.values())
 
 
 @contextlib.contextmanager

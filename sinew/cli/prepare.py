@@ -1,4 +1,4 @@
-"""``sinew prepare``: the faster form of a bundle is made, proved and measured before anything takes it."""
+"""``sinew prepare``: time every engine of a bundle, and make and verify faster ones before anything takes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sinew.cli import terminal
-from sinew.cli.options import Count, Flag, PositiveIfAny
+from sinew.cli.options import Count, CountIfAny, Flag, PositiveIfAny
 from sinew.core import machine, progress
 
 SCHEMA = "sinew.prepare/1"
@@ -22,22 +22,24 @@ def prepare(
     *,
     device: str = "auto",
     dtype: str | None = None,
+    threads: CountIfAny = None,
     observations: Count = 4,
     memory_gib: PositiveIfAny = None,
     again: Flag = False,
     background: Flag = False,
 ) -> int:
-    """Build the faster form of a bundle, verify it against eager float32, and measure it.
+    """Time every engine that can run a bundle. Before that, build and verify those that may be faster.
 
-    `--engine auto` then takes it if it is faster. `sinew serve` does the same in the background, unless you pass
-    `--no-prepare`. Times are processor seconds of a chunk with one thread, or clock time on a GPU, measured in turn
-    with the present engine. The result is stored until the version of Sinew or its libraries, or the hardware,
-    changes.
+    Engines are verified against eager float32. `--engine auto` then takes the fastest one. `sinew serve` does the
+    same in the background, unless you pass `--no-prepare`. Times are processor seconds of a chunk with one thread,
+    or clock time with more threads or on a GPU. Each engine is measured in turn with the present one. The result is
+    stored until the version of Sinew or its libraries, or the hardware, changes.
 
     Args:
         bundle: Policy to prepare: a bundle with weights, a checkpoint or training run, or a hub name.
         device: Device, as for `sinew serve`.
         dtype: Compute type, as for `sinew serve`.
+        threads: Compute threads that the times are for. Default: 1.
         observations: Number of observations used to compare the two engines.
         memory_gib: Memory that a server has for the policy, in GiB. During a change of engine, the policy is
             in memory twice. If it does not fit twice, Sinew does not prepare it.
@@ -52,7 +54,9 @@ def prepare(
     if background:
         machine.step_back()
         progress.listen(_report)
-    found = preparing.prepare(bundle, device, dtype, observations, memory_gib, again, memory_need, episodes)
+    found = preparing.prepare(
+        bundle, device, dtype, observations, memory_gib, again, memory_need, episodes, threads
+    )
     shown = found.finding or found.kept
     then = f"; --engine auto takes {shown.engine} from now on" if shown is not None and shown.taken else ""
     terminal.console(markup=False).print(found.text + then, soft_wrap=True)

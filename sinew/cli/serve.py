@@ -138,8 +138,8 @@ def serve(
             rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
         dashboard: Show the dashboard at / of the openpi and http ports: auto (on loopback, or if a key is
             required), on or off.
-        prepare: Export, verify and time a possibly faster engine in the background, and switch to it between
-            two chunks if it is faster. Also compile the code that resizes frames. --no-prepare keeps the
+        prepare: Time the engines in the background, and export and verify those that need it. Switch to the
+            fastest one between two chunks. Also compile the code that resizes frames. --no-prepare keeps the
             first engine.
         reuse: Keep image tokens and prefixes of observations that repeat byte for byte. The actions are the
             same, and take less time while cameras and state do not change.

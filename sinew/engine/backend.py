@@ -6,6 +6,7 @@ with its :class:`Backend`; :data:`ORDER` and the entry points ``sinew.engines`` 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,10 @@ from sinew.core import PROMPT_TABLE, SinewError, dtype_word, machine, upcast_tex
 from sinew.core.extras import install
 from sinew.core.hints import option
 from sinew.core.registry import loaded
+from sinew.engine import measured, proofs
 from sinew.engine import prepared as findings
-from sinew.engine import proofs
 from sinew.engine.capability import Capability, Refusal
+from sinew.engine.measured import MARGIN, Conditions, Times
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -35,8 +37,10 @@ GIB = 1 << 30
 ROOM = GIB  # for activations and the program itself
 HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
-# Of speed, where they run (docs/engines.md); the last one runs everywhere.
+# In which engines are tried, and taken where no measurement decides; the last one runs everywhere.
 ORDER = ("cuda", "cpu", "onnx", "plan", "eager")
+# Times as fast as another engine that the reference has to be: plan multiplies the same matrices, so less is noise
+REFERENCE_MARGIN = 1.15
 GROUP = "sinew.engines"  # entry points "module:attribute" of further backends, tried before the others
 
 
@@ -110,6 +114,9 @@ def choose(
 ) -> EngineChoice:
     """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
 
+    Which one that is, a measurement on this machine decides (:mod:`sinew.engine.measured`). Where nothing was measured,
+    and where times differ by less than 5 % (the reference's: 15 %), the first of :data:`ORDER` is taken.
+
     engine and device: "auto" or None leave it open. adapters: of the bundle, which the engine has to compute. prepared:
     take what ``sinew prepare`` found to be faster also where it can do less (:meth:`Backend.should`). stream: the
     guidance of the stream that it is to run (:func:`unstreamed`); None: none. Raises :class:`SinewError` for
@@ -143,45 +150,152 @@ def choose(
             reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
         return _choice(asked, bundle, options, reason, device_reason, dtype_reason)
 
+    contenders, passed_over = _contenders(bundle, options, word, prepared, stream)
+    if not contenders:
+        raise SinewError(
+            f"{bundle.path}: no engine can run this bundle on {where}: {_each_once(passed_over)}"
+        )
+    times = _times(bundle, contenders, word)
+    best = contenders[0]
+    for each in contenders[1:]:
+        margin = REFERENCE_MARGIN if each.backend.reference else MARGIN
+        if not each.verdict.unmade and times.faster(each.name, than=best.name, margin=margin):
+            best = each
+    reason = _reason(bundle, best, contenders, times, where)
+    if adapters:
+        reason += f", of those that compute adapters ({', '.join(adapters)})"
+    texts = [] if best.verdict.reason else _told(bundle, best, contenders, passed_over, times)
+    reason = "; ".join([reason, *texts])
+    return _choice(best.backend, bundle, best.options, reason, device_reason, best.dtype_reason)
+
+
+class _Contender(NamedTuple):
+    """An engine that is verified and can run the bundle, with its own options."""
+
+    name: str
+    backend: Backend
+    options: EngineOptions
+    dtype_reason: str
+    verdict: Suitability
+    follows: bool  # it computes the bundle's recipe, wholly, as it is stored
+
+
+def _contenders(
+    bundle: Bundle,
+    options: EngineOptions,
+    word: str | None,
+    prepared: bool = False,
+    stream: str | None = None,
+) -> tuple[list[_Contender], list[_Passed]]:
+    """Return the engines that are verified and can run the bundle in the requested precision, in the order of
+    :data:`ORDER`, and those that are passed over, with their reasons."""
+    contenders: list[_Contender] = []
     passed_over: list[_Passed] = []
+    kinds = {*recipe(bundle).values()} if options.recipe else set()
     for name, backend in BACKENDS.items():
-        if adapters and Capability.ADAPT not in backend.capabilities:
+        if options.adapters and Capability.ADAPT not in backend.capabilities:
             continue
-        options, dtype_reason = with_precision(backend, bundle, options, word)
-        verdict = rejection(backend, bundle, options)
+        own, dtype_reason = with_precision(backend, bundle, options, word)
+        verdict = rejection(backend, bundle, own)
         if not verdict.against:
-            verdict = backend.should(bundle, options, prepared)
+            verdict = backend.should(bundle, own, prepared)
         if not verdict.against and stream is not None:
-            verdict = replace(verdict, against=unstreamed(backend, bundle, options, stream))
-        if follows := not verdict.against and bool(recipe(bundle)) and options.recipe:
-            wins, why = rival(backend, bundle, options)
-            if wins:
-                verdict = Suitability(why)
-            elif why:
-                passed_over.append(_Passed("a rival", why))
+            verdict = replace(verdict, against=unstreamed(backend, bundle, own, stream))
         if verdict.against:
             passed_over.append(_Passed(name, verdict.against, verdict.elsewhere))
             continue
-        if follows:
+        follows = bool(kinds) and backend.follows.issuperset(kinds)
+        contenders.append(_Contender(name, backend, own, dtype_reason, verdict, follows))
+    names = {each.name for each in contenders}
+    for each in [*contenders]:
+        finding = findings.kept(bundle.path, each.name, options.threads)
+        if finding is not None and not finding.taken and finding.against in names - {each.name}:
+            contenders.remove(each)
+            passed_over.append(_Passed(each.name, finding.why))
+    return contenders, passed_over
+
+
+def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditions:
+    """Return what a measurement of the engines has to be of. word: the precision that was requested, if any."""
+    precision = word or ("fp32" if options.kind == "cpu" else "native")
+    ignored = bool(recipe(bundle)) and not options.recipe
+    return Conditions(bundle.path, options.device, precision, options.threads or 1, not ignored)
+
+
+def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -> Times:
+    """Return what these engines take on this machine. Where a chunk was not measured yet, their products are timed
+    now, once, which takes milliseconds."""
+    if len(contenders) < 2:
+        return Times()
+    options = contenders[0].options
+    under = _under(bundle, options, word)
+    times = measured.stored(under)
+    # The reference is the same model with more to compute, never with a faster product
+    rivals = [each for each in contenders if not each.backend.reference]
+    if options.kind != "cpu" or len(rivals) < 2 or times.chunks.keys() >= {each.name for each in rivals}:
+        return times
+    products = {each.name: each.backend.product(bundle, each.options) for each in rivals}
+    calls = {name: product for name, product in products.items() if product is not None}
+    if len(calls) < 2 or times.products.keys() >= calls.keys():
+        return times
+    times = replace(times, products=measured.time_products(calls, under.threads))
+    with contextlib.suppress(OSError):  # a folder that is not for writing: the next start measures again
+        measured.store(under, products=times.products)
+    return times
+
+
+def _reason(
+    bundle: Bundle, best: _Contender, contenders: Sequence[_Contender], times: Times, where: str
+) -> str:
+    """Return why the engine is the one to take, and what was measured."""
+    kinds = {*recipe(bundle).values()}
+    seconds = times.text(best.name, {each.name for each in contenders})
+    if kinds and best.options.recipe:
+        if not (widened := sorted(kinds - best.backend.follows)):
             reason = "it follows the bundle's recipe"
-            if widened := sorted({*recipe(bundle).values()} - backend.follows):
-                kinds = ", ".join(widened)
-                reason = f"nothing here computes on weights stored as {kinds}, which it widens"
-        elif verdict.reason:
-            reason, passed_over = verdict.reason, []
+        elif any(each.follows for each in contenders):
+            reason = f"it widens weights stored as {', '.join(widened)} and is the fastest, as measured here"
         else:
-            reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
-            if (finding := findings.kept(bundle.path, name)) is not None and finding.taken:
-                reason += f"; {finding.why}"
-        if adapters:
-            reason += f", of those that compute adapters ({', '.join(adapters)})"
-        texts = [each.text for each in passed_over if not each.elsewhere]
-        return _choice(backend, bundle, options, "; ".join([reason, *texts]), device_reason, dtype_reason)
-    raise SinewError(f"{bundle.path}: no engine can run this bundle on {where}: {_each_once(passed_over)}")
+            reason = f"nothing here computes on weights stored as {', '.join(widened)}, which it widens"
+    elif best.verdict.reason:
+        return best.verdict.reason
+    else:
+        reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
+        reason += ", as measured here" if seconds else ""
+    finding = findings.kept(bundle.path, best.name, best.options.threads)
+    if finding is not None and finding.taken:
+        return f"{reason}; {finding.why}"
+    return f"{reason}; {seconds}" if seconds else reason
+
+
+def _told(
+    bundle: Bundle,
+    best: _Contender,
+    contenders: Sequence[_Contender],
+    passed_over: Sequence[_Passed],
+    times: Times,
+) -> list[str]:
+    """Return what a user may want to know of the other engines: those that come first by :data:`ORDER`, or follow the
+    recipe, and were passed over, and those that were not measured yet."""
+    names = [*BACKENDS]
+    kinds = {*recipe(bundle).values()} if best.options.recipe else set()
+
+    def concerns(name: str) -> bool:
+        earlier = names.index(name) < names.index(best.name)
+        return earlier or bool(kinds and BACKENDS[name].follows.issuperset(kinds))
+
+    texts = [each.text for each in passed_over if not each.elsewhere and concerns(each.name)]
+    for each in contenders:
+        if each.follows and each.name != best.name and each.verdict.unmade:
+            texts.append(each.verdict.unmade)
+        elif each.follows and each.name != best.name and times.of(best.name, each.name) is None:
+            how = f"`sinew prepare {bundle.path}` measures it, as `sinew serve` does by itself"
+            texts.append(f"engine {each.name} was not measured beside it: {how}")
+    return texts
 
 
 class _Passed(NamedTuple):
-    """An engine that was passed over, or a rival of the one that was taken, and why."""
+    """An engine that was passed over, and why."""
 
     name: str
     text: str
@@ -305,7 +419,13 @@ class Backend:
         """Return whether this engine should run the bundle if the user chose none: it is verified, and nobody would be
         kept waiting or lose something. prepared: take what ``sinew prepare`` measured to be faster, also where it can
         do less than the others."""
-        return Suitability(unproved(self, bundle, options))
+        against = unproved(self, bundle, options)
+        return Suitability(against, preparable=bool(against) and options.kind == "cpu")
+
+    def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
+        """Return one small product as this engine computes most of a chunk on a CPU, which is timed to choose between
+        engines before a chunk was measured. None where its products are not known before it is opened."""
+        return None
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
         """Return why the two verbs of this engine may not run at the same time, as those of a stream do, None if they
@@ -397,30 +517,6 @@ def unstreamed(backend: Backend, bundle: Bundle, options: EngineOptions, guidanc
     if guidance not in (known := ("none", *backend.guides)):
         return f"expected a guidance of {', '.join(known)} on engine {backend.name}, got {guidance}"
     return ""
-
-
-def rival(backend: Backend, bundle: Bundle, options: EngineOptions) -> tuple[bool, str]:
-    """Return whether a slower engine by :data:`ORDER` is faster for a recipe on this machine, and what to say of it.
-
-    It must follow the whole recipe, as ``backend`` does, in ways of its own, and ``sinew prepare`` must have measured
-    it next to ``backend``.
-    """
-    names = [*BACKENDS]
-    for name in names[names.index(backend.name) + 1 :]:
-        other = BACKENDS[name]
-        own, _ = with_precision(other, bundle, options, "fp32")
-        if not other.follows.issuperset(recipe(bundle).values()) or rejection(other, bundle, own).against:
-            continue
-        verdict, finding = other.should(bundle, own), findings.kept(bundle.path, name)
-        if verdict.against:
-            return False, verdict.against
-        if finding is None or finding.against != backend.name:
-            how = f"`sinew prepare {bundle.path}` measures it, as `sinew serve` does by itself"
-            return False, verdict.unmade or f"engine {name} was not measured beside it: {how}"
-        if finding.taken and verdict.unmade:
-            return False, verdict.unmade
-        return finding.taken, finding.why
-    return False, ""
 
 
 def with_precision(
@@ -543,6 +639,42 @@ def chosen_by(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
+def requested(choice: EngineChoice) -> str | None:
+    """Return the precision that the user chose (fp32, bf16, fp16, native), None if they left it open."""
+    return choice.options.dtype if choice.dtype_reason.partition(";")[0] == ASKED else None
+
+
+def ready(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
+    """Return what runs a bundle as ``choice`` does, and needs nothing to be made: every verified engine, ``choice``
+    among them, in the order of :data:`ORDER`."""
+    contenders, _ = _contenders(bundle, choice.options, requested(choice), prepared=True)
+    return [
+        _choice(each.backend, bundle, each.options, "verified", choice.device_reason, each.dtype_reason)
+        for each in contenders
+        if not each.verdict.unmade or each.name == choice.engine
+    ]
+
+
+def measured_under(bundle: Bundle, choice: EngineChoice) -> Conditions:
+    """Return what a measurement of ``choice`` and of the engines beside it is stored under."""
+    return _under(bundle, choice.options, requested(choice))
+
+
+def unmeasured(bundle: Bundle, choice: EngineChoice) -> list[str]:
+    """Return the engines, other than ``choice`` and the reference, whose chunks were not measured beside it with its
+    number of threads."""
+    if choice.options.graphs or choice.ignored:
+        return []
+    times = measured.stored(measured_under(bundle, choice))
+    complete = times.threads == (choice.options.threads or 1)
+    others = [each.engine for each in ready(bundle, choice) if each.engine != choice.engine]
+    return [
+        name
+        for name in others
+        if not BACKENDS[name].reference and not (complete and times.chunks.keys() >= {name, choice.engine})
+    ]
+
+
 def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
     """Return what ``sinew prepare`` could make of a bundle that ``choice`` runs, in the order of speed: engines that
     run it with the same recipe on the same device, and only have to be made, proved and measured first."""
@@ -553,8 +685,7 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
     for name, backend in BACKENDS.items():
         if name == choice.engine or not backend.follows.issuperset(kinds):
             continue
-        word = None if choice.dtype_reason.partition(";")[0] != ASKED else choice.options.dtype
-        options, why = with_precision(backend, bundle, choice.options, word)
+        options, why = with_precision(backend, bundle, choice.options, requested(choice))
         if rejection(backend, bundle, options).against or not backend.should(bundle, options).preparable:
             continue
         made = _choice(backend, bundle, options, "prepared", choice.device_reason, why)

@@ -1,7 +1,8 @@
 """What was found when a faster form of a bundle was made, proved and measured on this machine (``sinew prepare``).
 
-One JSON file per bundle (by fingerprint) and engine in ``$XDG_CACHE_HOME/sinew/prepared`` (``~/.cache`` by default). A
-finding of other versions, of other hardware or beside another engine is none: it is made again.
+One JSON file per bundle (by fingerprint), engine and number of threads in ``$XDG_CACHE_HOME/sinew/prepared``
+(``~/.cache`` by default). A finding of other versions, of other hardware or beside another engine is none: it is made
+again. How long all engines take is in :mod:`sinew.engine.measured`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what make
 class EngineFinding:
     """engine: that was prepared. against: what runs the bundle without it. taken: it is faster here, and proved. why:
     in a sentence. seconds: of a chunk by engine, as measured, processor time on a CPU; empty where it did not come to
-    that. device: where.
+    that. device: where. threads: that computed.
     """
 
     engine: str
@@ -39,11 +40,12 @@ class EngineFinding:
     why: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     device: str = "cpu"
+    threads: int = 1
 
     def keep(self, bundle: Path) -> Path:
         """Write it down for the next start. Raises OSError."""
-        record = json.dumps({**asdict(self), **_conditions(self.device)}, indent=2) + "\n"
-        return machine.write_whole(_path(bundle, self.engine), record.encode())
+        record = json.dumps({**asdict(self), **conditions(self.device)}, indent=2) + "\n"
+        return machine.write_whole(_path(bundle, self.engine, self.threads), record.encode())
 
 
 def folder() -> Path:
@@ -55,26 +57,32 @@ def lock_of(bundle: Path, engine: str) -> Path:
     return _path(bundle, engine).with_suffix(".lock")
 
 
-def kept(bundle: Path, engine: str) -> EngineFinding | None:
-    """Return what was found of an engine for a bundle, by these versions on this hardware; None: nothing."""
+def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding | None:
+    """Return what was found of an engine for a bundle, by these versions on this hardware; None: nothing. threads: as
+    the user chose them; None: of one, which measurements take where nobody chose."""
+    threads = threads or 1
     try:
-        record = read_json(_path(bundle, engine))
+        record = read_json(_path(bundle, engine, threads))
         device = str(record["device"])
-        if any(record[name] != wanted for name, wanted in _conditions(device).items()):
+        if any(record[name] != wanted for name, wanted in conditions(device).items()):
             return None
         seconds = {str(name): float(took) for name, took in record["seconds"].items()}
-        if not all(0 < took < math.inf for took in seconds.values()) or record["engine"] != engine:
+        if (
+            not all(0 < took < math.inf for took in seconds.values())
+            or record["engine"] != engine
+            or record["threads"] != threads
+        ):
             return None
         against, why = str(record["against"]), str(record["why"])[:1000]
-        return EngineFinding(engine, against, record["taken"] is True, why, seconds, device)
+        return EngineFinding(engine, against, record["taken"] is True, why, seconds, device, threads)
     except Exception:  # noqa: BLE001 - a damaged record, or a device that is not there: none
         return None
 
 
-def forget(bundle: Path, engine: str) -> None:
+def forget(bundle: Path, engine: str, threads: int | None = None) -> None:
     """Remove what was found, so that the next start tries again."""
     with contextlib.suppress(OSError):
-        _path(bundle, engine).unlink()
+        _path(bundle, engine, threads or 1).unlink()
 
 
 @cache
@@ -86,9 +94,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _conditions(device: str) -> dict[str, Any]:
+def conditions(device: str) -> dict[str, Any]:
+    """Return the versions and the hardware that a finding or a measurement counts for, ready for JSON."""
     return {"sinew": __version__, "libraries": _versions(), "hardware": proofs.hardware(device)}
 
 
-def _path(bundle: Path, engine: str) -> Path:
-    return folder() / f"{fingerprint(bundle)[:16]}-{engine}.json"
+def _path(bundle: Path, engine: str, threads: int = 1) -> Path:
+    return folder() / f"{fingerprint(bundle)[:16]}-{engine}-{threads}.json"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ from sinew_client.untrusted import UntrustedError, named, parse_json
 
 from sinew.core import RTC, BusyError, RequestError, SinewError, machine
 from sinew.engine import prepared
-from sinew.engine.backend import AUTO, BACKENDS, candidates, choose, chosen_by, exported_graphs
+from sinew.engine.backend import (
+    AUTO,
+    BACKENDS,
+    candidates,
+    choose,
+    chosen_by,
+    exported_graphs,
+    unmeasured,
+)
 from sinew.engine.cpu.kernels import frame_kernels
 from sinew.engine.prepared import EngineFinding
 from sinew.serve.policies import DEFAULT, Deployment
@@ -47,10 +55,11 @@ class Preparation:
         source: Source of the policy in use.
         engine: The engine that may be faster.
         against: The engine in use.
-        command: The command that prepares it.
+        command: The command that prepares it and times all engines.
         bundle: The bundle for which the findings are stored.
         sweep: Removes files that a killed process has left.
         device: The device.
+        threads: Number of threads that the times are for.
     """
 
     source: str
@@ -60,6 +69,7 @@ class Preparation:
     bundle: Path
     sweep: Callable[[], None]
     device: str = "cpu"
+    threads: int = 1
 
 
 def preparation(
@@ -79,8 +89,9 @@ def preparation(
     if exported_graphs(opened) is not None:
         return None
     choice = choose(opened, threads=threads, **chosen_by(options))
+    faster: list[str] = []
     for candidate in candidates(opened, choice):
-        kept = prepared.kept(opened.path, candidate.engine)
+        kept = prepared.kept(opened.path, candidate.engine, threads)
         if kept is not None and not kept.taken and kept.against == choice.engine:
             logger.info("%s (found before; `sinew prepare %s --again` tries once more)", kept.why, bundle)
             continue
@@ -89,17 +100,22 @@ def preparation(
             words = "engine %s may be faster than %s, and is not prepared: %s cannot be written"
             logger.info(words, candidate.engine, choice.engine, opened.path.parent)
             continue
-        command = [*python_module(), "sinew", "prepare", str(opened.path), "--background", "--json"]
-        command += ["--device", choice.options.device]
-        if options["dtype"] is not None:
-            command += ["--dtype", str(options["dtype"])]
-        if budget is not None:
-            command += ["--memory-gib", f"{max(budget, 1) / 2**30:.6f}"]
-        return Preparation(
-            str(bundle), candidate.engine, choice.engine, command, opened.path, lambda: sweep(opened.path),
-            choice.options.device,
-        )  # fmt: skip
-    return None
+        faster.append(candidate.engine)
+    faster += unmeasured(opened, choice)
+    if not faster:
+        return None
+    command = [*python_module(), "sinew", "prepare", str(opened.path), "--background", "--json"]
+    command += ["--device", choice.options.device]
+    if options["dtype"] is not None:
+        command += ["--dtype", str(options["dtype"])]
+    if threads is not None:
+        command += ["--threads", str(threads)]
+    if budget is not None:
+        command += ["--memory-gib", f"{max(budget, 1) / 2**30:.6f}"]
+    return Preparation(
+        str(bundle), faster[0], choice.engine, command, opened.path, lambda: sweep(opened.path),
+        choice.options.device, threads or 1,
+    )  # fmt: skip
 
 
 class Preparer:
@@ -153,13 +169,14 @@ class Preparer:
         try:
             self._say(
                 "preparing", f"engine {work.engine} may be faster than {work.against}", logging.INFO,
-                "it is exported, proved and measured in the background, and takes over if it is;"
+                "it is made if need be, verified and timed in the background, and takes over if it is;"
                 " --no-prepare does without",
             )  # fmt: skip
             found = self._follow()
             if found is None or self._stopping.is_set():
                 return
             finding, need = found
+            self._work = replace(work, engine=finding.engine)  # all were timed, and this one is the fastest
             if not finding.taken:
                 self._say("refused", finding.why, logging.INFO)
                 return
@@ -204,8 +221,9 @@ class Preparer:
             seconds = {str(name): float(took) for name, took in record["seconds"].items()}
             engine, against = str(record["engine"]), str(record["against"])
             finding = EngineFinding(
-                engine, against, record["taken"] is True, str(record["why"]), seconds, self._work.device
-            )
+                engine, against, record["taken"] is True, str(record["why"]), seconds, self._work.device,
+                self._work.threads,
+            )  # fmt: skip
             return finding, Need(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise SinewError(
@@ -304,7 +322,9 @@ class Preparer:
     def _refused(self, why: str) -> EngineFinding:
         """Keep that the engine is not taken, and return it."""
         work = self._work
-        finding = EngineFinding(work.engine, work.against, False, why, device=work.device)
+        finding = EngineFinding(
+            work.engine, work.against, False, why, device=work.device, threads=work.threads
+        )
         with contextlib.suppress(OSError):  # a folder that is not for writing: the next start tries again
             finding.keep(work.bundle)
         return finding

@@ -17,9 +17,18 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
 from sinew.core import SinewError, machine
+from sinew.core.extras import install
 from sinew.core.registry import architectures
-from sinew.engine import prepared, proofs
-from sinew.engine.backend import BACKENDS, EngineOptions, candidates, choose, unproved, unstreamed
+from sinew.engine import measured, prepared, proofs
+from sinew.engine.backend import (
+    BACKENDS,
+    EngineOptions,
+    candidates,
+    choose,
+    unmeasured,
+    unproved,
+    unstreamed,
+)
 from sinew.engine.capability import Capability
 from sinew.engine.cpu.kernels.library import extension
 from sinew.engine.onnx.backend import Onnx
@@ -238,25 +247,44 @@ def stored_in_int8(out: Path, vision: str = "int8") -> Bundle:
 needs_kernels = pytest.mark.skipif(not extension().compiled, reason=extension().reason)
 
 
+def times(bundle: Bundle, **seconds: float) -> None:
+    """Store the seconds of chunks on this machine, with one thread."""
+    measured.store(measured.Conditions(bundle.path, "cpu", "fp32"), chunks=seconds)
+
+
 @needs_kernels
 def test_of_two_that_follow_a_recipe_the_one_that_was_measured_is_taken(tmp_path) -> None:
     """Graphs alone say nothing: what they are worth here, `sinew prepare` finds out."""
     bundle = stored_in_int8(tmp_path / "small.gguf")
+    proofs.keep(bundle.path, "onnx", "cpu", {"passed": True})
     choice = choose(bundle, device="cpu", threads=1)
     assert choice.engine == "cpu"
-    told = f"it follows the bundle's recipe; engine onnx was not measured beside it: `sinew prepare {bundle.path}`"
-    assert choice.engine_reason.startswith(told)
-    assert [each.engine for each in candidates(bundle, choice)] == ["onnx"]
-    prepared.EngineFinding("onnx", "plan", True, "beside another").keep(bundle.path)
-    assert choose(bundle, device="cpu").engine_reason.startswith(told)
-    for taken, engine in ((True, "onnx"), (False, "cpu")):
-        prepared.EngineFinding("onnx", "cpu", taken, "measured here").keep(bundle.path)
+    assert choice.engine_reason.startswith(
+        "it follows the bundle's recipe; ms of a small product, measured on"
+    )
+    told = f"; engine onnx was not measured beside it: `sinew prepare {bundle.path}` measures it"
+    assert told in choice.engine_reason
+    assert unmeasured(bundle, choice) == ["onnx", "plan"]
+    times(bundle, onnx=1.0, plan=2.0)
+    assert told in choose(bundle, device="cpu").engine_reason
+    for seconds, engine in ((1.0, "onnx"), (2.9, "cpu"), (3.5, "cpu")):
+        times(bundle, onnx=seconds, cpu=3.0, plan=4.0)
         choice = choose(bundle, device="cpu")
-        assert (choice.engine, choice.engine_reason) == (
-            engine,
-            "it follows the bundle's recipe; measured here",
-        )
-        assert candidates(bundle, choice) == []
+        assert choice.engine == engine
+        words = "it follows the bundle's recipe; processor ms of a chunk, measured on this machine: onnx"
+        assert choice.engine_reason.startswith(words)
+        assert (candidates(bundle, choice), unmeasured(bundle, choice)) == ([], [])
+    times(bundle, onnx=3.0, cpu=3.0, plan=1.0)
+    choice = choose(bundle, device="cpu")
+    assert choice.engine == "plan"
+    assert choice.engine_reason.startswith(
+        "it widens weights stored as int8 and is the fastest, as measured here"
+    )
+    prepared.EngineFinding("onnx", "cpu", False, "it differs").keep(bundle.path)
+    times(bundle, onnx=1.0, cpu=3.0, plan=4.0)
+    choice = choose(bundle, device="cpu")
+    assert choice.engine == "cpu"
+    assert choice.engine_reason.endswith("; it differs")
 
 
 def test_a_reason_leaves_out_engines_for_other_weights(smolvla_bundle) -> None:
@@ -284,7 +312,12 @@ def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path, monkeypatch)
         assert "sinew prepare" not in told.engine_reason  # which would say the same again
         assert candidates(bundle, told) == []
     monkeypatch.setattr(Onnx, "packages", ("no_such_runtime",))
-    assert choose(bundle, device="cpu").engine_reason == "it follows the bundle's recipe"
+    times(bundle, cpu=1.0)
+    told = choose(bundle, device="cpu").engine_reason
+    assert told.startswith(
+        "it follows the bundle's recipe; ms of a small product, measured on this machine: cpu "
+    )
+    assert told.endswith(f"; engine onnx needs no_such_runtime: {install('no_such_runtime')}")
     monkeypatch.setattr(type(BACKENDS["cpu"]), "packages", ("no_such_kernels",))
     widening = choose(bundle, device="cpu")
     assert widening.engine == "plan"

@@ -505,7 +505,8 @@ def test_what_can_be_prepared(golden_bundle: Path) -> None:
     for bundle in (Bundle(ACT), Bundle(golden_bundle)):
         assert [each.engine for each in candidates(bundle, choose(bundle, device="cpu"))] == ["onnx"]
         assert candidates(bundle, choose(bundle, "onnx", device="cpu")) == []
-        assert candidates(bundle, choose(bundle, dtype="bf16", device="cpu")) == []  # the graphs are fp32
+        halved = candidates(bundle, choose(bundle, dtype="bf16", device="cpu"))
+        assert [each.engine for each in halved] == ["plan"]  # not verified in bf16 yet; the graphs are fp32
 
 
 def test_what_cannot_be_prepared(monkeypatch) -> None:
@@ -522,15 +523,9 @@ def test_what_cannot_be_prepared(monkeypatch) -> None:
 
 @needs_kernels
 def test_what_is_prepared_under_a_recipe(tmp_path: Path) -> None:
-    """Between two engines that follow it, a finding of the very bundle decides."""
+    """What a bundle's recipe rounds, only an engine that follows it is made for."""
     bundle = stored_in_int8(tmp_path / "small.gguf")
     (graphs,) = tmp_path.glob("small.onnx-*")
-    words = "measured here"
-    for taken, engine in ((True, "onnx"), (False, "cpu")):
-        prepared.EngineFinding("onnx", "cpu", taken, words).keep(bundle.path)
-        choice = choose(bundle, device="cpu", threads=1)
-        assert choice.engine == engine
-        assert choice.engine_reason == f"it follows the bundle's recipe; {words}"
     shutil.rmtree(graphs)
     choice = choose(bundle, device="cpu", threads=1)
     (made,) = candidates(bundle, choice)

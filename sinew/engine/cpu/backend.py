@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sinew.core import RTC, machine
@@ -46,6 +48,14 @@ class Cpu(Backend):
             reason = extension().reason
             return Suitability(f"engine cpu has no compiled kernels ({reason}), and is slow without them")
         return super().should(bundle, options, prepared)
+
+    def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
+        from sinew.engine.cpu.product import compiled_product  # needs torch
+
+        if options.dtype == "bf16":
+            return compiled_product("bf16")
+        ((kind, _),) = Counter(bundle.lowbit.values()).most_common(1)
+        return compiled_product(kind)
 
 
 BACKEND = Cpu()

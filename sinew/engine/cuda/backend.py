@@ -24,7 +24,7 @@ class Cuda(Backend):
         if options.kind == "cpu":
             against = "engine cuda runs its kernels' references on a CPU, which is for tests of them"
             return Suitability(against, elsewhere=True)
-        finding = findings.kept(bundle.path, self.name)
+        finding = findings.kept(bundle.path, self.name, options.threads)
         against = unproved(self, bundle, options) or (finding.why if finding and not finding.taken else "")
         # Its kernels are compiled, verified and measured on the GPU that is here.
         return Suitability(against, preparable=options.kind == "cuda")

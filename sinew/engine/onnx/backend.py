@@ -70,7 +70,7 @@ class Onnx(Backend):
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         unmade = lacks_graphs(bundle)
-        against = unproved(self, bundle, options) or self._slow_start(bundle, unmade, prepared)
+        against = unproved(self, bundle, options) or self._slow_start(bundle, options, unmade, prepared)
         reason = (
             "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
         )
@@ -78,10 +78,10 @@ class Onnx(Backend):
             against,
             reason=reason if self._plays_shipped(bundle) else "",
             unmade=unmade,
-            preparable=options.kind == "cpu" and self._preparable(bundle, unmade),
+            preparable=bool(against or unmade) and options.kind == "cpu" and self._preparable(bundle),
         )
 
-    def _slow_start(self, bundle: Bundle, unmade: str, prepared: bool) -> str:
+    def _slow_start(self, bundle: Bundle, options: EngineOptions, unmade: str, prepared: bool) -> str:
         """Return why a user who did not choose this engine would be kept waiting or lose something, "" if not."""
         kinds = {*recipe(bundle).values()}
         if (kinds and self.follows.issuperset(kinds)) or self._plays_shipped(bundle):
@@ -92,7 +92,7 @@ class Onnx(Backend):
             )
         if bundle.manifest.config.get("lm_head"):
             return f"engine onnx says no words, for which this bundle keeps a head; {option('engine', 'onnx')} plays it"
-        found = findings.kept(bundle.path, self.name)
+        found = findings.kept(bundle.path, self.name, options.threads)
         if found is not None and not found.taken:
             return found.why
         if unmade and shipped(bundle.path) is not None:
@@ -102,15 +102,11 @@ class Onnx(Backend):
             return f"engine onnx has graphs of this package, which take no guidance; {asked} plays them"
         return unmade and f"{unmade}; {WORTH}"
 
-    def _preparable(self, bundle: Bundle, unmade: str) -> bool:
-        """Its graphs are exported, or come with the package: those are proved and measured alone. Under a recipe, which
-        another engine follows too, graphs that are there are measured as well."""
+    def _preparable(self, bundle: Bundle) -> bool:
+        """Its graphs are exported, or come with the package: those are proved and measured alone."""
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
             return False  # it was trained to continue rows, has a time per row, or says words, which graphs do not
-        measured = not recipe(bundle) or findings.kept(bundle.path, self.name) is not None
-        if measured and not unmade:
-            return False
         if shipped(bundle.path) is not None:  # whose robots are guided on every page of the documentation
             return bundle.manifest.spec.solver.kind != "euler"
         return all(map(installed, MAKERS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sinew.core import RTC
@@ -27,6 +28,11 @@ class Planned(Backend):
                 " each adapter a copy of most weights; engine eager computes them there"
             )
         return super().can(bundle, options)
+
+    def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
+        from sinew.engine.plan.product import torch_product  # needs torch
+
+        return torch_product(options.dtype, options.storage)
 
 
 BACKEND = Planned()

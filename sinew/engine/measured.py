@@ -1,0 +1,183 @@
+"""What the engines take for one bundle on this machine. ``backend.choose`` decides between them by it.
+
+One JSON file per bundle (by fingerprint), kind of device, precision and number of threads, in the folder of
+:mod:`sinew.engine.prepared`. It counts for the same versions on the same hardware only. It holds two measurements:
+
+* **chunks**: seconds of a whole chunk, by ``sinew prepare`` or in the background of ``sinew serve``.
+* **products**: seconds of one small product, which :func:`sinew.engine.backend.choose` times at once, because the same
+  instruction set is fast on one CPU and slow on another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sinew_client.untrusted import read_json
+
+from sinew.core import machine
+from sinew.engine.fingerprint import fingerprint
+from sinew.engine.prepared import conditions, folder
+
+MARGIN = 1.05  # times as fast, at least, by a chunk: below it, the order of engines decides
+PRODUCT_MARGIN = 1.5  # the same by a small product, which is only a part of a chunk
+TRIES = 10  # of a small product, in turn
+ROWS, WIDTH = 64, 768  # of its activations and of its square weight: 75 million multiplications and additions
+MAX_RECORD = 1 << 16  # bytes of a file
+CHUNKS = "of a chunk"
+PRODUCTS = "of a small product"
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a measurement holds for, on one machine.
+
+    Attributes:
+        bundle: The file.
+        device: Where the engines compute, such as "cpu" or "cuda:0".
+        precision: The precision that was requested: "fp32", "bf16", "fp16" or "native".
+        threads: Number of threads.
+        recipe: False if the bundle's quantisation recipe is ignored.
+    """
+
+    bundle: Path
+    device: str
+    precision: str
+    threads: int = 1
+    recipe: bool = True
+
+    @property
+    def path(self) -> Path:
+        """The file of this measurement."""
+        kind = self.device.partition(":")[0]
+        words = [fingerprint(self.bundle)[:16], "times", kind, self.precision, str(self.threads)]
+        return folder() / f"{'-'.join([*words, *([] if self.recipe else ['ignored'])])}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds by engine. The times of one kind were measured in turn, so they can be compared.
+
+    Attributes:
+        chunks: Seconds of a whole chunk, processor time where one thread of a CPU computes.
+        products: Seconds of a small product on a CPU.
+        unit: Which seconds the chunks are: "processor ms" or "ms".
+        note: What made the measurement of the chunks less exact, "" if nothing did.
+        threads: Number of threads that the chunks were measured with.
+    """
+
+    chunks: Mapping[str, float] = field(default_factory=dict)
+    products: Mapping[str, float] = field(default_factory=dict)
+    unit: str = "processor ms"
+    note: str = ""
+    threads: int = 1
+
+    def of(self, *engines: str) -> tuple[str, Mapping[str, float]] | None:
+        """Return the best measurement that has all of these engines, with its name; None if there is none."""
+        for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
+            if seconds.keys() >= {*engines}:
+                return what, seconds
+        return None
+
+    def faster(self, engine: str, than: str, margin: float = MARGIN) -> bool:
+        """Return whether ``engine`` is measurably faster than another. False if nothing was measured.
+
+        Args:
+            engine: The engine.
+            than: The other engine.
+            margin: How many times as fast it has to be by a chunk, at least.
+        """
+        best = self.of(engine, than)
+        if best is None:
+            return False
+        what, seconds = best
+        return seconds[engine] * (margin if what == CHUNKS else PRODUCT_MARGIN) < seconds[than]
+
+    def text(self, engine: str, others: set[str]) -> str:
+        """Return the measurement that decides between ``engine`` and ``others``, "" if nothing was measured."""
+        for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
+            shown = {name: took for name, took in seconds.items() if name in {engine, *others}}
+            if engine in shown and len(shown) > 1:
+                return self._words(what, shown)
+        return ""
+
+    def _words(self, what: str, seconds: Mapping[str, float]) -> str:
+        unit = self.unit if what == CHUNKS else "ms"
+        where = f"{unit} {what}, measured on this machine"
+        if self.threads != 1 and what == CHUNKS:
+            where += f" with {self.threads} threads"
+        found = ", ".join(f"{name} {1e3 * took:.3g}" for name, took in seconds.items())
+        return f"{where}: {found}" + (f" ({self.note})" if self.note and what == CHUNKS else "")
+
+
+def stored(under: Conditions) -> Times:
+    """Return what was measured under these conditions, by these versions on this hardware; no times if nothing was.
+
+    If the chunks were measured with one thread only, those times stand in for another number of threads.
+    """
+    times = _read(under)
+    if under.threads != 1 and not times.chunks:
+        one = _read(replace(under, threads=1))
+        times = replace(times, chunks=one.chunks, unit=one.unit, note=one.note, threads=1)
+    return times
+
+
+def _read(under: Conditions) -> Times:
+    try:
+        record = read_json(under.path, MAX_RECORD)
+        if any(record[name] != present for name, present in conditions(under.device).items()):
+            return Times(threads=under.threads)
+        chunks, products = (_seconds(record[name]) for name in ("chunks", "products"))
+        unit = "processor ms" if record["unit"] == "processor ms" else "ms"
+        return Times(chunks, products, unit, str(record["note"])[:300], under.threads)
+    except Exception:  # noqa: BLE001 - no file, a damaged one, or a device that is not there: nothing was measured
+        return Times(threads=under.threads)
+
+
+def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
+    seconds = {str(name): float(took) for name, took in record.items()}
+    if not all(0 < took < math.inf for took in seconds.values()):
+        raise ValueError("times: expected positive numbers")
+    return seconds
+
+
+def store(under: Conditions, **changes: Any) -> Times:
+    """Write what was measured: the attributes of :class:`Times` that ``changes`` names. The others stay.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    times = replace(_read(under), threads=under.threads, **changes)
+    record = json.dumps({**asdict(times), **conditions(under.device)}, indent=2) + "\n"
+    machine.write_whole(under.path, record.encode())
+    return times
+
+
+def time_products(products: Mapping[str, Callable[[], object]], threads: int) -> dict[str, float]:
+    """Return the seconds of each product: the shortest of some tries in turn.
+
+    Args:
+        products: Engine -> its product, which computes when it is called.
+        threads: Number of threads of PyTorch and of the compiled kernels.
+    """
+    import time
+
+    import torch
+
+    before = torch.get_num_threads()
+    best = dict.fromkeys(products, math.inf)
+    torch.set_num_threads(threads)
+    try:
+        for attempt in range(TRIES + 1):
+            for name, product in products.items():
+                begin = time.perf_counter()
+                product()
+                if attempt:  # the first one allocates
+                    best[name] = min(best[name], time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+    return best
