@@ -27,7 +27,7 @@ MAX_NAME = 64  # characters of what requests call an adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Of a specification: what an adapter may say for itself, and what counts only where both say it.
 _OWN = ("name", "default_prompt", "keys")
-_STATED = ("control_hz", "n_action_steps", "temporal_ensemble", "embodiment", "motion")
+_STATED = ("control_hz", "n_action_steps", "temporal_ensemble", "real_time_chunking", "embodiment", "motion")
 
 
 def weights_hash(hashes: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from sinew_client.untrusted import named, shown
 
-from sinew.core import MAX_HISTORY_STEPS, BundleError, MotionSpec, PolicySpec
+from sinew.core import MAX_HISTORY_STEPS, MAX_SIZE, SCHEDULES, BundleError, MotionSpec, PolicySpec
 from sinew.core.fields import (
     MAX_NAME,
     Finite,
@@ -478,6 +478,22 @@ def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
         yield f"spec.n_action_steps: expected at most chunk_size {spec.chunk_size}, got {spec.n_action_steps}"
     if spec.temporal_ensemble is not None and not math.isfinite(spec.temporal_ensemble):
         yield f"spec.temporal_ensemble: expected a finite number or none, got {spec.temporal_ensemble}"
+    if (chunking := spec.real_time_chunking) is not None:
+        if not 0 <= chunking.execution_horizon <= MAX_SIZE:
+            yield (
+                f"spec.real_time_chunking.execution_horizon: expected 0 to {MAX_SIZE}, got"
+                f" {chunking.execution_horizon}"
+            )
+        if chunking.schedule not in SCHEDULES:
+            yield (
+                f"spec.real_time_chunking.schedule: expected one of {', '.join(SCHEDULES)}, got"
+                f" {shown(chunking.schedule)}"
+            )
+        if not 0.0 <= chunking.max_guidance_weight < math.inf:
+            yield (
+                "spec.real_time_chunking.max_guidance_weight: expected a finite number from 0 on, got"
+                f" {chunking.max_guidance_weight}"
+            )
     for name, vector in (("state", spec.state), ("action", spec.action)):
         for given in (vector.names, vector.units):
             if len(given) not in (0, vector.dim):

@@ -30,6 +30,7 @@ from sinew_client.types import (
     MotionSpec,
     Observation,
     PolicySpec,
+    RealTimeChunking,
     Timing,
     VectorSpec,
 )

@@ -222,6 +222,7 @@ def chosen(variant: Variant) -> EngineChoice:
 STATED = (
     "motion",
     "temporal_ensemble",
+    "real_time_chunking",
     "n_action_steps",
     "chunk_size",
 )  # what decides how chunks are executed

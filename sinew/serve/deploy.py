@@ -6,6 +6,8 @@ import logging
 from typing import Any
 from weakref import WeakSet
 
+from sinew_client.control.defaults import unlike_chunking
+
 from sinew import __version__
 from sinew.bundle import statistics
 from sinew.core import machine
@@ -90,6 +92,11 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
     )
 
 
+NO_COMPENSATION = (
+    "naive"  # how clients execute the chunks of a server, unless they ask for real-time chunking
+)
+
+
 def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
     """Return the server's description of a policy's actions: their limits and scale, from its statistics."""
     if processor.adapter:  # the policy's own notes are logged when it is loaded
@@ -100,6 +107,12 @@ def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
             "the checkpoint was trained for temporal ensembling (coefficient %g): `sinew run`, `sinew eval` and the"
             " protocol vla-eval average the chunks of all steps; clients that execute chunks themselves do not",
             blend,
+        )
+    if chunking := unlike_chunking(NO_COMPENSATION, processor.spec.to_dict()):
+        logger.warning(
+            "%s. The protocols LeRobot, openpi, GR00T and vla-eval execute chunks without it, unless their client asks"
+            " for it",
+            chunking,
         )
     scale = unit_sizes(processor.action_normalizer, processor.recipe.action_steps, processor.spec)
     return {"limits": safety.limits(), "scale": scale}

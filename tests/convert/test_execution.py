@@ -14,8 +14,9 @@ import pytest
 from sinew_client import ActionQueue
 from sinew_client.control import choose
 from sinew_client.control.defaults import REPLAN
-from sinew_client.types import ActionChunk, CameraSpec, PolicySpec, Timing, VectorSpec
+from sinew_client.types import ActionChunk, CameraSpec, PolicySpec, RealTimeChunking, Timing, VectorSpec
 
+import sinew
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert import convert
@@ -51,24 +52,58 @@ def test_the_bundle_states_the_coefficient(act, coefficient):
     assert (chosen.handover, chosen.replan) == (f"ensemble:{coefficient:g}", "1")
 
 
-@pytest.mark.parametrize("name", ["smolvla-2cam", "pi05-2cam"])
-def test_real_time_chunking_of_the_checkpoint_is_named(golden, tmp_path, name):
+@pytest.mark.parametrize("name", ["smolvla-2cam", "pi05-2cam", "evo1"])
+def test_real_time_chunking_of_the_checkpoint_is_a_field_and_named_at_every_start(
+    golden, tmp_path, caplog, name
+):
     path = tmp_path / name
     shutil.copytree(golden / name / "checkpoint", path)
     file, given = path / "config.json", cases()[name].options(golden / name)
     record = json.loads(file.read_text())
     for said, told in (
-        ({"enabled": True, "execution_horizon": 12}, True),
-        ({"enabled": False}, False),
-        (None, False),
+        (
+            {"enabled": True, "execution_horizon": 2, "prefix_attention_schedule": "EXP"},
+            RealTimeChunking(2, "exp", 10.0),
+        ),
+        ({"mode": "trained", "max_guidance_weight": 3}, RealTimeChunking(10, "linear", 3.0, "trained")),
+        ({"enabled": False}, None),
+        (None, None),
     ):
         file.write_text(json.dumps(record | {"rtc_config": said}))
-        notes = Bundle(convert(path, tmp_path / "out.gguf", **given)).manifest.provenance.notes
-        named = [note for note in notes if note.startswith("rtc_config=")]
-        assert bool(named) == told
-        assert all(
-            '"execution_horizon": 12' in note and "--handover rtc:no-jacobian" in note for note in named
-        )
+        manifest = Bundle(convert(path, tmp_path / "out.gguf", **given)).manifest
+        assert manifest.spec.real_time_chunking == told
+        assert PolicySpec.from_dict(json.loads(json.dumps(manifest.spec.to_dict()))) == manifest.spec
+        named = [note for note in manifest.provenance.notes if note.startswith("rtc_config=")]
+        assert bool(named) == (told is not None)
+        reason = choose(policy=manifest.spec.to_dict()).reason
+        assert ("made for real-time chunking" in reason) == (told is not None)
+        if told is not None:
+            follows = f"--handover rtc:no-jacobian:exp:10 --replan {manifest.spec.chunk_size - 2}"
+            follows = "--handover rtc:trained" if told.mode == "trained" else follows
+            assert follows in reason
+            assert "chunking" not in choose("rtc", policy=manifest.spec.to_dict()).reason
+        caplog.clear()
+        served = sinew.serve(tmp_path / "out.gguf", ["native:0"], engine="eager")
+        served.close()
+        assert ("made for real-time chunking" in caplog.text) == (told is not None)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"execution_horizon": -1}, "rtc_config.execution_horizon: expected a whole number from 0"),
+        ({"max_guidance_weight": "10"}, "rtc_config.max_guidance_weight: expected a number from 0 on"),
+        ({"prefix_attention_schedule": "cosine"}, "prefix_attention_schedule: expected one of exp, linear"),
+        ({"mode": "soft"}, "rtc_config.mode: expected one of guided, trained"),
+    ],
+)
+def test_real_time_chunking_that_is_not_understood_is_named(golden, tmp_path, told, message):
+    path = tmp_path / "smolvla"
+    shutil.copytree(golden / "smolvla-2cam" / "checkpoint", path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rtc_config": told}))
+    with pytest.raises(ConvertError, match=message):
+        convert(path, tmp_path / "out.gguf", **cases()["smolvla-2cam"].options(golden / "smolvla-2cam"))
 
 
 def test_without_a_coefficient_nothing_changes(act):

@@ -62,7 +62,16 @@ from sinew.convert.read.files import directory_config, named, read_json
 from sinew.convert.read.record import MOST_SHOWN, TRAINING, shown_fields, training_note
 from sinew.convert.read.safetensors import ADAPTER_CONFIG, adapter_alone, is_adapter, read_weights
 from sinew.convert.tokenizer_files import given_folder
-from sinew.core import MAX_SIZE, CameraSpec, ConvertError, PolicySpec, VectorSpec, did_you_mean
+from sinew.core import (
+    MAX_SIZE,
+    SCHEDULES,
+    CameraSpec,
+    ConvertError,
+    PolicySpec,
+    RealTimeChunking,
+    VectorSpec,
+    did_you_mean,
+)
 from sinew.steps.image.base import CameraScale
 from sinew.steps.vector.base import VectorStep
 
@@ -185,11 +194,10 @@ class LeRobotCheckpoint:
                     f"{self.file}: {key}={json.dumps(self.config[key])} is not supported yet, expected"
                     f" {json.dumps(value)}; the checkpoint cannot be converted"
                 )
-        chunking = self.config.get("rtc_config")
-        if isinstance(chunking, dict) and chunking.get("enabled", True):
+        if self.real_time_chunking is not None:
             self.notes.append(
-                f"rtc_config={json.dumps(chunking)[:MOST_SHOWN]}: LeRobot joins chunks by real-time chunking."
-                " `sinew run --handover rtc:no-jacobian` does so; without the flag, runs do not"
+                f"rtc_config={json.dumps(self.config['rtc_config'])[:MOST_SHOWN]}: LeRobot joins chunks by real-time"
+                " chunking. The bundle states it, and each run prints the flags that follow it"
             )
         absent = [
             f"{key}={json.dumps(v)}" for key, v in self.schema.defaults.items() if key not in self.config
@@ -509,8 +517,34 @@ class LeRobotCheckpoint:
             state=state or self.state,
             n_action_steps=fields.pop("n_action_steps", None) or self.size("n_action_steps", high=chunk_size),
             action=fields.pop("action", None) or self.action,
+            real_time_chunking=self.real_time_chunking,
             **{"name": self.name, "cameras": self.cameras, "control_hz": self.control_hz} | fields,
         )
+
+    @cached_property
+    def real_time_chunking(self) -> RealTimeChunking | None:
+        """Return the real-time chunking with which the checkpoint is executed; None without. LeRobot's defaults count
+        for what the file leaves out."""
+        given = self.config.get("rtc_config")
+        if not isinstance(given, dict) or not given.get("enabled", True):
+            return None
+        weight = given.get("max_guidance_weight", 10.0)
+        schedule = str(given.get("prefix_attention_schedule", "linear")).rpartition(".")[2].lower()
+        mode = given.get("mode", "guided")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 <= weight < 1e30:
+            raise ConvertError(
+                f"{self.file}: rtc_config.max_guidance_weight: expected a number from 0 on, got {weight!r:.80}"
+            )
+        for key, found, known in (
+            ("prefix_attention_schedule", schedule, SCHEDULES),
+            ("mode", mode, ("guided", "trained")),
+        ):
+            if found not in known:
+                raise ConvertError(
+                    f"{self.file}: rtc_config.{key}: expected one of {', '.join(known)}, got {found!r:.80}"
+                )
+        horizon = self.size("rtc_config.execution_horizon", given.get("execution_horizon", 10), low=0)
+        return RealTimeChunking(horizon, schedule, float(weight), mode)
 
     def processing(self, image: ImageRecipe, prompt: PromptRecipe, config: Any, **fields: Any) -> Processing:
         """Return the processing of a policy whose vectors are normalised by the pipelines and padded to the model's

@@ -161,6 +161,7 @@ def _spec(parts: Parts, options: ConvertOptions) -> PolicySpec:
         control_hz=parts.control_hz,
         embodiment=parts.embodiment,
         n_action_steps=parts.n_action_steps,
+        real_time_chunking=parts.real_time_chunking,
     )
 
 

@@ -118,6 +118,7 @@ def read(path: Path, options: ConvertOptions) -> Parts:
         tensors={name.removeprefix("model."): source for name, source in checkpoint.tensors.items()},
         files=checkpoint.files,
         notes=tuple(checkpoint.notes),
+        real_time_chunking=checkpoint.real_time_chunking,
     )
 
 

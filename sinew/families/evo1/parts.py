@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
-from sinew.core import CameraSpec, VectorSpec
+from sinew.core import CameraSpec, RealTimeChunking, VectorSpec
 from sinew.steps.image.base import ImageStep
 from sinew.steps.vector.base import VectorStep
 
@@ -47,3 +47,4 @@ class Parts:
     tensors: dict[str, TensorSource]
     files: list[Path]
     notes: tuple[str, ...] = ()
+    real_time_chunking: RealTimeChunking | None = None

@@ -114,6 +114,21 @@ class MotionSpec:
     high: float | None = None
 
 
+@dataclass(frozen=True)
+class RealTimeChunking:
+    """States with which real-time chunking a checkpoint is meant to be executed (LeRobot's ``rtc_config``).
+
+    execution_horizon: rows of a running chunk that guide the next one. schedule: how their weights fall, one of
+    :data:`SCHEDULES`. max_guidance_weight: the largest weight. mode: "guided", or "trained" if training has put the
+    rows of a running chunk in front of a chunk.
+    """
+
+    execution_horizon: int
+    schedule: str
+    max_guidance_weight: float
+    mode: Literal["guided", "trained"] = "guided"
+
+
 MAX_HISTORY = 16
 MAX_HISTORY_STEPS = 1024  # control steps between the oldest and the newest observation that a robot keeps
 
@@ -149,6 +164,7 @@ class PolicySpec:
         default_prompt: Instruction for observations without one.
         n_action_steps: Actions that the training project executes before it infers again; 0 if not stated.
         temporal_ensemble: Coefficient of ACT's temporal ensembling, if the policy should run with it; None without.
+        real_time_chunking: Real-time chunking with which the policy should run; None without.
         noise_rows: Rows of the noise if the solver integrates more rows than the chunk has; 0 for ``chunk_size``.
         solver: How the head computes actions.
         committed_rows: Longest action prefix that the head was trained to continue (real-time chunking); 0 if it was
@@ -176,6 +192,7 @@ class PolicySpec:
     default_prompt: str = ""
     n_action_steps: int = 0
     temporal_ensemble: float | None = None
+    real_time_chunking: RealTimeChunking | None = None
     noise_rows: int = 0
     solver: Solver = FLOW
     committed_rows: int = 0
@@ -509,4 +526,7 @@ def _read(path: str, form: str, given: Any) -> Any:
     return _built(path, _KINDS[form], given)
 
 
-_KINDS = {kind.__name__: kind for kind in (CameraSpec, VectorSpec, KeyMap, MotionSpec, NoiseLevels, Solver)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (CameraSpec, VectorSpec, KeyMap, MotionSpec, NoiseLevels, RealTimeChunking, Solver)
+}

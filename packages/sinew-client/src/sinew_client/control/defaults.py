@@ -121,6 +121,8 @@ def choose(
             "1",
             "every step, because temporal ensembling averages the chunks of all steps",
         )
+    if chunking := unlike_chunking(name, policy):
+        reason += f"; {chunking}"
     return Choice(name, given, reason, replan, _unlike_checkpoint(replan, policy))
 
 
@@ -128,6 +130,25 @@ def ensemble_of(policy: Mapping[str, Any] | None) -> float | None:
     """Return the coefficient of temporal ensembling that a policy states; None if it states none."""
     found = (policy or {}).get("temporal_ensemble")
     return None if found is None else float(found)
+
+
+def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
+    """Return that a checkpoint was made for real-time chunking and what follows it; "" if it was not, or if the
+    hand-over does."""
+    stated = (policy or {}).get("real_time_chunking")
+    if not stated or parse_handover(handover).method == "rtc":
+        return ""
+    size, horizon = int((policy or {}).get("chunk_size") or 0), int(stated["execution_horizon"])
+    trained = stated.get("mode") == "trained"
+    follows = f"--handover rtc:no-jacobian:{stated['schedule']}:{stated['max_guidance_weight']:g}"
+    if trained:
+        follows = "--handover rtc:trained"
+    elif 0 < horizon < size:  # the loop's guidance ends as many rows before the end as it executes
+        follows += f" --replan {size - horizon}"
+    return (
+        f"the checkpoint was made for real-time chunking (rtc_config: {stated.get('mode', 'guided')}, {horizon}"
+        f" rows, {stated['schedule']}, {stated['max_guidance_weight']:g}), and {follows} does so"
+    )
 
 
 def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
