@@ -59,8 +59,8 @@ sim-%: $(READY) ## a simulator in an interpreter of its own: sim-aloha sim-pusht
 test: $(READY) ## all tests that need no full-size weights
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
 
-test-tools: $(READY) ## the tests of tools/: the runner, releases, install lines, small faults, structure
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow" tools/tests $(PYTEST_ARGS)
+test-tools: $(READY) ## the tests of tools/ and research/: the runner, releases, install lines, small faults, a paper's tables
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) -m "not slow" tools/tests research/tests $(PYTEST_ARGS)
 
 test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers $(WORKERS) --timeout 1600 -m "kernels and not slow and not gpu" \
@@ -73,7 +73,7 @@ elsewhere: $(READY) ## the suite in fresh clones: another user, a path with blan
 	$(BIN)/python -m tools.elsewhere $(PLACES)
 
 test-all: $(READY) ## slow tests too, full sizes and whole tables; hours
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" tests perf/tests research/tests packages/sinew-client/tests $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

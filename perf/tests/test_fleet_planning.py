@@ -11,6 +11,7 @@ from sinew.cli import main
 from sinew.core import SinewError
 from sinew.memory import memory_need
 from sinew.serve.launch import memory_budget
+from tests.covering import some
 from tests.engine.test_guidance import BLOCKS
 
 from sinew_perf.estimates import memory_apart
@@ -73,7 +74,7 @@ def test_robots_in_step_wait_for_each_other():
     assert most[0].robots > most[1].robots
 
 
-@pytest.mark.parametrize("alone", [0.0012, 0.0131, 0.114, 0.5, 3.7])
+@pytest.mark.parametrize("alone", some([0.0012, 0.0131, 0.114, 0.5, 3.7], 0.0131, 0.114, 3.7))
 @pytest.mark.parametrize(("hertz", "deadline"), [(10.0, 0.1), (50.0, 1.0), (1.0, 0.001), (1000.0, 0.0005)])
 @pytest.mark.parametrize("overhead", [0.0, 0.002])
 def test_the_rate_and_deadline_that_are_named_work(alone, hertz, deadline, overhead):

@@ -68,6 +68,7 @@ def test_front_and_budget() -> None:
     assert [point.nbytes for point in pareto(close, apart=0.05)] == [100, 51, 20]
 
 
+@pytest.mark.slow
 def test_the_verb_finds_measures_and_writes(smolvla_bundle, tmp_path, capsys, monkeypatch) -> None:
     path, out = smolvla_bundle("smolvla-2cam"), tmp_path / "small.gguf"
     budget = Bundle(path).weights_nbytes // 3

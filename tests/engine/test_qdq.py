@@ -57,6 +57,7 @@ def made(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(bundle, home / "robot", json.loads(record.read_text()))
 
 
+@pytest.mark.slow
 def test_every_product_stands_between_pairs(made: Made) -> None:
     """Weights have a scale for each output channel; all zero points are zero, as TensorRT wants."""
     seen = 0
@@ -99,6 +100,7 @@ def test_every_product_stands_between_pairs(made: Made) -> None:
     assert seen > 100
 
 
+@pytest.mark.slow
 def test_the_folder_computes_a_little_else_and_says_how_much(made: Made, golden: Path) -> None:
     g = Golden(golden / "smolvla-2cam")
     policy = load(made.robot, threads=1)
@@ -120,6 +122,7 @@ def test_the_folder_computes_a_little_else_and_says_how_much(made: Made, golden:
     assert main(["doctor", str(made.robot)]) == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_is_refused_and_nothing_is_written(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +137,7 @@ def test_a_wrong_scale_is_refused_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_it_refuses(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (

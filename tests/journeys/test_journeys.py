@@ -133,6 +133,7 @@ def test_adapters_of_one_base(tmp_path: Path) -> None:
     STORIES["docs/sources.md"](Walk("docs/sources.md", tmp_path, quick=True))
 
 
+@pytest.mark.slow
 def test_a_server_and_its_robots(tmp_path: Path) -> None:
     """Episodes of the embedded task are played by tests/cli/test_robot_journeys.py, in a world that waits."""
     pytest.importorskip("mujoco")

@@ -55,6 +55,7 @@ def test_sizes(name):
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
+@pytest.mark.slow
 def test_products_of_ternary_weights_count():
     """Two FLOPs for each weight and row, whatever its bits: the language model's, for one view and twenty tokens."""
     assert "bitvla" in presets()

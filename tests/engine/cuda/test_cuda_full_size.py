@@ -24,6 +24,7 @@ from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.letterbox import Letterbox
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.kernels  # of GPUs alone; the rungs' actions are compared in test_cuda_engine.py
 META = torch.device("meta")
 IDENTITY = Normalization("identity")
 

@@ -307,6 +307,7 @@ TOWERS = (
 )
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("case", some(CASES, *TOWERS))  # one of those that see with the same layers
 def test_no_family_reads_from_the_host_inside_a_program(case_bundle, case):
     """The first run on a GPU found positions of a tower that were looked up on the host at every call."""
