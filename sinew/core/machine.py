@@ -40,9 +40,10 @@ ISA_SETTINGS = (
     "NPY_DISABLE_CPU_FEATURES",
     "SINEW_CPU_KERNELS",
 )
-# Niceness of what is computed beside requests. With 19 a load that competes with another program for its core took 71
-# instead of 4 s; with 10 it takes 9 s, and requests are as fast as without a load.
-BESIDE = 10
+# Niceness of what is computed beside requests. A load that competes with another program for its core took 4 s at 0 and
+# 5, 9 s at 10, and 71 s at 19. On a machine with five more programs, a load at 10 did not end in 180 s. At 5 the
+# longest answer beside a load is the shortest of all four (652 ms; 852 at 0, 724 at 10): research/log/2026-11-28.md.
+BESIDE = 5
 LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
 
 
