@@ -412,8 +412,13 @@ class Policy(DescribedPolicy, OpenPolicy):
             self.engine.exchange(weights)
 
     def batch_key(self, prepared: Prepared) -> BatchKey | None:
-        """Return the properties that observations must share to run in one batch; None for a request for text, which
-        always runs alone.
+        """Return the properties that observations must share to run in one batch.
+
+        Args:
+            prepared: The result of :meth:`prepare`.
+
+        Returns:
+            The properties; None for a request for text, which always runs alone.
         """
         if prepared.words is not None:
             return None
@@ -421,8 +426,13 @@ class Policy(DescribedPolicy, OpenPolicy):
         return key._replace(prompt=len(prepared.inputs.tokens)) if self.facts.exact_lengths else key
 
     def cost_key(self, prepared: Prepared) -> Hashable:
-        """Return the properties that determine how long this observation takes. Observations with equal keys take
-        equally long.
+        """Return the properties that determine how long an observation takes.
+
+        Args:
+            prepared: The result of :meth:`prepare`.
+
+        Returns:
+            The properties. Observations with equal keys take equally long.
         """
         key, words = batch_key(prepared), prepared.words
         return key if words is None else (key, words.most, words.behind is None)

@@ -7,12 +7,18 @@ rewritten it.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import sinew_client
+
+import sinew
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("sinew", "eval", "perf", "packages")
@@ -104,3 +110,108 @@ def test_commit_subjects_have_one_form() -> None:
         pytest.skip("not a git checkout with its history")
     subjects = log.stdout.splitlines()
     assert [line for line in subjects if len(line) > 72 or not re.match(r"[a-z0-9_. -]+: [a-z]", line)] == []
+
+
+# ----------------------------------------------------------------------------- docstrings
+
+PLAIN = (  # folders whose docstrings have been rewritten
+    "packages/sinew-client/src/sinew_client",
+    "sinew/bundle",
+    "sinew/convert",
+    "sinew/core",
+    "sinew/lowbit",
+    "sinew/processing",
+    "sinew/records",
+    "sinew/serve",
+    "sinew/steps",
+    "sinew/stream",
+    "sinew/vlacpp",
+)
+CLAUSE = re.compile(r"\b(Return|Yield|Hold|Say) (what|where|who|whatever)\b")
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:    .*\n?|\n)+)", re.MULTILINE)
+DEFAULT = re.compile(
+    r"\bdefault (?:is|of) (-?\d[\d.]*|\"[^\"]*\"|True|False|None)(?=[\s,;.)]|$)", re.IGNORECASE
+)
+
+
+def docstrings(folder: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, docstring) of each module, class and function of a folder, or of the files next to it."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            if isinstance(node, kinds) and (doc := ast.get_docstring(node)):
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", doc
+
+
+@pytest.mark.parametrize("folder", PLAIN)
+def test_a_docstring_names_its_result_with_a_noun(folder: str) -> None:
+    texts = list(docstrings(folder))
+    assert texts
+    assert [(place, doc[:80]) for place, doc in texts if CLAUSE.search(doc)] == []
+
+
+def exports() -> list[tuple[str, Any]]:
+    """Return (name, object) of everything that sinew_client and sinew export, but for the evaluation."""
+    found = [(f"sinew_client.{name}", getattr(sinew_client, name)) for name in sinew_client.__all__]
+    for name in sinew.__all__:
+        value = getattr(sinew, name)
+        if isinstance(value, ModuleType):  # sinew.convert and sinew.serve are called as a function
+            value = {"convert": getattr(value, "convert", None), "serve": sinew.Server}[name]
+        if callable(value) and not value.__module__.startswith("sinew.eval"):
+            found.append((f"sinew.{name}", value))
+    return found
+
+
+def public() -> list[tuple[str, Any]]:
+    """Return the exported functions and classes, and the public methods that these classes define."""
+    found = []
+    for name, value in exports():
+        found.append((name, value))
+        if inspect.isclass(value) and not issubclass(value, Exception):
+            own = [(key, getattr(value, key)) for key in vars(value) if not key.startswith("_")]
+            found += [(f"{name}.{key}", method) for key, method in own if inspect.isroutine(method)]
+    return found
+
+
+PUBLIC = public()
+
+
+def sections(value: Any) -> dict[str, dict[str, str]]:
+    """Return section -> entry -> text of a docstring; the text of Returns has the entry ""."""
+    found: dict[str, dict[str, str]] = {}
+    for title, body in SECTION.findall((inspect.getdoc(value) or "") + "\n"):
+        entries = re.findall(r"^    (\*{0,2}\w+): ((?:.*\n?)(?:     .*\n?)*)", body, re.MULTILINE)
+        found[title] = dict(entries) if title != "Returns" else {"": body}
+    return found
+
+
+def parameters(value: Any) -> dict[str, inspect.Parameter]:
+    if inspect.isclass(value) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False)):
+        return {}
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return {}
+    return {name: each for name, each in signature.parameters.items() if name not in ("self", "cls")}
+
+
+@pytest.mark.parametrize(("name", "value"), PUBLIC, ids=[name for name, _ in PUBLIC])
+def test_a_public_docstring_has_its_sections(name: str, value: Any) -> None:
+    """Every parameter and the result are described, and a default that the text states is that of the signature."""
+    doc, found = inspect.getdoc(value) or "", sections(value)
+    assert doc, f"{name} has no docstring"
+    described = {
+        key.lstrip("*"): text for part in ("Args", "Attributes") for key, text in found.get(part, {}).items()
+    }
+    given = parameters(value)
+    private = {key for key in given if key == "settings" and name.endswith("Client")}
+    assert [key for key in given if key not in described and key not in private] == []
+    for key, parameter in given.items():
+        for text in DEFAULT.findall(described.get(key, "")):
+            assert ast.literal_eval(text.rstrip(".")) == parameter.default, f"{name}: {key}: {text}"
+    if inspect.isroutine(value) and given:
+        returned = inspect.signature(value).return_annotation
+        assert "Returns" in found or returned in (None, "None") or doc.startswith("Return "), (
+            f"{name}: Returns"
+        )

@@ -156,7 +156,7 @@ def _without_type(file: Path, record: Mapping[str, Any], modules: list[ModuleTyp
 
 
 def _converters() -> Iterator[ModuleType]:
-    """Yield what reads checkpoints, in the order in which it is asked."""
+    """Yield the converters in the order in which they are tried."""
     for family in registry.families():
         yield from map(family.load, family.converters)
     for family in registry.families():

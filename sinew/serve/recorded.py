@@ -22,8 +22,15 @@ WIRE = "python"
 class RecordedPolicy(OpenPolicy):
     """A policy that forwards observations to another one and records requests and answers.
 
-    Closing it writes the records that wait. The other policy stays open. :func:`sinew.record` describes the
-    arguments.
+    Closing it writes the records that wait. The other policy stays open.
+
+    Args:
+        policy: An open policy.
+        folder: The folder for the records.
+        limit_bytes: Largest size of all files together. Recording ends there with a warning.
+
+    Raises:
+        SinewError: The folder cannot be written.
     """
 
     def __init__(self, policy: Policy, folder: str | os.PathLike[str], *, limit_bytes: int = 8 << 30):

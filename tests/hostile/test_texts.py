@@ -74,7 +74,7 @@ def test_aliases_are_counted_with_what_they_stand_for(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 2 * len(texts)
     for line in lines:
-        assert "with all aliases, got more" in line or "no alias inside of what it stands for" in line
+        assert "with all aliases, got more" in line or "no alias inside its own value" in line
         assert len(line) < 400
 
 

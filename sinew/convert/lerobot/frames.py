@@ -17,16 +17,19 @@ Sides = tuple[int, int] | None  # height and width
 def whole_frames(
     checkpoint: LeRobotCheckpoint, resized: Sides, cut: Sides, key: str = "crop_shape"
 ) -> ImageRecipe:
-    """Return what is done to a frame. Normalisation is the same at each pixel, so that it may come last.
+    """Return the recipe of a frame. Normalisation is the same at each pixel, so that it may come last.
 
     Args:
-        checkpoint: the checkpoint, whose frames and statistics are read.
-        resized: height and width to which both sides are stretched; None where frames keep their size.
-        cut: height and width of the middle that is left; None where all of the frame is.
-        key: the configuration's name of ``cut``, for messages.
+        checkpoint: The checkpoint, whose frames and statistics are read.
+        resized: Height and width to which both sides are stretched; None keeps the size.
+        cut: Height and width of the middle that is cropped; None keeps the whole frame.
+        key: The configuration's name of ``cut``, for messages.
+
+    Returns:
+        The recipe.
 
     Raises:
-        ConvertError: the cut is larger than the frame.
+        ConvertError: The crop is larger than the frame.
     """
     steps: list[ImageStep] = []
     if resized is not None:

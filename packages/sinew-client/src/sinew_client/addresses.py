@@ -1,4 +1,4 @@
-"""Where a client finds its policy: one address or several, of which one is the present one. No sockets here."""
+"""The addresses of a client: one or several, of which one is in use. No sockets here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 
 
 class Addresses:
-    """The addresses that a client was given, all of one policy, in order. Raises :class:`ClientError`.
+    """The addresses of a client, all of one policy, in order. Raises :class:`ClientError`.
 
-    policy: its name at the servers, "" for their first. place: of the present address among them.
+    Attributes:
+        policy: Name of the policy at the servers; "" for their first.
+        place: Index of the present address.
     """
 
     def __init__(self, address: str | Sequence[str]):
@@ -45,11 +47,13 @@ class Addresses:
         return self._places[self.place]
 
     def move(self, place: int, why: str) -> bool:
-        """Turn from ``place`` to the next address. False where there is no other, or somebody has turned already."""
+        """Change from address ``place`` to the next one. Return False if there is no other, or another caller has
+        changed it already.
+        """
         if len(self.all) < 2 or place != self.place:
             return False
         before, self.place = self.present, (self.place + 1) % len(self.all)
-        logger.warning("%s: %s; turning to %s", before, why, self.present)
+        logger.warning("%s: %s; trying %s", before, why, self.present)
         return True
 
 

@@ -1,4 +1,4 @@
-"""The client for coroutines: requests, answers and errors of :class:`sinew_client.Client`, without a thread."""
+"""The asyncio client: requests, answers and errors of :class:`sinew_client.Client`, without a thread."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from sinew_client.types import ActionChunk, Observation
 
 
 class AsyncClient(BaseClient):
-    """Talks to one ``sinew serve`` from an event loop; several requests may be under way at once.
+    """A connection to a policy server, for an event loop. Several requests may be in progress at once.
 
-    address, timeout, connect_timeout, retries, jpeg_quality, api_key, max_age, limits, max_rows: as of
-    :class:`sinew_client.Client`. After a request without an answer in time the next one opens a new connection; those
-    that are still under way keep theirs. A task that is cancelled gives its answer up; the server finishes the
-    inference. Belongs to the loop in which it is first used.
+    The arguments are those of :class:`sinew_client.Client`, except ``shared_memory``. After a request without an
+    answer in time, the next one opens a new connection, and requests in progress keep theirs. A cancelled task drops
+    its answer, and the server finishes the inference. The client belongs to the event loop in which it is first used.
     """
 
     def _begin(self) -> None:
         self._loop: Any = None
         self._opening: Any = None  # the task that opens a connection
-        self._links: set = set()  # that have somebody waiting, or are the present one
+        self._links: set = set()  # the present connection, and those with requests in progress
 
     def _state(self) -> str:
         return f"{sum(len(link.waiting) for link in self._links)} under way"
@@ -45,10 +44,20 @@ class AsyncClient(BaseClient):
     async def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return the actions for one observation.
+        """Compute the actions for one observation.
 
-        Raises what :meth:`sinew_client.Client.infer` raises. The server lets one client have two requests wait besides
-        the one that runs; more are refused as busy.
+        The server lets one client have two waiting requests in addition to the running one. More are rejected as
+        busy.
+
+        Args:
+            observation: As in :meth:`sinew_client.Client.infer`.
+            timeout: Seconds for this call; None for the client's own.
+
+        Returns:
+            The action chunk.
+
+        Raises:
+            ClientError: The errors of :meth:`sinew_client.Client.infer`.
         """
         asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
         parts = self._encoded(given, request_id)
@@ -57,7 +66,7 @@ class AsyncClient(BaseClient):
     async def infer_all(
         self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
     ) -> list[ActionChunk | ClientError]:
-        """Return the actions for several observations, asked in one message (``Client.infer_all``)."""
+        """Compute the actions for several observations with one message (:meth:`sinew_client.Client.infer_all`)."""
         asking, outcomes = self._all(observations, timeout)
         found: list = outcomes(await self._drive(asking))
         return found
@@ -70,7 +79,7 @@ class AsyncClient(BaseClient):
         *,
         timeout: float | None = None,
     ) -> str:
-        """Return the answer to a question about an observation (``Client.ask``)."""
+        """Let the policy's language head answer a question about an observation (:meth:`sinew_client.Client.ask`)."""
         return (await self.infer(asking(observation, question, max_tokens), timeout=timeout)).text
 
     async def subtask(
@@ -80,31 +89,33 @@ class AsyncClient(BaseClient):
         *,
         timeout: float | None = None,
     ) -> str:
-        """Return the subtask of an observation and its instruction, without actions (``Client.subtask``)."""
+        """Let the policy's language head name the next subtask, without actions
+        (:meth:`sinew_client.Client.subtask`).
+        """
         return (await self.infer(asking(observation, None, max_tokens), timeout=timeout)).text
 
     async def context(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> tuple:
-        """Return (bytes, timing): what a head on this machine needs of an observation (``Client.context``)."""
+        """Compute the context of an observation for a head on this machine (:meth:`sinew_client.Client.context`)."""
         request_id = next(self._ids)
         parts = self._encoded(protocol.given(observation), request_id)
         return self._context(await self._drive(self._asking(parts, request_id, timeout)))
 
     async def metadata(self, *, timeout: float | None = None) -> dict:
-        """Return what the server runs and expects."""
+        """Request the server's description of itself and its policy (:meth:`sinew_client.Client.metadata`)."""
         return self._said(await self._drive(self._control("METADATA", "", timeout)))
 
     async def health(self, *, timeout: float | None = None) -> dict:
-        """Return status and counters of the server."""
+        """Request the status and the counters of the server."""
         return self._said(await self._drive(self._control("HEALTH", "", timeout)))
 
     async def reset(self, session: str = "", *, timeout: float | None = None) -> None:
-        """Tell the server that a new episode begins in ``session``."""
+        """Begin a new episode in ``session``."""
         await self._drive(self._control("RESET", session, timeout))
 
     async def close(self) -> None:
-        """Close the connection; requests under way raise ClientError."""
+        """Close the connection. Requests in progress raise ClientError."""
         self._closed, self._link = True, None
         if self._opening is not None:
             self._opening.cancel()
@@ -122,7 +133,7 @@ class AsyncClient(BaseClient):
     # ------------------------------------------------------------------------- socket
 
     async def _drive(self, asking: Asking) -> Any:
-        """Carry out the attempts of a request, one after the other, and return what comes of it."""
+        """Carry out the attempts of a request, one after the other, and return the result."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
@@ -140,8 +151,11 @@ class AsyncClient(BaseClient):
             return done.value
 
     async def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
-        """Send one request and return its reply, None at its end, or how the connection was lost; also where none
-        stands in time."""
+        """Send one request.
+
+        Returns:
+            The reply, None if there is none in time, or how the connection was lost or could not be made.
+        """
         parts, request_id, connected, end = attempt
         payload = b"".join(parts)  # the frames may be written to while this waits
         try:
@@ -164,9 +178,13 @@ class AsyncClient(BaseClient):
             self._tidy(link)
 
     async def _connected(self, end: float) -> AsyncLink | None:
-        """Return a connection that stands. None at ``end``, where there is one address, which is tried again until
-        then; else raises ConnectionLost."""
-        if self._link is not None:  # what has come since the last reply, such as its end, is looked at first
+        """Return an open connection. A single address is tried again until ``end``, then the result is None.
+
+        With several addresses, a failure raises ConnectionLost, so that the next address is tried.
+        """
+        if (
+            self._link is not None
+        ):  # lets the loop process an end of the connection that has arrived meanwhile
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         for pause in pauses():
@@ -179,7 +197,7 @@ class AsyncClient(BaseClient):
                 return self._link  # type: ignore[no-any-return]
             if self._closed:
                 raise ClosedError("the client is closed")
-            if isinstance(error, ConnectionLost):  # somebody else is there
+            if isinstance(error, ConnectionLost):  # the address belongs to another program
                 raise error
             if len(self.addresses) > 1:
                 raise ConnectionLost(f"no server answers at {self.address}") from error
@@ -189,7 +207,7 @@ class AsyncClient(BaseClient):
         return None
 
     async def _open(self, end: float) -> Exception | None:
-        """Have a connection opened, one for all who want one; return why there is none."""
+        """Open a connection, one for all requests that need it. Return the error if it cannot be opened."""
         if self._opening is None:
             opened = AsyncLink.opened(self._addresses.host_and_port, self.address, end)
             self._opening = asyncio.get_running_loop().create_task(opened)
@@ -201,7 +219,7 @@ class AsyncClient(BaseClient):
         return ClosedError("the client is closed") if task.cancelled() else task.exception()
 
     def _take(self, task: Any) -> None:
-        """Make a connection that was opened the present one."""
+        """Make a new connection the present one."""
         self._opening = None
         if task.cancelled() or task.exception() is not None:
             return
@@ -217,16 +235,17 @@ class AsyncClient(BaseClient):
             self._tidy(link)
 
     def _tidy(self, link: AsyncLink) -> None:
-        """Close a connection that is not the present one, once nobody waits for an answer on it."""
+        """Close a connection that is not the present one, once no request waits on it."""
         if link is not self._link and not link.waiting:
             self._links.discard(link)
             link.end()
 
 
 class AsyncLink(asyncio.BufferedProtocol):
-    """A connection to a ROUTER socket, as a DEALER socket sees it, read by the event loop.
+    """A connection to a ROUTER socket, in the role of a DEALER socket, read by the event loop.
 
-    waiting: request id -> future of its reply.
+    Attributes:
+        waiting: Request id -> future of its reply.
     """
 
     def __init__(self, address: str) -> None:
@@ -239,8 +258,11 @@ class AsyncLink(asyncio.BufferedProtocol):
 
     @classmethod
     async def opened(cls, place: tuple, address: str, end: float) -> AsyncLink:
-        """Return a connection that stands. Raises OSError, a ``socket.timeout`` at ``end``, and :class:`ConnectionLost`
-        where something else than ZeroMQ answers."""
+        """Open a connection.
+
+        Raises OSError, ``socket.timeout`` at ``end``, and :class:`ConnectionLost` if the other end is not a ZeroMQ
+        server.
+        """
         loop = asyncio.get_running_loop()
         made = await _connected(loop, place, end)
         link = cls(address)
@@ -276,14 +298,16 @@ class AsyncLink(asyncio.BufferedProtocol):
         return answer
 
     def end(self, error: Exception | None = None) -> None:
-        """Close the connection at once. error: for who waits for an answer; that it broke if absent."""
+        """Close the connection at once. error: Raised in waiting requests; None tells them that the
+        connection broke.
+        """
         self._ended = True
         for answer in self.waiting.values():
             if not answer.done():
                 answer.set_exception(error or self._broken())
         if not self._ready.done():
             self._ready.set_exception(error or ConnectionResetError("the server has closed the connection"))
-            self._ready.exception()  # nobody may be looking
+            self._ready.exception()  # marks the error as retrieved, in case no task waits for it
         if self._transport is not None:
             self._transport.abort()
 
@@ -305,7 +329,7 @@ class AsyncLink(asyncio.BufferedProtocol):
             while (message := self._framing.next()) is not None:
                 self._hand_over(payload_of(message, 0))
         except zmtp.ZmtpError as error:
-            self.end(ConnectionLost(f"no ZeroMQ server is there: {error}"))
+            self.end(ConnectionLost(f"the other end is not a ZeroMQ server: {error}"))
         except ConnectionLost as error:
             self.end(error)
         else:
@@ -320,12 +344,12 @@ class AsyncLink(asyncio.BufferedProtocol):
         self.end()
 
     def _reply(self) -> None:
-        """Send what the protocol itself wants: greeting, handshake, PONG."""
+        """Send the replies of the protocol itself: greeting, handshake, PONG."""
         while self._framing.replies and not self._ended:
             self._transport.write(self._framing.replies.pop(0))
 
     def _hand_over(self, payload: bytes) -> None:
-        """Give a reply to the request that it answers; one that was given up is dropped."""
+        """Pass a reply to its request. The reply to an abandoned request is dropped."""
         request_id = protocol.reply_id(payload)
         if request_id:
             answer = self.waiting.get(request_id)
@@ -344,7 +368,7 @@ class AsyncLink(asyncio.BufferedProtocol):
 
 
 async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
-    """Return a connection to a place, as :func:`sinew_client.link.connected` does."""
+    """Return a socket that is connected to a place, as :func:`sinew_client.link.connected` does."""
     found = unix_place(place)
     if not found:
         found = await _within(loop.getaddrinfo(*place[:2], type=socket.SOCK_STREAM), end)
@@ -368,7 +392,7 @@ async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
 
 
 async def _within(awaited: Any, end: float) -> Any:
-    """Return what ``awaited`` gives. Raises ``socket.timeout`` at ``end``."""
+    """Await ``awaited``. Raises ``socket.timeout`` at ``end``."""
     try:
         return await asyncio.wait_for(awaited, max(1e-3, end - time.monotonic()))
     except asyncio.TimeoutError:

@@ -1,4 +1,4 @@
-"""The key that a server wants, and that clients send."""
+"""The API key that a server requires and a client sends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,24 @@ ROBOT, METRICS, ADMIN = ROLES = (
 
 
 def role_and_key(line: str) -> tuple[str, str]:
-    """Return the role and the key of a line of a key file; the role is "" for a key without one, which may do all."""
+    """Return the role and the key of a line of a key file. The role is "" for a key without one, which allows
+    everything.
+    """
     role, colon, key = line.partition(":")
     return (role, key.strip()) if colon and role in ROLES else ("", line)
 
 
 def key_from_environment() -> str:
-    """Return the key of ``SINEW_API_KEY``; empty where there is none."""
+    """Return the key in ``SINEW_API_KEY``; "" without one."""
     return os.environ.get(KEY_VARIABLE, "")
 
 
 def api_key_of(path: Path | None) -> str:
-    """Return the key that a client sends: the first in a file that robots may use, else the first; without a file the
-    environment's. Raises as :func:`keys_in`."""
+    """Return the key that a client sends: the first one for robots in a file, else its first; without a file, the
+    environment's.
+
+    Raises the errors of :func:`keys_in`.
+    """
     if path is None:
         return key_from_environment()
     found = [role_and_key(line) for line in keys_in(path)]
@@ -46,7 +51,7 @@ def keys_in(path: Path) -> tuple[str, ...]:
             text = file.read(MAX_KEYS)
         keys = tuple(filter(None, map(str.strip, text.splitlines())))
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error  # without the path, which is said
+        why = getattr(error, "strerror", None) or error  # without the path, which the message has already
         raise SinewError(f"--api-key-file {path}: {why}") from error
     if not keys:
         raise SinewError(f"--api-key-file {path}: the file is empty")

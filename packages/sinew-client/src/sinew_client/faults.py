@@ -1,4 +1,4 @@
-"""Tells errors inside a run from what is normal life of a robot: late, lost and superseded answers."""
+"""Separate errors of a run from normal operation: late, lost and superseded answers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from typing import Any
 
 from sinew_client.errors import ConnectionLost, LateChunk, RequestTimeout
 
-# Requests that a server did not compute, for a reason that is nobody's mistake.
+# Requests that a server did not compute, for a reason of normal operation.
 UNCOMPUTED = ("busy", "cancelled", "deadline", "shutting_down", "superseded")
 # What will be answered to every observation of this robot: policy, robot or key are not the right ones.
 PERMANENT = ("bad_observation", "bad_request", "missing_package", "unauthorized", "unknown_policy")
 
-KINDS, LONGEST_KIND, LONGEST_TEXT = 100, 64, 1000  # of what a server may say: kinds, and characters
+KINDS, LONGEST_KIND, LONGEST_TEXT = (
+    100,
+    64,
+    1000,
+)  # bounds of servers' errors: kinds, and characters of each text
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of an error that an answer failed with: a server's code, or the name of its type.
+    """Return the kind of an error: a server's code, or the name of its type.
 
-    "" for an answer that came too late, or not at all: a deadline, a lost connection, a server that is busy, stops or
-    was sent something newer. The robot holds then, asks again and goes on.
+    "" for an answer that came too late or not at all: a deadline, a lost connection, a server that is busy, stops, or
+    got a newer request. The robot then holds, requests again and continues.
     """
     code = getattr(error, "code", "")
     if isinstance(error, (RequestTimeout, ConnectionLost, LateChunk)) or code in UNCOMPUTED:
@@ -28,7 +32,12 @@ def kind_of(error: BaseException) -> str:
 
 
 class Faults:
-    """Counts answers that failed. ``first``: what the first one said; ``counts``: how many of which kind."""
+    """Counts failed answers.
+
+    Attributes:
+        first: Text of the first one.
+        counts: Kind -> number.
+    """
 
     def __init__(self) -> None:
         self.first = ""

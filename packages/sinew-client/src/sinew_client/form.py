@@ -1,4 +1,4 @@
-"""Compares what robots of a policy take for granted with what another policy states."""
+"""Compare the parts of a policy's description that its robots rely on with those of another policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ COMMANDS = ("action", "control_hz", "embodiment", "motion")
 
 
 def form(spec: PolicySpec, parts: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what robots of a policy take for granted, by name; what the policy does not state is left out.
+    """Return the parts of a policy's description that its robots rely on, by name, as far as the policy states them.
 
-    parts: the names to return, or what stands before their dot; all if absent.
+    parts: Names to return, or their first part before a dot; () for all.
     """
     found: dict[str, Any] = {
         "cameras": tuple(each.name for each in spec.cameras),
@@ -44,7 +44,7 @@ def _vector(name: str, spec: VectorSpec) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = "") -> dict[str, str]:
-    """Return a sentence for each name of :func:`form` that both state, differently. who: said behind what was."""
+    """Return a sentence for each name of :func:`form` that both state differently. who: Owner of the expected value."""
     return {
         key: f"{key}: expected {_text(before[key])}{who}, got {_text(after[key])}"
         for key in before
@@ -53,10 +53,12 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = ""
 
 
 class Fitted:
-    """Holds what a robot was fitted to, and refuses another policy.
+    """The policy that a robot was fitted to. It rejects other policies.
 
-    policy: what a server said of it (``metadata()["policy"]``); None: what the first that is checked says. parts: the
-    names of :func:`form` that are compared.
+    Args:
+        policy: The policy's description (``metadata()["policy"]``); None takes that of the first policy that is
+            checked.
+        parts: Names of :func:`form` that are compared.
     """
 
     def __init__(self, policy: Mapping[str, Any] | None, parts: Sequence[str] = TAKEN):
@@ -70,7 +72,7 @@ class Fitted:
             found = form(server.spec, self._parts)
         except ClientError as error:
             if self._form is None and type(error) is ClientError:
-                return  # a server that says nothing of itself, as vla.cpp's
+                return  # a server without a description, such as vla.cpp's
             raise
         where = getattr(server, "address", "what answers")
         if getattr(server, "exchanged", False):
@@ -84,7 +86,7 @@ class Fitted:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare two stated values; a text that is empty in either says nothing."""
+    """Compare two stated values. An empty text equals every text."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return a == b or (isinstance(a, str) and isinstance(b, str) and not (a and b))

@@ -1,4 +1,4 @@
-"""What a robot saw at its last control steps, for a policy that reads several moments at once."""
+"""The last observation steps of a robot, for a policy with an observation history."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from sinew_client.untrusted import shown
 
 
 class History:
-    """Keeps what a robot saw at each control step, as far back as a policy reads.
+    """Stores the observation of each control step, as far back as a policy reads.
 
-    moments: T of the policy (:attr:`PolicySpec.history`), of which an observation itself is the newest; 1: keeps
-    nothing. stride: control steps from one of them to the next. padding: what stands for moments before the first one,
-    "repeat" or "mask" (:attr:`PolicySpec.history_padding`). Moments are copies, so a robot may write its next frame
-    where the last one was.
+    The spacing is that of training, in control steps, and not that of requests, which come at any step. So all (T -
+    1) * stride + 1 steps are stored. The robot stores them and the server none, so a server may restart in the middle
+    of an episode. Frames are copied, so a robot may overwrite them.
 
-    The spacing is that of training, in control steps, and not that of requests, which come at any step: so all steps
-    are kept, (T - 1) * stride + 1 of them. The robot keeps them and the server none: one that is started again in the
-    middle of an episode, or that two robots share, has nothing to lose.
+    Args:
+        moments: T of the policy (:attr:`PolicySpec.history`), with the observation itself as the newest step. 1
+            stores nothing.
+        stride: Control steps from one of them to the next.
+        padding: Replacement of steps before the first one, "repeat" or "mask" (:attr:`PolicySpec.history_padding`).
 
-    Raises :class:`ClientError` for a history that no policy has.
+    Raises:
+        ClientError: No policy has such a history.
     """
 
     def __init__(self, moments: int = 1, stride: int = 1, padding: str = "repeat"):
-        if problem := history_problem(moments, stride):  # a server said it
+        if problem := history_problem(moments, stride):  # the numbers come from a server
             raise ClientError(f"policy.{problem}")
         if padding not in ("repeat", "mask"):
             raise ClientError(f"policy.history_padding: expected repeat or mask, got {padding!r}")
@@ -37,8 +39,9 @@ class History:
 
     @classmethod
     def of(cls, policy: Mapping[str, Any]) -> History:
-        """Return the history of a policy by what a server says of it, or ``spec.to_dict()``. What it does not say is
-        that of a policy that reads one moment. Raises :class:`ClientError`."""
+        """Return the history of a policy's description. Its default is one observation step. Raises
+        :class:`ClientError`.
+        """
         said = [policy.get("history") or 1, policy.get("history_stride") or 1]
         for name, value in zip(("history", "history_stride"), said):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -46,7 +49,7 @@ class History:
         return cls(*said, padding=policy.get("history_padding") or "repeat")
 
     def see(self, step: int, images: Mapping[str, Any], state: Any) -> None:
-        """Keep the moment of a control step; of one step the last that is given counts."""
+        """Store the observation of a control step. For the same step, the last call counts."""
         if self.moments == 1:
             return
         if self._kept and self._kept[-1][0] == step:
@@ -55,11 +58,11 @@ class History:
         self._kept.append((step, Moment(frames, np.array(state))))
 
     def before(self, step: int) -> tuple[Moment, ...]:
-        """Return the T - 1 moments before a control step, ``stride`` steps apart, oldest first; none where nothing was
-        seen.
+        """Return the T - 1 observation steps before a control step, ``stride`` steps apart, oldest first; () without
+        any.
 
-        The one before stands for a step at which nothing was seen. For those before the first, as at the start of an
-        episode, the first stands where the policy's padding is "repeat"; where it is "mask", they are left out.
+        A step without an observation is replaced by the one before it. Steps before the first one are filled with the
+        first if the padding is "repeat", and left out if it is "mask".
         """
         if self.moments == 1 or not self._kept:
             return ()

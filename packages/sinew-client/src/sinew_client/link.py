@@ -1,7 +1,7 @@
-"""One connection to a server, over a plain socket: a request out, its reply in, and no thread in between.
+"""One connection to a server, over a plain socket: a request is sent and its reply received, without another thread.
 
-ZeroMQ's library gives every message to a thread of its own and back, and copies it for that. Here the kernel takes the
-frames from where they lie, and wakes the thread that asked.
+ZeroMQ's library passes every message through a thread of its own, and copies it for that. Here the kernel reads the
+frames in place, and wakes the thread that waits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sinew_client.errors import ClientError, ConnectionLost
 
 MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred million
 MAX_TURNS = 64  # looks at what came between two requests, a buffer each
-MAX_PARTS = 512  # that the kernel takes in one call; it has 1,024
-LONGEST_S = 1e6  # of one wait
+MAX_PARTS = 512  # parts in one system call; the kernel's limit is 1,024
+LONGEST_S = 1e6  # longest wait in seconds
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED has them
 _SELECTOR = getattr(
     selectors, "PollSelector", selectors.SelectSelector
@@ -32,8 +32,10 @@ KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # 
 
 
 def place_of(address: str) -> tuple:
-    """Return (host, port), (host, port, "tls") or (path,) of what ``split_address`` returned. Raises
-    :class:`ClientError` for a host that cannot be one, and for a path where the system has no Unix sockets."""
+    """Return (host, port), (host, port, "tls") or (path,) for a result of ``split_address``.
+
+    Raises :class:`ClientError` for an invalid host, and for a path on a system without Unix sockets.
+    """
     if address.startswith("ipc://"):
         if not hasattr(socket, "AF_UNIX"):
             raise ClientError(f"{address}: expected tcp://HOST:PORT on a system without Unix sockets")
@@ -54,7 +56,7 @@ def has_tls(place: tuple) -> bool:
 
 
 def unix_place(place: tuple) -> list:
-    """Return where a Unix socket is, as ``getaddrinfo`` says it; nothing for a host and port."""
+    """Return the place of a Unix socket in the form of ``getaddrinfo``; [] for a host and port."""
     return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", place[0])] if len(place) == 1 else []
 
 
@@ -76,8 +78,8 @@ def unconnected(family: int, kind: int, protocol: int, address: Any) -> socket.s
 def check_owner(made: socket.socket) -> None:
     """Raise :class:`ConnectionLost` unless a process of this user or of root is at the other end of a Unix socket.
 
-    Whoever binds the path first would get the key. Other sockets are not checked, nor are those of a system that does
-    not say whose they are.
+    Otherwise another user could bind the path first and receive the key. Other sockets are not checked, nor are
+    sockets of a system that does not report the owner.
     """
     if not hasattr(socket, "AF_UNIX") or made.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return
@@ -113,8 +115,10 @@ def connected(place: tuple, end: float) -> socket.socket:
 
 
 def secured(made: socket.socket, place: tuple, end: float) -> socket.socket:
-    """Return a connection to a place with TLS, once both ends have agreed on it; the same without, if the place has
-    none. Raises OSError, and :class:`ConnectionLost` for a server without TLS or without a trusted certificate."""
+    """Return a connection with TLS, after the handshake; the same connection if the place needs no TLS.
+
+    Raises OSError, and :class:`ConnectionLost` for a server without TLS or without a trusted certificate.
+    """
     if not has_tls(place):
         return made
     host, port, _ = place
@@ -145,13 +149,17 @@ def set_options(made: socket.socket) -> None:
 
 
 class Link:
-    """A connection that stands, to a ROUTER or REP socket. Not thread-safe.
+    """An open connection to a ROUTER or REP socket. Not thread-safe.
 
-    kind: as which socket the server sees it. b"REQ" has :meth:`ask`, which waits for the reply; b"DEALER" has
-    :meth:`put`, :meth:`flush` and :meth:`get`, none of which waits.
+    The constructor connects and shakes hands until ``end``, ``time.monotonic()`` seconds.
 
-    The constructor connects and shakes hands until ``end``, ``time.monotonic()`` seconds. Raises OSError, a
-    ``socket.timeout`` at ``end``, and :class:`ConnectionLost` where something else than ZeroMQ answers.
+    Args:
+        kind: The role of this end. b"REQ" has :meth:`ask`, which waits for the reply. b"DEALER" has :meth:`put`,
+            :meth:`flush` and :meth:`get`, which never wait.
+
+    Raises:
+        OSError: The connection failed, with ``socket.timeout`` at ``end``.
+        ConnectionLost: The other end is not a ZeroMQ server.
     """
 
     def __init__(self, place: tuple, end: float, kind: bytes = b"REQ"):
@@ -177,17 +185,16 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Close the connection. A process that was forked closes its own end, and the parent's stands on."""
+        """Close the connection. In a forked process, only its own end closes."""
         self._socket.close()
 
     @property
     def stands(self) -> bool:
-        """Return False if something has come since the last reply after which the connection is of no use: its end,
-        bytes that are not ZeroMQ's, or the beginning of a message that nobody asked for.
+        """False if the connection can no longer be used: it has ended, or has received invalid bytes or an unexpected
+        message.
 
-        PINGs do not, however many and however fast: a server may keep its connections alive. It looks at 64 buffers at
-        most, so that a peer that never stops talking costs no more than that here, and in :meth:`ask` until its end.
-        True therefore says that nothing wrong was found, and what comes later is found by :meth:`ask`.
+        PINGs do not count, because a server may use them to keep its connections alive. At most 64 buffers are
+        checked, so that a peer that never stops sending costs no more here. :meth:`ask` finds later problems.
         """
         try:
             for _ in range(MAX_TURNS):
@@ -200,10 +207,14 @@ class Link:
         return True
 
     def ask(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bytes | None:
-        """Send a request of these parts, one after the other, and return its reply; None at ``end``. beside: what
-        ``sendmsg`` of a Unix socket takes with the first of it.
+        """Send a request, and return its reply; None at ``end``.
 
-        Raises OSError and :class:`ConnectionLost` where the connection breaks.
+        Raises OSError and :class:`ConnectionLost` if the connection breaks.
+
+        Args:
+            parts: Parts of the request, which are sent one after the other.
+            end: Time limit, ``time.monotonic()`` seconds.
+            beside: Ancillary data for ``sendmsg`` of a Unix socket, sent with the first bytes.
         """
         opening = zmtp.head(0, more=True) + zmtp.head(sum(map(len, parts)))  # the empty frame of a REQ socket
         if not self._send([opening, *parts], end, beside):
@@ -220,13 +231,12 @@ class Link:
         return len(self._unsent)
 
     def put(self, parts: Sequence[zmtp.Frame]) -> None:
-        """Send a message of these parts, or as much of it as the peer takes now; :meth:`flush` sends the rest. Raises
-        OSError."""
+        """Send a message as far as the peer accepts it now. :meth:`flush` sends the rest. Raises OSError."""
         self._unsent.append(memoryview(b"".join((zmtp.head(sum(map(len, parts))), *parts))))
         self.flush()
 
     def flush(self) -> None:
-        """Send what is unsent, as far as the peer takes it now. Raises OSError."""
+        """Send unsent bytes as far as the peer accepts them now. Raises OSError."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent[0])
@@ -238,7 +248,7 @@ class Link:
                 self._unsent[0] = self._unsent[0][sent:]
 
     def get(self) -> bytes | None:
-        """Return the next message that has come, None where there is none now. Raises OSError, ConnectionLost."""
+        """Return the next message that has arrived; None without one. Raises OSError, ConnectionLost."""
         while (message := self._next()) is None:
             self._unsent.extend(map(memoryview, self._framing.replies))
             self._framing.replies.clear()
@@ -248,8 +258,10 @@ class Link:
         return payload_of(message, 0)
 
     def wait(self, end: float, writable: bool = False) -> bool:
-        """Wait until something has come, or may be sent, or the connection has failed; False at ``end``. While one
-        thread waits here, others may put and get."""
+        """Wait until the socket is readable, or writable, or has failed. Return False at ``end``.
+
+        While one thread waits here, others may call put and get.
+        """
         if not writable and self._buffered():
             return True
         with _SELECTOR() as selector:
@@ -257,7 +269,7 @@ class Link:
             return bool(selector.select(min(LONGEST_S, max(0.0, end - time.monotonic()))))
 
     def shut(self) -> None:
-        """End the connection, which whoever waits for it notices; its descriptor stays until :meth:`close`."""
+        """End the connection, and wake a thread that waits for it. Its descriptor stays open until :meth:`close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -267,15 +279,15 @@ class Link:
         try:
             return self._framing.next()
         except zmtp.ZmtpError as error:
-            raise ConnectionLost(f"no ZeroMQ server is there: {error}") from error
+            raise ConnectionLost(f"the other end is not a ZeroMQ server: {error}") from error
 
     def _answer(self, end: float) -> None:
-        """Send what the protocol itself wants: greeting, handshake, PONG."""
+        """Send the replies of the protocol itself: greeting, handshake, PONG."""
         while self._framing.replies:
             self._send([self._framing.replies.pop(0)], end)
 
     def _receive(self, end: float) -> bool:
-        """Receive what is there, or comes first; False if that is nothing until ``end``."""
+        """Receive available bytes, or wait for the first ones. Return False if none arrive until ``end``."""
         while self._buffered() or self._wait(selectors.EVENT_READ, end):
             with contextlib.suppress(BlockingIOError):
                 count = self._socket.recv_into(self._framing.room())
@@ -286,11 +298,11 @@ class Link:
         return False
 
     def _buffered(self) -> bool:
-        """Return True if TLS has decrypted bytes, of which the system's ``select`` does not tell."""
+        """Return True if TLS has decrypted bytes, which the system's ``select`` does not report."""
         return isinstance(self._socket, tls.TlsSocket) and self._socket.pending() > 0
 
     def _send(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bool:
-        """Send it all; False if the peer has not taken it until ``end``."""
+        """Send all parts. Return False if the peer has not accepted them until ``end``."""
         left = (
             [memoryview(b"".join(parts))] if len(parts) > MAX_PARTS else [memoryview(each) for each in parts]
         )
@@ -310,7 +322,7 @@ class Link:
         return True
 
     def _wait(self, event: int, end: float) -> bool:
-        """Wait until the socket may be read or written, or has failed; False at ``end``."""
+        """Wait until the socket may be read or written, or has failed. Return False at ``end``."""
         if event != self._awaited:
             self._selector.modify(self._socket, event)
             self._awaited = event

@@ -1,4 +1,4 @@
-"""Things that a user names as ``module:name``: his robot, planner, adapter, environment."""
+"""Import objects that a user names as ``module:name``: a robot, planner, adapter or environment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sinew_client.errors import ClientError
 
 
 class ModuleError(ClientError):
-    """Raised where ``module:name`` cannot be had; the message says what was searched, or what the module raised."""
+    """``module:name`` cannot be imported; the message has the searched folders, or the module's own error."""
 
 
 def search_here() -> str:
-    """Put the current folder on the module search path, first, as ``python -m`` does; return the folder."""
+    """Put the current folder first on the module search path, as ``python -m`` does. Return the folder."""
     here = str(Path.cwd())
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
@@ -23,9 +23,9 @@ def search_here() -> str:
 
 
 def load_module(name: str, what: str) -> Any:
-    """Import a module of the user's, from the current folder or what is installed. what: the flag, for messages.
+    """Import a module of the user's, from the current folder or an installed package. what: The option, for messages.
 
-    Raises :class:`ModuleError`, in one line, for a module that is not there or does not import.
+    Raises :class:`ModuleError`, in one line, for a module that is missing or does not import.
     """
     here = search_here()
     try:
@@ -42,7 +42,7 @@ def load_module(name: str, what: str) -> Any:
 
 
 def load_named(text: str, what: str) -> Any:
-    """Return what ``module:name`` names. Raises :class:`ModuleError`."""
+    """Import the object that ``module:name`` names. what: The option, for messages. Raises :class:`ModuleError`."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ModuleError(f"{what}: expected module:name, got {text!r}")

@@ -74,7 +74,7 @@ def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def encode_infer(*given: Any, **options: Any) -> bytes:
-    """Return what :func:`infer_parts` gives of the same arguments, in one piece."""
+    """Return the request of :func:`infer_parts` as one bytes object."""
     return b"".join(infer_parts(*given, **options))
 
 
@@ -137,7 +137,7 @@ def infer_all_parts(
     for index, observation in enumerate(observations):
         try:
             if observation.get("deadline_ms") is not None:
-                raise InvalidObservation("deadline_ms", "none, of one of several observations", "one")
+                raise InvalidObservation("deadline_ms", "no deadline for one of several observations", "one")
             single = infer_parts(observation, 0, jpeg_quality)
             # Frames of several observations are sent: the lengths of what is around them count theirs
             inner = [bytes(part) if isinstance(part, FrameHead) else part for part in single]
@@ -150,12 +150,15 @@ def infer_all_parts(
 
 
 def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callable) -> list:
-    """Return what each observation of a request got, in their order: what ``chunk`` makes of its reply and of itself,
-    or the error that it raises. Raises :class:`ClientError` where the reply has not an answer for each."""
+    """Return the outcome of each observation of a request, in their order: a chunk, or the error for it.
+
+    chunk: Makes a chunk from a reply and its observation, or raises. Raises :class:`ClientError` if the reply has
+    another number of answers.
+    """
     if len(reply.answers) != len(observations):
         raise ClientError(
-            f"the reply: expected {len(observations)} answers, got {len(reply.answers)}; does this server know"
-            " messages of several observations?"
+            f"the reply: expected {len(observations)} answers, got {len(reply.answers)}; update a server that does"
+            " not support several observations in a message"
         )
 
     def outcome(answer, observation: Mapping[str, Any]):
@@ -198,12 +201,12 @@ def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], lis
 
 
 def with_frames(request, frames: Iterable[tuple[str, Any]], jpeg_quality: int | None = None) -> list:
-    """Return the bytes of a request with frames, in parts. Raises :class:`InvalidObservation` for what is no frame."""
+    """Return a request with frames, in parts. Raises :class:`InvalidObservation` for an invalid frame."""
     # The frames are put behind the rest by hand, because protobuf would copy them: its own serializer takes 0.4 ms for
     # two of 224 x 224.
     parts, encoded = [request.SerializeToString()], {}  # type: ignore[var-annotated]
     for name, frame in frames:
-        # Moments may share a picture, as that of a goal
+        # Observation steps may share a picture, such as that of a goal
         if id(frame) not in encoded:
             encoded[id(frame)] = _encode_frame(str(name), frame, jpeg_quality)
         parts += encoded[id(frame)]
@@ -253,7 +256,7 @@ def _plain(text: str) -> str:
 
 
 def reply_id(payload: bytes) -> int:
-    """Return the id of the request that a reply answers; 0 where it has none or is no reply."""
+    """Return the id of the request that a reply answers; 0 if it has none or is not a reply."""
     reply = schema.PredictResponse()
     try:
         reply.ParseFromString(payload)
@@ -272,15 +275,15 @@ def accepted(
 ) -> ActionChunk:
     """Return the chunk of a reply. asked: ``time.perf_counter()`` at the call.
 
-    Raises :class:`UnsafeChunk` where it answers an observation older than ``max_age`` seconds, or is out of ``limits``,
-    or was computed with another adapter than the one that was asked: servers of before there were any ignore the field.
+    Raises :class:`UnsafeChunk` if it answers an observation older than ``max_age`` seconds, is outside ``limits``, or
+    was computed with another adapter than requested. Old servers ignore the adapter.
     """
     words_alone = observation.get("question") or observation.get("text_only")
     chunk = decode_chunk(reply, asked, max_rows, 0 if words_alone else 1)
     if chunk.adapter != (observation.get("adapter") or ""):
         raise UnsafeChunk(
             f"adapter: expected an answer of {observation.get('adapter') or 'the base'!r}, got one of"
-            f" {shown(chunk.adapter) if chunk.adapter else 'the base'}; does this server know adapters?"
+            f" {shown(chunk.adapter) if chunk.adapter else 'the base'}; update a server that ignores adapters"
         )
     if max_age is not None:
         now, taken = time.perf_counter(), observation.get("time")
@@ -309,8 +312,10 @@ def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
 
 
 def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, least: int = 1) -> ActionChunk:
-    """Return the chunk of a reply, of ``least`` rows at least. asked: ``time.perf_counter()`` at the call. Raises
-    :class:`UnsafeChunk`."""
+    """Return the chunk of a reply, with at least ``least`` actions. asked: ``time.perf_counter()`` at the call.
+
+    Raises :class:`UnsafeChunk`.
+    """
     if reply.context:
         raise ClientError("the reply holds a context and no actions: this policy answers Client.context")
     return ActionChunk(
@@ -328,7 +333,7 @@ def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, le
 
 
 def decode_timing(reply) -> Timing:
-    """Return where the milliseconds of a reply went."""
+    """Return the times of a reply, in milliseconds."""
     found = {each.name: value for each, value in reply.timing.ListFields()}
     return Timing(**{**found, "step_ms": tuple(found.get("step_ms", ()))})
 
@@ -350,7 +355,7 @@ def check_limits(chunk: ActionChunk, limits) -> None:
 
 
 def decode_metadata(reply) -> dict:
-    """Return what a server says of itself. Raises :class:`ClientError` for what is no object of JSON."""
+    """Return a server's description of itself. Raises :class:`ClientError` unless it is a JSON object."""
     try:
         found = parse_json(reply.metadata)
     except UntrustedError as error:
@@ -361,9 +366,9 @@ def decode_metadata(reply) -> dict:
 
 
 def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
-    """Return a field ``images`` in two parts: what stands before the data, and the data as bytes or a flat view.
+    """Return a field ``images`` in two parts: the bytes before the data, and the data as bytes or a flat view.
 
-    ``frame``: uint8 or float [height, width, 3], or the bytes of a JPEG or PNG file.
+    frame: uint8 or float [height, width, 3], or the bytes of a JPEG or PNG file.
     """
     if isinstance(frame, (bytes, bytearray, memoryview)):
         data = bytes(frame)
@@ -394,15 +399,20 @@ def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
 
 
 class FrameHead(bytes):
-    """Hold what stands before the raw pixels of a frame. frame: encoding, height, width."""
+    """The bytes before the raw pixels of a frame.
+
+    Attributes:
+        frame: Encoding, height, width.
+    """
 
     frame: tuple
 
 
 @functools.lru_cache(maxsize=64)  # a robot's frames have the same few sizes
 def image_head(encoding: int, height: int, width: int, length: int, offset: int | None = None) -> bytes:
-    """Return the bytes of a field ``images`` that stand before ``length`` bytes of data. offset: where they lie in
-    shared memory in their place."""
+    """Return the bytes of a field ``images`` before ``length`` bytes of data. offset: Position of the data in shared
+    memory, if they are there.
+    """
     head = schema.Image(encoding=encoding, height=height, width=width, offset=offset).SerializeToString()
     if offset is None:
         head += _prefix(_DATA, length)
@@ -416,12 +426,12 @@ def kept(parts: Sequence) -> list:
 
 
 def generation(number: int) -> bytes:
-    """Return the field that says of which generation a request's frames in shared memory are."""
+    """Return the field with the generation of a request's frames in shared memory."""
     return _varint(_GENERATION) + _varint(number)
 
 
 def _prefix(number: int, length: int) -> bytes:
-    """Return what stands before a field of ``length`` bytes on the wire: its tag and the length."""
+    """Return the tag and the length before a field of ``length`` bytes."""
     return _varint(number << 3 | 2) + _varint(length)
 
 

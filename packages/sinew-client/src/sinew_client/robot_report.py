@@ -1,4 +1,4 @@
-"""Makes and reads a robot's report of its own run, a message to the server that drives it. No clocks, no sockets."""
+"""Make and read a robot's report of its own run, a message to its server. No clocks, no sockets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sinew_client.untrusted import shown
 
 STATES = ("starting", "moves", "holds", "paused", "aligning", "human", "ended")
 LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")
-MAX_BYTES = 8192  # of a message
+MAX_BYTES = 8192  # most bytes of a message
 MAX_TEXT = 160  # characters of a name or reason
 MAX_COUNTS = 12  # reasons, or limits, that are told apart
-MAX_POINTS = 64  # of an arm
+MAX_POINTS = 64  # most points of an arm
 FARTHEST = 1e3  # metres
-LARGEST = 1 << 53  # of any number
+LARGEST = 1 << 53  # largest number
 
 
 @dataclass(frozen=True)
 class RobotReport:
-    """How a robot's run goes, so far: ``Report`` of ``sinew.proto``, which says what each field is. None: not known."""
+    """The state of a robot's run. ``Report`` in ``sinew.proto`` describes the fields. None: not known."""
 
     run: int
     state: str
@@ -49,7 +49,7 @@ class RobotReport:
     arm: tuple[float, ...] = ()
 
     def to_message(self) -> Any:
-        """Return the message, its texts and lists cut to what one may have."""
+        """Return the message, with texts and lists cut to their limits."""
         found = schema.Report(limits=self.limits, arm=self.arm)
         for name, value in vars(self).items():
             if name in ("held", "clipped"):

@@ -1,9 +1,9 @@
-"""Camera frames in memory that a client and a server of one machine share, beside a Unix socket: both ends of it.
+"""Camera frames in memory that a client and a server of one machine share, together with a Unix socket: both ends.
 
 The client makes a memory file without a name (``memfd_create``), seals its size and sends its descriptor through the
-socket, once. Requests then say where in it their pixels lie and of which generation they are, as the file's first
-bytes do. Nothing that the client does makes a read of the server fail: the file is of memory, and never shrinks. When
-both ends are closed nothing is left.
+socket, once. Requests then contain the positions of their pixels and their generation, which is also in the file's
+first bytes. The client cannot make a read of the server fail, because the file is memory and never shrinks. When both
+ends are closed, nothing remains.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _GENERATION = struct.Struct("<Q")
 
 
 class SharedFrames:
-    """The client's end: a file of ``size`` bytes of frames. Raises OSError where there is no memory for it.
+    """The client's end: a file of ``size`` bytes of frames. Raises OSError if there is not enough memory.
 
-    state: SHARED once the server has said that it reads the file, SENT and why else.
+    Attributes:
+        state: SHARED once the server has accepted the file, else SENT with the reason.
     """
 
     def __init__(self, size: int):
@@ -59,22 +60,23 @@ class SharedFrames:
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     def offer(self, ask: Callable[[list], str]) -> None:
-        """Give the file to the server. ask: sends a request with what ``sendmsg`` takes beside, and returns what the
-        server says of it."""
+        """Offer the file to the server. ask: Sends a request with ancillary data for ``sendmsg``, and returns the
+        server's answer.
+        """
         try:
             self.state = (
                 ask([(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self._descriptor))])
                 or self.state
             )
         except ServerError as error:
-            self.state = f"{SENT}: the server says: {error}"
+            self.state = f"{SENT}: the server rejected it: {error}"
         finally:
             os.close(self._descriptor)  # the server has one of its own
 
     def placed(self, parts: Sequence) -> list:
-        """Return the parts of a request with its raw frames here, and in their place where they lie."""
+        """Copy the raw frames of a request into the file, and return its parts with their positions instead."""
         self._generation += 1
-        _GENERATION.pack_into(self._map, 0, 0)  # whoever still reads the last ones finds them gone
+        _GENERATION.pack_into(self._map, 0, 0)  # a reader of the last frames notices that they are gone
         at, found, places = HEADER, [], {}  # type: ignore[var-annotated]
         for part in parts:
             if room(head := found[-1] if found else b"", part):
@@ -90,8 +92,10 @@ class SharedFrames:
 
 
 def offered(size: int, ask: Callable[[list], str]) -> Any:
-    """Return memory for so many bytes of frames that was offered to the server (:meth:`SharedFrames.offer`), or what
-    says in its place why there is none (``state``). Raises what ``ask`` does of a connection that is lost."""
+    """Return memory for so many bytes of frames that was offered to the server (:meth:`SharedFrames.offer`).
+
+    Without memory, the result has only the reason (``state``). Raises the errors of ``ask`` for a lost connection.
+    """
     if not AVAILABLE or size >> 32:
         why = "they are 4 GiB or more" if AVAILABLE else "this Python has no memfd_create"
         return SimpleNamespace(state=f"{SENT}: {why}")
@@ -115,10 +119,12 @@ def size_of(parts: Sequence) -> int:
 
 
 class ReceivedFrames:
-    """The server's end: what a connection shares, mapped for reading. Raises nothing for a descriptor that is of no
-    use; ``state`` says why.
+    """The server's end: a connection's memory, mapped for reading. An unusable descriptor raises nothing; ``state``
+    has the reason.
 
-    descriptor: what came, and is closed here. limit: bytes that it may have.
+    Args:
+        descriptor: The received descriptor. It is closed here.
+        limit: Largest size in bytes.
     """
 
     def __init__(self, descriptor: int, limit: int):
@@ -144,19 +150,23 @@ class ReceivedFrames:
         return SHARED
 
     def pixels(self, name: str, at: int, size: int) -> memoryview:
-        """Return the bytes of a frame where they lie. Raises :class:`ObservationError`."""
+        """Return the bytes of a frame, without a copy. Raises :class:`ObservationError`."""
         if not (at >= HEADER and at + size <= len(self._bytes)):
             place = f"{size} bytes from {HEADER} to {len(self._bytes)} in shared memory"
             raise ObservationError(name, place, f"them at {at}")
         return self._bytes[at : at + size].data
 
     def generation(self) -> int:
-        """Return of which generation the frames are that lie here now; 0 while they are written, or where none do."""
+        """Return the generation of the present frames; 0 while they are written, or without frames."""
         return int(_GENERATION.unpack_from(self._bytes.data)[0]) if len(self._bytes) else 0
 
 
 class LentFrames:
-    """The frames of one request in the memory that its connection shares. taken: some do lie there."""
+    """The frames of one request in the shared memory of its connection.
+
+    Attributes:
+        taken: True if some of its frames are in that memory.
+    """
 
     def __init__(self, frames: ReceivedFrames, generation: int):
         self._frames, self._generation, self.taken = frames, generation, False
@@ -167,7 +177,7 @@ class LentFrames:
         return self._frames.pixels(name, at, size)
 
     def check(self) -> None:
-        """Raise :class:`RequestError` where other frames lie there now."""
+        """Raise :class:`RequestError` if the memory has other frames now."""
         if (now := self._frames.generation()) != self._generation:
             raise RequestError(
                 f"generation: expected frames to stay in shared memory until they are answered, got generation {now} in"
@@ -176,7 +186,7 @@ class LentFrames:
 
 
 def receive(made: Any, buffer: memoryview, limit: int) -> tuple[int, ReceivedFrames | None]:
-    """Receive from a Unix socket: (bytes, what came beside them). Raises OSError."""
+    """Receive from a Unix socket: (bytes, frames that were sent with them). Raises OSError."""
     count, beside, _, _ = made.recvmsg_into([buffer], PASSED, _CLOEXEC)
     found = None
     for _, _, data in beside:

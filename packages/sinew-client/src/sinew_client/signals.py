@@ -1,4 +1,4 @@
-"""Signals as Unix programs take them: what a process was started to ignore stays ignored."""
+"""Signals in the way of Unix programs: a signal that the process was started to ignore stays ignored."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Handler = Callable[[int, Optional[FrameType]], None]
 
 @contextlib.contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[list[signal.Signals]]:
-    """Give the signals to ``handler`` inside, and yield those that it gets. Main thread only.
+    """Handle signals with ``handler`` inside the block, and yield those that it gets. Main thread only.
 
-    A shell without job control starts ``command &`` with SIGINT ignored, because Ctrl-C is meant for what runs in
-    front, and ``nohup`` ignores SIGHUP, because the command is to outlive its terminal. Such a signal stays ignored.
-    SIGTERM is always handled: it is how a process in the background is ended.
+    A shell without job control starts ``command &`` with SIGINT ignored, because Ctrl-C belongs to the program in the
+    foreground. ``nohup`` ignores SIGHUP, so that the command outlives its terminal. Such signals stay ignored.
+    SIGTERM is always handled, because it ends background processes.
     """
     taken = [each for each in numbers if each == signal.SIGTERM or signal.getsignal(each) != signal.SIG_IGN]
     before = {each: signal.signal(each, handler) for each in taken}

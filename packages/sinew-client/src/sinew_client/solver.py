@@ -1,7 +1,7 @@
-"""What the outputs of a head mean, as data: part of what a policy says of itself.
+"""The solver of a head, as data: part of a policy's description.
 
-A step has the form ``x <- keep * x + gain * output``, and of some solvers ``+ weight * estimate + fresh * noise``, with
-numbers that depend on the step alone.
+A step has the form ``x <- keep * x + gain * output``, for some solvers with ``+ weight * estimate + fresh * noise``.
+The numbers depend on the step alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import numpy as np
 
 Array = TypeVar("Array")  # a tensor, or an array of an engine without torch
 
-LARGEST_BETA = 0.999  # of "squaredcos_cap_v2"
-LEAST_BETA = 2.0**-24  # of "linear": less is no noise in single precision, by which steps divide
-SMALLEST_VARIANCE = 1e-20  # of DDPM's noise, before its root is taken
+LARGEST_BETA = 0.999  # largest beta of "squaredcos_cap_v2"
+LEAST_BETA = (
+    2.0**-24
+)  # smallest beta of "linear"; less is zero noise in single precision, and steps divide by it
+SMALLEST_VARIANCE = 1e-20  # smallest variance of DDPM's noise, before its root is taken
 MAX_LEVELS = 100_000
 
 
 class Estimate(NamedTuple):
-    """What a step takes the actions to be: ``(x - sigma * output) / alpha``, or the output itself where ``alpha`` is 0;
-    cut at +-``clip``."""
+    """A step's estimate of the actions: ``(x - sigma * output) / alpha``, or the output itself if ``alpha`` is 0,
+    clipped to +-``clip``.
+    """
 
     weight: float
     sigma: float = 0.0
@@ -35,10 +38,11 @@ class Estimate(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One evaluation: at ``time``, then ``keep * x + gain * output``. Python floats, so double precision.
+    """One evaluation at ``time``, then ``keep * x + gain * output``, in double precision.
 
-    estimate: its ``weight`` times what it is is added. fresh: times the noise of number ``draw`` is added; noise 0 is
-    where the solution began.
+    Attributes:
+        estimate: Adds its ``weight`` times its value.
+        fresh: Adds this factor times the noise of number ``draw``. Noise 0 is the start of the solution.
     """
 
     time: float
@@ -49,7 +53,7 @@ class Step(NamedTuple):
     draw: int = 0
 
     def advance(self, x: Array, output: Array, noise: Any = None) -> Array:
-        """Return the x of the next step. noise: what :func:`drawn` takes."""
+        """Return the x of the next step. noise: See :func:`drawn`."""
         parts: list[Any] = []
         given: Any = output
         if self.keep != 0.0:
@@ -67,23 +71,23 @@ class Step(NamedTuple):
 
 
 def drawn(noise: Any, index: int) -> Any:
-    """Return the noise of a number, [B, H, A], of what a solution draws: [B, D, H, A], or [B, H, A] of one that draws
-    once."""
+    """Return noise number ``index``, [B, H, A], from [B, D, H, A], or from [B, H, A] with a single draw."""
     return noise[:, index] if noise.ndim == 4 else noise
 
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """The noise levels of a diffusion model, and what its head says at one: diffusers' DDIM and DDPM.
+    """The noise levels of a diffusion model: diffusers' DDIM and DDPM.
 
-    count:  levels it was trained with.
-    spacing: which of them a solution in n steps visits, from the last on: "leading", the first of each count // n, or
-            "even", each s-th of the smallest s that leaves n, a single one from the middle (OpenAI's guided-diffusion,
-            "ddimN"); of it some n are impossible.
-    betas:  "squaredcos_cap_v2", or "linear" from ``first_beta`` to ``last_beta``.
-    predicts: "epsilon", the noise in x, or "sample", the actions.
-    clip:   bound of the estimated actions in model units; 0: none.
-    fresh:  each step but the last adds noise of its own (DDPM); without, it is DDIM with eta 0.
+    Attributes:
+        count: Levels of training.
+        spacing: Levels that a solution in n steps visits, from the last on: "leading", the first of each count // n,
+            or "even", each s-th of the smallest s that leaves n, a single one from the middle (OpenAI's
+            guided-diffusion, "ddimN"). With "even", some n are impossible.
+        betas: "squaredcos_cap_v2", or "linear" from ``first_beta`` to ``last_beta``.
+        predicts: Output of the head: "epsilon", the noise in x, or "sample", the actions.
+        clip: Bound of the estimated actions in model units; 0 for none.
+        fresh: True adds new noise in each step except the last (DDPM). False is DDIM with eta 0.
     """
 
     count: int
@@ -166,17 +170,18 @@ class NoiseLevels:
 
 @dataclass(frozen=True)
 class Solver:
-    """How noise becomes actions. Part of a policy's specification, so it travels in bundles.
+    """How noise becomes actions. It is part of a policy's specification, and stored in bundles.
 
-    kind:   "euler" integrates a velocity from ``start`` to ``end`` in equal steps; "single" takes the output of one
-            evaluation as the actions; "renoise" takes each output for the actions and mixes them with the noise that
-            it began with, which falls from ``start`` to ``end``; "diffusion" goes through ``levels``; "table" has its
-            steps written out.
-    start, end: the time of noise and of actions: 1 to 0 in openpi and LeRobot, 0 to 1 in GR00T and Evo-1.
-    noise:  what x is at the start: "normal" (standard), "uniform" in [-1, 1], "exponential" (of mean 1, for
-            the draw of codes), or "zeros".
-    table:  of "table", rows (time, keep, gain).
-    levels: of "diffusion".
+    Attributes:
+        kind: "euler" integrates a velocity from ``start`` to ``end`` in equal steps. "single" takes the output of one
+            evaluation as the actions. "renoise" takes each output as the actions and mixes them with the initial
+            noise, whose share falls from ``start`` to ``end``. "diffusion" goes through ``levels``. "table" lists its
+            steps.
+        start: Time of noise: 1 in openpi and LeRobot, 0 in GR00T and Evo-1.
+        end: Time of actions: 0 in openpi and LeRobot, 1 in GR00T and Evo-1.
+        noise: x at the start: "normal" (standard), "uniform" in [-1, 1], or "zeros".
+        table: For "table": rows (time, keep, gain).
+        levels: For "diffusion".
     """
 
     kind: Literal["euler", "single", "renoise", "diffusion", "table"] = "euler"
@@ -204,7 +209,7 @@ class Solver:
 
     @property
     def most_steps(self) -> int | None:
-        """The largest possible number of steps, None where there is none."""
+        """The largest possible number of steps; None without a limit."""
         return self.levels.count if self.levels is not None else self.fixed_steps
 
     def draws(self, count: int) -> int:
@@ -235,8 +240,10 @@ class Solver:
         return [step.time for step in self.steps(count)]
 
     def denoised(self, x: Any, output: Any, time: float) -> Any:
-        """Return the actions that one step of Euler from ``time`` to the end would give: the estimate that guidance
-        compares with what it wants. Raises ValueError for a solver that integrates no velocity."""
+        """Return the actions after one Euler step from ``time`` to the end, the estimate that guidance uses.
+
+        Raises ValueError for a solver that integrates no velocity.
+        """
         if self.kind in ("table", "diffusion"):
             raise ValueError(f"solver: kind {self.kind} has no estimate of the denoised actions")
         return x + (self.end - time) * output if self.kind == "euler" else output

@@ -1,4 +1,4 @@
-"""The robot's end of a stream: samples and frames go out, windows of nodes come in, and nothing ever waits."""
+"""The robot's end of a stream: samples and frames are sent, windows of waypoints are received, and no call waits."""
 
 from __future__ import annotations
 
@@ -26,20 +26,28 @@ UNSENT = (
     4  # messages that may wait to be sent; then further ones are dropped, for they are old when they leave
 )
 UNREAD = 256  # windows that are read at once
-LINGER_S = 0.05  # that the end of a stream may take to leave
+LINGER_S = 0.05  # seconds for the last message of a stream to leave
 OPTIONS = ("rtc", "interpolation", "solver_steps", "seed", "text_tokens")
 
 
 @dataclass(frozen=True)
 class StreamWindow:
-    """Nodes ``step``, ``step + 1`` ... of a trajectory: ``rows``, float32 [K, D] in world units.
+    """Waypoints ``step``, ``step + 1`` ... of a trajectory, ``rows`` float32 [K, D] in robot units.
 
-    There are no rows where the answer comes later than they would reach; it still tells how long the way takes.
-    Node k belongs to k / rate seconds of the robot's clock, on which ``sample_time`` and ``frame_time`` are those of
-    the newest sample and frame in it. Ages are of the server's clock: since the prefix was ready, since the sample
-    arrived. request_id: of the message with that sample. label: how the server makes windows; "" but in the first one.
-    text: what the policy's language head is saying, from its first token on. said: its last text that is complete.
-    deployment: number of the policy that computed it, as of :class:`~sinew_client.ActionChunk`.
+    There are no rows if the answer comes later than they would reach. Such a window still tells the delay.
+
+    Attributes:
+        step: Number of the first waypoint. Waypoint k belongs to k / rate seconds of the robot's clock.
+        rows: The waypoints.
+        sample_time: Time of the newest sample, seconds of the robot's clock.
+        frame_time: Time of the newest frame, likewise.
+        prefix_age_ms: Milliseconds since the prefix was ready, on the server's clock.
+        sensor_age_ms: Milliseconds since the sample arrived, on the server's clock.
+        request_id: Id of the message with that sample.
+        label: How the server makes windows; "" except in the first one.
+        text: Text that the policy's language head is generating, from its first token on.
+        said: Its last complete text.
+        deployment: Number of the policy that computed it, as in :class:`~sinew_client.ActionChunk`.
     """
 
     step: int
@@ -58,22 +66,29 @@ class StreamWindow:
 
 
 class StreamLink:
-    """A stream to one ``sinew serve``. Its methods are for one thread, the robot's loop, and never wait for the server:
-    a thread of the link's own connects, and sends what the connection did not take at once.
+    """A stream to a policy server. Its methods belong to one thread, the robot's loop, and never wait for the server.
 
-    address, connect_timeout: as of :class:`sinew_client.Client`, with ``/NAME`` for another policy than the server's
-    first. Of several addresses the next one is taken where nobody answers, where the connection breaks, where a
-    stopping or unhealthy server refuses, and where nothing comes for ``timeout`` seconds after a sample; the stream
-    begins anew there.
-    rate: nodes per second. options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold),
-    ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows. ``text_tokens``: of each text that
-    the policy is to say beside its windows, where it keeps a language head.
+    A thread of its own connects, and sends bytes that the connection did not accept at once. A stream has no
+    handshake. While no server listens at the address, messages are dropped. The first one that arrives begins the
+    stream, also after a restart of the server. With several addresses, the next one is tried if a connection fails or
+    breaks, a stopping or unhealthy server rejects, or no window comes for ``timeout`` seconds after a sample.
 
-    max_rows: nodes of a window at most. policy: what a server said of it; another gets no sample. None: any.
+    Args:
+        address: As for :class:`sinew_client.Client`, with ``/NAME`` for a policy other than the server's first.
+        rate: Waypoints per second.
+        connect_timeout: As for :class:`sinew_client.Client`.
+        max_rows: Most waypoints of a window.
+        policy: The server's description of the policy. Another policy gets no sample. None allows any.
+        options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold), ``solver_steps`` and
+            ``seed``, for checkpoints whose head has one time for all actions. ``text_tokens``: tokens of each text
+            that the policy generates in parallel, if it has a language head.
 
-    There is no handshake of streams. While nobody listens at the address messages are dropped, and the first one that
-    gets through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
-    ``error`` is the last one. ``faults``: those of them that are errors and not what a busy server says.
+    Attributes:
+        sent: Number of samples that were sent.
+        dropped: Number of samples that were dropped.
+        errors: Number of errors.
+        error: Text of the last one.
+        faults: Errors that are not part of normal operation.
     """
 
     def __init__(
@@ -105,7 +120,7 @@ class StreamLink:
         self._ends = False  # before the next sample the stream is to be ended
         self._asked: float | None = None  # when the first sample left since which nothing has come
         self._closed = False
-        self._link: Link | None = None  # the connection that stands; who made it closes it
+        self._link: Link | None = None  # the open connection; the thread that made it closes it
         self._changed = threading.Condition()  # guards the link, and tells of its changes
         self._thread = threading.Thread(target=self._keep_connected, name="sinew-stream", daemon=True)
         self._thread.start()
@@ -117,16 +132,16 @@ class StreamLink:
 
     @property
     def present(self) -> str:
-        """Return the address that is asked now, as it was given: with the policy's name."""
+        """The present address as the user typed it, with the policy's name."""
         return self._addresses.given[self._addresses.place]
 
     def wait_connected(self, seconds: float) -> bool:
-        """Wait for a connection; False where none stands after so many seconds."""
+        """Wait for a connection. Return False if there is none after so many seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._link is not None, seconds)
 
     def wait_window(self, seconds: float) -> bool:
-        """Wait until something has come, or the connection has ended; False where there is nothing, or none."""
+        """Wait until something has arrived, or the connection has ended. Return False if neither happens."""
         link = self._link
         return link is not None and link.wait(monotonic() + seconds)
 
@@ -139,9 +154,10 @@ class StreamLink:
         frame_time: float | None = None,
         prompt: str = "",
     ) -> bool:
-        """Send a sample of ``time`` seconds, with frames or without; False if it was dropped because nobody takes it.
+        """Send a sample of ``time`` seconds, with or without frames. Return False if it was dropped without a
+        connection.
 
-        delay: nodes from the sample's own to the first one that the answer can still reach. Raises InvalidObservation.
+        delay: Waypoints from the sample's own to the first one that the answer can change. Raises InvalidObservation.
         """
         request = schema.PredictRequest(
             kind=schema.PredictRequest.Kind.Value("STREAM"),
@@ -182,7 +198,7 @@ class StreamLink:
         return True
 
     def windows(self) -> list[StreamWindow]:
-        """Return the windows that have arrived since the last call, oldest first; does not wait."""
+        """Return the windows that have arrived since the last call, oldest first, without waiting."""
         found = []
         for payload in self._arrived():
             try:
@@ -238,7 +254,7 @@ class StreamLink:
                     self._lose(self._link, str(error))
 
     def restart(self) -> None:
-        """Let the next sample begin a stream that knows nothing of what was before."""
+        """Begin a new stream with the next sample, without any earlier context."""
         self._ends = True
 
     def close(self) -> None:
@@ -257,7 +273,7 @@ class StreamLink:
             if link is not None:
                 link.shut()
             self._changed.notify_all()
-        self._thread.join(LINGER_S)  # it may still be connecting to nobody, and ends after that
+        self._thread.join(LINGER_S)  # it may still try to connect, and ends after that
 
     def _end(self) -> bytes:
         end = schema.PredictRequest(
@@ -277,14 +293,14 @@ class StreamLink:
             self._changed.notify_all()
 
     def _keep_connected(self) -> None:
-        """Connect, and again whenever the connection has been lost; send what it did not take at once."""
+        """Connect, reconnect after a loss, and send bytes that were not accepted at once."""
         patience = self.connect_timeout if len(self._addresses) > 1 else self.timeout
         waits = pauses()
         while not self._closed:
             place = self._addresses.place
             try:
                 link = Link(self._addresses.host_and_port, monotonic() + patience, b"DEALER")
-            except OSError as error:  # of which ConnectionLost is one: somebody else is there
+            except OSError as error:  # ConnectionLost is one too, if the address belongs to another program
                 with self._changed:
                     if isinstance(error, ConnectionLost):
                         self.error = str(error)

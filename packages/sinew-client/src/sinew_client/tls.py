@@ -58,11 +58,11 @@ def encrypted(context: ssl.SSLContext, made: socket.socket, **options: Any) -> T
 
 
 def refusal_of(error: ssl.SSLError, address: str) -> str:
-    """Return why no TLS connection to an address stands, with the next step."""
+    """Return why a TLS connection to an address failed, with the next step."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
-            f"{address}: expected a trusted certificate, got {error.verify_message}; SSL_CERT_FILE=CERT.pem in the"
-            " environment trusts one of your own"
+            f"{address}: expected a trusted certificate, got {error.verify_message}; to trust your own certificate, set"
+            " SSL_CERT_FILE=CERT.pem in the environment"
         )
     return (
         f"{address}: expected a server with TLS, got {error.reason or error}; start it with --tls-cert and --tls-key,"

@@ -26,7 +26,7 @@ _FOLDERS = re.compile(
 
 
 class UntypedNameError(ClientError):
-    """Raised if a file from outside uses a name that nobody typed; the message lists the names and what to type."""
+    """A file from outside uses a name that nobody typed; the message lists the names and the options to type."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class OutsideName:
     """A name in a file from outside.
 
     Attributes:
-        field: where the file has it, as ``task.env``.
-        value: the name, a text; or a JSON object of options that hold names.
-        flag: what the person types it behind, as ``--env``; empty for a positional argument.
-        key: what is compared with what was typed; :func:`comparable` of ``value`` if empty.
+        field: The field of the file, such as ``task.env``.
+        value: The name, a text; or a JSON object of options that contain names.
+        flag: The option with which a person types it, such as ``--env``; "" for a positional argument.
+        key: The text that is compared with the typed one; "" for :func:`comparable` of ``value``.
     """
 
     field: str
@@ -60,15 +60,18 @@ class OutsideName:
 def require_typed(
     source: object, names: Sequence[OutsideName], typed: Mapping[str, Mapping[str, Any]]
 ) -> list[Any]:
-    """Return what the person typed for each name of a file, in the order of the names.
+    """Return the typed value for each name of a file, in the order of the names.
 
     Args:
-        source: the file, for the message.
-        names: all names in the file that are not built in.
-        typed: flag -> comparable text -> what was typed, see :func:`typed_values`.
+        source: The file, for the message.
+        names: All names in the file that are not built in.
+        typed: Flag -> comparable text -> typed value; see :func:`typed_values`.
+
+    Returns:
+        The typed values.
 
     Raises:
-        UntypedNameError: if a name was not typed. Nothing of the file may be used then.
+        UntypedNameError: A name was not typed. Nothing of the file may be used then.
     """
     missing = [name for name in names if name.compared not in typed.get(name.flag, {})]
     if missing:
@@ -85,12 +88,12 @@ def require_typed(
 
 
 def typed_values(values: Iterable[Any]) -> Mapping[str, Any]:
-    """Return typed values by the text that :func:`require_typed` compares; absent ones (None, "") are left out."""
+    """Return typed values by the text that :func:`require_typed` compares, without absent ones (None, "")."""
     return {comparable(value): value for value in values if value not in (None, "")}
 
 
 def comparable(value: Any) -> str:
-    """Return the text by which a typed value and a recorded one are the same; folders do not count."""
+    """Return the text by which a typed and a recorded value are compared; folders are ignored."""
     return json.dumps(portable(value), sort_keys=True)
 
 

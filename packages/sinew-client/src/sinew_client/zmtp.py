@@ -1,9 +1,9 @@
-"""ZMTP 3: what the bytes of one ZeroMQ connection mean, and what may stand in memory of them.
+"""ZMTP 3: the bytes of one ZeroMQ connection, with bounds for memory.
 
-The server speaks the protocol itself because ZeroMQ's library bounds a part of a message and not a message: a peer
-that sends parts without end, or never finishes one, keeps what it sent in the library's memory for ever. Here a message
-has a number of frames and of bytes, frames beyond what a request can need are counted and dropped as they come, and the
-owner of the connection can ask at any moment how much is held. The client speaks it because the library moves every
+The server implements the protocol itself, because ZeroMQ's library bounds a part of a message and not a message. A
+peer that sends endless parts, or never finishes one, could fill the library's memory. Here a message has a bounded
+number of frames and bytes. Frames beyond the needs of a request are counted and dropped as they arrive, and the owner
+of the connection can ask at any time how much is stored. The client implements it because the library moves every
 message through a thread of its own. There are no sockets in this file.
 
 Protocol: https://rfc.zeromq.org/spec/23 (3.0) and /spec/37 (3.1: PING and PONG), mechanism NULL.
@@ -27,11 +27,11 @@ PEERS = {  # socket type -> those that may talk to it
 
 INPUT = 1 << 14  # bytes of a connection's input buffer: handshakes, heads of frames, small frames
 MAX_COMMAND = 1024  # bytes
-KEPT_FRAMES = 10  # of a message: the ids of proxies, the empty frame, the request
-MAX_FRAMES = 1024  # of a message; from here on the connection ends
+KEPT_FRAMES = 10  # stored frames of a message: the ids of proxies, the empty frame, the request
+MAX_FRAMES = 1024  # frames of a message at which the connection ends
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
-_DROPPED = memoryview(bytearray(1 << 16))  # what nobody reads is received into here
+_DROPPED = memoryview(bytearray(1 << 16))  # dropped bytes are received into this buffer
 
 Frame = Union[bytes, memoryview]
 
@@ -52,11 +52,12 @@ class Message:
 class Framing:
     """The state of one connection's input.
 
-    Receive into ``room()``, say how much with ``take``, then ask ``next`` until it has no more. ``replies`` is what the
-    protocol itself wants to be sent: greeting, handshake, PONG.
+    Receive into ``room()``, report the count with ``take``, then call ``next`` until it returns None. ``replies`` are
+    the protocol's own messages to send: greeting, handshake, PONG.
 
-    limit: bytes of one message that are held; from twice that on the connection ends. kind: of the socket that this
-    end is, a key of ``PEERS``.
+    Args:
+        limit: Bytes of one message that are stored. From twice that on, the connection ends.
+        kind: Socket type of this end, a key of ``PEERS``.
     """
 
     def __init__(self, limit: int, kind: bytes = b"ROUTER"):
@@ -97,7 +98,7 @@ class Framing:
         return self._start != self._end or bool(self._filled and not self.left)
 
     def room(self) -> memoryview:
-        """Where the next bytes go. Empty only while ``next`` has something to say."""
+        """Return the buffer for the next bytes. It is empty only while ``next`` has a message."""
         if self.left:
             if self._body is None:
                 return _DROPPED[: min(self.left, len(_DROPPED))]
@@ -143,7 +144,7 @@ class Framing:
     def _greet(self) -> bool:
         have = self._input[self._start : self._end]
         if have[:1] not in (b"", b"\xff") or (len(have) > 9 and not have[9] & 1):
-            raise ZmtpError("it does not begin as ZMTP does")
+            raise ZmtpError("expected a ZMTP greeting, got other bytes")
         if len(have) > 10 and have[10] < 3:
             raise ZmtpError(f"it speaks ZMTP {have[10]}, and ZeroMQ 4 with ZMTP 3 is expected")
         if len(have) < len(GREETING):
@@ -157,7 +158,7 @@ class Framing:
         return True
 
     def _begin_frame(self) -> bool:
-        """Read a frame's head and what there is of its body; False where not even the head is there."""
+        """Read a frame's head and the available part of its body. Return False if the head is incomplete."""
         have = self._input[self._start : self._end]
         if len(have) < 2:
             return False
@@ -243,7 +244,7 @@ def error(reason: str) -> bytes:
 
 
 def head(size: int, more: bool = False) -> bytes:
-    """Return what stands before a frame of ``size`` bytes. more: it is not the last of its message."""
+    """Return the bytes before a frame of ``size`` bytes. more: True if it is not the last frame of its message."""
     return bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big")
 
 
@@ -253,7 +254,7 @@ def _command(name: bytes, body: bytes) -> bytes:
 
 
 def _property(body: bytes, wanted: bytes) -> bytes:
-    """The value of a property of READY; empty where there is none."""
+    """Return the value of a property of READY; b"" without it."""
     at = 0
     while at < len(body):
         name = body[at + 1 : at + 1 + body[at]]

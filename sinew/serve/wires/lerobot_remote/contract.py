@@ -107,7 +107,7 @@ class Contract:
     texts: tuple[str, ...]
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what the client makes its record of: it rejects further keys."""
+        """Return the keys of the client's record of capabilities, without others, which it would reject."""
         rtc = len(self.modes) > 1
         return {
             "modes": list(self.modes),

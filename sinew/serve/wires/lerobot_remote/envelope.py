@@ -213,7 +213,7 @@ def _read(payload: bytes | memoryview) -> tuple[Envelope, Mapping[str, Any]]:
     except UntrustedError as error:
         raise UnreadableError("protocol", f"MessagePack: {error}") from None
     if not isinstance(tree, dict) or MARK in tree:
-        raise UnreadableError("protocol", "message: expected a map with an envelope, got another value")
+        raise UnreadableError("protocol", "message: expected a map with an envelope, got a value without one")
     version, kind, body = tree.get("version"), tree.get("message_type"), tree.get("body")
     if type(version) is not int or version != VERSION:
         raise UnreadableError("protocol", f"version: expected {VERSION}, got {shown(version)}")

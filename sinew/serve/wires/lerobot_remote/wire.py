@@ -175,7 +175,7 @@ class LeRobotRemoteWire:
         ]
 
     def _arriving(self, kind: str, sample: Any) -> Any:
-        """Return what goes into the inbox for a robot's message, on a thread of Zenoh; None drops it."""
+        """Return the inbox entry of a robot's message, on a thread of Zenoh; None drops the message."""
         name = _session_in(sample.key_expr)
         if name not in self._sessions or name in self._inbound or len(sample.payload) > self._limit:
             return None
@@ -277,7 +277,9 @@ class LeRobotRemoteWire:
                 message.reply("descriptor", body, instance=self._instance, session="", generation=0)
             )
         if message.instance != self._instance:
-            raise RemoteError("stale", "instance_id: expected this server's, got another one; connect again")
+            raise RemoteError(
+                "stale", "instance_id: expected this server's, got that of another server; connect again"
+            )
         if kind == "open":
             return self._open(deployment, message)
         return self._control(key, message, query)
@@ -319,7 +321,9 @@ class LeRobotRemoteWire:
     def _control(self, key: str, message: Envelope, query: Any) -> bytes | None:
         session = self._sessions.get(message.session)
         if session is None or _session_in(key) != message.session or not key.startswith(session.prefix):
-            raise RemoteError("stale", "session_id: expected an open session, got another one")
+            raise RemoteError(
+                "stale", "session_id: expected an open session, got a closed or unknown one; open a new one"
+            )
         if message.request in session.acks:
             return session.acks[message.request]
         operation = message.body.get("operation")
@@ -405,7 +409,9 @@ class LeRobotRemoteWire:
         if message.kind != kind:
             raise RemoteError("malformed", f"message_type: expected {kind}, got {message.kind}")
         if (message.instance, message.session) != (self._instance, session.name):
-            raise RemoteError("stale", "session_id: expected the session of this key, got another one")
+            raise RemoteError(
+                "stale", "session_id: expected the session of this key, got that of another key"
+            )
         if message.generation != session.generation or session.controls or not session.ready:
             raise RemoteError("stale", f"generation: expected {session.generation}, got {message.generation}")
         if session.running is not None:
@@ -493,7 +499,7 @@ class LeRobotRemoteWire:
 
 
 def _rules(instance: str) -> list[dict[str, Any]]:
-    """Return what robots may do here: their own side of the protocol, and nothing of another robot's."""
+    """Return the permissions of robots: their own side of the protocol, and nothing of another robot's."""
     at = f"{ROOT}/*/instances/{instance}"
     each = f"{at}/sessions/*"
 

@@ -30,8 +30,14 @@ class KinematicsError(ClientError, ValueError):
 
 
 class Tip(NamedTuple):
-    """Hold where the tip is: place float64 [..., 3], turn [..., 3, 3], and jacobian [..., 6, J], its velocity and then
-    its angular velocity, in the base's frame, per unit of each joint's. anchors [..., J, 3]: where the joints are."""
+    """The pose of the tip.
+
+    Attributes:
+        place: float64 [..., 3], in the base's frame.
+        turn: [..., 3, 3], its rotation.
+        jacobian: [..., 6, J], its velocity and angular velocity per unit of each joint's velocity.
+        anchors: [..., J, 3], positions of the joints.
+    """
 
     place: np.ndarray
     turn: np.ndarray
@@ -88,7 +94,7 @@ class Chain:
         return float(np.linalg.norm(parts, axis=1).sum() + sliding[np.isfinite(sliding)].sum()) or 1.0
 
     def forward(self, joints: np.ndarray) -> Tip:
-        """Return where the tip is for joints float64 [..., J]."""
+        """Return the pose of the tip for joints float64 [..., J]."""
         q = np.asarray(joints, np.float64)
         turned = self.turns @ from_vector(np.where(self.slides, 0.0, q)[..., None] * self.axes)
         place, turn = np.zeros((*q.shape[:-1], 3)), np.broadcast_to(np.eye(3), (*q.shape[:-1], 3, 3))

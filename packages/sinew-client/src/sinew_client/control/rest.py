@@ -70,14 +70,14 @@ ENDED = "the run has ended"
 def rest_of(
     chosen: Any, facts: RobotFacts, motion: Motion, limits: Limits | None, names: Sequence[str], dim: int
 ) -> tuple[str | list[float], tuple[str, ...]]:
-    """Return where a run's robot goes at its end, and what a person should know about it before it moves.
+    """Choose the pose to which the robot returns at the end of a run, with a note for the user before it moves.
 
     Args:
-        chosen: What a person chose: ``hold``, ``first``, the name of one of the robot's ``poses``, or the numbers of a
+        chosen: The user's choice: ``hold``, ``first``, the name of one of the robot's ``poses``, or the numbers of a
             pose in the order of a command. None lets a robot that can break something return to its first pose, if
             its commands are positions of joints.
         facts: The robot's facts.
-        motion: What commands are measured from.
+        motion: Reference of the commands.
         limits: The limits of the run.
         names: Names of the numbers of a command.
         dim: D, numbers of a command.
@@ -326,7 +326,7 @@ class RestPose(LoopListener):
         controller.led(step, self._next() if self._goes else None, ENDED)
 
     def _pose(self, state: np.ndarray | None = None) -> np.ndarray:
-        """Return where a state says that the robot is, the newest one if absent, float64 [D]."""
+        """Return the robot's position from a state, or from the newest state, float64 [D]."""
         controller = self.loop.controller
         seen = self.loop.observer.state if state is None else state
         return np.asarray(controller.motion.pose(seen, controller.dim), np.float64)

@@ -20,7 +20,7 @@ from sinew_client.untrusted.arrays import parse_npy
 from sinew_client.untrusted.files import open_regular
 from sinew_client.untrusted.words import UntrustedError, named, reason
 
-MAX_ARRAYS = 128  # of one file: sixteen observation steps of six cameras, and a few more
+MAX_ARRAYS = 128  # arrays of one file: sixteen observation steps of six cameras, and a few more
 MAX_ENTRIES = 1 << 12
 MAX_UNPACKED = 256 << 20  # bytes of all entries of one file
 MAX_DIRECTORY = 1 << 18  # bytes; the directory of 64 arrays is far smaller

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sinew_client.untrusted.words import UntrustedError
 
-MAX_BYTES = 1 << 18  # of a file that people write: settings, limits, contracts
+MAX_BYTES = 1 << 18  # bytes of a file that people write: settings, limits, contracts
 BLOCK = 1 << 24  # bytes that are read at once
 _KINDS = (
     (stat.S_ISDIR, "a directory"),

@@ -13,7 +13,7 @@ from typing import Any
 from sinew_client.untrusted.words import UntrustedError
 
 MAX_DEPTH = 12  # containers inside containers
-MAX_VALUES = 1 << 14  # of one message: containers, keys and leaves
+MAX_VALUES = 1 << 14  # values of one message: containers, keys and leaves
 MAX_TEXT = 1 << 18  # bytes of one text,
 MAX_TEXTS = 1 << 22  # and of all of a message: one strange character makes four bytes of each of the others
 

@@ -13,13 +13,13 @@ from sinew_client.untrusted.files import MAX_BYTES, decode, open_regular, read_b
 from sinew_client.untrusted.words import UntrustedError, reason
 
 MAX_DEPTH = 64  # containers inside containers
-MAX_VALUES = 1 << 20  # of a JSON text: containers, keys and leaves
-MAX_TOKENIZER_VALUES = 1 << 23  # of a tokenizer: the largest vocabularies with their merges have 2.5 million
-MAX_NODES = 10_000  # of a YAML file, each alias counted with all that it stands for
+MAX_VALUES = 1 << 20  # values of a JSON text: containers, keys and leaves
+MAX_TOKENIZER_VALUES = 1 << 23  # values of a tokenizer; the largest vocabularies with merges have 2.5 million
+MAX_NODES = 10_000  # nodes of a YAML file, each alias counted with its whole value
 MAX_SCALAR = 1 << 14  # characters of one value; YAML reads 1:00:00 and so on as one number
 MAX_LINE = 1 << 24  # bytes of a line of JSON
-MAX_LINES = 1 << 22  # of one file
-DIGITS = 4300  # of a whole number, as Python 3.11 has it: older ones take minutes for a megabyte of digits
+MAX_LINES = 1 << 22  # lines of one file
+DIGITS = 4300  # digits of a whole number, as in Python 3.11; older ones take minutes for a megabyte of digits
 
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _WHOLE = re.compile(r"\d" * 8 + f"{{{DIGITS - 6},}}")
@@ -289,10 +289,12 @@ def _load(yaml: Any, text: str) -> Any:
 
 
 def _size(yaml: Any, node: Any, known: dict[int, int]) -> int:
-    """Return how many values a node stands for. known: of nodes that were seen; 0 while one is being looked at."""
+    """Return the number of values of a node with its aliases. known: Sizes of earlier nodes; 0 while a node is in
+    progress.
+    """
     size = known.get(id(node))
     if size == 0:
-        raise UntrustedError("no alias inside of what it stands for", "one")
+        raise UntrustedError("no alias inside its own value", "one")
     if size is None:
         known[id(node)] = 0
         parts: list[Any] = []

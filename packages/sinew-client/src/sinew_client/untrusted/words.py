@@ -9,11 +9,11 @@ GOT = 300  # characters of a parser's own message
 
 
 class UntrustedError(ValueError):
-    """A file or message is not what its reader expects: "WHERE: expected X, got Y".
+    """The content of a file or message is not valid: "WHERE: expected X, got Y".
 
     Attributes:
-        expected: what is allowed.
-        got: what was received, already shortened.
+        expected: The allowed content.
+        got: The received content, already shortened.
     """
 
     def __init__(self, expected: str, got: str, where: str = ""):
@@ -30,7 +30,7 @@ def reason(error: BaseException) -> str:
 
 
 def shown(value: Any, most: int = SHOWN) -> str:
-    """Return what ``repr`` says of a value, cut to ``most`` characters; what is cut off is never written out."""
+    """Return the ``repr`` of a value, cut to ``most`` characters. The rest is never written out."""
     found, length = [], 0
     for piece in _pieces(value, most):
         found.append(piece)
@@ -41,7 +41,7 @@ def shown(value: Any, most: int = SHOWN) -> str:
 
 
 def named(value: Any, most: int = SHOWN) -> str:
-    """Return a text as it stands, cut to ``most`` characters and what cannot be printed escaped; else its ``repr``."""
+    """Return a text cut to ``most`` characters, with unprintable characters escaped; the ``repr`` of other values."""
     return shown(value, most + 2)[1:-1] if isinstance(value, str) else shown(value, most)
 
 
