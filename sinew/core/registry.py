@@ -34,6 +34,7 @@ FAMILIES = (
     "act",
     "diffusion",
     "vqbet",
+    "multi_task_dit",
     "xvla",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs

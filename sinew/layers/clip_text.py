@@ -39,11 +39,21 @@ class ClipLayer(MaskedLayer):
 
 @dataclass(frozen=True)
 class ClipTextConfig(BlockConfig):
-    """``positions``: of the longest text. ``vocab_size``: rows of the table of tokens. ``out_size``: of a text."""
+    """Sizes of the encoder.
+
+    Attributes:
+        positions: of the longest text.
+        vocab_size: rows of the table of tokens.
+        out_size: width of a text.
+        out_bias: the last projection has a bias.
+        end_token: the text is the row of the first token of this id; -1: the last row that is no padding.
+    """
 
     positions: int
     vocab_size: int
     out_size: int
+    out_bias: bool = False
+    end_token: int = -1
 
 
 class ClipText(nn.Module):
@@ -56,14 +66,22 @@ class ClipText(nn.Module):
         self.places = Embedding(config.positions, size)
         self.layers = nn.ModuleList(ClipLayer(block) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm = LayerNorm(size, eps=NORM_EPS)
-        self.project = Linear(size, config.out_size, bias=False)
+        self.project = Linear(size, config.out_size, bias=config.out_bias)
+        self.end_token = config.end_token
 
-    def forward(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
-        """tokens: int64 [B, L]; token_mask: bool [B, L], padding behind -> the text, [B, out_size]."""
+    def encode(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
+        """tokens: int64 [B, L]; token_mask: bool [B, L], padding behind -> the row that is the text, normed, [B, C]."""
         positions = (token_mask.long().cumsum(dim=1) - 1).clamp(min=0)
         x = self.embed_tokens(tokens) + self.places(positions)
         mask = block_mask(token_mask, torch.ones_like(token_mask))
         for layer in self.layers:
             x = layer(x, mask)
-        last = (token_mask.sum(dim=1) - 1)[:, None, None].expand(-1, 1, x.shape[2])
-        return self.project(self.norm(x.gather(1, last)[:, 0]))
+        if self.end_token < 0:
+            row = token_mask.sum(dim=1) - 1
+        else:
+            row = ((tokens == self.end_token) & token_mask).long().argmax(dim=1)
+        return self.norm(x.gather(1, row[:, None, None].expand(-1, 1, x.shape[2]))[:, 0])
+
+    def forward(self, tokens: Tensor, token_mask: Tensor) -> Tensor:
+        """tokens: int64 [B, L]; token_mask: bool [B, L], padding behind -> the text, [B, out_size]."""
+        return self.project(self.encode(tokens, token_mask))

@@ -29,3 +29,14 @@ def cosines_then_sines(t: Tensor, size: int, longest: float) -> Tensor:
     exponent = torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(longest) / half)
     angle = t.float()[..., None] * exponent.exp()  # [..., size / 2]
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+def level_sinusoids(level: Tensor, size: int) -> Tensor:
+    """Return sines, then cosines, float32 [..., size], of level * 10000^(-j / (size / 2 - 1)), for a noise level [...]
+    of diffusion, a whole number, or a time. In float32, as the reference computes it (LeRobot
+    ``DiffusionSinusoidalPosEmb``).
+    """
+    half = size // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=level.device) * (-math.log(10_000) / (half - 1))
+    angle = level.float()[..., None] * exponent.exp()  # [..., size / 2]
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)

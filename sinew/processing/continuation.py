@@ -93,6 +93,7 @@ def continuation(
     steps: Sequence[VectorStep],
     state: np.ndarray,
     width: int,
+    first_row: int = 0,
 ) -> Continuation | None:
     """Return the continuation that a checked observation requests; None without guidance.
 
@@ -103,13 +104,14 @@ def continuation(
         steps: Changes of units after the normaliser. They are inverted here.
         state: The state after its steps.
         width: Width of the model's action rows.
+        first_row: Row of the solution where its chunk begins. Nothing is continued before it.
     """
     kind = kind_of(observation, spec)
     beta = BETA if observation.beta is None else float(observation.beta)
     if observation.previous is None or (beta == 0.0 and kind != "ramp"):
         return None
     given = np.asarray(observation.previous, np.float64)[: spec.chunk_size]
-    rows, delay = spec.noise_shape[0], int(observation.delay or 0)
+    rows, delay = spec.noise_shape[0] - first_row, int(observation.delay or 0)
     end = min(spec.chunk_size - int(observation.horizon or 0), len(given))
     # Imported here, because the robot's controller needs protobuf, which a machine that only measures may lack.
     from sinew_client.control.blend import guidance_weights, ramp_strength
@@ -128,13 +130,14 @@ def continuation(
     # Statistics may be per row, so the rows that are missing are filled in; nothing reads them.
     full = np.concatenate([given, np.repeat(given[-1:], spec.chunk_size - len(given), axis=0)])
     known = normalizer.normalize(_turned_back(full, steps, state))
-    target = np.zeros((rows, width), np.float32)
-    target[: len(known), : normalizer.width] = known
-    weights = np.full((rows, width), free, np.float32)
-    weights[:, : normalizer.width] = per_row[:, None]
+    target = np.zeros((first_row + rows, width), np.float32)
+    target[first_row : first_row + len(known), : normalizer.width] = known
+    weights = np.full((first_row + rows, width), free, np.float32)
+    weights[first_row:, : normalizer.width] = per_row[:, None]
     if kind == "trained":
-        weights[:end] = 0.0  # columns that pad the rows are part of what the head was trained to continue
-    return Continuation(kind, target, weights, max(0, end), beta)
+        # columns that pad the rows are part of what the head was trained to continue
+        weights[first_row : first_row + end] = 0.0
+    return Continuation(kind, target, weights, first_row + max(0, end), beta)
 
 
 def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:

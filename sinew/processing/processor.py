@@ -338,7 +338,8 @@ class Processor:
 
     def _continuation(self, observation: Observation, state: np.ndarray) -> Continuation | None:
         steps, width = self.recipe.action_steps, self.recipe.padded_action_dim
-        return continuation(observation, self.spec, self.action_normalizer, steps, state, width)
+        first = self.recipe.first_row
+        return continuation(observation, self.spec, self.action_normalizer, steps, state, width, first)
 
     def _check_earlier(self, observation: Observation) -> None:
         most = self.spec.history - 1

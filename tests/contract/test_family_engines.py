@@ -33,6 +33,7 @@ FAST = (
     "xvla-ee6d",
     "omnivla-edge",
     "vqbet-parallel",
+    "mtdit-ddim",
 )
 TWICE = [
     ("plan", "evo1-mint"),
@@ -44,6 +45,7 @@ TWICE = [
     ("onnx", "diffusion-ddpm"),
     ("onnx", "xvla-auto"),
     ("onnx", "vqbet-sequential"),
+    ("onnx", "mtdit-ddpm"),
 ]  # as another case of its family
 PACKED = {"fold-norms", "pack-qkv", "pack-gate-up"}
 HEADED = PACKED | {"tabulate-time"}
@@ -58,6 +60,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **{case: set() for case in ("act-2cam", "act-env")},
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("xvla-ee6d", "xvla-auto")},
+    **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("mtdit-ddim", "mtdit-ddpm")},
     **{case: {"fold-norms", "pack-qkv"} for case in ("vqbet-parallel", "vqbet-sequential")},
 }
 

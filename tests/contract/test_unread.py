@@ -28,6 +28,7 @@ NEW = "brand_new"
 ALIKE = (
     "act-env",
     "diffusion-ddpm",
+    "mtdit-ddpm",
     "pi05-mem",
     "smolvla-3cam-padded",
     "smolvla-bf16-vlm",

@@ -40,7 +40,7 @@ CASES = (
     *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
     *("cogact", "omnivla", "omnivla-edge"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
-    *("vqbet-parallel", "vqbet-sequential"),
+    *("vqbet-parallel", "vqbet-sequential", "mtdit-ddim", "mtdit-ddpm"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
 
@@ -82,7 +82,7 @@ def observation(case: str, g: Golden) -> Observation:
         return evo1_observation(g)
     if case.startswith("pi0fast"):
         return fast_observation(g, 0)
-    if case.startswith("diffusion"):
+    if case.startswith(("diffusion", "mtdit")):
         return moments_observation(g, diffusion_noise(g))
     if case.startswith("vqbet"):
         return moments_observation(g, code_noise(g))
@@ -120,9 +120,8 @@ def moments_observation(g: Golden, noise: np.ndarray) -> Observation:
         for i, state in enumerate(g.numpy("state_raw"))
     ]
     *earlier, newest = moments
-    return Observation(
-        newest.images, newest.state, prompt=g.metadata["task"], noise=noise, earlier=tuple(earlier)
-    )
+    task = g.metadata["task"]
+    return Observation(newest.images, newest.state, prompt=task, noise=noise, earlier=tuple(earlier))
 
 
 def diffusion_noise(g: Golden) -> np.ndarray:
@@ -510,6 +509,50 @@ def vqbet(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[S
     yield Stage("chunk_normalized", chunk[:, :rows, :dim], g["chunk_normalized"])
 
 
+# ----------------------------------------------------------------------------- multi-task DiT
+
+
+def multi_task(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    for camera, name in enumerate(g.cameras):
+        own = pixels[0, camera :: len(g.cameras)]  # [T, 3, h, w]; numpy made them, where no noise comes
+        tower = model.vision[camera % len(model.vision)]
+        embedded = f"vision_embeddings.{name}"
+        yield Stage(embedded, run(tower.embed, own), g[embedded])
+        with Outputs(tower.layers) as outputs:
+            feature = run(tower, own)
+        for index, output in enumerate(outputs):
+            yield Stage(f"vision_layer.{index}.{name}", output, g[f"vision_layer.{index}.{name}"])
+        yield Stage(f"image_feature.{name}", feature, g[f"image_feature.{name}"])
+    count = int(g["lang_mask"].sum())
+    assert tokens.tolist() == g["lang_tokens"][:, :count].tolist()
+    with Outputs(model.language.layers) as outputs:
+        pooled = run(model.language.encode, tokens, mask)
+    for index, output in enumerate(outputs):
+        yield Stage(f"text_layer.{index}", output, g[f"text_layer.{index}"][:, :count])
+    yield Stage("text_pooled", pooled, g["text_pooled"])
+    text = run(model.language, tokens, mask)
+    yield Stage("text_feature", text, g["text_feature"])
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("conditioning", run(model.condition, image_tokens, text, state), g["conditioning"])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    with Outputs([model.time_out]) as outputs:
+        time = embed_time(model, float(g["t"][0]), run)
+    features = run(torch.nn.functional.gelu, outputs[0])
+    yield Stage("step0.time_features", features, g["step0.time_features"])
+    width = g["step0.modulation.0"].shape[1]
+    first = run(torch.add, context.modulation, time)[:, :width]
+    yield Stage("step0.modulation.0", first, g["step0.modulation.0"])
+    with Outputs(model.layers) as outputs:
+        run(model.act, g["x_t"][0], time, context)
+    for index, output in enumerate(outputs):
+        yield Stage(f"step0.block.{index}", output, g[f"step0.block.{index}"])
+    for step in sorted({0, 1, len(g["t"]) // 2, len(g["t"]) - 1}):
+        found = run(model.act, g["x_t"][step], embed_time(model, float(g["t"][step]), run), context)
+        yield Stage(f"model_output.{step}", found, g["model_output"][step])
+
+
 # ----------------------------------------------------------------------------- X-VLA
 
 
@@ -709,5 +752,6 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "act": act,
     "diffusion": diffusion,
     "vqbet": vqbet,
+    "mtdit": multi_task,
     "xvla": xvla,
 }

@@ -15,6 +15,7 @@ from sinew.convert import silent
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.frames import whole_frames
+from sinew.convert.lerobot.noise_levels import NOISE_LEVELS, noise_levels
 from sinew.convert.lerobot.steps import NORMALIZER
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import keypoint_encoder
@@ -23,7 +24,6 @@ from sinew.core import MAX_HISTORY, ConvertError, PolicySpec, VectorSpec
 from sinew.families.diffusion.model import DiffusionConfig
 from sinew.families.diffusion.unet import UNetConfig
 from sinew.layers.resnet import LAYERS, ResNetConfig
-from sinew.models.solvers import NoiseLevels, Solver
 
 NAMES = ("diffusion",)
 recognises = of_type(*NAMES)
@@ -41,15 +41,7 @@ SCHEMA = Schema(
         "n_groups": 8,
         "diffusion_step_embed_dim": 128,
         "use_film_scale_modulation": True,
-        "noise_scheduler_type": "DDPM",
-        "num_train_timesteps": 100,
-        "beta_schedule": "squaredcos_cap_v2",
-        "beta_start": 0.0001,
-        "beta_end": 0.02,
-        "prediction_type": "epsilon",
-        "clip_sample": True,
-        "clip_sample_range": 1.0,
-        "num_inference_steps": None,
+        **NOISE_LEVELS,
     },
     required="n_obs_steps horizon n_action_steps crop_shape use_group_norm down_dims"
     " use_separate_rgb_encoder_per_camera",
@@ -139,24 +131,9 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageReci
         )
 
 
-def solver(checkpoint: LeRobotCheckpoint) -> Solver:
-    levels = {
-        "betas": checkpoint.one_of("beta_schedule", "squaredcos_cap_v2", "linear"),
-        "predicts": checkpoint.one_of("prediction_type", "epsilon", "sample"),
-        "fresh": checkpoint.one_of("noise_scheduler_type", "DDPM", "DDIM") == "DDPM",
-        "first_beta": checkpoint.number("beta_start"),
-        "last_beta": checkpoint.number("beta_end"),
-        "clip": checkpoint.number("clip_sample_range") if checkpoint["clip_sample"] else 0.0,
-    }
-    with checkpoint.named():
-        return Solver("diffusion", levels=NoiseLevels(checkpoint.size("num_train_timesteps"), **levels))
-
-
 def policy_spec(
     checkpoint: LeRobotCheckpoint, config: DiffusionConfig, state: VectorSpec, image: ImageRecipe
 ) -> PolicySpec:
-    levels = checkpoint.size("num_train_timesteps")
-    steps = checkpoint["num_inference_steps"]
     rows = checkpoint.size("n_action_steps", high=config.chunk_size - config.history + 1)
     return checkpoint.policy_spec(
         "diffusion",
@@ -164,10 +141,9 @@ def policy_spec(
         state=state,
         noise_dim=config.max_action_dim,
         noise_rows=config.chunk_size,
-        solver_steps=levels if steps is None else checkpoint.size("num_inference_steps", high=levels),
         resizes_frames=bool(image.steps),
-        solver=solver(checkpoint),
         history=config.history,
+        **noise_levels(checkpoint),
         **silent.SPEC,
     )
 

@@ -9,7 +9,6 @@ observation. There is no language: prompts are not read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from sinew.layers.keypoints import KeypointEncoder
 from sinew.layers.linear import Linear
 from sinew.layers.resnet import ResNetConfig
 from sinew.layers.sizes import check_sizes
+from sinew.layers.time_embedding import level_sinusoids
 from sinew.models.base import Model
 from sinew.models.solvers import NoiseLevels, Solver
 
@@ -135,18 +135,8 @@ class DiffusionPolicy(Model):
         return DiffusionContext(self.film(F.mish(self.condition(image_tokens, state))).float())
 
     def embed_time(self, t: Tensor) -> Tensor:
-        time = self.time_out(F.mish(self.time_in(_level_sinusoids(t, self.config.time_size))))  # [B, C]
+        time = self.time_out(F.mish(self.time_in(level_sinusoids(t, self.config.time_size))))  # [B, C]
         return self.time_film(F.mish(time)).float()
 
     def act(self, x: Tensor, time_embedding: Tensor, context: DiffusionContext) -> Tensor:
         return self.unet(x, context.film + time_embedding).float()
-
-
-def _level_sinusoids(level: Tensor, size: int) -> Tensor:
-    """Return sines, then cosines, float32 [..., size], of level * 10000^(-j / (size / 2 - 1)), for a noise level [...]
-    of diffusion: a whole number. In float32, as the reference computes it (LeRobot ``DiffusionSinusoidalPosEmb``).
-    """
-    half = size // 2
-    exponent = torch.arange(half, dtype=torch.float32, device=level.device) * (-math.log(10_000) / (half - 1))
-    angle = level.float()[..., None] * exponent.exp()  # [..., size / 2]
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)

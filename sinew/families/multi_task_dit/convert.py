@@ -1,0 +1,298 @@
+"""LeRobot multi-task DiT checkpoint -> bundle.
+
+All weights are in the checkpoint. What CLIP is made of (heads, patches, the tokenizer) is in the folder or repository
+that the configuration names, or in the one of ``--vlm``. The part of each block's modulation that the solver's time
+gives, and the part of the condition, become one layer each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from sinew.bundle.schema import ImageRecipe, PromptRecipe
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
+from sinew.convert.lerobot.frames import whole_frames
+from sinew.convert.lerobot.noise_levels import NOISE_LEVELS, noise_levels
+from sinew.convert.lerobot.steps import NORMALIZER, TOKENIZER
+from sinew.convert.options import IGNORE_SETTING, ConvertOptions
+from sinew.convert.read.record import JsonRecord
+from sinew.convert.tensors import Rule, apply, computed, join, pick, renames, rows, split
+from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
+from sinew.core import MAX_HISTORY, ConvertError
+from sinew.families.multi_task_dit.model import MultiTaskDiTConfig
+from sinew.families.multi_task_dit.vision import ClipVisionConfig
+from sinew.layers.clip_text import ClipTextConfig
+from sinew.layers.vit import BlockConfig
+from sinew.models.solvers import Solver
+
+NAMES = ("multi_task_dit",)
+recognises = of_type(*NAMES)
+OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset")
+SETTINGS = {"ignore": IGNORE_SETTING}
+FILES = "config.json tokenizer*.json vocab.json merges.txt"
+OLD_END = 2  # "eos_token_id" of OpenAI's configurations, by which the row of the highest id is the text
+SCHEMA = Schema(
+    defaults={  # LeRobot's configuration_multi_task_dit.py
+        **NOISE_LEVELS,
+        "objective": "diffusion",
+        "num_integration_steps": 100,
+        "integration_method": "euler",
+        "hidden_dim": 512,
+        "num_layers": 6,
+        "num_heads": 8,
+        "use_positional_encoding": False,
+        "timestep_embed_dim": 256,
+        "use_rope": True,
+        "rope_base": 10000.0,
+        "vision_encoder_name": "openai/clip-vit-base-patch16",
+        "use_separate_rgb_encoder_per_camera": False,
+        "image_resize_shape": None,
+        "image_crop_shape": [224, 224],
+        "text_encoder_name": "openai/clip-vit-base-patch16",
+        "tokenizer_max_length": 77,
+        "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
+    },
+    required="n_obs_steps horizon n_action_steps",
+    # Padding on the left with the end token, which CLIP's tokenizer does, gives each prompt the same features.
+    fixed={"tokenizer_padding_side": "right"},
+    unread="sigma_min timestep_sampling_strategy timestep_sampling_s timestep_sampling_alpha timestep_sampling_beta"
+    " dropout vision_encoder_lr_multiplier image_crop_is_random tokenizer_padding tokenizer_truncation scheduler_name"
+    " do_mask_loss_for_padding drop_n_last_frames",
+    steps={"tokenizer_processor": replace(TOKENIZER, ordered=False), "normalizer_processor": NORMALIZER},
+)
+HEAD = "noise_predictor."
+TEXT = r"observation_encoder\.text_encoder\."
+CLIP_LAYER = "layer_norm1=norm1 layer_norm2=norm2 mlp self_attn.out_proj=attn.o_proj self_attn=attn"
+RULES = (
+    *renames(
+        r"noise_predictor\.",
+        "",
+        "time_mlp.1=time_in time_mlp.3=time_out input_proj=action_in output_proj=action_out",
+    ),
+    *renames(
+        r"noise_predictor\.transformer_blocks\.(\d+)\.",
+        r"layers.\1.",
+        "attn.qkv_proj=attn.{qkv}_proj attn.out_proj=attn.o_proj multihead_attn.in_proj=attn.{qkv}_proj"
+        " multihead_attn.out_proj=attn.o_proj mlp.0=mlp.fc1 mlp.2=mlp.fc2",
+    ),
+    Rule(r"noise_predictor\.pos_embedding", ("places.weight",), lambda source: pick(source, 0)),
+    *renames(
+        TEXT + r"text_encoder\.text_model\.",
+        "language.",
+        "embeddings.token_embedding=embed_tokens embeddings.position_embedding=places final_layer_norm=norm",
+    ),
+    *renames(
+        TEXT + r"text_encoder\.text_model\.encoder\.layers\.(\d+)\.", r"language.layers.\1.", CLIP_LAYER
+    ),
+    *renames(TEXT, "language.", "projection=project"),
+)
+
+
+class Clip(NamedTuple):
+    """Both configurations of CLIP, the tokenizer, and the files that were read."""
+
+    vision: JsonRecord
+    text: JsonRecord
+    tokenizer: TokenizerFiles
+    files: tuple[Path, ...]
+
+
+def read(path: Path, options: ConvertOptions) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
+    clip, image = clip_of(checkpoint), image_recipe(checkpoint)
+    config = model_config(checkpoint, clip, image)
+    tokenizer, separate = clip.tokenizer, bool(checkpoint["use_separate_rgb_encoder_per_camera"])
+    if tokenizer.pad_token_id is None:
+        raise ConvertError(f"{tokenizer.path}: expected a token for padding, got none")
+    prompt = PromptRecipe(
+        max_tokens=checkpoint.size("tokenizer_max_length", high=config.language.positions),
+        vocab_size=config.language.vocab_size,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Conversion(
+        format="lerobot-multi-task-dit",
+        config=config,
+        spec=checkpoint.policy_spec(
+            "multi_task_dit",
+            checkpoint.size("n_action_steps", high=config.chunk_size - config.history + 1),
+            state=checkpoint.state,
+            noise_dim=config.max_action_dim,
+            noise_rows=config.chunk_size,
+            resizes_frames=bool(image.steps),
+            history=config.history,
+            max_prompt_tokens=prompt.max_tokens,
+            **solution(checkpoint),
+        ),
+        processing=checkpoint.processing(
+            image,
+            prompt,
+            config,
+            all_cameras=True,  # none was missing in training
+            first_row=config.history - 1,
+        ),
+        tokenizer=tokenizer.text,
+        tensors=tensors(checkpoint.tensors, config, separate),
+        dead=tuple(f"{tower(number, separate)}post_layernorm." for number in range(config.encoders)),
+        sources=[*checkpoint.files, *clip.files],
+        notes=tuple(checkpoint.notes),
+    )
+
+
+def clip_of(checkpoint: LeRobotCheckpoint) -> Clip:
+    """Return what the checkpoint's CLIP models are made of. Raises :class:`ConvertError`."""
+    options, path = checkpoint.options, checkpoint.path
+    names = [str(checkpoint[key]) for key in ("vision_encoder_name", "text_encoder_name")]
+    if options.vlm is not None and names[0] != names[1]:
+        raise ConvertError(
+            f"--vlm {options.vlm}: expected one CLIP for frames and words, but {checkpoint.file} names {names[0]} and"
+            f" {names[1]}; put folders of these names beside the checkpoint instead"
+        )
+    homes = [find_model_dir(name, options.vlm, path, "--vlm", FILES) for name in names]
+    vision, text = (JsonRecord(home / "config.json") for home in homes)
+    tokenizer = find_tokenizer(options, homes[1], whose=f"{names[1]}'s")
+    return Clip(
+        vision.part("vision_config") if "vision_config" in vision.content else vision,
+        text.part("text_config") if "text_config" in text.content else text,
+        tokenizer,
+        (*dict.fromkeys(home / "config.json" for home in homes), tokenizer.path),
+    )
+
+
+def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
+    """Return what is done to a frame. A cut that does not fit is left out, as LeRobot does with a warning."""
+    resized, cut = checkpoint.sides("image_resize_shape"), checkpoint.sides("image_crop_shape")
+    height, width = resized or checkpoint.frame_size
+    if cut is not None and (cut[0] > height or cut[1] > width):
+        checkpoint.notes.append(
+            f"image_crop_shape {cut[0]} x {cut[1]} is larger than the frame of {height} x {width}: LeRobot does not cut"
+        )
+        cut = None
+    return whole_frames(checkpoint, resized, cut, "image_crop_shape")
+
+
+def solution(checkpoint: LeRobotCheckpoint) -> dict[str, object]:
+    """Return ``solver`` and ``solver_steps`` of the specification. Raises :class:`ConvertError`."""
+    if checkpoint.one_of("objective", "diffusion", "flow_matching") == "diffusion":
+        return noise_levels(checkpoint)
+    if checkpoint.one_of("integration_method", "euler", "rk4") == "rk4":
+        raise ConvertError(
+            f"{checkpoint.file}: integration_method: expected euler, got rk4, which is not supported yet. To integrate"
+            ' in Euler steps instead, which gives other actions, set "integration_method": "euler" and'
+            ' "num_integration_steps" in this file'
+        )
+    steps = checkpoint.size("num_integration_steps")
+    return {"solver": Solver(start=0.0, end=1.0), "solver_steps": steps}
+
+
+def model_config(checkpoint: LeRobotCheckpoint, clip: Clip, image: ImageRecipe) -> MultiTaskDiTConfig:
+    for part in clip.vision, clip.text:
+        part.expect(hidden_act="quick_gelu", layer_norm_eps=1e-5)
+    side = clip.vision["image_size"]
+    if (image.height, image.width) != (side, side):
+        raise ConvertError(
+            f"{checkpoint.file}: image_resize_shape, image_crop_shape: expected frames of {side} x {side}, which"
+            f" {checkpoint['vision_encoder_name']} reads, got {image.height} x {image.width}"
+        )
+    cameras, history = len(checkpoint.cameras), checkpoint.size("n_obs_steps", high=MAX_HISTORY)
+    width = checkpoint.size("hidden_dim")
+    with checkpoint.named():
+        return MultiTaskDiTConfig(
+            vision=ClipVisionConfig(
+                **blocks(clip.vision), image_size=side, patch_size=clip.vision["patch_size"]
+            ),
+            language=ClipTextConfig(
+                **blocks(clip.text),
+                positions=clip.text["max_position_embeddings"],
+                vocab_size=clip.text["vocab_size"],
+                out_size=width,
+                out_bias=True,
+                end_token=end_token(clip),
+            ),
+            head=BlockConfig(width, 4 * width, checkpoint.size("num_layers"), checkpoint.size("num_heads")),
+            cameras=cameras,
+            encoders=cameras if checkpoint["use_separate_rgb_encoder_per_camera"] else 1,
+            history=history,
+            time_size=checkpoint.size("timestep_embed_dim"),
+            chunk_size=checkpoint.size("horizon"),
+            max_state_dim=history * checkpoint.state.dim,
+            max_action_dim=checkpoint.action.dim,
+            rope_theta=checkpoint.number("rope_base") if checkpoint["use_rope"] else 0.0,
+            places=bool(checkpoint["use_positional_encoding"]),
+        )
+
+
+def blocks(record: JsonRecord) -> dict[str, int]:
+    return {
+        "hidden_size": record["hidden_size"],
+        "intermediate_size": record["intermediate_size"],
+        "num_layers": record["num_hidden_layers"],
+        "num_heads": record["num_attention_heads"],
+    }
+
+
+def end_token(clip: Clip) -> int:
+    """Return the id of the token whose first row is the text. Raises :class:`ConvertError` where the tokenizer ends
+    prompts with another one."""
+    written = clip.tokenizer.encode("")[-1:]
+    configured = clip.text.content.get("eos_token_id", OLD_END)
+    token = clip.text["vocab_size"] - 1 if configured == OLD_END else configured
+    if written != [token]:
+        raise ConvertError(
+            f"{clip.tokenizer.path}: expected prompts that end with token {token}, which CLIP's configuration"
+            f" ({clip.text.path}) makes the text of, got {written or 'none'}"
+        )
+    return int(token)
+
+
+def tensors(
+    found: Mapping[str, TensorSource], config: MultiTaskDiTConfig, separate: bool
+) -> dict[str, TensorSource]:
+    """Return the model's tensors under its names, and those that are not read under upstream's. separate: each camera
+    has a tower of its own, with a number in its name."""
+    out, rules = modulations(found, config), list(RULES)
+    for number in range(config.encoders):
+        theirs = tower(number, separate)
+        first, table = f"{theirs}embeddings.class_embedding", f"{theirs}embeddings.position_embedding.weight"
+        if missing := [name for name in (first, table) if name not in out]:
+            raise ConvertError(f"{missing[0]} is missing")
+        places, ours = out.pop(table), f"vision.{number}."
+        out[f"{ours}first"] = computed(lambda row, at: row + at[0], out.pop(first), places)
+        out[f"{ours}position_embedding.weight"] = rows(places, 1, places.shape[0])
+        rules += [
+            *renames(re.escape(theirs), ours, "embeddings.patch_embedding=patch_embedding pre_layrnorm=norm"),
+            *renames(re.escape(theirs) + r"encoder\.layers\.(\d+)\.", rf"{ours}layers.\1.", CLIP_LAYER),
+        ]
+    return apply(out, rules)
+
+
+def tower(number: int, separate: bool) -> str:
+    """Return what stands before the names of a vision tower's tensors."""
+    return f"observation_encoder.vision_encoder{f's.{number}' if separate else ''}.model.vision_model."
+
+
+def modulations(found: Mapping[str, TensorSource], config: MultiTaskDiTConfig) -> dict[str, TensorSource]:
+    """Return the tensors with the modulations of all blocks as one layer of the time and one of the condition. Raises
+    :class:`ConvertError` where a block's is missing."""
+    out = dict(found)
+    weights: list[TensorSource] = []
+    biases: list[TensorSource] = []
+    for layer in range(config.head.num_layers):
+        for value, into in (("weight", weights), ("bias", biases)):
+            name = f"{HEAD}transformer_blocks.{layer}.adaLN_modulation.1.{value}"
+            if name not in out:
+                raise ConvertError(f"{name} is missing")
+            into.append(out.pop(name))
+    halves = [split(weight, (config.time_size, config.condition_size), axis=1) for weight in weights]
+    time, condition = (join(*parts) for parts in zip(*halves, strict=True))
+    return out | {
+        "time_modulation.weight": time,
+        "modulation.weight": condition,
+        "modulation.bias": join(*biases),
+    }
