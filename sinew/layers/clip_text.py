@@ -46,14 +46,14 @@ class ClipTextConfig(BlockConfig):
         vocab_size: rows of the table of tokens.
         out_size: width of a text.
         out_bias: the last projection has a bias.
-        end_token: the text is the row of the first token of this id; -1: the last row that is no padding.
+        end_token: the text is the row of the first token of this id; 0: the last row that is no padding.
     """
 
     positions: int
     vocab_size: int
     out_size: int
     out_bias: bool = False
-    end_token: int = -1
+    end_token: int = 0
 
 
 class ClipText(nn.Module):
@@ -76,7 +76,7 @@ class ClipText(nn.Module):
         mask = block_mask(token_mask, torch.ones_like(token_mask))
         for layer in self.layers:
             x = layer(x, mask)
-        if self.end_token < 0:
+        if not self.end_token:
             row = token_mask.sum(dim=1) - 1
         else:
             row = ((tokens == self.end_token) & token_mask).long().argmax(dim=1)
