@@ -137,24 +137,25 @@ def _time(
     memory_gib: float | None,
     again: bool,
 ) -> EngineFinding | None:
-    """Time every engine that needs nothing to be made, and store it; None where there is one engine alone, or another
-    process has done so meanwhile. started: what runs the bundle without it. size: bytes of the policy that serves."""
+    """Time every engine that needs nothing to be made, and store it, unless another process has done so meanwhile. None
+    where there is one engine alone. started: what runs the bundle without it. size: bytes of the policy that serves."""
     from sinew.engine.backend import choose, ready, requested, unmeasured
     from sinew.engine.measured import stored
     from sinew.engine.prepared import EngineFinding
 
     others = [each for each in ready(bundle, choice) if each.engine != choice.engine]
-    if not others or not (again or unmeasured(bundle, choice)):
+    if not others:
         return None
-    _check_room_for_two(bundle, size, memory_gib)
-    seconds, note = _measure(bundle, choice, [(each, bundle.path) for each in others])
-    _store(bundle, choice, seconds, note)
+    if again or unmeasured(bundle, choice):
+        _check_room_for_two(bundle, size, memory_gib)
+        _store(bundle, choice, *_measure(bundle, choice, [(each, bundle.path) for each in others]))
     options = choice.options
     best = choose(bundle, None, options.device, requested(choice), threads=options.threads, prepared=True)
-    words = stored(_under(bundle, choice)).text(best.engine, {*seconds})
+    times = stored(_under(bundle, choice))
+    words = times.text(best.engine, {*times.chunks})
     return EngineFinding(
         best.engine, started.engine, best.engine != started.engine, f"engine {best.engine} is the fastest: {words}",
-        seconds, options.device, options.threads or 1,
+        times.chunks, options.device, options.threads or 1,
     )  # fmt: skip
 
 
