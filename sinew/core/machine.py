@@ -268,6 +268,18 @@ def half_units(dtype: str) -> str | None:
     return next((name for name in HALF_UNITS[dtype] if name in flags), None)
 
 
+def half_lowered(dtype: str) -> str:
+    """Return the setting with which PyTorch's attention in ``dtype`` ("bf16" or "fp16") fails here, "" if none does.
+
+    PyTorch asks oneDNN, which finds AMX, whether to lay out keys for tiles. The code that does so is in its AVX-512
+    kernels only. With other kernels (``ATEN_CPU_CAPABILITY``) it raises "pack_vnni2 is only supported when avx512".
+    """
+    setting = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    tiles = HALF_UNITS[dtype][0] in cpu_flags() if dtype in HALF_UNITS else False
+    lowered = setting and not setting.lower().startswith(("avx512", "amx"))
+    return f"ATEN_CPU_CAPABILITY={setting}" if tiles and lowered else ""
+
+
 def may_have_cuda() -> bool:
     """Return whether an NVIDIA driver seems to be there; false spares the import of torch that would find out."""
     if sys.platform == "darwin":

@@ -487,6 +487,20 @@ def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suita
     )
 
 
+def lowered(options: EngineOptions, bundle: Bundle) -> str:
+    """Return why PyTorch cannot compute in the half precision of ``options`` here, "" if it can or need not."""
+    if options.kind != "cpu" or options.storage or options.graphs is not None:
+        return ""
+    words = {HALVES[info.type.name] for info in bundle.infos.values() if info.type.name in HALVES}
+    for word in sorted(words) if options.dtype == "native" else [options.dtype]:
+        if setting := machine.half_lowered(word):
+            return (
+                f"cannot compute {word}: PyTorch's attention fails with {setting} on a CPU with AMX;"
+                f" unset {setting.partition('=')[0]}, or choose {option('dtype', 'fp32')}"
+            )
+    return ""
+
+
 def not_computed(backend: Backend, bundle: Bundle) -> str:
     """Return the parts of the bundle's recipe that an engine does not compute.
 

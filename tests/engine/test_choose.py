@@ -225,6 +225,34 @@ def test_the_reported_precision_is_what_is_loaded(monkeypatch) -> None:
     assert replace(choose(Bundle(PEN), device="cpu"), ignored="x").precision_text.endswith("IGNORED: x)")
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_that_pytorch_cannot_compute_is_rejected(dtype: str, monkeypatch) -> None:
+    """Its attention asks oneDNN for tiles, and raises where kernels without AVX-512 were chosen."""
+    flags = {"avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_fp16", "avx512_fp16"}
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags))
+    bundle = Bundle(PEN)
+    for setting in ("avx2", "default"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", setting)
+        words = f"cannot compute {dtype}: PyTorch's attention fails with ATEN_CPU_CAPABILITY={setting}"
+        words += " on a CPU with AMX"
+        for engine in ("plan", "eager"):
+            with pytest.raises(
+                SinewError, match=f"engine {engine} {words}; unset ATEN_CPU_CAPABILITY, or choose"
+            ):
+                choose(bundle, engine, "cpu", dtype)
+        with pytest.raises(SinewError, match=f"engine plan or eager {words}"):
+            choose(bundle, device="cpu", dtype=dtype)
+        assert choose(bundle, device="cpu").options.dtype == "fp32"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx512")
+    assert choose(bundle, "eager", "cpu", dtype).options.dtype == dtype
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    assert choose(bundle, "eager", "cpu", dtype).options.dtype == dtype
+    # Without AMX, PyTorch computes bf16 with any of its kernels
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_bf16", "avx512_fp16"}))
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert choose(bundle, "eager", "cpu", dtype).options.dtype == dtype
+
+
 # ----------------------------------------------------------------------------- two engines that follow a recipe
 
 

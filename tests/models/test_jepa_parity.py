@@ -9,6 +9,7 @@ import torch
 from sinew.policy import load
 from tests.closeness import FACTOR, UNIT, assert_close, rounding
 from tests.convert.test_vla_jepa import observation
+from tests.engines import needs_half
 from tests.golden import Golden
 
 BFLOAT16 = 2.0**-8  # the largest relative error of one rounding to it
@@ -48,6 +49,7 @@ def test_padding_of_the_prompt_changes_nothing(case):
     assert_close(rounding(output, tokens, valid), output(*padded))
 
 
+@needs_half
 @pytest.mark.proves(engine="eager", precision="bf16", family="vla_jepa")
 def test_the_head_stays_in_float32(case, jepa_bundle):
     """Upstream computes it there whatever the language model's dtype."""

@@ -33,6 +33,7 @@ from sinew.records.recorder import Recorder
 from sinew.serve.replay import Replay
 from sinew.vlacpp.write import export_vlacpp
 from tests.bundle.test_bundle import with_manifest
+from tests.engines import needs_half
 from tests.golden import Golden, assert_parity, relative_l2
 from tests.models.stages import arguments, memory_observation
 
@@ -309,6 +310,7 @@ def test_a_file_without_a_place_for_it_is_not_written(case_bundle: Any, tmp_path
         export_vlacpp(Bundle(case_bundle("pi05-mem")), tmp_path / "out.gguf")
 
 
+@needs_half
 @pytest.mark.slow
 def test_half_precision_is_no_further_off_than_the_plain_policy(
     case_bundle: Any, checkpoint: Path, g: Golden, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import torch
 from sinew.core import Observation, machine
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
-from tests.engines import run_one
+from tests.engines import needs_half, run_one
 from tests.golden import Golden, assert_parity, cosine_gap, integrate, relative_l2
 
 FLOAT32_CASES = ["smolvla-2cam", "smolvla-3cam-padded"]
@@ -72,6 +72,7 @@ def test_times_of_the_solver_match(case):
     assert times == g["t"][:, 0].tolist()
 
 
+@needs_half
 @pytest.mark.proves(engine="eager", precision="bf16", family="smolvla")
 def test_half_precision_language_model_stays_within_bfloat16(golden, smolvla_bundle):
     """Published checkpoints store the VLM in bfloat16. The bound is what bfloat16 rounding moves the
@@ -87,6 +88,7 @@ def test_half_precision_language_model_stays_within_bfloat16(golden, smolvla_bun
         assert cosine_gap(actions, g["actions"][0]) <= 3e-6, dtype
 
 
+@needs_half
 def test_native_keeps_the_stored_types(smolvla_bundle):
     model = load(
         smolvla_bundle("smolvla-bf16-vlm"), dtype="native", engine="eager", allow_missing_cameras=True
@@ -96,6 +98,7 @@ def test_native_keeps_the_stored_types(smolvla_bundle):
     assert model.action_out_proj.weight.dtype == torch.float32
 
 
+@needs_half
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_requested_half_precision_keeps_projections_wide(smolvla_bundle, dtype, monkeypatch):
     monkeypatch.setattr(machine, "half_units", lambda kind: "a test")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sinew.core import RTC
-from sinew.engine.backend import YES, Backend, EngineOptions, Suitability
+from sinew.engine.backend import YES, Backend, EngineOptions, Suitability, lowered
 from sinew.engine.capability import Capability
 
 if TYPE_CHECKING:
@@ -17,6 +17,11 @@ class Eager(Backend):
     capabilities = frozenset(Capability) - {Capability.AUDIT}
     guides = RTC  # autograd goes through the head, and a head that can takes a time per row
     counted_as = "eager"
+
+    def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
+        if why := lowered(options, bundle):
+            return Suitability(f"engine eager {why}")
+        return super().can(bundle, options)
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         return YES  # it is what the others are compared with

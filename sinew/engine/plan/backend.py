@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sinew.core import RTC
-from sinew.engine.backend import Backend, EngineOptions, Suitability
+from sinew.engine.backend import Backend, EngineOptions, Suitability, lowered
 from sinew.engine.capability import Capability
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Planned(Backend):
                 f"engine plan computes adapters on cpu, not on {options.device}, where norms that it folds would give"
                 " each adapter a copy of most weights; engine eager computes them there"
             )
+        if why := lowered(options, bundle):
+            return Suitability(f"engine plan {why}")
         return super().can(bundle, options)
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
