@@ -44,15 +44,29 @@ COLUMNS = (
     "act",
 )
 ENGINES = COLUMNS[:5]
-HEAD = """# What is proved of which family
+HEAD = """# Supported policies
 
-A cell holds the precisions of an engine, or the wires, for which a test passed with that family's own fixture; a star:
-a slow test alone, which `make test` leaves out. An empty cell is not proved; a wire serves any family, and an engine
-says itself what it refuses. `cuda references` are the kernels' references and the graph's program on a CPU; what ran on
-a GPU is in [gpu.md](gpu.md).
+This page lists the policies that Sinew runs, and what has been tested for each of them.
 
-`python -m tests.proofs` writes this page from `tests/proofs.json`, the recorded outcomes of the tests marked `proves`.
-It also prints what each test proves. `--engine auto` reads the same outcomes from `sinew/engine/proofs.json`.
+To use one, pass its checkpoint to any command: `sinew serve CHECKPOINT`. [Checkpoints](sources.md) lists the files
+that each family needs. [Engines](engines.md) explains the columns. To add a policy, read [Add a
+model](adding-a-model.md).
+
+* **A cell** holds the precisions of an engine, or the protocols, for which a test passed with that family's own
+  fixture. A star marks a test that is slow, so `make test` leaves it out.
+* **An empty cell** has no test. The engine may still work: it prints what it does not support. A protocol serves
+  every family.
+* **cuda references** are the PyTorch references of the CUDA kernels and the program of the CUDA graph, on a CPU.
+  [On a GPU](gpu.md) lists what ran on NVIDIA GPUs.
+
+`--engine auto` selects an engine other than `eager` only if it has an entry here, or if it passed `sinew validate`
+on your machine.
+
+"""
+FOOT = """
+`python -m tests.proofs` writes this page from `tests/proofs.json`, the recorded results of the tests that are
+marked `proves`. It also prints what each test covers. The product reads the same results from
+`sinew/engine/proofs.json`.
 """
 
 
@@ -132,7 +146,11 @@ def listed(who: list[str]) -> str:
 
 def render(rows: list[list[str]]) -> str:
     """Return the page of recorded claims."""
-    lines = [HEAD, "| family | " + " | ".join((*ENGINES, "wires")) + " |", "|---" * (len(ENGINES) + 2) + "|"]
+    lines = [
+        HEAD.rstrip("\n") + "\n",
+        "| family | " + " | ".join((*ENGINES, "protocols")) + " |",
+        "|---" * (len(ENGINES) + 2) + "|",
+    ]
     for family, shown in NAMES.items():
         cells = []
         for column in ENGINES:
@@ -142,7 +160,7 @@ def render(rows: list[list[str]]) -> str:
             cells.append(", ".join(sorted(named)))
         cells.append(", ".join(c for c in COLUMNS[5:] if any(row[:2] == [family, c] for row in rows)))
         lines.append(f"| {shown} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + FOOT
 
 
 def product(rows: list[list[str]]) -> str:

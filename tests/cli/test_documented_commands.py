@@ -17,7 +17,7 @@ from cyclopts import App
 
 from sinew.cli import build_app, settings, terminal
 from sinew.cli.verbs import VERBS, commands
-from tests.journeys.pages import BLOCK, PAGES, ROOT, lines
+from tests.journeys.pages import BLOCK, PAGES, ROOT, lines, programs, without_comment
 from tests.serve import browser
 
 EVERYWHERE = {"json", "debug", "config", "help"}
@@ -72,6 +72,19 @@ def test_the_readme_and_tutorials_show_commands() -> None:
     assert shown["docs/commands.md"] >= 15
     assert shown["README.md"] >= 5
     assert all(count >= 5 for name, count in shown.items() if "tutorial-" in name)
+
+
+def test_the_model_of_adding_a_model_is_the_templates() -> None:
+    """The code of the page is the code that `sinew new family my_arm` writes, without its docstrings and comments."""
+    folder = ROOT / "sinew" / "cli" / "templates" / "family" / "our_name"
+    written = "".join((folder / f"{name}.py-tpl").read_text() for name in ("model", "convert", "__init__"))
+    code = {
+        without_comment(line)
+        for line in written.replace("OurName", "MyArm").replace("our_name", "my_arm").splitlines()
+    }
+    shown = [line for text in programs("docs/adding-a-model.md") for line in text.splitlines()]
+    assert len(shown) > 60
+    assert [line for line in shown if without_comment(line) not in code] == []
 
 
 def test_every_page_is_part_of_the_site() -> None:
