@@ -1,4 +1,4 @@
-"""Adapters over a loaded model: for each a tree of modules with the base's own weights and a few more beside them."""
+"""Adapters over a loaded model: each has a tree of modules with the base's own weights and a few more."""
 
 from __future__ import annotations
 

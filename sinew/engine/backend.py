@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # in place of a name: the first that fits
 ASKED = "asked for"  # the reason of what the user named
-REFERENCE = "the reference precision"  # that of what nobody named, on a CPU
+REFERENCE = "the reference precision"  # reason for the default precision on a CPU
 GIB = 1 << 30
 ROOM = GIB  # for activations and the program itself
 HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
@@ -216,15 +216,17 @@ def _contenders(
 
 
 def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditions:
-    """Return what a measurement of the engines has to be of. word: the precision that was requested, if any."""
+    """Return the conditions of a measurement of the engines. word: The requested precision, if any."""
     precision = word or ("fp32" if options.kind == "cpu" else "native")
     ignored = bool(recipe(bundle)) and not options.recipe
     return Conditions(bundle.path, options.device, precision, options.threads or 1, not ignored)
 
 
 def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -> Times:
-    """Return what these engines take on this machine. Where a chunk was not measured yet, their products are timed
-    now, once, which takes milliseconds."""
+    """Return the times of these engines on this machine.
+
+    If no chunk was measured yet, their products are timed now, once, which takes milliseconds.
+    """
     if len(contenders) < 2:
         return Times()
     options = contenders[0].options
@@ -275,8 +277,9 @@ def _told(
     passed_over: Sequence[_Passed],
     times: Times,
 ) -> list[str]:
-    """Return what a user may want to know of the other engines: those that come first by :data:`ORDER`, or follow the
-    recipe, and were passed over, and those that were not measured yet."""
+    """Return notes about the other engines: those that were passed over although they come first by :data:`ORDER` or
+    follow the recipe, and those that were not measured yet.
+    """
     names = [*BACKENDS]
     kinds = {*recipe(bundle).values()} if best.options.recipe else set()
 
@@ -353,15 +356,15 @@ def _each_once(passed_over: Sequence[_Passed]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Suitability:
-    """Whether an engine can, or should, run a bundle. One without reasons says yes.
+    """The answer to whether an engine can, or should, run a bundle. Without a reason against it, the answer is yes.
 
     Attributes:
-        against: Why not, as a sentence. "" for yes.
-        elsewhere: True if the reason concerns devices or weights that are not here, so that nobody needs to read it
-            where another engine was taken.
-        reason: Why it should, if that is more than that it is the fastest of those that are verified.
-        unmade: What has to be made before it can start, and how. "" if nothing has to be.
-        preparable: True if ``sinew prepare`` can make what keeps it from starting at once.
+        against: The reason against it, as a sentence. "" for yes.
+        elsewhere: True if the reason concerns devices or weights that are not here, so that it is not shown if
+            another engine was taken.
+        reason: The reason for it, if that is more than that it is the fastest verified engine.
+        unmade: The part that must be made before it can start, and how. "" for none.
+        preparable: True if ``sinew prepare`` can make that part.
     """
 
     against: str = ""
@@ -399,9 +402,12 @@ class Backend:
     counted_as: Literal["eager", "plan", "cpu"] = "plan"
 
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
-        """Return whether this engine, if it is installed, can run the bundle with these options, whoever chose it.
+        """Check whether this engine, if it is installed, can run the bundle with these options.
 
         Packages, adapters and the recipe are checked from the record. Reads no weights.
+
+        Returns:
+            The answer, with the reason against it.
         """
         if options.graphs is not None and not self.runs_graphs:
             able = either([name for name, each in BACKENDS.items() if each.runs_graphs])
@@ -416,9 +422,12 @@ class Backend:
         return YES
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
-        """Return whether this engine should run the bundle if the user chose none: it is verified, and nobody would be
-        kept waiting or lose something. prepared: take what ``sinew prepare`` measured to be faster, also where it can
-        do less than the others."""
+        """Check whether this engine should run the bundle if the user chose none: it is verified, and starts without
+        delay or loss.
+
+        prepared: Also accept an engine that ``sinew prepare`` measured to be faster and that supports less than the
+        others.
+        """
         against = unproved(self, bundle, options)
         return Suitability(against, preparable=bool(against) and options.kind == "cpu")
 
@@ -435,11 +444,11 @@ class Backend:
         return self.lacking(Capability.STREAM)
 
     def device(self) -> tuple[str, str] | None:
-        """Return where it runs if nobody says, with the reason; None for whatever there is."""
+        """Return the default device with the reason; None for any device."""
         return None
 
     def dtype(self, kind: str) -> tuple[str, str]:
-        """Return the precision of weights that nobody has chosen, on a kind of device, and why."""
+        """Return the default precision of weights on a kind of device, and the reason."""
         return ("fp32", REFERENCE) if kind == "cpu" else ("native", "as stored in the bundle")
 
     def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
@@ -463,8 +472,9 @@ class Backend:
 
 
 def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suitability:
-    """Return why an engine must not run the bundle, whoever chose it: :meth:`Backend.can`, after what its record
-    says about packages and adapters, and before what it says about the recipe."""
+    """Return the reason why an engine cannot run the bundle: :meth:`Backend.can`, after its record's packages and
+    adapters, and before its recipe.
+    """
     name = backend.name
     if options.adapters and Capability.ADAPT not in backend.capabilities:
         able, named = either(engines_that(Capability.ADAPT)), ", ".join(options.adapters)
@@ -627,13 +637,13 @@ def _backend(name: str) -> Backend:
 
 
 def recipe(bundle: Bundle) -> dict[str, str]:
-    """Return the components that the bundle wants below its dtype, with their precision."""
+    """Return the components that the bundle stores below its dtype, with their precision."""
     found = bundle.manifest.quantization
     return {} if found is None else {part: kind for part, kind in found.recipe.items() if kind != "fp32"}
 
 
 def other_precision() -> str:
-    """Return what this CPU does in the precision that may be faster than the reference's."""
+    """Return a note about this CPU's speed in the precision that may be faster than the reference's."""
     unit = machine.half_units("bf16")
     why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
     return f"{option('dtype', 'bf16')} {why}"
@@ -659,8 +669,9 @@ def requested(choice: EngineChoice) -> str | None:
 
 
 def ready(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
-    """Return what runs a bundle as ``choice`` does, and needs nothing to be made: every verified engine, ``choice``
-    among them, in the order of :data:`ORDER`."""
+    """Return every verified engine that runs a bundle as ``choice`` does and needs no preparation, with ``choice``
+    among them, in the order of :data:`ORDER`.
+    """
     contenders, _ = _contenders(bundle, choice.options, requested(choice), prepared=True)
     return [
         _choice(each.backend, bundle, each.options, "verified", choice.device_reason, each.dtype_reason)
@@ -670,7 +681,7 @@ def ready(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
 
 
 def measured_under(bundle: Bundle, choice: EngineChoice) -> Conditions:
-    """Return what a measurement of ``choice`` and of the engines beside it is stored under."""
+    """Return the conditions under which measurements of ``choice`` and the other engines are stored."""
     return _under(bundle, choice.options, requested(choice))
 
 
@@ -690,8 +701,11 @@ def unmeasured(bundle: Bundle, choice: EngineChoice) -> list[str]:
 
 
 def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
-    """Return what ``sinew prepare`` could make of a bundle that ``choice`` runs, in the order of speed: engines that
-    run it with the same recipe on the same device, and only have to be made, proved and measured first."""
+    """Return the choices that ``sinew prepare`` could make for a bundle, fastest first.
+
+    They are engines that run the bundle with the same recipe on the same device, and must only be made, verified and
+    measured first.
+    """
     found: list[EngineChoice] = []
     if choice.options.graphs or choice.ignored:
         return found

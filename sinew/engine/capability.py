@@ -1,4 +1,4 @@
-"""What some engines can do and others cannot, and how an engine says that it cannot."""
+"""The capabilities that some engines have and others lack, and the reasons that engines give."""
 
 from __future__ import annotations
 

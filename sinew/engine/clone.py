@@ -1,4 +1,4 @@
-"""A second tree of modules over the parameters of a loaded model, for whoever changes modules and copies no weights."""
+"""A second tree of modules over the parameters of a loaded model, for changes of modules without a copy of weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
 
 
 def copy_modules(module: M, known: dict[int, Any]) -> M:
-    """Return a module tree of its own. known: by identity, what stands in place of tensors and modules of the old one;
-    it takes what is copied.
+    """Return a copy of a module tree. known: Identity -> replacement of tensors and modules; it receives the copies.
 
-    ``copy.deepcopy`` does the same two to five times slower: it takes each module's dozen empty dictionaries of hooks
-    apart. A class with a way of its own to be copied is copied by that.
+    ``copy.deepcopy`` does the same two to five times slower, because it copies each module's dozen empty dictionaries
+    of hooks. A class with its own ``__deepcopy__`` is copied by that.
     """
     if id(module) in known:
         return known[id(module)]

@@ -96,7 +96,7 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
 
 
 def _growth(leaves: list[Any], longer: list[Any]) -> list[tuple[int, ...]]:
-    """Return by how much each axis of each tensor grows with a token."""
+    """Return by how much each axis of each tensor grows with one token."""
     return [
         () if leaf is None else tuple(more - size for size, more in zip(leaf.shape, other.shape, strict=True))
         for leaf, other in zip(leaves, longer, strict=True)
@@ -152,7 +152,7 @@ def _read(kind: str, shape: list[int], data: memoryview) -> Tensor:
 
 
 def _heads(data: bytes, count: int) -> tuple[list[Any], int]:
-    """Return what is said of each tensor, and where the first one begins."""
+    """Return the description of each tensor, and the position of the first one."""
     if len(data) > LIMIT:
         raise SinewError(f"context: expected at most {LIMIT} bytes, got {len(data)}")
     end = 4 + int.from_bytes(data[:4], "little")

@@ -30,21 +30,27 @@ Context = Any  # what read leaves for solve, in the engine's own arrays
 
 @dataclass(frozen=True)
 class Facts:
-    """What an open engine holds and can do.
+    """The facts and capabilities of an open engine.
 
-    device: such as "cpu" or "cuda:0". precision: component -> the precision in which it computes. recipe: of those that
-        this engine quantises. weights_nbytes: of the weights as it holds them.
-    guides: the values of an observation's ``rtc`` that :meth:`Engine.solve` can follow.
-    refusals: the capabilities that it lacks with this bundle on this device, each with its reason in its own words.
-        :meth:`sinew.engine.backend.Backend.open` adds those that the engine lacks with every bundle.
-    exact_lengths: prompts that are read at once have to be equally long.
-    takes_frames: it resizes raw frames on the device. world_units: it returns actions un-normalised.
-    one_graph: it runs all stages as one unless a watch asks for them apart.
-    rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
-        :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
-    assigned: which of several providers took how much of the graphs, "" where there is one engine alone.
-    files: of weights, beside the bundle. notes: what people would like to know of it beyond its name; details: the
-        same for reports, by key.
+    Attributes:
+        device: Such as "cpu" or "cuda:0".
+        precision: Component -> precision in which it computes.
+        recipe: Precisions of components that this engine quantises itself.
+        weights_nbytes: Bytes of the weights in memory.
+        guides: Values of an observation's ``rtc`` that :meth:`Engine.solve` supports.
+        refusals: Capabilities that it lacks with this bundle on this device, each with its reason.
+            :meth:`sinew.engine.backend.Backend.open` adds those that the engine always lacks.
+        exact_lengths: True if prompts of a batch must have equal lengths.
+        takes_frames: True if it resizes raw frames on the device.
+        world_units: True if it returns un-normalised actions.
+        one_graph: True if it runs all stages as one graph, unless a watch requires separate stages.
+        rolling: True if actions of a chunk are denoised at their own times (:meth:`Engine.evaluate`).
+        head_reads_state: True if :meth:`Engine.renew` gives a context a newer state.
+        chooses_tokens: True if a rounded context may give other actions.
+        assigned: Share of the graphs of each of several providers; "" with a single engine.
+        files: Files of weights in addition to the bundle.
+        notes: Notes for people.
+        details: The same for reports, by key.
     """
 
     device: str
@@ -69,8 +75,13 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Holds what a recording of one stage would meet. operators: that compute. nbytes: of the tensors that they make
-    anew, in the recording's own memory. breaks: what cannot be recorded, and which line asks for it."""
+    """The problems of a recording of one stage.
+
+    Attributes:
+        operators: Operators that compute.
+        nbytes: Bytes of the tensors that they allocate, in the recording's own memory.
+        breaks: Operations that cannot be recorded, with their lines.
+    """
 
     stage: str
     operators: int
@@ -104,8 +115,12 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
-        """Return what the head needs of the observations: ``inputs`` with a batch axis
-        (:func:`sinew.processing.stack`). Views are encoded once, whatever the number of prompts over each."""
+        """Return the context of the observations for the head.
+
+        Views are encoded once, even with several prompts over them.
+
+        inputs: Model inputs with a batch axis (:func:`sinew.processing.stack`).
+        """
 
     @abstractmethod
     def solve(
@@ -131,7 +146,7 @@ class Engine(ABC):
         return self.solve(self.read(inputs, watch), noise, steps, guidance, watch)
 
     def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
-        """Return what each stage of one observation computes; the arguments have a batch axis of one."""
+        """Return the results of each stage for one observation. The arguments have a batch axis of one."""
         found = Trace()
         self.run(inputs, noise, steps, watch=Watch(trace=found))
         return found
@@ -145,7 +160,7 @@ class Engine(ABC):
         return
 
     def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
-        """Return what a recording of the program for ``inputs``, one observation, would meet; nothing is computed."""
+        """Return the problems of a recording of the program for ``inputs``, one observation. Nothing is computed."""
         raise self.cannot(Capability.AUDIT)
 
     def start_reuse(self, inputs: ModelInputs) -> str:
@@ -187,7 +202,7 @@ class Engine(ABC):
         return context
 
     def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """Return the head's output for x float32 [B, H, A] whose rows stand at ``times``, float64 [B, H]."""
+        """Return the head's output for x float32 [B, H, A] whose actions are at ``times``, float64 [B, H]."""
         raise self.cannot(Capability.ROLL)
 
     def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:

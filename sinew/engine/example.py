@@ -1,4 +1,4 @@
-"""One observation as tensors, and one example of it for whatever is traced, exported or measured."""
+"""One observation as tensors, and an example of it for tracing, export and measurements."""
 
 from __future__ import annotations
 

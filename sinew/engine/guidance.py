@@ -59,9 +59,10 @@ class Inpainting:
 
 
 class Ramp:
-    """Multiplies the velocity of every number by ``strength`` [B, H, A]: frozen rows stay, the next ones move less.
+    """Multiplies the velocity of every number by ``strength`` [B, H, A]: frozen actions stay, the next ones move
+    less.
 
-    committed: bool [B, H] where the head is told that the frozen rows are actions already, as it was in training.
+    committed: bool [B, H], if the head was trained to know that the frozen actions are final.
     """
 
     jacobian = False

@@ -1,4 +1,4 @@
-"""A bundle's model on a device: opened, made, and each weight placed as an engine wants it, in this order."""
+"""Load a bundle's model on a device: open it, make the model, and place each weight for the engine, in this order."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ BLOCK = 1 << 20  # bytes that are checked at once
 def open_model(
     bundle: Bundle, options: EngineOptions, engine: str, lowbit: bool = False
 ) -> tuple[Model, torch.device]:
-    """Return the bundle's model as an engine of PyTorch computes it, and its device. lowbit: the engine computes on
-    weights in few bits; else they become wide ones, which is said unless the architecture wants them so (ternary)."""
+    """Return the bundle's model for an engine of PyTorch, and its device.
+
+    lowbit: True if the engine computes with low-bit weights. Otherwise they are widened, with a log message unless
+    the architecture requires them (ternary).
+    """
     where = open_device(options)
     half_stays = bool(options.storage)
     model = load_model(
@@ -153,8 +156,9 @@ def load_model(
 
 
 def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
-    """Return how the bundle stores the weight of ``module`` in few bits. Raises :class:`BundleError` where it does not
-    fit the layer of that name."""
+    """Return the low-bit format of the weight of ``module`` in the bundle. Raises :class:`BundleError` if it does not
+    fit the layer.
+    """
     name, where = bundle.lowbit[module], f"{bundle.path}: {module + WEIGHT}"
     rows, row_bytes = bundle.tensor(module + WEIGHT).shape
     try:
@@ -176,8 +180,11 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Places the tensors of ``bundle``, as they lie in its file, in ``model``, which has no memory yet. coded: how
-    weights in few bits are stored, by module. The rest is as for :func:`load_model`."""
+    """Places the tensors of ``bundle`` into ``model``, which has no memory yet.
+
+    Attributes:
+        coded: Module -> format of its low-bit weight. The other fields are as for :func:`load_model`.
+    """
 
     bundle: Bundle
     model: Model
@@ -224,8 +231,11 @@ class Placement:
         return found
 
     def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
-        """Return the tensors of the model, views of the file where nothing changes. Raises :class:`BundleError` for
-        codes that stand for no weight. The pages of a tensor that is copied go back at once."""
+        """Return the tensors of the model, views of the file if nothing changes. Pages of a copied tensor are
+        released at once.
+
+        Raises :class:`BundleError` for invalid codes.
+        """
         state: dict[str, Tensor] = {}
         for name in self.model.state_dict():
             tensor, (module, _, part) = self.tensors[name], name.rpartition(".")
@@ -271,9 +281,9 @@ class Placement:
 
 
 def check_codes(weight: Tensor, name: str, where: str) -> None:
-    """Raise :class:`BundleError` for codes that stand for no weight: the sums of kernels are proved for the others.
+    """Raise :class:`BundleError` for invalid codes, for which the sums of kernels are not verified.
 
-    A byte of four ternary codes has a 3 where both bits of a pair are set. Copies are bounded by a block of bytes.
+    A byte of four ternary codes has a 3 if both bits of a pair are set. Copies are bounded by a block of bytes.
     """
     if name != "ternary":
         return

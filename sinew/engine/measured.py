@@ -115,9 +115,9 @@ class Times:
 
 
 def stored(under: Conditions) -> Times:
-    """Return what was measured under these conditions, by these versions on this hardware; no times if nothing was.
+    """Return the times under these conditions, by these versions on this hardware; no times if nothing was measured.
 
-    If the chunks were measured with one thread only, those times stand in for another number of threads.
+    If the chunks were measured with one thread only, those times are used for another number of threads.
     """
     times = _read(under)
     if under.threads != 1 and not times.chunks:

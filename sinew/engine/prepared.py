@@ -1,8 +1,7 @@
-"""What was found when a faster form of a bundle was made, proved and measured on this machine (``sinew prepare``).
+"""Findings of ``sinew prepare``: a faster form of a bundle was made, verified and measured on this machine.
 
-One JSON file per bundle (by fingerprint), engine and number of threads in ``$XDG_CACHE_HOME/sinew/prepared``
-(``~/.cache`` by default). A finding of other versions, of other hardware or beside another engine is none: it is made
-again. How long all engines take is in :mod:`sinew.engine.measured`.
+One JSON file per bundle (by fingerprint) and engine in ``$XDG_CACHE_HOME/sinew/prepared`` (``~/.cache`` by default).
+A finding of other versions, other hardware or compared with another engine is ignored: it is made again.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def lock_of(bundle: Path, engine: str) -> Path:
 
 
 def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding | None:
-    """Return what was found of an engine for a bundle, by these versions on this hardware; None: nothing. threads: as
-    the user chose them; None: of one, which measurements take where nobody chose."""
+    """Return the finding about an engine for a bundle, by these versions on this hardware; None without one."""
     threads = threads or 1
     try:
         record = read_json(_path(bundle, engine, threads))

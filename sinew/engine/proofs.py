@@ -1,11 +1,11 @@
-"""What is proved of an engine: by the project's tests for an architecture, by ``sinew validate`` for a bundle.
+"""Verified engines: by the project's tests for an architecture, by ``sinew validate`` for a bundle.
 
-``proofs.json`` in this folder lists what the project's tests compared: [family, engine, precision]
-(``python -m tests.proofs`` writes it). Records of ``sinew validate`` state that on this machine, this engine computed
-what the reference computes from this bundle.
+``proofs.json`` in this folder lists the comparisons of the project's tests: [family, engine, precision] (``python -m
+tests.proofs`` writes it). Records of ``sinew validate`` state that on this machine, this engine computed the same as
+the reference for this bundle.
 
 One JSON file per bundle (by fingerprint), engine and kind of device, in ``$XDG_CACHE_HOME/sinew/proofs``
-(``~/.cache`` by default). A record of another version of Sinew or other hardware is none.
+(``~/.cache`` by default). A record of another version of Sinew or other hardware is ignored.
 """
 
 from __future__ import annotations

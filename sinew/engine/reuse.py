@@ -16,7 +16,7 @@ import numpy as np
 from sinew.engine.watch import Watch
 from sinew.processing import ModelInputs
 
-VIEWS, CONTEXTS = 8, 2  # that are kept, the newest
+VIEWS, CONTEXTS = 8, 2  # views and contexts that are kept, the newest ones
 LOOK = 4096  # bytes that tell most frames apart
 FIELDS = ("camera_mask", "tokens", "token_mask", "pixels")
 
@@ -71,7 +71,7 @@ class Reuse:
         self._contexts.clear()
 
     def tokens(self, pixels: np.ndarray, watch: Watch) -> Any:
-        """Return what encoding ``pixels`` gives, of which views that were seen before are not computed."""
+        """Return the encoding of ``pixels``. Views with the same bytes as earlier ones are not computed again."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):
             return self._encode(pixels)
         kept = tuple(self._views)  # as it is now: a stream reads on a thread of its own
@@ -91,7 +91,7 @@ class Reuse:
         return whole
 
     def context(self, inputs: ModelInputs, watch: Watch) -> Any:
-        """Return the context of the same inputs, read before; None where there is none."""
+        """Return the context of the same inputs, read before; None without one."""
         for threads, seen, context in tuple(self._contexts):
             if threads != self._threads() or not all(
                 _equal(getattr(seen, n), getattr(inputs, n)) for n in FIELDS

@@ -1,4 +1,4 @@
-"""Models at the sizes that were published, without a checkpoint: what each family's ``published.json`` says."""
+"""Models of published sizes, without a checkpoint, from each family's ``published.json``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Published(NamedTuple):
 
 
 def published(name: str) -> Published:
-    """Return a preset. Raises :class:`SinewError` for a name that is none."""
+    """Return a preset. Raises :class:`SinewError` for an unknown name."""
     known = presets()
     if name not in known:
         raise SinewError(f"preset: expected one of {', '.join(known)}, got {name!r}")

@@ -7,11 +7,18 @@ from torch import Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Masked scaled dot-product attention.
+    """Masked scaled dot-product attention, with scores and softmax in float32.
 
-    q: [B, Lq, H, D]; k, v: [B, Lk, Hkv, D] with H a multiple of Hkv; mask: bool [B, Lq, Lk], True = may see.
-    Returns [B, Lq, H * D] in v's dtype. Scores and softmax are float32. A row that may see nothing
-    (padding) averages all values, as the reference does, so that no NaN is born where nobody looks.
+    A row that may attend to nothing (padding) averages all values, as the reference does, so no NaN arises.
+
+    Args:
+        q: [B, Lq, H, D].
+        k: [B, Lk, Hkv, D], with H a multiple of Hkv.
+        v: [B, Lk, Hkv, D].
+        mask: bool [B, Lq, Lk], True if the row may attend to the column.
+
+    Returns:
+        [B, Lq, H * D] in v's dtype.
     """
     B, Lq, H, D = q.shape
     Lk, Hkv = k.shape[1:3]
@@ -28,10 +35,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def key_mask(valid: Tensor, queries: int) -> Tensor:
-    """Return a mask by which every query sees every valid key: one row of memory, expanded.
+    """Return a mask with which every query attends to every valid key: one row of memory, expanded.
 
-    valid: bool [B, L], False for padding -> bool [B, queries, L]. Over a sequence's own keys it is
-    :func:`block_mask` of one block, but that queries of padding, which nobody reads, see the same as the others.
+    valid: bool [B, L], False for padding -> bool [B, queries, L]. Over a sequence's own keys it equals
+    :func:`block_mask` with one block, except in rows of padding, which are never read.
     """
     return valid[:, None].expand(-1, queries, -1)
 

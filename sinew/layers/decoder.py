@@ -56,8 +56,8 @@ class DecoderConfig:
 class DecoderAttention(nn.Module):
     """Projections of one attention. ``kv_input_size`` differs from the stream's in cross-attention.
 
-    What engines may replace: :meth:`heads`, the projections, and :meth:`attend`. What stands between them,
-    :meth:`rotate_query` and :meth:`rotate_key`, stays the model's.
+    Engines may replace :meth:`heads`, the projections, and :meth:`attend`. The steps between them,
+    :meth:`rotate_query` and :meth:`rotate_key`, stay the model's.
     """
 
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
@@ -107,9 +107,10 @@ class DecoderAttention(nn.Module):
         return self.o_proj(attended if self.o_norm is None else self.o_norm(attended))
 
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        """q: [B, L, H, D] over ``kv``, and behind it over ``own`` -> [B, L, H * D]; mask as :func:`.attend`'s.
+        """Attend from q [B, L, H, D] to ``kv``, and after it to ``own`` -> [B, L, H * D]. mask: As for
+        :func:`.attend`.
 
-        A method, so that an engine may read the two where they lie instead of joining them.
+        It is a method, so that an engine may read the two without joining them.
         """
         if own is not None:
             kv = torch.cat([kv[0], own[0]], dim=1), torch.cat([kv[1], own[1]], dim=1)
@@ -131,7 +132,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x))  (Shazeer 2020; SiLU in Llama, tanh-GELU in Gemma).
 
-    kind: the activation's name, whatever function computes it.
+    Attributes:
+        kind: Name of the activation, independent of the function that computes it.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -241,10 +243,16 @@ class Decoder(nn.Module):
     def extend(
         self, x: Tensor, positions: Tensor, mask: Tensor, cache: Sequence[KeyValue]
     ) -> tuple[Tensor, tuple[KeyValue, ...]]:
-        """Run rows behind those whose keys and values are known.
+        """Run rows that follow rows with known keys and values.
 
-        x: [B, N, C]; positions: int [B, N]; mask: bool [B, N, P + N]; cache: of each layer, [B, P, Hkv, D], which is
-        left as it is. Returns what :meth:`forward` does, the hidden states of the N rows, the cache of P + N.
+        Args:
+            x: [B, N, C].
+            positions: int [B, N].
+            mask: bool [B, N, P + N].
+            cache: For each layer, [B, P, Hkv, D]. It is not changed.
+
+        Returns:
+            As :meth:`forward`: the hidden states of the N rows, and the cache of P + N.
         """
         x = x.to(self.embed_tokens.dtype)
         rotate = Rotation.at(positions, self.config.head_dim, self.config.rope_theta)

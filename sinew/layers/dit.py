@@ -23,10 +23,10 @@ from sinew.layers.linear import Linear, rounded
 from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
 
-NORM_EPS = 1e-5  # of every norm inside a block
-OUT_EPS = 1e-6  # of the last norm of a diffusion transformer
-MAX_PERIOD = 10_000.0  # of both sinusoids
-TIME_CHANNELS = 256  # of the sinusoids that the time embedding starts from
+NORM_EPS = 1e-5  # epsilon of norms inside a block
+OUT_EPS = 1e-6  # epsilon of the last norm
+MAX_PERIOD = 10_000.0  # longest period of both sinusoids
+TIME_CHANNELS = 256  # channels of the sinusoids at the start of the time embedding
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class DiTConfig:
     head_dim: int
     output_size: int
     context_size: int
-    is_cross: tuple[bool, ...]  # of each block: its attention reads the context, not the block's own stream
+    is_cross: tuple[
+        bool, ...
+    ]  # for each block, True if its attention reads the context and not its own stream
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -173,9 +175,9 @@ class DiT(nn.Module):
         return self.proj.dtype
 
     def modulations(self, bucket: Tensor) -> Tensor:
-        """Return what the time adds to every norm: bucket int64 [B] -> [B, layers + 1, 2C].
+        """Return the modulation of every norm by the time: bucket int64 [B] -> [B, layers + 1, 2C].
 
-        A block's row holds its scale, then its shift; the last row holds the shift first, as upstream packs it.
+        A block's row has its scale, then its shift. The last row has the shift first, as in the training project.
         """
         time = self.time_out(F.silu(self.time_in(bucket_sinusoids(bucket))))
         condition = F.silu(time)

@@ -1,7 +1,7 @@
-"""A linear layer and a table of rows, whose weight lies as their store says (``store.py``).
+"""A linear layer and a table of rows. Their store (``store.py``) defines how the weight is in memory.
 
-Published checkpoints mix precisions (bfloat16 language model, float32 projections), so a layer's input
-may arrive in another dtype. Casting in a store, and only there, keeps models free of dtype bookkeeping.
+Published checkpoints mix precisions (bfloat16 language model, float32 projections), so a layer's input may have
+another dtype. Casting in a store, and only there, keeps models free of dtype bookkeeping.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def not_linear(layer: nn.Module) -> str | None:
-    """Return why ``layer`` does not compute ``x W^T + b`` of its ``weight`` as it is stored, so that rewrites may not
-    scale or join it; None if it does.
+    """Return why ``layer`` does not compute ``x W^T + b`` of its stored ``weight``, so that rewrites must not scale
+    or join it; None if it does.
 
-    A class says so itself (``linear_in_weight = True`` in its own body). A subclass does not inherit it: one that
-    quantises its weight on the fly (ternary layers) gives another result for a scaled or joined weight.
+    A class declares it (``linear_in_weight = True`` in its own body). A subclass does not inherit it: one that
+    quantises its weight on the fly (ternary layers) has another result for a scaled or joined weight.
     """
     if not vars(type(layer)).get("linear_in_weight", False):
         return f"{type(layer).__name__} is not linear in its weight"
@@ -43,7 +43,7 @@ def not_linear(layer: nn.Module) -> str | None:
 
 
 class _Stored(nn.Module):
-    """A module with a matrix that lies as its store says; tensors that the store does not have are None."""
+    """A module with a matrix in the form of its store. Tensors that the store lacks are None."""
 
     weight: Any
     scale: Tensor | None
@@ -101,23 +101,26 @@ class Embedding(_Stored, nn.Embedding):
 
 
 def width_of(layer: nn.Module) -> int | None:
-    """Return the length of a row of the layer's weight; None for a kind that has no store. A subclass may compute with
-    its weight whatever it likes, so that is as it was made."""
+    """Return the length of a row of the layer's weight; None for a class without a store.
+
+    A subclass may compute with its weight in any way, so its weight stays as it was made.
+    """
     if type(layer) is Linear:
         return layer.in_features
     return layer.embedding_dim if type(layer) is Embedding else None
 
 
 def hold(layer: Linear | Embedding, store: Store) -> None:
-    """Let the weight of ``layer`` lie as ``store`` says. Tensors of another form have no values until they are
-    assigned."""
+    """Set the store of ``layer``. Tensors of another form have no values until they are assigned."""
     layer.store = store
     for name, tensor in store.form(len(layer.weight), layer.weight.device).items():
         setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
 
 
 def linear_layer(ternary: bool) -> Any:
-    """Return what makes a linear layer of (in, out, bias): BitNet's, with one scale, or one with plain weights."""
+    """Return a function that makes a linear layer of (in, out, bias): BitNet's, with one scale, or one with plain
+    weights.
+    """
     return _ternary if ternary else Linear
 
 

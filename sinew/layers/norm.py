@@ -1,4 +1,4 @@
-"""Normalisation layers. Statistics are float32 whatever the dtype of the stream."""
+"""Normalisation layers. Statistics are float32 for every dtype of the stream."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Qwen3-VL's vision tower: rotary positions, 2 x 2 merging of patches, and taps for the language model.
+"""Qwen3-VL's vision tower: rotary positions, 2 x 2 merging of patches, and features for the language model.
 
-Patches run in block order from the start: the four patches of a merged token stand side by side, merged tokens in
-row-major order. Every patch sees every patch of its own view. Besides the tower's output, the features after some
-layers ("deepstack") are merged as well; they are added to the image rows of the language model's first layers.
+Patches run in block order from the start: the four patches of a merged token are adjacent, merged tokens in row-major
+order. Every patch attends to every patch of its own view. Besides the tower's output, the features after some layers
+("deepstack") are merged as well. They are added to the image rows of the language model's first layers.
 Source: transformers ``modeling_qwen3_vl.py`` (``Qwen3VLVisionModel``).
 """
 
@@ -170,9 +170,9 @@ def embed_patches(
 
 
 def bilinear_rows(rows: int, cols: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return which four rows of a side x side table each patch reads, int64 [rows * cols, 4], and their weights.
+    """Return the four rows of a side x side table that each patch reads, int64 [rows * cols, 4], and their weights.
 
-    Coordinates are float32 ``linspace``, as the reference computes them: the index is what it truncates to.
+    Coordinates are float32 ``linspace``, as in the reference: the index is their truncation.
     """
     lows, highs, parts = [], [], []
     for count in (rows, cols):

@@ -43,9 +43,9 @@ def on_meta(cls: Any, config: Any) -> Model:
 def mismatch(
     model: Model, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
 ) -> str | None:
-    """Return what is wrong with a set of tensors (name -> shape) for ``model``, naming them; None if they fit.
+    """Return the differences between a set of tensors (name -> shape) and the model's; None if they fit.
 
-    ``aliases`` gives the names that the user knows, where these are not the model's.
+    aliases: The user's names of tensors, if they differ from the model's.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     known = aliases or {}

@@ -1,25 +1,25 @@
-"""The contract between models and engines.
+"""The interface between models and engines.
 
-An engine calls four things and reads a few facts; it knows no family:
+An engine calls four functions and reads a few facts. It knows no family:
 
     image_tokens = model.embed_images(pixels)                                     # once per observation
     context = model.read(image_tokens, camera_mask, tokens, token_mask, state)    # once per observation
     time_embedding = model.embed_time(t)                                          # once per step, or from a table
     output = model.act(x, time_embedding, context)                                # once per step
 
-What an output means, and how many there are, is data: :class:`sinew.models.solvers.Solver`.
+The meaning of an output, and the number of steps, are data: :class:`sinew.models.solvers.Solver`.
 
-A :class:`Speaker` has no solver: it says tokens in turn, which are data too
-(:class:`sinew.steps.action_tokens.base.ActionTokens`), and two other things are called in place of the last two:
+A :class:`Speaker` has no solver. It generates tokens, whose meaning is data too
+(:class:`sinew.steps.action_tokens.base.ActionTokens`). Two other functions take the place of the last two:
 
     spoken = model.first(context)            # once per observation: the first token
-    spoken = model.next(spoken, context)      # once per token, until one ends the sentence
+    spoken = model.next(spoken, context)      # once per token, until one ends the sequence
 
-A model whose bundle keeps its language head (``has_lm_head``) says text as well, of which the same prefix is read:
+A model whose bundle keeps its language head (``has_lm_head``) also generates text, from the same prefix:
 
-    said = model.begin_text(image_tokens, camera_mask, tokens, token_mask, state)   # in the place of read
+    said = model.begin_text(image_tokens, camera_mask, tokens, token_mask, state)   # in place of read
     said = model.continue_text(said, tokens)                                        # once per token
-    context = model.context_of(said)                                                # what act takes
+    context = model.context_of(said)                                                # the context for act
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ from sinew.layers.fold_sites import FoldSite
 from sinew.models.solvers import FLOW, SINGLE, Solver, solve
 from sinew.steps.action_tokens.base import ActionTokens
 
-Context = Any  # a named tuple of tensors, and of tuples of them; None where a model has nothing to say
+Context = Any  # a named tuple of tensors, and of tuples of them; None for a tensor that a model lacks
 
 
 class Said(NamedTuple):
-    """A prompt that a language model has read, and the text behind it, P rows together.
+    """A prompt that a language model has read, and the text after it, P rows together.
 
-    kv: of each layer, keys and values [B, P, Hkv, D]. valid: bool [B, P], False where a row is padding. sees: bool
-    [B, P], the rows that the next token of the text sees. position: int64 [B], of that token. last: [B, C], the hidden
-    state before the final norm that says it. state: float32 [B, S], the robot's.
+    Attributes:
+        kv: For each layer, keys and values [B, P, Hkv, D].
+        valid: bool [B, P], False for padding.
+        sees: bool [B, P], rows that the next token of the text attends to.
+        position: int64 [B], position of that token.
+        last: [B, C], hidden state before the final norm, from which that token is computed.
+        state: float32 [B, S], the robot's state.
     """
 
     kv: tuple[tuple[Tensor, Tensor], ...]
@@ -122,8 +126,9 @@ class Model(nn.Module):
 
     @property
     def prefix_depth(self) -> int | None:
-        """Return how many layers of ``self.language`` leave keys and values that the head reads, counted from the
-        first. None when it reads something else."""
+        """Number of layers of ``self.language``, from the first, whose keys and values the head reads. None if it
+        reads something else.
+        """
         return None
 
     @property
@@ -163,11 +168,11 @@ class Model(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no language head")
 
     def continue_text(self, said: Said, tokens: Tensor) -> Said:
-        """Return what is said with ``tokens``, int64 [B, N], N at least 1, behind it. ``said`` is not written to."""
+        """Return the text with ``tokens``, int64 [B, N], N at least 1, appended. ``said`` is not changed."""
         raise NotImplementedError(f"{type(self).__name__} has no language head")
 
     def context_of(self, said: Said) -> Context:
-        """Return what :meth:`act` takes, by which the head reads the prompt and all that was said behind it."""
+        """Return the context for :meth:`act`, in which the head reads the prompt and the text after it."""
         raise NotImplementedError(f"{type(self).__name__} has no language head")
 
     def logits(self, h: Tensor) -> Tensor:
@@ -184,7 +189,7 @@ class Model(nn.Module):
         return cls.components.get(name.partition(".")[0], "head")
 
     def fold_sites(self) -> list[FoldSite]:
-        """Return the norms whose readers stand in another block (:class:`sinew.layers.fold_sites.FoldSite`)."""
+        """Return the norms whose outputs are read in another block (:class:`sinew.layers.fold_sites.FoldSite`)."""
         return []
 
     def cache(self, context: Context) -> Any:
@@ -213,12 +218,11 @@ class Model(nn.Module):
 
     @abstractmethod
     def embed_time(self, t: Tensor) -> Tensor:
-        """Return what a step takes from the solver's time alone: t float64 [B] -> [B, ...].
+        """Return the part of a step that depends on the solver's time alone: t float64 [B] -> [B, ...].
 
-        Observations of a batch share the solver's times: ``t`` has one row then, and so has what ``act`` is given.
-
-        The time comes in double precision, as Python computes it: a model whose reference rounds it to float32
-        does so itself, one that cuts it into buckets does that first.
+        Observations of a batch share the solver's times: ``t`` then has one row, and so has the argument of ``act``.
+        The time has double precision. A model whose reference rounds it to float32, or cuts it into buckets, does so
+        itself.
         """
 
     @abstractmethod
@@ -230,7 +234,7 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return where the model computes. Tables of tokens may lie elsewhere: on the host, in the file's map."""
+        """The device of the computation. Tables of tokens may be elsewhere: on the host, in the file's map."""
         return next((p.device for p in self.parameters() if p.device.type != "cpu"), torch.device("cpu"))
 
     def time_embeddings(
@@ -253,7 +257,7 @@ class Model(nn.Module):
             yield self.embed_time(t)
 
     def head_runs(self, steps: int) -> int:
-        """Return how often the head runs, at most, for a chunk in ``steps`` steps of the solver."""
+        """Return the largest number of head runs for a chunk in ``steps`` solver steps."""
         return steps
 
     def run_head(self, x: Tensor, steps: int, time_embeddings: Iterable[Tensor], context: Context) -> None:
@@ -282,14 +286,16 @@ Spoken = Any  # a named tuple of tensors and of tuples of them, whose ``token``,
 
 
 class Speaker(Model):
-    """A model whose head says the chunk token by token. The engine owns the loop: it ends at the token that ends a
-    sentence, may be cancelled between two tokens, and exports one of them.
+    """A model whose head generates the chunk token by token (autoregressive).
 
-    choose: takes the token that is said from the scores [B, 1, vocabulary], int64 [B]; the likeliest unless somebody
-        draws (:mod:`sinew.eval.learning.exploration`).
+    The engine runs the loop: it ends at the token that ends a sequence, may be cancelled between two tokens, and
+    exports one of them. The type Spoken is the state after the tokens so far: the newest token, and keys and values
+    with room for the longest sequence, so that shapes do not change. It is never changed: each token makes a new one.
+    All members of a batch run in step.
 
-    Spoken is what the tokens so far left: the newest token, keys and values in room for the longest sentence, so
-    that its shapes stay. It is never written to: each token makes a new one. A batch speaks in step.
+    Attributes:
+        choose: Chooses the token from the scores [B, 1, vocabulary], int64 [B]: the likeliest, unless an exploration
+            samples (:mod:`sinew.eval.learning.exploration`).
     """
 
     solver = SINGLE
@@ -298,11 +304,11 @@ class Speaker(Model):
     @property
     @abstractmethod
     def action_tokens(self) -> ActionTokens:
-        """Return how long sentences are, what ends them and what they mean."""
+        """The length of sequences, their end, and the meaning of their tokens."""
 
     @abstractmethod
     def first(self, context: Context) -> Spoken:
-        """Return what is left by the one token that follows the prompt; its shapes follow from the context's."""
+        """Return the state after the first token of the sequence. Its shapes follow from the context's."""
 
     @abstractmethod
     def next(self, spoken: Spoken, context: Context) -> Spoken:

@@ -33,7 +33,7 @@ class FlowConfig:
     chunk_size: int
     max_state_dim: int
     max_action_dim: int
-    min_period: float  # of the time embedding
+    min_period: float  # shortest period of the time embedding
     max_period: float
 
     def __post_init__(self) -> None:
@@ -45,11 +45,12 @@ class FlowConfig:
 class Prefix(NamedTuple):
     """The part of an observation that the expert reads.
 
-    kv:    per expert layer, keys and values [B, P, Hkv, D] in the form in which that layer reads them.
-    valid: bool [B, P], False where the prefix is padding.
-    length: int64 [B], number of valid prefix tokens: the position of the first token after it.
-    state: float32 [B, 1, C], the state's token, for experts that read it beside their actions (pi0; SmolVLA with
-           ``state_in_head``).
+    Attributes:
+        kv: For each expert layer, keys and values [B, P, Hkv, D] in the form of that layer.
+        valid: bool [B, P], False for padding.
+        length: int64 [B], number of valid prefix tokens: the position of the first token after it.
+        state: float32 [B, 1, C], the state's token, for experts that read it beside their actions (pi0; SmolVLA with
+            ``state_in_head``).
     """
 
     kv: tuple[KeyValue, ...]
@@ -119,18 +120,20 @@ class ExpertModel(Model):
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Arguments as in :meth:`read`. Returns embeddings [B, P, C], valid and opens_block, bool [B, P].
+        """Embed the prefix. Arguments as in :meth:`read`.
 
-        A row that opens a block stands behind the instruction, which does not see it.
+        Returns:
+            Embeddings [B, P, C], valid and opens_block, bool [B, P]. A row that opens a block comes after the
+                instruction, which does not attend to it.
         """
 
     def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
-        """Return what each row of the prefix sees, bool [B, P, P]; arguments of :meth:`embed_prefix`."""
+        """Return the attention mask of the prefix, bool [B, P, P]. Arguments of :meth:`embed_prefix`."""
         return block_mask(valid, opens_block)
 
     @abstractmethod
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
-        """Return what the expert reads of the language model's keys and values. valid: bool [B, P]."""
+        """Return the part of the language model's keys and values that the expert reads. valid: bool [B, P]."""
 
     def prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -235,8 +238,11 @@ class ExpertModel(Model):
 
 
 def _instruction(valid: Tensor, opens_block: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows of a prefix are views and instruction, bool [B, P], and the last of them, int64 [B], which says
-    the first token of a text. valid, opens_block: bool [B, P]."""
+    """Return which rows of a prefix are views and instruction, bool [B, P], and the last of them, int64 [B], from
+    which the first token of a text is computed.
+
+    valid, opens_block: bool [B, P].
+    """
     found = valid & ~opens_block.long().cumsum(dim=1).bool()
     positions = valid.long().cumsum(dim=1)  # from 1 on
     return found, (found & (positions == found.sum(dim=1)[:, None])).long().argmax(dim=1)

@@ -36,7 +36,7 @@ class DecoderSpeaker(Speaker):
 
     @abstractmethod
     def embed_token(self, token: Tensor) -> Tensor:  # int64 [B, 1] -> [B, 1, C]
-        """Return what the decoder reads of a token that was said."""
+        """Return the decoder's input for a generated token."""
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:  # [B, 1, C] -> [B, 1, vocabulary]

@@ -53,11 +53,16 @@ def lay_out_codes(
     lay_out: LayOut = lowbit.lay_out_into,
     copied: Callable[[Tensor], object] = lambda _: None,
 ) -> int:
-    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, or those in bfloat16 under float32 as
-    :class:`Bf16Panels`, as ``order`` says, and return how many bytes they are.
+    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, or bfloat16 weights under float32 as
+    :class:`Bf16Panels`, as ``order`` states. Return their bytes.
 
-    Each is copied out of the bundle's map. lay_out: what writes a weight's panels of int8. copied: called with each
-    weight that was copied. A weight that does not divide stays as it is.
+    Each is copied out of the bundle's map. A weight whose size does not divide is left unchanged.
+
+    Args:
+        model: The model.
+        order: The layout.
+        lay_out: Writes a weight's panels of int8.
+        copied: Called with each weight that was copied.
     """
     done = 0
     for layer in model.modules():

@@ -28,8 +28,9 @@ UNKNOWN = "has sizes or a branch that depend on values"
 
 
 class Watched(TorchDispatchMode):
-    """Collects, by stage, operators that read host memory for a device tensor or wait for a device's value, and what is
-    made anew."""
+    """Collects, by stage, operators that read host memory for a device tensor or wait for a device's value, and newly
+    allocated tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()  # not inference_mode: it would hand over composite operators whole
 def audited(program: Program) -> list[Audited]:
-    """Return what a recording of ``program`` would meet, stage by stage: vision, prefix, head."""
+    """Return the problems of a recording of ``program``, stage by stage: vision, prefix, head."""
     program = without_memory(program)
     with suppress(NotImplementedError, RuntimeError):  # the run that is looked at meets it again
         program.first_step()

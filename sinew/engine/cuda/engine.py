@@ -117,9 +117,9 @@ class CudaEngine(Engine):
         """Return float32 [1, H, A] in model units, or, with ``actions``, [1, H, action_dim] un-normalised, in the
         precision of the recipe's convention.
 
-        A whole graph cannot be stopped, and its parts have no times of their own: the watch is asked before and after
-        it, and has one "step", which is all of it. Stages run one by one where it wants them apart. The first call with
-        a new key records, which takes much longer.
+        A whole graph cannot be stopped, and its parts have no times of their own: the watch is checked before and
+        after it, and gets one "step" for all of it. If the watch requires separate stages, they run one by one. The
+        first call with a new key records, which takes much longer.
         """
         if guidance is not None and getattr(guidance, "jacobian", True):
             expected = f"engine {either(engines_that(guides=('guided',)))}, which has a Jacobian"
@@ -180,7 +180,9 @@ class CudaEngine(Engine):
         watch.lap("step")
 
     def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
-        """Return a chunk [1, H, A], said token by token: the host has to see each, to know where a sentence ends."""
+        """Return a chunk [1, H, A] that is generated token by token. The host reads each token, because it must find
+        the end of a sequence.
+        """
         program.record()
         program.write(inputs, noise)
         self._wait()
@@ -245,7 +247,7 @@ class CudaEngine(Engine):
     def _guided(
         self, program: Program, inputs: ModelInputs, noise: np.ndarray, guidance: Guidance, watch: Watch
     ) -> None:
-        """Replay vision, prefix and each step apart; what guides a step's output stands between two replays."""
+        """Replay vision, prefix and each step separately, with the guidance of a step's output between two replays."""
         program.write(inputs, noise)
         watch.begin()
         for name, lap in (("vision", "vision"), ("read", "prefix")):

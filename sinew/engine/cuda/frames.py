@@ -40,8 +40,9 @@ def runs(sizes: Sequence[Size]) -> list[FrameGroup]:
 
 
 def fits(recipe: ImageRecipe, model: Any) -> bool:
-    """Return True if frames can go to the device raw: the recipe is one that the kernel knows, the image a whole
-    number of patches, and the model's image tokens follow from one tower's features alone (``connect``)."""
+    """Return True if frames can be sent to the device raw: the kernel supports the recipe, the image is a whole
+    number of patches, and the model's image tokens depend on one tower's features alone (``connect``).
+    """
     if (
         ResizeTables.why_not(recipe)
         or not hasattr(model, "connect")

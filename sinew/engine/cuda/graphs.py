@@ -20,8 +20,9 @@ WARM_UPS = 2  # the first compiles kernels and lets libraries allocate, the seco
 
 
 class StageRange:
-    """Shows a stage by its name to whoever traces the process: as a range of NVTX, which Nsight Systems reads, and as
-    one of PyTorch's profiler, only while that listens: it takes microseconds."""
+    """Shows a stage by name in profilers: as a range of NVTX, which Nsight Systems reads, and as one of PyTorch's
+    profiler while that records, because it takes microseconds.
+    """
 
     def __init__(self, name: str):
         self.name = name
@@ -60,7 +61,11 @@ class RecordedGraph:
 
 
 class GraphRecorder(ABC):
-    """``calls``: a replay calls the model's modules again, with whatever hooks they have."""
+    """Records programs.
+
+    Attributes:
+        calls: True if a replay calls the model's modules again, with their hooks.
+    """
 
     calls = True
 

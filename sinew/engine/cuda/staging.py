@@ -70,16 +70,20 @@ class Staging:
 
 
 def threads_for(nbytes: Sequence[int]) -> int:
-    """Return how many threads beside the caller's copy arrays of these sizes: none on a machine without spare cores,
-    none for small ones."""
+    """Return the number of threads, besides the caller's, that copy arrays of these sizes: 0 without spare cores, or
+    for small arrays.
+    """
     large = sum(size >= WORTH_A_THREAD for size in nbytes)
     return max(0, min(large, _cores(), MOST_THREADS + 1) - 1)
 
 
 def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
-    """Run jobs, the first on this thread and the others beside it where there are ``threads``, and yield the number of
-    each when it is done. What nobody has begun when this thread is free, it does itself: a thread takes as long to wake
-    as a frame to copy. All have ended when this ends, even where one raised: they write what the caller owns."""
+    """Run jobs, the first on this thread and the others on up to ``threads`` more, and yield the number of each when
+    it is done.
+
+    This thread also runs jobs that no other thread has begun, because waking a thread takes as long as copying a
+    frame. All jobs have ended at the end, even if one raised, because they write into the caller's memory.
+    """
     if threads < 1:
         for index, job in enumerate(jobs):
             job()
@@ -102,7 +106,9 @@ def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
 
 @cache
 def _cores() -> int:
-    """Processors that copies may use. ``OMP_NUM_THREADS`` says nothing of them: it is about arithmetic."""
+    """Return the processors that copies may use. ``OMP_NUM_THREADS`` does not limit them, because it concerns
+    arithmetic.
+    """
     found = cores()
     return found.logical if found.quota is None else min(found.logical, int(found.quota))
 

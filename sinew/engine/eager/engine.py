@@ -244,7 +244,7 @@ class EagerEngine(Engine):
             self.reuse.forget()
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
-        """Return what each step takes from the time, or from the times of its rows."""
+        """Return the time embedding of each step, or of the times of its rows."""
         return self.model.time_embeddings(steps, getattr(guidance, "committed", None), self.device)
 
     @torch.inference_mode()
@@ -276,7 +276,7 @@ class EagerEngine(Engine):
 
 
 def _refusals(model: Model, device: torch.device) -> dict[Capability, Refusal]:
-    """Return what a model on a device cannot do that others can."""
+    """Return the capabilities that a model on a device lacks, with the reasons."""
     refusals = {}
     if device.type != "cpu":
         refusals[Capability.REUSE] = Refusal("a CPU", str(device))
@@ -294,12 +294,13 @@ def _differentiable(leaf: Any) -> Any:
 def tune_threads(
     infer: Callable[[], object], set_threads: Callable[[int], None], many: int
 ) -> tuple[int, str]:
-    """Leave the faster of ``many`` threads and one set, and say why. Call where inference will run: pools of threads
-    belong to the thread that uses them. ``infer`` must have run before.
+    """Set the faster of one and ``many`` threads, and return the number with the reason. ``infer`` must have run
+    before.
 
-    Threads that wait for each other either sleep, and waking them costs tens of microseconds per matrix product, or
-    spin, and lose everything once another program wants a core. A policy of a few million parameters spends less on a
-    product than on waking a thread for it; a large one gains from every core. research/log has the measurements.
+    Call it on the thread that will infer, because pools of threads belong to the thread that uses them. Threads that
+    wait for each other either sleep, and waking them costs tens of microseconds per matrix product, or spin, and lose
+    time when another program needs a core. A policy of a few million parameters spends less on a product than on
+    waking a thread for it. A large one gains from every core. research/log has the measurements.
     """
     if many == 1:
         return 1, "this process may use one"

@@ -127,7 +127,7 @@ def lacks_graphs(bundle: Bundle) -> str:
 
 
 def once_made(asked: str) -> str:
-    """Return what to ask for, or what is to be installed before anything can be exported."""
+    """Return the instruction for the user, or the package to install before anything can be exported."""
     missing = next((module for module in MAKERS if not installed(module)), "")
     return f"an export needs {missing}: {install(missing)}" if missing else asked
 

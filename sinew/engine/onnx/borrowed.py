@@ -1,9 +1,9 @@
-"""Graphs that borrow their weights from the bundle: what is shipped with the embedded policies, which so play without
-torch and without a second copy of their numbers.
+"""Graphs that use the bundle's weights. They are shipped with the built-in policies, which so run without torch and
+without a second copy of their numbers.
 
-``borrow`` (with onnx) takes the weights out of exported graphs whose numbers are those of the bundle's tensors;
-``shipped`` finds such graphs by the content of the bundle, and ``weights`` hands ONNX Runtime the tensors in the
-bundle's memory map, or as float32 where they lie there in bfloat16. Neither needs torch.
+``borrow`` (with onnx) removes the weights from exported graphs that equal the bundle's tensors. ``shipped`` finds
+such graphs by the content of the bundle. ``weights`` gives ONNX Runtime the tensors in the bundle's memory map, or as
+float32 if they are stored in bfloat16. The last two need no torch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ INLINE = 32 << 10  # bytes of constants that a stage may keep: tables, masks, wh
 
 
 def shipped(bundle: Path) -> Path | None:
-    """Return the folder of graphs that comes with this package for a file of this content, wherever it lies."""
+    """Return this package's folder of graphs for a bundle with this content; None without one."""
     return next(SHIPPED.glob(f"*-{fingerprint(bundle)[:16]}"), None)
 
 
 def shipped_folder(bundle: Path) -> Path:
-    """Return where the graphs of an embedded policy belong."""
+    """Return the folder for the graphs of a built-in policy."""
     return SHIPPED / f"{bundle.stem}-{fingerprint(bundle)[:16]}"
 
 

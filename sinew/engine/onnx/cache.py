@@ -1,4 +1,4 @@
-"""Exported graphs lie beside their bundle, in a folder that carries the bundle's fingerprint."""
+"""Exported graphs are next to their bundle, in a folder with the bundle's fingerprint in its name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def graphs_folder(bundle: Bundle) -> Path:
-    """Return the folder beside a bundle in which its graphs lie, or would; int8 weights depend on the processor."""
+    """Return the folder of a bundle's graphs, which may not exist yet. int8 weights depend on the processor."""
     bits = usable_bits(bundle)
     variant = f"-int8x{bits}" if bits else ""
     return bundle.path.with_name(f"{bundle.path.stem}.onnx-{fingerprint(bundle.path)[:16]}{variant}")
@@ -55,5 +55,5 @@ def usable_bits(bundle: Bundle) -> int:
 
 
 def sweep(bundle: Path) -> None:
-    """Remove what exports of a bundle left beside it whose processes are gone."""
+    """Remove files that exports of a bundle have left next to it and whose processes have ended."""
     scratch.sweep(bundle.parent, re.compile(re.escape(f".{bundle.stem}.onnx-") + r".*\.[0-9a-f]{16}\.sinew"))

@@ -141,7 +141,7 @@ class OnnxEngine(Engine):
         return None
 
     def _refusals(self) -> dict[Capability, Refusal]:
-        """Return what these graphs cannot do that others can."""
+        """Return the capabilities that these graphs lack, with the reasons."""
         refusals: dict[Capability, Refusal] = {}
         if unbatched := self._unbatched():
             refusals |= dict.fromkeys((Capability.BATCH, Capability.TWO_PROMPTS), unbatched)
@@ -153,7 +153,7 @@ class OnnxEngine(Engine):
         return refusals
 
     def _batch_axes(self) -> list[int | None]:
-        """Return which axis of each tensor of the context is the batch; None where observations share it."""
+        """Return the batch axis of each tensor of the context; None if observations share the tensor."""
         read = self.sessions["read"]
         names = {node.shape[0] for node in read.get_inputs() if open_axis(node)}  # what the graph calls it
         shapes = {node.name: node.shape for node in read.get_outputs()}
@@ -268,7 +268,7 @@ class OnnxEngine(Engine):
         return x
 
     def _speak(self, context: list[Any], words: ActionTokens, watch: Watch) -> np.ndarray:
-        """Return what is said, float32 [B, H, A]: the step stage runs once for each token."""
+        """Return the generated actions, float32 [B, H, A]. The step stage runs once for each token."""
         session = self.sessions["step"]
         used = {node.name for node in session.get_inputs()}
         binding, values = session.io_binding(), dict(zip(self.graphs.reads, context, strict=True))
@@ -322,7 +322,7 @@ class OnnxEngine(Engine):
         return [slice(0, count)]
 
     def _read(self, given: dict[str, np.ndarray]) -> list[Any]:
-        """Return what the read stage gives, in ONNX Runtime's memory."""
+        """Return the outputs of the read stage, in ONNX Runtime's memory."""
         read = self.sessions["read"]
         binding, used = read.io_binding(), {node.name for node in read.get_inputs()}
         for name, array in given.items():
@@ -334,7 +334,7 @@ class OnnxEngine(Engine):
         return list(binding.get_outputs())
 
     def _joined(self, reads: list[list[Any]]) -> list[Any]:
-        """Return what the calls of the read stage gave as one batch."""
+        """Return the outputs of several calls of the read stage as one batch."""
         if len(reads) == 1:
             return reads[0]
         return [

@@ -53,9 +53,16 @@ def export_graphs(
     width: int,
     steps: Sequence[int],
 ) -> GraphSet:
-    """Write ``vision.onnx``, ``read.onnx``, ``step.onnx`` with their weights beside them, and the tables.
+    """Write ``vision.onnx``, ``read.onnx``, ``step.onnx`` with their weights, and the tables.
 
-    views: of the largest observation; height and width: of the model's pixels; steps: solver step counts.
+    Args:
+        plan: The planned model.
+        directory: The folder.
+        architecture: Name of the architecture.
+        views: Views of the largest observation.
+        height: Height of the model's pixels.
+        width: Width of the model's pixels.
+        steps: Counts of solver steps.
     """
     try:
         import onnx  # noqa: F401 - torch.onnx needs both and says so less clearly
@@ -221,11 +228,12 @@ def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:
 
 
 class OneOperatorAttention(ViTAttention):
-    """The vision tower's attention, recorded by name and shape as one operator of ONNX Runtime's own.
+    """The vision tower's attention, recorded as one operator of ONNX Runtime.
 
-    As it stands it is two products with a softmax over [H, L, L] scores between them, and copies that bring heads to
-    the front. The operator reads queries, keys and values as the projections leave them and keeps a tile of scores in
-    the cache. It takes no mask there and as many key heads as query heads, so the decoders' attention stays as it is.
+    The plain form is two products with a softmax over [H, L, L] scores between them, and copies that bring heads to
+    the front. The operator reads queries, keys and values as the projections write them, and keeps a tile of scores
+    in the cache. It takes no mask there and as many key heads as query heads, so the decoders' attention is not
+    changed.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, L, C] each -> [B, L, C]
@@ -255,9 +263,9 @@ def join_attention(model: nn.Module) -> RewriteOutcome:
 def constant_target(
     source: Sequence[int | str | None], target: Sequence[int | str | None]
 ) -> list[int] | None:
-    """Return what ONNX's reshape takes for ``source -> target``, None if constants cannot say it.
+    """Return the constants of ONNX's reshape for ``source -> target``; None if constants cannot express it.
 
-    Sizes are numbers, or expressions as text that are equal where the sizes are; None is a size that nobody knows.
+    Sizes are numbers, or expressions as text that are equal if the sizes are. None is an unknown size.
     """
     found = []
     for place, size in enumerate(target):
@@ -271,12 +279,12 @@ def constant_target(
 
 
 def constant_targets(model: Any) -> int:
-    """Give the reshapes of an exported graph (``onnxscript.ir.Model``) constant targets, in place, and drop what only
-    computed them. Returns their number.
+    """Give the reshapes of an exported graph (``onnxscript.ir.Model``) constant targets, in place, and remove the
+    nodes that computed them. Return their number.
 
-    With two axes left open, the batch and the prompt's length, the exporter reads sizes off tensors and puts the shape
-    of nearly every reshape together from them: nodes that cost a small policy's step several per cent. ONNX's reshape
-    says the same in constants: 0 copies the size of the input's axis at that place, and one -1 is what remains.
+    With two open axes, the batch and the prompt's length, the exporter reads sizes from tensors and assembles the
+    shape of nearly every reshape from them. These nodes cost a small policy's step several per cent. ONNX's reshape
+    expresses the same in constants: 0 copies the size of the input's axis at that place, and one -1 is the rest.
     """
     from onnxscript import ir
     from onnxscript.optimizer import remove_unused_nodes

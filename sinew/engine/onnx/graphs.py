@@ -28,7 +28,7 @@ CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that ma
 # How ``reads`` begin; of a speaker those that no token renews
 CONTEXT, PROMPT = "context.", "context.prompt."
 NEWEST = "context.spoken.token"  # of ``said``: the newest token, int64 [B]
-Count = Annotated[int, within(0, 1000)]  # of views, steps or bits
+Count = Annotated[int, within(0, 1000)]  # a count of views, steps or bits
 # What is looked at of an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
 _PROTO = """
 message ModelProto {
@@ -45,12 +45,20 @@ message NodeProto {
 
 @dataclass(frozen=True, slots=True)
 class GraphSet:
-    """``graphs.json``. ``reads`` names what the read stage returns and the step stage takes, in order;
-    ``views`` is the number that the read stage takes; ``steps`` are the step counts with a table; ``recipe``
-    the components that are quantised, ``method`` how, and ``bits`` the bits of int8 weights (0: there are none);
-    ``borrows`` the tensors of the bundle that a stage computes with, where the graphs hold no weights; ``sha256`` the
-    hash of each other file of the folder. ``speaks``: of a speaker, what its tokens mean, once; its step stage says one
-    more, and renews the tensors ``said`` of ``reads``."""
+    """The content of ``graphs.json``.
+
+    Attributes:
+        views: Number of views that the read stage takes.
+        reads: Names of the tensors that the read stage returns and the step stage takes, in order.
+        steps: Step counts with a table.
+        recipe: Components that are quantised.
+        method: Method of the quantisation.
+        bits: Bits of int8 weights; 0 without any.
+        borrows: Tensors of the bundle that a stage uses, if the graphs have no weights.
+        sha256: Hash of each other file of the folder.
+        speaks: For an autoregressive head: the meaning of its tokens. Its step stage generates one more, and renews
+            the tensors ``said`` of ``reads``.
+    """
 
     architecture: str
     views: Count
@@ -149,7 +157,7 @@ def operators(path: Path, data: bytes) -> list[str]:
 
 
 def renewed(name: str) -> str:
-    """Return what the step stage calls a tensor of ``said`` that it renews."""
+    """Return the step stage's name of a renewed tensor of ``said``."""
     return f"next.{name}"
 
 

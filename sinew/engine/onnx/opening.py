@@ -25,9 +25,12 @@ ROOM = 3  # times the weights in float32: they, their folded copies, and the exp
 
 
 def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
-    """Return the engine over the graphs of an export, those beside the bundle, or those that come with this package for
-    an embedded policy; where there are none, they are made beside the bundle."""
-    choose(options.providers)  # what is not offered is said before an export, which may take minutes
+    """Return the engine over the graphs of an export, the graphs next to the bundle, or this package's graphs of a
+    built-in policy.
+
+    Missing graphs are exported next to the bundle.
+    """
+    choose(options.providers)  # a missing provider is reported before an export, which may take minutes
     folder = options.graphs or graphs_of(bundle, borrowed=not options.providers)
     check_bits(folder)
     engine = OnnxEngine(
@@ -49,8 +52,10 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
 
 
 def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
-    """Return the folder of graphs of the bundle, quantised as its recipe says; export it if it is missing. borrowed:
-    those of this package will do, whose weights are lent by the bundle, which not every provider takes."""
+    """Return the folder of the bundle's graphs, quantised by its recipe. Export it if it is missing.
+
+    borrowed: True accepts this package's graphs, whose weights are the bundle's, which not every provider supports.
+    """
     folder = graphs_folder(bundle)
     if (folder / "graphs.json").exists():
         return folder
@@ -85,10 +90,19 @@ def check_bits(folder: Path) -> None:
 def export_folder(
     bundle: Bundle, folder: Path, also: Callable[[Bundle, Path], None] = lambda *_: None, folded: bool = True
 ) -> None:
-    """Write a new folder that runs without torch: graphs, recipes, tokenizer. Raises :class:`SinewError` for one that
-    is there. also: writes more into it, before it stands. folded: see :func:`write_graphs`."""
+    """Write a new folder that runs without torch: graphs, recipes, tokenizer.
+
+    Args:
+        bundle: The bundle.
+        folder: The folder.
+        also: Writes more into the folder before it is renamed.
+        folded: See :func:`write_graphs`.
+
+    Raises:
+        SinewError: The folder exists already.
+    """
     if folder.exists():
-        raise SinewError(f"--onnx {folder}: expected a new folder, got one that is there")
+        raise SinewError(f"--onnx {folder}: the folder already exists; choose a new one")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch.beside(folder) as partial:
         write_folder(bundle, partial, folder, folded)
@@ -109,8 +123,15 @@ def write_folder(bundle: Bundle, folder: Path, where: Path | None = None, folded
 
 
 def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, folded: bool = True) -> None:
-    """Export the bundle's model to ``folder``, quantised as the bundle says. where: the folder's later name. folded:
-    False leaves the weights as the bundle has them, so that graphs can borrow them, or are rounded less far off."""
+    """Export the bundle's model to ``folder``, quantised as the bundle states.
+
+    Args:
+        bundle: The bundle.
+        folder: The folder.
+        where: Its later name.
+        folded: False leaves the weights as in the bundle, so that graphs can use the bundle's, or have smaller
+            rounding errors.
+    """
     where = where or folder
     try:
         from sinew.engine.loading import load_model, parse_device

@@ -33,7 +33,7 @@ SHORT = {
 }
 # Operators that multiply matrices, of ONNX and of ONNX Runtime: MatMulNBits, QLinearConv, MultiHeadAttention, ...
 PRODUCTS = re.compile("MatMul|Gemm|Conv|Attention|Einsum")
-LEFT = 0.1  # of the products that a provider may leave to others without a warning
+LEFT = 0.1  # share of the products that a provider may leave to others without a warning
 
 
 def runtime() -> Any:
@@ -79,8 +79,9 @@ def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
 
 
 def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """Return by provider how many nodes of each operator it took, over all graphs as they were shared out; an empty
-    mapping where this version of ONNX Runtime does not say."""
+    """Return provider -> number of nodes of each operator, over all graphs; {} if this version of ONNX Runtime does
+    not report it.
+    """
     found: dict[str, Counter[str]] = {}
     for session in sessions.values():
         if not hasattr(session, "get_provider_graph_assignment_info"):  # before 1.24

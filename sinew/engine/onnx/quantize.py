@@ -77,7 +77,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
 
 
 def save_graph(model: Any, path: Path) -> None:
-    """Write a graph, and its weights beside it."""
+    """Write a graph, and its weights in a file next to it."""
     import onnx
 
     weights = path.with_suffix(".onnx.data")

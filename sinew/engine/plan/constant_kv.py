@@ -45,7 +45,7 @@ class StateInPrefix(ExpertModel):
             q, k, v = layer.project(h, rotate)
             k, v = torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1)
             extended.append((k, v))
-            if index + 1 < len(prefix.kv):  # after the last layer nobody reads the token
+            if index + 1 < len(prefix.kv):  # after the last layer the token is not read
                 h = layer.finish(h, attend(q, k, v, valid[:, None]))
         return Prefix(tuple(extended), valid, prefix.length + 1)
 

@@ -27,7 +27,7 @@ SHARED_BLOCK = 1 << 21  # for several; benchmarks/gelu.py tries other sizes
 
 
 def gelu_(x: Tensor) -> Tensor:
-    """GELU of x [..., N], which is overwritten; rows may lie apart, as those of a packed product's half do."""
+    """GELU of x [..., N], in place. Rows may be strided, as in the half of a packed product."""
     if x.requires_grad or x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     alone = torch.get_num_threads() == 1

@@ -39,10 +39,13 @@ REWRITES = {
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """``model`` has the interface of the loaded model and other modules; ``outcomes`` has a row per rewrite.
+    """A planned model: ``model`` has the interface of the loaded model and other modules.
 
-    ``model`` shares the parameters that no rewrite replaced. Keep the loaded model, and the replaced ones
-    stay in memory beside their replacements; let go of it, and they do not.
+    ``model`` shares the parameters that no rewrite replaced. If the loaded model is kept, the replaced ones stay in
+    memory too.
+
+    Attributes:
+        outcomes: One row per rewrite.
     """
 
     model: Model
@@ -59,11 +62,14 @@ class Plan:
         beside: Plan | None = None,
         in_place: bool = False,
     ) -> Plan:
-        """Rewrite ``model``, which is left as it is, unless ``in_place``: for a caller that lets go of it.
+        """Rewrite a copy of ``model``.
 
-        steps: numbers of solver steps whose tables are made now; others get theirs when they are asked for.
-        rewrites: names from ``REWRITES``; None is all. beside: of the same model without an adapter: what both have
-        made is in memory once.
+        Args:
+            model: The loaded model.
+            steps: Numbers of solver steps whose tables are made now; others are made on request.
+            rewrites: Names from ``REWRITES``; None for all.
+            beside: Plan of the same model without an adapter. Equal parts are in memory once.
+            in_place: Rewrite ``model`` itself, for a caller that does not need it any more.
         """
         chosen = set(REWRITES) if rewrites is None else set(rewrites)
         if unknown := chosen.difference(REWRITES):

@@ -1,12 +1,12 @@
-"""Define rewrites, their reports, and the two means by which they change a model.
+"""Rewrites, their reports, and the two ways in which they change a model.
 
-A rewrite gets a clone of the loaded model: its own tree of modules, holding the same parameters. It may
-replace parameters and modules of the clone, and it may give a module another class (:func:`become`). The
-model that was loaded is never touched.
+A rewrite gets a clone of the loaded model: its own tree of modules with the same parameters. It may replace
+parameters and modules of the clone, and give a module another class (:func:`become`). The loaded model is never
+changed.
 
-A rewrite knows what it changes: the very classes it was written for (:func:`exactly`), not their subclasses, which
-may add norms, rotations or quantisation that a replaced method would lose. What it does not know stays as it is, and
-the outcome names it (:func:`left_out`).
+A rewrite changes only the very classes it was written for (:func:`exactly`), not their subclasses, which may add
+norms, rotations or quantisation that a replaced method would lose. Unknown modules are left unchanged, and the
+outcome names them (:func:`left_out`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RewriteOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """``apply`` changes the clone and says how: (status, reason, modules)."""
+    """``apply`` changes the clone and returns (status, reason, modules)."""
 
     name: str
     summary: str
@@ -62,7 +62,7 @@ def share(model: Model, other: Model) -> None:
 
 
 def loaded_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the model gave to ``module``, whatever rewrites made of it since."""
+    """Return the class that the model gave to ``module``, before any rewrite."""
     return vars(module).get("loaded_class", type(module))
 
 
@@ -113,7 +113,7 @@ def linear(weight: Tensor, bias: Tensor | None = None, store: Store = PLAIN) -> 
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Rows of all ``tensors`` in one: a view where they lie one behind the other in memory, else a copy.
+    """Join the rows of all ``tensors``: a view if they are adjacent in memory, else a copy.
 
     A bundle stores a layer's q, k and v side by side, so their packed form often is the file itself.
     """

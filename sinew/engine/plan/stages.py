@@ -1,9 +1,9 @@
-"""The planned model as functions of tensors alone, for engines that record a program instead of calling one.
+"""The planned model as functions of tensors alone, for engines that record a program.
 
-Three stages: ``Vision`` and ``Read`` once per observation, ``StepProgram`` once per solver step, or, of a speaker,
-``NextToken`` once per token. What goes from one to
-the other is the model's context, whatever its type, as a flat tuple of named tensors. Shapes follow from views, image
-size, prompt length and chunk size; nothing branches on a value. The solver's loop, which is the engine's, joins them.
+Three stages: ``Vision`` and ``Read`` once per observation, ``StepProgram`` once per solver step, or for an
+autoregressive head ``NextToken`` once per token. Between them, the model's context is a flat tuple of named tensors.
+Shapes follow from views, image size, prompt length and chunk size, and nothing branches on a value. The engine's loop
+over the solver joins the stages.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Begun(NamedTuple):
 
 
 def begun(model: Model, context: Context) -> Context:
-    """Return what ``Read`` hands on."""
+    """Return the output of ``Read``."""
     return Begun(context, model.first(context)) if isinstance(model, Speaker) else context
 
 
@@ -135,11 +135,16 @@ class NextToken(nn.Module):
 
 
 class Stages(NamedTuple):
-    """``reads``: the names of the tensors from ``read`` to ``step``; ``said``: of these the ones that a token of a
-    speaker renews, in the order in which ``step`` returns them; ``grows``: for each of them, which axis
-    grows with the prompt, and by how much it is longer than the first one that does; None if none does.
-    ``batch_axes``: for each of them, the axis that is the batch; None where it is the same for every observation.
-    ``unbatched`` names the first tensor in which the batch is no axis of its own, "" if there is none."""
+    """The stages of a planned model.
+
+    Attributes:
+        reads: Names of the tensors from ``read`` to ``step``.
+        said: Those of them that a token renews, in the order in which ``step`` returns them.
+        grows: For each of them, the axis that grows with the prompt, and by how much it is longer than the first such
+            axis; None without one.
+        batch_axes: For each of them, the batch axis; None if it is the same for every observation.
+        unbatched: The first tensor without a separate batch axis; "" if there is none.
+    """
 
     vision: Vision
     read: Read

@@ -32,8 +32,14 @@ PLACE_EPS = 1e-6  # keeps its division from zero
 
 @dataclass(frozen=True)
 class ActConfig:
-    """``rows`` and ``cols``: of a view's features. ``environment_dim``: of the state's last numbers, which are that of
-    the environment and have a token of their own; 0 where there is none. ``pre_norm``: norms before each branch.
+    """Sizes of an ACT model.
+
+    Attributes:
+        rows: Rows of a view's features.
+        cols: Columns of a view's features.
+        environment_dim: Last numbers of the state, which describe the environment and have their own token; 0 without
+            them.
+        pre_norm: True puts norms before each branch.
     """
 
     vision: ResNetConfig

@@ -68,7 +68,7 @@ BIT_VISION = r"vision\.towers\.0\..*\.(attn\.[qkvo]_proj|mlp\.fc[12])\.weight"
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a directory whose language model is BitNet, whatever model_type it says."""
+    """Return True for a directory whose language model is BitNet, for any model_type."""
     config = directory_config(path)
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
@@ -141,7 +141,7 @@ def bundle_name(name: str) -> str:
 
 
 def views_after(tokenizer: TokenizerFiles) -> int:
-    """Return how many tokens stand before the views: those of the system's text, the same in every prompt."""
+    """Return the number of tokens before the views: the system's text, the same in every prompt."""
     ids = Tokenizer.from_str(tokenizer.text).encode(SYSTEM + VIEWS).ids
     return ids.index(tokenizer.token_id(VIEWS))
 
@@ -165,7 +165,7 @@ def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]
 
 
 def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
-    """The language model; its ``hidden_act`` says silu, and the code squares a ReLU whatever it says."""
+    """Return the sizes of the language model. Its ``hidden_act`` is silu, but the code always squares a ReLU."""
     text = checkpoint.config.part("text_config").filled(TEXT)
     with named(f"{text.path}: text_config"):
         return widths.decoder(

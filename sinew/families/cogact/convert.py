@@ -1,8 +1,8 @@
-"""CogACT's runs -> bundles: what microsoft/CogACT's training writes and its hub repositories hold.
+"""Convert CogACT's runs: the files of microsoft/CogACT's training and its hub repositories.
 
-A run is ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``, a file of which may be given, too. Names
-of tensors are Prismatic's, which are turned into those that OpenVLA's files have. No file says what the towers and the
-language model are: ``base_vlm`` names them. The tokenizer is Llama 2's (``--tokenizer``).
+A run is ``config.json``, ``dataset_statistics.json`` and ``checkpoints/*.pt``. You may also name one of these files.
+Names of tensors are Prismatic's, which are turned into those of OpenVLA's files. The towers and the language model
+are described by no file: ``base_vlm`` names them. The tokenizer is Llama 2's (``--tokenizer``).
 Sources: microsoft/CogACT (vla/load.py, vla/cogactvla.py, action_model/), openvla/openvla (prismatic/conf/models.py,
 vla-scripts/extern/convert_openvla_weights_to_hf.py).
 """
@@ -92,7 +92,7 @@ def run_of(path: Path) -> Path:
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a run of Prismatic's training whose config says which language model it began with."""
+    """Return True for a run of Prismatic's training whose configuration names its first language model."""
     vla = directory_config(run_of(path)).get("vla")
     return isinstance(vla, dict) and "base_vlm" in vla
 
@@ -183,7 +183,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogACTConfig:
-    """Return the sizes, which are those of the tensors; what ``config.json`` says as well has to agree."""
+    """Return the sizes of the tensors. Sizes in ``config.json`` must agree."""
     tensors = checkpoint.tensors
 
     def shape(name: str) -> tuple[int, ...]:
@@ -231,8 +231,9 @@ def model_config(checkpoint: CogACTCheckpoint, vision: tuple[Any, ...]) -> CogAC
 
 
 def snapped(processing: Processing) -> Normalization:
-    """Return what upstream does to actions: every number within [-1, 1], the gripper 0 or 1, then quantiles where the
-    mask has them. Of -1 to 1, in their place, nothing is left to undo."""
+    """Return the training project's normalisation of actions: each number within [-1, 1], the gripper 0 or 1, then
+    quantiles for masked-in numbers. A range of -1 to 1 needs no change.
+    """
     found = [(part.dim, part.normalization.stats) for part in processing.action_parts]
     found = found or [(processing.padded_action_dim, processing.action.stats)]
     stats = {
@@ -256,7 +257,7 @@ def plain_norms(config: CogACTConfig) -> dict[str, TensorSource]:
 
 
 def notes(checkpoint: CogACTCheckpoint, config: CogACTConfig, camera: str) -> tuple[str, ...]:
-    """Say what no file says, and what of the files is left aside."""
+    """Return notes about facts that no file states, and about ignored parts of the files."""
     usual = "guidance_scale" not in checkpoint.options.settings
     reason = ", as upstream's servers have it: --set guidance_scale=SCALE" if usual else ", as given"
     found = [

@@ -1,12 +1,12 @@
-"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer over a chunk, which one state of a language model
-tells what is seen and asked for.
+"""CogACT (Li et al. 2024, arXiv 2411.19650): a diffusion transformer over a chunk, conditioned on one state of a
+language model.
 
-* Views stand inside the prompt as OpenVLA's do. The final state of the prompt's last token, an end of sentence that is
-  there for this, is the cognition.
-* The head's sequence is [cognition + time | noisy actions], with learned positions; what it says of the actions is the
-  noise in them.
-* Guidance (Ho and Salimans 2022, arXiv 2207.12598): each step asks the head twice, the second time with a learned row
-  in the cognition's place, and goes ``guidance_scale`` times the way from that answer to the first.
+* Views are inside the prompt, as in OpenVLA. The final state of the prompt's last token, an end of sentence, is the
+cognition.
+* The head's sequence is [cognition + time | noisy actions], with learned positions. Its output for the actions is
+their noise.
+* Guidance (Ho and Salimans 2022, arXiv 2207.12598): each step runs the head twice, the second time with a learned row
+in place of the cognition. The result goes ``guidance_scale`` times the way from that output to the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sinew.layers.time_embedding import cosines_then_sines
 from sinew.layers.vit import BlockConfig, ViTLayer
 from sinew.models.solvers import NoiseLevels, Solver
 
-NORM_EPS = 1e-6  # of the head's norms
+NORM_EPS = 1e-6  # epsilon of the head's norms
 TIME_CHANNELS = 256  # of the sinusoids that the time embedding starts from
 LONGEST = 10_000.0
 LEVELS = NoiseLevels(100, spacing="even")
@@ -49,8 +49,9 @@ class CogACTConfig(PrismaticConfig):
 
 
 class Cognition(NamedTuple):
-    """Holds what a step reads of the observation: [B, K, C], the cognition as the head has it, and behind it, with
-    guidance, the row that stands for none."""
+    """The part of the observation that a step reads: [B, K, C], the cognition, and with guidance the row that
+    replaces it.
+    """
 
     conditions: Tensor
 

@@ -70,7 +70,7 @@ class DiffusionConfig:
 
     @property
     def condition_size(self) -> int:
-        """Return how many numbers the condition has."""
+        """Count of numbers in the condition."""
         return self.max_state_dim + self.history * self.cameras * 2 * self.keypoints
 
 

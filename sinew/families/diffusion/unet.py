@@ -51,12 +51,12 @@ class UNetConfig:
 
     @property
     def unit(self) -> int:
-        """Return what the rows of a chunk are a multiple of, as each stage but the last halves them."""
+        """Divisor of the actions in a chunk, because each stage except the last halves them."""
         return 2 ** (len(self.widths) - 1)
 
     @property
     def film_sizes(self) -> list[int]:
-        """Return how many numbers each residual block takes of the condition, in the order in which they run."""
+        """Count of condition numbers for each residual block, in the order in which they run."""
         stages = (*self.widths, self.widths[-1], *reversed(self.widths[:-1]))
         return [width * (2 if self.scales else 1) for width in stages for _ in range(2)]
 

@@ -66,7 +66,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def assemble(parts: Parts, options: ConvertOptions, path: Path) -> Conversion:
-    """Return the conversion of what a layout says; ``path``: beside which InternVL may lie."""
+    """Return the conversion of a layout's parts. path: InternVL may be next to it."""
     vlm_dir = find_model_dir(parts.vlm, options.vlm, path, "--vlm", VLM_FILES)
     vlm = JsonRecord(vlm_dir / "config.json")
     tokenizer = find_tokenizer(options, vlm_dir)

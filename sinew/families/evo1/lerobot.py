@@ -65,7 +65,7 @@ SCHEMA = Schema(
 
 
 def read(path: Path, options: ConvertOptions) -> Parts:
-    """Return what a LeRobot directory says. Raises :class:`ConvertError`."""
+    """Read a LeRobot directory. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     checkpoint.refuse_image_scales()
     side, *other = checkpoint["image_resolution"]

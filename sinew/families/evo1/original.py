@@ -47,7 +47,7 @@ def is_original(path: Path) -> bool:
 
 
 def read(path: Path, options: ConvertOptions) -> Parts:
-    """Return what a folder of the original repository says. Raises :class:`ConvertError`."""
+    """Read a folder of the original repository. Raises :class:`ConvertError`."""
     config = JsonRecord(path / "config.json")
     horizon = config.get("horizon", 16)
     config.expect(return_cls_only=False, image_size=SIDE, action_horizon=horizon)

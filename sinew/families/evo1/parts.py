@@ -16,10 +16,18 @@ IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet
 
 @dataclass(frozen=True)
 class Parts:
-    """vlm: name of InternVL's repository. layers: of its language model; 0 for all. category: row of the head's weights
-    where it keeps them per category. max_tokens: longest prompt. resize: of frames. every_row: the head reads masked
-    rows. sizes: of the head and its vectors, as ``Evo1Config`` calls them. optional_cameras: as in ``Processing``.
-    solver_steps: of a request that does not say how many.
+    """The parts that both layouts have.
+
+    Attributes:
+        vlm: Name of InternVL's repository.
+        layers: Layers of its language model; 0 for all.
+        category: Row of the head's weights, if it has them per category.
+        max_tokens: Longest prompt.
+        resize: Steps that resize frames.
+        every_row: True if the head reads masked rows.
+        sizes: Sizes of the head and its vectors, with the names of ``Evo1Config``.
+        optional_cameras: As in ``Processing``.
+        solver_steps: Default number of solver steps.
     """
 
     format: str

@@ -70,8 +70,13 @@ class Embodiment:
 
 @dataclass(frozen=True)
 class RobotRecord:
-    """Holds what files say of the robot. language: the instruction's key on the GR00T wire. files: which. notes:
-    what was assumed."""
+    """The robot's description in the files.
+
+    Attributes:
+        language: The instruction's key in the GR00T protocol.
+        files: The files that were read.
+        notes: Assumptions.
+    """
 
     embodiment: Embodiment
     cameras: Sequence[CameraSpec]
@@ -83,12 +88,16 @@ class RobotRecord:
 
 @dataclass(frozen=True)
 class EagleParts:
-    """What the layouts of Eagle's versions say, each in its way.
+    """The parts that the layouts of Eagle's versions have.
 
-    head: what holds the head's sizes; records: those of config.json, of which each entry is read or named;
-    layers: of the language model that are kept; backbone: the pattern before its
-    tensors' names; files: those of the robot and all others but Eagle's; text_first: the instruction stands before the
-    images; generate, formal, listed: see ``render`` and ``PromptRecipe``.
+    Attributes:
+        head: Record with the head's sizes.
+        records: Records of config.json. Each of their entries is read or named.
+        layers: Layers of the language model that are kept.
+        backbone: Pattern before its tensors' names.
+        files: Files of the robot and all others except Eagle's.
+        text_first: True if the instruction comes before the images.
+        generate: See ``render`` and ``PromptRecipe``, as for ``formal`` and ``listed``.
     """
 
     architecture: str
@@ -108,10 +117,13 @@ class EagleParts:
 
 
 class NvidiaFiles:
-    """A folder of N1.6 or N1.7 as NVIDIA writes it.
+    """A folder of N1.6 or N1.7 in NVIDIA's layout.
 
-    format: of N1.7, for the provenance. transforms: whose image transforms without albumentations. frames: height and
-    width of the cameras' frames, where the files say them. notes: what was assumed.
+    Attributes:
+        format: "gr00t-n1.7", for the provenance.
+        transforms: Origin of the image transforms without albumentations.
+        frames: Height and width of the cameras' frames, if the files state them.
+        notes: Assumptions.
     """
 
     format = "gr00t-n1.7"
@@ -173,7 +185,7 @@ class NvidiaFiles:
         return [CameraSpec(key, *frames) for key in self.modalities.keys("video")]
 
     def robot(self, frames: tuple[int, int]) -> RobotRecord:
-        """Return all that the files say of the robot, whose frames have this height and width."""
+        """Return the files' description of the robot, whose frames have this height and width."""
         cameras, vectors = self.cameras(frames), self.vectors
         return RobotRecord(self.embodiment, cameras, vectors, self.language, self.files, self.notes)
 
@@ -288,7 +300,7 @@ def specification(
     prompt: PromptRecipe,
     default_prompt: str = "",
 ) -> PolicySpec:
-    """Return what a client needs to know."""
+    """Return the policy's specification."""
     cameras, vectors = robot.cameras, robot.vectors
     rows = config["action_horizon"]
     horizon = min(vectors.horizon, rows)
@@ -330,9 +342,9 @@ def token_prompt(
     formal: bool,
     listed: bool = False,
 ) -> PromptRecipe:
-    """Return the recipe of a rendered template: ``{image}`` in a view's place, ``{prompt}`` in the instruction's.
+    """Return the recipe of a rendered template, with ``{image}`` for a view and ``{prompt}`` for the instruction.
 
-    placeholder: the id of the token that stands for one image token.
+    placeholder: Id of the token in place of one image token.
     """
     if (count := image_tokens * template.count("{image}")) > MAX_SIZE:
         raise ConvertError(f"image tokens: expected at most {MAX_SIZE} of all views, got {count}")

@@ -55,7 +55,7 @@ def image_recipe(
 
 
 def _decide(frames: tuple[int, int] | None, squared: bool | None, edge: int) -> tuple[int, int]:
-    """Return the size of the frames, or raise ConvertError that says what to give."""
+    """Return the size of the frames. Raises ConvertError with the option that sets it."""
     if squared:
         return frames or (edge, edge)
     if frames is None:

@@ -1,9 +1,9 @@
 """GR00T N1.5, N1.6 and N1.7 (NVIDIA, arXiv 2503.14734 and Isaac-GR00T's branches).
 
-A vision-language model reads views and instruction; a diffusion transformer (:mod:`.gr00t_head`) turns noise into
-actions and reads the features of the last language layer that is kept. Four Euler steps run from noise (t = 0) to
-actions (t = 1); the time enters as one of a thousand buckets. The instruction's tokens hold a placeholder for every
-image token, so views stand wherever the prompt's template puts them.
+A vision-language model reads views and instruction. A diffusion transformer (:mod:`.gr00t_head`) turns noise into
+actions and reads the features of the last kept language layer. Four Euler steps run from noise (t = 0) to actions (t
+= 1). The time is one of a thousand buckets. The instruction's tokens contain a placeholder for every image token, so
+views are where the prompt's template puts them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Gr00t(Model):
     def seen(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return which tokens are a seen view's, and which count at all: bool [B, L] each."""
+        """Return which tokens belong to an available view, and which are valid at all: bool [B, L] each."""
         placed = (tokens == self.config.image_token) & token_mask  # [B, L]
         count = image_tokens.shape[2]
         view = ((placed.long().cumsum(dim=1) - 1) // count).clamp(0, image_tokens.shape[1] - 1)
@@ -110,11 +110,11 @@ class Gr00t(Model):
     @property
     @abstractmethod
     def patches_per_side(self) -> int:
-        """Return how many patches one side of an image token spans."""
+        """Number of patches along one side of an image token."""
 
     @abstractmethod
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-        """Return what the head reads of the language model, [B, L, C]."""
+        """Return the language model's features for the head, [B, L, C]."""
 
     def embed(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return the language model's input [B, L, C], then what each tap adds to it, zero outside the images."""
@@ -213,8 +213,8 @@ class Gr00tQwen(Gr00t):
     def positions(self, is_image: Tensor, valid: Tensor) -> Tensor:
         """Return time, row and column of every token, int64 [B, L, 3].
 
-        Text counts by one on all axes. An image starts where the text before it ends; its tokens share the time and
-        stand on a grid, and the text after it goes on behind the grid's longer side.
+        Text counts by one on all axes. An image starts at the end of the text before it. Its tokens share the time
+        and form a grid, and the text after it continues after the grid's longer side.
         """
         rows, cols = self.config.rows, self.config.cols
         images, texts = is_image.long().cumsum(dim=1), (valid & ~is_image).long().cumsum(dim=1)
@@ -224,7 +224,7 @@ class Gr00tQwen(Gr00t):
         return torch.stack([start, start + inside // cols, start + inside % cols], dim=-1)
 
     def axes(self) -> tuple[int, ...]:
-        """Return which axis turns each rotary frequency: time, with every third one given to row and to column."""
+        """Axis of each rotary frequency: time, with every third one for row and for column."""
         _, rows, cols = self.config.position_sections
         half = self.config.language.head_dim // 2
         return tuple(

@@ -1,4 +1,4 @@
-"""GR00T N1.5: what its two layouts say of cameras, vectors and embodiments, and what they leave open."""
+"""GR00T N1.5: cameras, vectors and embodiments in its two layouts, and the facts that they leave out."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def parts(
     lerobot: bool,
     config: JsonRecord,
 ) -> EagleParts:
-    """Return the parts of N1.5, for which ``found`` says what the robot's files say."""
+    """Return the parts of N1.5. found: The robot's description."""
     return EagleParts(
         architecture="gr00t_n1_5",
         format=form,
@@ -152,7 +152,7 @@ def _nvidia(path: Path, options: ConvertOptions) -> RobotRecord:
 
 
 def robot(metadata: JsonRecord, horizon: int, options: ConvertOptions) -> RobotRecord:
-    """Return what NVIDIA's metadata.json says of the chosen robot. Raises :class:`ConvertError`."""
+    """Return the chosen robot's description in NVIDIA's metadata.json. Raises :class:`ConvertError`."""
     file = metadata.path
     numbers: dict[str, Any] = dict(TAGS)
     if (number := options.setting("embodiment_id", None)) is not None:

@@ -157,7 +157,7 @@ class LeRobotFiles(NvidiaFiles):
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return what was chosen in place of the files."""
+        """Assumptions for facts that the files leave out."""
         return tuple(self.checkpoint.notes)
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:

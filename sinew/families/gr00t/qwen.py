@@ -122,7 +122,7 @@ def model_config(config: JsonRecord, vlm: JsonRecord, rows: int, cols: int) -> G
 
 
 def position_sections(text: JsonRecord) -> tuple[int, int, int]:
-    """Return how many rotary frequencies of a Qwen3-VL turn with time, row and column."""
+    """Return the numbers of rotary frequencies of a Qwen3-VL for time, row and column."""
     sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
     time, row, column = sections.get("mrope_section") or (0, 0, 0)
     if not sections.get("mrope_interleaved") or not time:

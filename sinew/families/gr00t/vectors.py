@@ -23,7 +23,11 @@ POSES = {"XYZ_ROT6D": 9, "XYZ_ROTVEC": 6}
 
 @dataclass(frozen=True)
 class Vectors:
-    """What a policy needs to know of its state and its actions. ``horizon``: rows of a chunk that mean something."""
+    """The state and the actions of a policy.
+
+    Attributes:
+        horizon: Actions of a chunk with a meaning.
+    """
 
     state: VectorSpec
     action: VectorSpec
@@ -70,7 +74,7 @@ class Modalities:
         return bool(self._modality(modality).get(name))
 
     def actions(self) -> list[dict[str, Any]]:
-        """Return how each action key is represented, in order; absolute where the files do not say."""
+        """The representation of each action key, in order; absolute if the files do not state it."""
         count = len(self.keys("action"))
         configs = self._modality("action").get("action_configs") or [{}] * count
         if len(configs) != count:

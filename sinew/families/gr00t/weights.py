@@ -40,7 +40,7 @@ def head_rules(embodiment: int) -> Rules:
 
 
 def transformer_rules(head: str) -> Rules:
-    """Return the rules of the diffusion transformer below ``head``, and of the tables beside it."""
+    """Return the rules of the diffusion transformer below ``head``, and of its tables."""
     dit, embedder = head + r"model\.", "timestep_encoder.timestep_embedder."
     time = f"{embedder}linear_1=time_in {embedder}linear_2=time_out"
     return (
@@ -51,7 +51,7 @@ def transformer_rules(head: str) -> Rules:
 
 
 def siglip_rules(upstream: str, patch: int) -> Rules:
-    """Return the rules of a SigLIP tower; its pooling head is read by nobody."""
+    """Return the rules of a SigLIP tower. Its pooling head is not used."""
 
     def patches(source: TensorSource) -> TensorSource:
         if len(source.shape) != 2:

@@ -117,7 +117,7 @@ def file_of(path: Path) -> Path:
 
 
 def recognises(path: Path) -> bool:
-    """Return True for the file of the published name, whatever lies in it, its folder, and any other ``.pth`` file."""
+    """Return True for the file of the published name, for its folder, and for any other ``.pth`` file."""
     found = file_of(path)
     return found.suffix == ".pth" and found.is_file()
 
@@ -380,7 +380,7 @@ def film_tensors(own: dict[str, TensorSource]) -> dict[str, TensorSource]:
 def factors(
     part: int, scale: np.ndarray, shift: np.ndarray, mean: np.ndarray, variance: np.ndarray
 ) -> np.ndarray:
-    """Return what a frozen batch norm multiplies by, or adds: float64 [C, 1, 1]."""
+    """Return the factor or the summand of a frozen batch norm: float64 [C, 1, 1]."""
     both = folded(np.ones((len(scale), 1, 1, 1)), scale, shift, mean, variance, FILM_EPS)
     return both[part].reshape(-1, 1, 1)
 
@@ -434,7 +434,7 @@ def processing(
 
 
 def notes(config: EdgeConfig, options: ConvertOptions) -> tuple[str, ...]:
-    """Say what no file says."""
+    """Return notes about facts that no file states."""
     found = [
         *robot.notes(config.goals, "pose" in config.kinds, options),
         f"{HEADS} heads and {robot.HZ:g} Hz, as upstream's runner has them",

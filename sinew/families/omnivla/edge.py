@@ -45,7 +45,7 @@ class FilmConfig:
 
     @property
     def out_size(self) -> int:
-        """Return how many numbers are left of a frame."""
+        """Count of numbers that remain of a frame."""
         rows = self.rows
         for _ in self.widths:
             rows = -(-rows // 2)
@@ -54,9 +54,15 @@ class FilmConfig:
 
 @dataclass(frozen=True)
 class EdgeConfig:
-    """``goals``: upstream's numbers of those that the bundle can be given. ``side``: of a frame, ``large_side``: of the
-    newest one beside words, 0 without. ``head``: the transformer's blocks. ``reduced``: widths of the layers behind it.
-    ``max_state_dim``: of all moments; of each the last number is the goal's where there are several.
+    """Sizes of OmniVLA-edge.
+
+    Attributes:
+        goals: The training project's numbers of the supported goals.
+        side: Side of a frame.
+        large_side: Side of the newest frame together with text; 0 without text.
+        head: Blocks of the transformer.
+        reduced: Widths of the layers after it.
+        max_state_dim: Numbers of all observation steps. The last number of each is the goal's, if there are several.
     """
 
     vision: EfficientNetConfig
@@ -108,7 +114,7 @@ class EdgeConfig:
 
     @property
     def state_dim(self) -> int:
-        """Return how many numbers a moment's state has: a pose, and the goal's number where there are several."""
+        """Count of numbers in the state of one step: a pose, and the goal's number if there are several."""
         return POSE * ("pose" in self.kinds) + (len(self.goals) > 1)
 
 
@@ -121,7 +127,7 @@ class EdgeContext(NamedTuple):
 
 
 class ChannelScale(nn.Module):
-    """A batch norm of an affine network that nothing can be folded into: an activation stands before it."""
+    """A batch norm of an affine network that cannot be folded, because an activation precedes it."""
 
     def __init__(self, channels: int):
         super().__init__()

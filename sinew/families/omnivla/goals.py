@@ -20,12 +20,12 @@ KINDS = ("pose", "satellite", "image", "language")  # in the order of upstream's
 
 
 def kinds(goals: Sequence[int]) -> tuple[str, ...]:
-    """Return what any of the goals reads."""
+    """Return the inputs that any of the goals reads."""
     return tuple(kind for kind in KINDS if any(kind in GOALS[goal].split("+") for goal in goals))
 
 
 def table(goals: Sequence[int]) -> list[list[bool]]:
-    """Return for each of all goals which rows of :func:`kinds` it reads; of a goal that is not there nobody asks."""
+    """Return for each goal which rows of :func:`kinds` it reads. Unsupported goals are never requested."""
     return [[kind in goal.split("+") for kind in kinds(goals)] for goal in GOALS]
 
 

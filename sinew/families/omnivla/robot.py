@@ -42,17 +42,17 @@ def state(goals: Sequence[int], posed: bool, options: ConvertOptions) -> State:
 
 
 def spacing_of(options: ConvertOptions) -> float:
-    """Return how many metres a unit of a path has."""
+    """Return the length of a path's unit in metres."""
     return float(options.setting("waypoint_spacing", SPACING))
 
 
 def path_steps(options: ConvertOptions) -> tuple[VectorStep, ...]:
-    """Return what makes metres of a path."""
+    """Return the steps that convert a path to metres."""
     return (Affine((0, 1), spacing_of(options)),)
 
 
 def notes(goals: Sequence[int], posed: bool, options: ConvertOptions) -> tuple[str, ...]:
-    """Say what no file says."""
+    """Return notes about facts that no file states."""
     given = "waypoint_spacing" in options.settings
     reason = "as given" if given else "as upstream's runner has it: --set waypoint_spacing=METRES"
     found = [

@@ -98,7 +98,7 @@ CHAT = (
 
 
 def recognises(path: Path) -> bool:
-    """Return True for a directory whose config says OpenVLA with one of the language models known here."""
+    """Return True for a directory whose configuration names OpenVLA with a supported language model."""
     config = directory_config(path)
     text = config.get("text_config")
     return config.get("model_type") == "openvla" and isinstance(text, dict) and text.get("model_type") in TEXT
@@ -201,7 +201,7 @@ def decodes_in_parallel(checkpoint: PrismaticCheckpoint, action: bool, state: bo
 
 
 def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]:
-    """Return what was chosen where there is no head."""
+    """Return notes about the decoding of a policy without a head."""
     if action:
         return ()
     if not parallel:
@@ -211,7 +211,7 @@ def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]
 
 
 def notes(checkpoint: PrismaticCheckpoint, robot: RobotConstants) -> tuple[str, ...]:
-    """What no file says and was inferred or given."""
+    """Return notes about facts that no file states and that were inferred or set."""
     return (
         f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
         f"{robot.chunk} actions per chunk; cameras {', '.join(robot.cameras)}{camera_reason(checkpoint)}",
@@ -219,7 +219,9 @@ def notes(checkpoint: PrismaticCheckpoint, robot: RobotConstants) -> tuple[str, 
 
 
 def camera_reason(checkpoint: PrismaticCheckpoint) -> str:
-    """Say where the cameras come from: upstream's programs count the views, its files do not."""
+    """Return the origin of the cameras, for a note: the training project's programs count the views, its files do
+    not.
+    """
     if checkpoint.options.cameras:
         return ", as given"
     return (
@@ -230,7 +232,7 @@ def camera_reason(checkpoint: PrismaticCheckpoint) -> str:
 def sizes(
     checkpoint: PrismaticCheckpoint, action: dict[str, TensorSource], state: dict[str, TensorSource]
 ) -> tuple[int, int]:
-    """Return how many numbers an action and the state have: those of the head's and the projector's tensors."""
+    """Return the numbers of an action and of the state, from the tensors of the head and the projector."""
     try:
         state_dim = state["fc1.weight"].shape[1] if state else 0
         if action:
@@ -296,7 +298,7 @@ def token_head(
 
 
 def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return which tokens are bins of an action."""
+    """Return the token ids of an action's bins."""
     return {
         "action_bins": checkpoint.config["n_action_bins"],
         "action_tokens_end": shared["vocab_size"] - checkpoint.config["pad_to_multiple_of"],

@@ -1,15 +1,15 @@
-"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645) and BitVLA (Wang et al.
-2025, arXiv 2506.07530): actions as what a language model says next.
+"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645) and BitVLA (Wang et
+al. 2025, arXiv 2506.07530): actions as the next tokens of a language model.
 
-* One or two vision towers see each 224 x 224 view, each in its own normalisation; their features of a patch are joined
-  and projected.
-* The projected views stand inside the prompt, behind its first tokens.
+* One or two vision towers read each 224 x 224 view, each with its own normalisation. Their features of a patch are
+joined and projected.
+* The projected views are inside the prompt, after its first tokens.
 * OpenVLA continues the prompt: it takes the likeliest token, seven times in turn, and each token is a bin of one
-  dimension of the action. Every token sees those before it.
+dimension of the action. Every token attends to those before it.
 * OFT and BitVLA need one pass over [start of the prompt | views | proprioception | rest of the prompt | zeros | stop
-  token], every token seeing every token, one row of zeros for each number of the chunk. The final states from the last
-  prompt token on, as many as numbers in the chunk, go through a small residual MLP; what it returns are the actions.
-  OFT without that head (its discrete decoding) takes the likeliest token of each of those states instead.
+token]. Every token attends to every token, with one row of zeros for each number of the chunk. The final states from
+the last prompt token on, one per number of the chunk, go through a small residual MLP, whose output is the actions.
+OFT without that head (its discrete decoding) takes the likeliest token of each of those states instead.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class PrismaticCheckpoint:
         return found
 
     def part(self, name: str) -> dict[str, TensorSource]:
-        """Return the tensors of ``NAME--STEP_checkpoint.pt`` (the highest step), empty if there is none."""
+        """Return the tensors of ``NAME--STEP_checkpoint.pt`` (the highest step); {} without such a file."""
         files = sorted(self.path.glob(f"{name}--*.pt"), key=_step)
         if not files:
             return {}
@@ -153,7 +153,7 @@ class PrismaticCheckpoint:
     def normalization(
         self, vector: str, dim: int, mode: str, eps: float, clip: bool, masked: bool = True
     ) -> tuple[Normalization, tuple[VectorPart, ...]]:
-        """Return how "action" or "proprio" is normalised, and its parts where a mask leaves some numbers alone."""
+        """Return the normalisation of "action" or "proprio", and its parts if a mask excludes some numbers."""
         low, high = ("q01", "q99") if mode == "bounds_q99" else ("min", "max")
         key, table = self.statistics
         found = table.get(vector) if isinstance(table, dict) else None

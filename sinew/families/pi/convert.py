@@ -231,9 +231,9 @@ def paligemma_head(
 
 
 def with_text(found: Processing, head: LMHead, options: ConvertOptions, subtasks: bool) -> Processing:
-    """Return the recipe with what a head that is kept is asked with, and the token that ends its text.
+    """Return the recipe with the prompts of a kept language head, and the token that ends its text.
 
-    subtasks: the language model was trained to say them (pi0.5).
+    subtasks: True if the language model was trained to generate them (pi0.5).
     """
     prompt = found.prompt
     if not head.kind:
@@ -336,7 +336,7 @@ def gemma(arch: dict[str, Any], component: str, variant: str) -> DecoderConfig:
 
 
 def with_memory(checkpoint: LeRobotCheckpoint, config: PI05Config) -> tuple[PI05Config, dict[str, Any]]:
-    """Return the configuration with the memory that the checkpoint says, and the fields of the spec that say it."""
+    """Return the configuration with the checkpoint's memory, and the fields of the specification for it."""
     said = MEMORY | checkpoint.config
     for name in ("use_visual_memory", "use_proprioceptive_memory"):
         if not isinstance(said[name], bool):
@@ -364,8 +364,11 @@ def with_memory(checkpoint: LeRobotCheckpoint, config: PI05Config) -> tuple[PI05
 
 
 def state_in_prompt(checkpoint: LeRobotCheckpoint, options: ConvertOptions, config: PI0Config) -> bool:
-    """Return whether the prompt says the state. LeRobot's own pipeline does, read from its file, also where the state
-    has tokens of its own and was left out of the prompt in training: the file does not say which it was."""
+    """Return True if the prompt contains the state.
+
+    LeRobot's own pipeline reads it from its file, even if the state has its own tokens and was left out of the prompt
+    in training. The file does not distinguish the two.
+    """
     said = checkpoint.pipelines.config(PRE, PREPARE).get("include_state_in_prompt")
     asked = options.setting("state_in_prompt", None)
     memory = config.memory if isinstance(config, PI05Config) else None
@@ -382,7 +385,7 @@ def state_in_prompt(checkpoint: LeRobotCheckpoint, options: ConvertOptions, conf
 
 
 class Sizes(Protocol):
-    """What the recipe has to know of a configuration over PaliGemma."""
+    """The sizes of a configuration over PaliGemma that the recipe needs."""
 
     @property
     def vision(self) -> ViTConfig: ...

@@ -152,7 +152,7 @@ class PI0(ExpertModel):
         return ExpertContext(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
-        """Return what the time adds to the arguments of each layer and of the final norm: nothing in pi0."""
+        """Return the time's contribution to the arguments of each layer and of the final norm: none in pi0."""
         return [()] * len(self.expert.layers), ()
 
     def act(self, x: Tensor, time_embedding: Tensor, context: ExpertContext) -> Tensor:
@@ -243,7 +243,9 @@ class PI05(PI0):
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """With memory all views of the newest moment are there, and ``camera_mask`` says how many moments."""
+        """Embed the prefix. With memory, all views of the newest step exist, and ``camera_mask`` marks the
+        observation steps.
+        """
         memory = self.config.memory
         if memory is None:
             return super().embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)

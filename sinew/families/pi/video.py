@@ -61,8 +61,10 @@ def check_frames(config: ViTConfig, temporal_every: int) -> None:
 
 
 def frame_ages(frames: int, size: int, device: torch.device) -> Tensor:
-    """Return what tells frames apart by their age, float32 [frames, size]: sin and cos - 1 of each frequency, beside
-    each other. The newest frame's are exactly zero."""
+    """Return the embedding of a frame's age, float32 [frames, size]: sin and cos - 1 of each frequency, interleaved.
+
+    The newest frame's is exactly zero.
+    """
     age = torch.arange(frames, dtype=torch.float32, device=device)[:, None] - (frames - 1)
     pairs = torch.arange(0, size, 2, dtype=torch.float32, device=device)
     angle = age * torch.exp(pairs * (-math.log(10_000.0) / size))  # [T, size / 2]

@@ -114,7 +114,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def action_tokenizer(checkpoint: LeRobotCheckpoint) -> tuple[TokenizerFiles, Path]:
-    """Return FAST's tokenizer, and the file that says how its characters are meant."""
+    """Return FAST's tokenizer, and the file with the meaning of its characters."""
     options, name = checkpoint.options, checkpoint["action_tokenizer_name"]
     beside = checkpoint.path / Path(str(name)).name if name else checkpoint.path / "action_tokenizer"
     folder = options.action_tokenizer or beside

@@ -43,7 +43,7 @@ class VLAJepa(Gr00tQwen):
         return self.head.context(rows, ~all_rows, all_rows, state)
 
     def marked(self, tokens: Tensor, valid: Tensor) -> Tensor:
-        """Return where the embodied action tokens stand, int64 [B, markers], in their order."""
+        """Return the positions of the embodied action tokens, int64 [B, markers], in their order."""
         marks = (tokens == self.config.marker) & valid  # [B, L]
         order = torch.arange(1, self.config.markers + 1, device=tokens.device)
         hits = marks[:, None] & (marks.long().cumsum(dim=1)[:, None] == order[:, None])  # [B, markers, L]

@@ -108,8 +108,13 @@ POSE_DIM, TAKEN = 7, 10
 
 
 class ActionSpace(NamedTuple):
-    """What ``action_mode`` means. model: numbers that the head answers; real: those that the robot has of them; 0 where
-    the configuration says how many. grippers: those that are not read, and answered through a sigmoid."""
+    """The meaning of ``action_mode``.
+
+    Attributes:
+        model: Numbers that the head outputs.
+        real: Numbers of these that the robot has; 0 if the configuration states them.
+        grippers: Numbers that are not read, and output through a sigmoid.
+    """
 
     model: int
     real: int
@@ -211,8 +216,9 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def action_space(checkpoint: LeRobotCheckpoint) -> ActionSpace:
-    """Return what ``action_mode`` means here. Raises :class:`ConvertError` where it is none, or the actions of the
-    configuration are not its own."""
+    """Return the meaning of ``action_mode``. Raises :class:`ConvertError` for an unknown mode, or actions that do not
+    fit it.
+    """
     mode, dim = checkpoint["action_mode"], checkpoint.action.dim
     found = SPACES.get(mode.lower()) if isinstance(mode, str) else None
     if found is None:
@@ -270,8 +276,10 @@ def domain(checkpoint: LeRobotCheckpoint) -> int:
 
 
 def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
-    """Return what is done to a frame. It is resized behind the normalisation, so bars have the mean's colour before.
-    Raises :class:`ConvertError`."""
+    """Return the recipe of a frame. Raises :class:`ConvertError`.
+
+    It is resized after the normalisation, so bars have the mean's colour before it.
+    """
     steps, pre = checkpoint.pipelines, f"{checkpoint.path / PRE}.json"
     if steps.step(PRE, SCALE) is not None and steps.step(PRE, TO_FLOAT) is None:
         raise ConvertError(f"{pre}: {SCALE}: expected a step {TO_FLOAT} behind it, got none")
@@ -355,8 +363,10 @@ def model_config(
 
 
 def views(checkpoint: LeRobotCheckpoint) -> int:
-    """Return how many views the model reads. A policy that was saved lists its empty cameras among its features, and
-    LeRobot adds ``empty_cameras`` to them again."""
+    """Return the number of views that the model reads.
+
+    A saved policy lists its empty cameras among its features, and LeRobot adds ``empty_cameras`` to them again.
+    """
     features = checkpoint["input_features"].values()
     listed = sum(feature.get("type") == "VISUAL" for feature in features)
     fixed = checkpoint["num_image_views"]
@@ -449,8 +459,7 @@ def view_places(
 
 
 def shares(weight: TensorSource, config: XVLAConfig) -> dict[str, TensorSource]:
-    """Return what the first layer takes of actions, state and time, [C, in], as a layer of each; grippers' columns
-    are zero."""
+    """Split the first layer into those of actions, state and time, [C, in]. Columns of grippers are zero."""
     sizes = {
         "action_in_proj": config.max_action_dim,
         "state_proj": config.max_state_dim,

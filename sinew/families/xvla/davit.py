@@ -22,9 +22,14 @@ MLP_RATIO = 4
 
 @dataclass(frozen=True)
 class DaViTConfig:
-    """One entry for each stage. ``kernels``, ``strides``: of the convolution that begins it, in pixels of the stage
-    before. ``norms_first``: its norm stands before that convolution, not behind. ``num_groups``: of channels.
-    ``window_size``: patches along a side of a window.
+    """Sizes of a DaViT tower, one entry for each stage.
+
+    Attributes:
+        kernels: Kernel of the convolution that begins the stage, in pixels of the stage before.
+        strides: Its stride.
+        norms_first: True if its norm comes before that convolution.
+        num_groups: Groups of channels.
+        window_size: Patches along a side of a window.
     """
 
     widths: tuple[int, ...]

@@ -36,10 +36,17 @@ LONGEST = 100  # period of the time's waves, over 2 pi
 
 @dataclass(frozen=True)
 class XVLAConfig:
-    """``rows``, ``cols``: of a view's features. ``views``: of training; zeros stand for those that are missing.
-    ``text_places``, ``places``: most tokens of the text encoder and, learned tokens aside, of the head.
-    ``prompt_tokens``: to which prompts are filled up with ``pad_token``. ``domain_tokens``: learned, of the robot.
-    ``grippers``: numbers of an action that are not read, and answered through a sigmoid.
+    """Sizes of an X-VLA model.
+
+    Attributes:
+        rows: Rows of a view's features.
+        cols: Columns of a view's features.
+        views: Views of training; zeros replace missing ones.
+        text_places: Most tokens of the text encoder.
+        places: Most tokens of the head, without learned tokens.
+        prompt_tokens: Length to which prompts are filled up with ``pad_token``.
+        domain_tokens: Learned tokens of the robot.
+        grippers: Numbers of an action that are not read, and output through a sigmoid.
     """
 
     vision: DaViTConfig

@@ -23,10 +23,15 @@ from sinew.layers.stores.store import Held, Store, Tensors
 
 @dataclass(frozen=True)
 class Codes(Store):
-    """Products of codes: activations are rounded to int8 row by row and multiplied as integers; the result is float32.
+    """Products of codes: activations are rounded to int8 row by row and multiplied as integers. The result is
+    float32.
 
-    name: the format's. scales: how many float32 scales there are beside the rows, 0 where the rows hold them.
-    smallest: rows of smaller activations count as this large. Scaled or joined weights would have other codes.
+    Scaled or joined weights would have other codes, so rewrites do not apply.
+
+    Attributes:
+        name: Name of the format.
+        scales: Number of float32 scales beside the rows; 0 if the rows contain them.
+        smallest: Rows of smaller activations count as this large.
     """
 
     name: str
@@ -41,7 +46,7 @@ class Codes(Store):
 
     @property
     def order(self) -> str:
-        """Return the name under which the operator knows how the codes lie."""
+        """The operator's name for the layout of the codes."""
         return self.name
 
     def size(self, held: Held) -> tuple[int, int]:
@@ -128,7 +133,7 @@ def apart(layers: Sequence[nn.Module]) -> str | None:
 
 
 def together(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """Return what each of ``layers`` gives for x [..., K]; they are not :func:`apart`, so x is rounded once."""
+    """Return the product of each layer with x [..., K]. The layers are not :func:`apart`, so x is rounded once."""
     biases = [None if layer.bias is None else layer.bias.float() for layer in layers]
     weights, scales, store = (
         [layer.weight for layer in layers],

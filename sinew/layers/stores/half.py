@@ -21,7 +21,7 @@ from sinew.layers.stores.store import Held
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK = 1 << 20  # weights, 4 MiB in float32: they stay in the last cache between the copy and the product
-ROWS = 256  # of a block at least, because each product packs all of x
+ROWS = 256  # smallest number of rows in a block, because each product packs all of x
 _scratch = threading.local()
 
 

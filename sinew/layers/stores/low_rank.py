@@ -1,9 +1,9 @@
-"""A weight with an adapter beside it: the base's product, which nobody copies, and one of low rank.
+"""A weight with an adapter: the base's product, without a copy of the base, and one of low rank.
 
     y = x W^T + (x A^T) B^T        A float32 [r, width], B float32 [rows, r], with the adapter's scale in it
 
-Hu et al. 2021, "LoRA". The second product and the sum are float32, and the result has the dtype of the first, as PEFT
-computes it (``tuners/lora/layer.py``: in the adapter's precision, then cast back).
+Hu et al. 2021, "LoRA". The second product and the sum are float32, and the result has the dtype of the first, as in
+PEFT (``tuners/lora/layer.py``: in the adapter's precision, then cast back).
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Factored(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank(Store):
-    """The product of a weight [rows, width] in ``stored`` and of factors beside it. A weight that is scaled or joined
-    would have other factors, so it does not join."""
+    """The product of a weight [rows, width] in ``stored`` and of an adapter's factors.
+
+    A scaled or joined weight would have other factors, so rewrites do not apply.
+    """
 
     stored: Store
     rank: int

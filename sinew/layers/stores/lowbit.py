@@ -1,18 +1,18 @@
-"""Low-bit weights: how they are stored, what they stand for, and the product that computes on them.
+"""Low-bit weights: their storage, their meaning, and the product that uses them.
 
-Every format stores a matrix [channels, k] row by row as bytes, so that a bundle's tensor is used where it lies. A
-weight is ``scale * (code - offset)``. The product rounds each row of activations to int8 and adds integers:
+Every format stores a matrix [channels, k] row by row as bytes, so that a bundle's tensor is used in place. A weight
+is ``scale * (code - offset)``. The product rounds each row of activations to int8 and adds integers:
 
     s = 127 / max(max|x|, smallest),  q = round(x * s)                      half to even, float32
     y = (sum over groups of scale * sum(q * (code - offset))) / s + bias    inner sums exact, outer float32 in order
 
-``sinew/bundle/quant.py`` has the formats. The product is BitNet's for ternary weights (Wang et al. 2023, section 2;
-``smallest`` is 1e-5 there). What follows the exact sums is rounded in one stated order, so a compiled kernel is equal
-to the reference here in every bit.
+``sinew/bundle/quant.py`` describes the formats. The product is BitNet's for ternary weights (Wang et al. 2023,
+section 2; ``smallest`` is 1e-5 there). Everything after the exact sums is rounded in one fixed order, so a compiled
+kernel equals the reference here in every bit.
 
-Weights in bfloat16 (:data:`BF16_PANELS`) round activations to bfloat16 instead, to nearest even, and add products in
-float32, to nearest even after each, in the order 1, 0, 3, 2, ... of k; numbers below 2^-126 count as zeros. So adds
-``vdpbf16ps`` (Intel 64 and IA-32 manual, volume 2; AMD's Zen 4 gives the same bits).
+Weights in bfloat16 (:data:`BF16_PANELS`) round activations to bfloat16 instead, to nearest even. They add products in
+float32, to nearest even after each, in the order 1, 0, 3, 2, ... of k. Numbers below 2^-126 count as zeros.
+``vdpbf16ps`` adds in this way (Intel 64 and IA-32 manual, volume 2; AMD's Zen 4 gives the same bits).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 PANELS = "int8-panels"  # int8 as :func:`lay_out` orders it, for kernels that multiply it so
 BF16_PANELS = "bf16-panels"  # bfloat16 likewise
 CHANNELS, TOGETHER = 16, 4  # of a panel; values of k that lie together in it
-LARGEST = 127  # of int8 activations
+LARGEST = 127  # largest int8 activation
 TINY = 1e-30  # rows smaller than this count as this large
 
 
@@ -68,7 +68,7 @@ def lay_out(weight: Tensor) -> Tensor:
 
 
 def _turned(words: Tensor, height: int) -> Tensor:
-    """Return words [N, M], of which ``height`` rows at a time lie as columns; or back again, for a height of M / 16."""
+    """Return words [N, M] with ``height`` rows at a time turned into columns; or back again, for a height of M / 16."""
     return words.view(len(words) // CHANNELS, height, -1).transpose(1, 2).contiguous().view(words.shape)
 
 
@@ -177,7 +177,7 @@ _on_cpu: list[MultiplyAll] = [reference_all]  # the one in use
 
 
 def installed() -> MultiplyAll:
-    """Return what operators compute with on CPUs."""
+    """Return the product that operators use on CPUs."""
     return _on_cpu[0]
 
 

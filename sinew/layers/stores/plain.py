@@ -13,7 +13,7 @@ from sinew.layers.stores.store import Held, Store
 
 @dataclass(frozen=True)
 class Plain(Store):
-    """Products in the precision of the weight, whatever that of x is."""
+    """Products in the precision of the weight, for every precision of x."""
 
     joins = True
     kind = "plain"

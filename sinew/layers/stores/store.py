@@ -1,9 +1,9 @@
-"""How a matrix of weights lies in memory, and the two things that a model asks of it: a product, and rows.
+"""The storage of a weight matrix, and the two operations of a model on it: a product, and rows.
 
-A module (``linear.py``: ``Linear``, ``Embedding``) has the tensors, under the names that a bundle gives them, and one
-:class:`Store` that knows what they stand for. A store has no tensors: it is a small record that is given whatever
-holds them, so that modules may be copied, joined, folded and assigned as before. No class is exchanged for storage,
-only ``layer.store``. There is one class per way of storing, in ``stores/``:
+A module (``linear.py``: ``Linear``, ``Embedding``) has the tensors, with the bundle's names, and one :class:`Store`
+that interprets them. A store has no tensors: it is a small record that gets the module. So modules may be copied,
+joined, folded and assigned. Only ``layer.store`` changes, never a class. Each way of storing has one class in
+``stores/``:
 
 | class | ``kind`` | tensors | arithmetic |
 |---|---|---|---|
@@ -12,11 +12,11 @@ only ``layer.store``. There is one class per way of storing, in ``stores/``:
 | ``codes.Codes`` | ``int8``, ``q8_0``, ``q4_0`` | ``weight``, uint8, and ``scale`` | integers (``lowbit.py``) |
 | ``codes.Ternary`` | ``ternary`` | the same | integers, BitNet's |
 | ``codes.Bf16Panels`` | ``bf16`` | ``weight``, uint8 | products of bfloat16, sums in float32 (``lowbit.py``) |
-| ``rows.Rows`` | that of what it wraps | that of what it wraps, perhaps on another device | of the rows it gives |
-| ``low_rank.LowRank`` | that of what it wraps | the same, and ``lora_a``, ``lora_b`` | the same, and float32 |
+| ``rows.Rows`` | of the wrapped store | of the wrapped store, perhaps on another device | of the returned rows |
+| ``low_rank.LowRank`` | of the wrapped store | the same, and ``lora_a``, ``lora_b`` | the same, and float32 |
 
-Which store a weight gets is decided in one place, ``sinew/engine/loading.py``; an architecture whose arithmetic is that
-of a store (BitNet) names it when it makes the layer.
+``sinew/engine/loading.py`` decides the store of each weight. An architecture with the arithmetic of a store (BitNet)
+names it when it makes the layer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class Tensors(NamedTuple):
 class Store:
     """One way to store a matrix W [rows, width].
 
-    joins: products are linear in ``weight`` as it is stored, so that rewrites may scale its columns or join its rows
-    with others'. coded: ``weight`` is bytes that stand for weights, not floats.
+    Attributes:
+        joins: True if products are linear in the stored ``weight``, so that rewrites may scale its columns or join
+            its rows with others.
+        coded: True if ``weight`` is bytes that encode weights, not floats.
     """
 
     joins: ClassVar[bool] = False
@@ -57,7 +59,7 @@ class Store:
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Return the name of this way, as reports say it."""
+        """Name of this way, for reports."""
 
     def size(self, held: Held) -> tuple[int, int]:
         """Return rows and width of W."""
@@ -82,10 +84,11 @@ class Store:
         """Return W as float32 [rows, width]."""
 
     def form(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Return tensors without values, by name, where W does not lie in one ``weight`` of floats [rows, width]."""
+        """Return tensors without values, by name, if W is not a single ``weight`` of floats [rows, width]."""
         return {}
 
     def precision(self, part: str, word: str) -> str | None:
-        """Return what reports call the tensor named ``part``, whose dtype is ``word``; None where nothing is computed
-        in it."""
+        """Return the precision of the tensor ``part`` for reports, given its dtype ``word``; None if nothing is
+        computed in it.
+        """
         return word

@@ -1,10 +1,11 @@
-"""Compiling the kernels with the machine's own compiler, once, into the user's cache.
+"""Compile the kernels with the machine's own compiler, once, into the user's cache.
 
-Each instruction set is a file of its own, compiled with its own flags; which of them runs is decided at run time. What
-was compiled is kept under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``, with its own hash beside
-it: a library that was cut short by a power loss would end every later process with a signal. One that others could have
-written is not loaded. Where there is no such place, the library is compiled for this process alone. An image is
-prepared with ``python -m sinew.engine.cpu.kernels.build``; ``--background`` lets every other process go first.
+Each instruction set is a file of its own, compiled with its own flags. Which one runs is decided at run time. The
+library is stored under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``, with its own hash,
+because a library that was cut short by a power loss would end every later process with a signal. A library that other
+users could have written is not loaded. Without such a place, the library is compiled for this process alone. To
+prepare an image, run ``python -m sinew.engine.cpu.kernels.build``. With ``--background`` every other process goes
+first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ LONGEST_S = 300
 
 @dataclass(frozen=True)
 class Built:
-    """The library, or why there is none; and what was left out of it or found."""
+    """The library, or the reason why there is none."""
 
     path: Path | None
     reason: str
@@ -119,7 +120,7 @@ def _build(compiler: str) -> Built:
         _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made / NAME))
         (made / HASH).write_text(_sha256(made / NAME), encoding="ascii")
         for name in names:
-            (made / name).chmod(0o700)  # whatever the umask
+            (made / name).chmod(0o700)  # for any umask
         # Each at once, and on the disk before it has its name: another may do the same.
         for name in names:
             _flush(made / name)
@@ -149,10 +150,10 @@ def is_whole(folder: Path) -> bool:
 
 
 def untrusted(folder: Path) -> str:
-    """Return who else could have written a library that lies in ``folder``, "" if only this user and root could.
+    """Return which other user could have written a library in ``folder``; "" if only this user and root could.
 
-    The rule of ssh for its keys, with all folders above: whoever may write to one of them may put another in its place,
-    unless the folder is one of those in which only owners may (as /tmp).
+    It is the rule of ssh for its keys, with all folders above: a user who may write to one of them may replace its
+    content, unless only owners may (as in /tmp).
     """
     if not hasattr(os, "geteuid"):
         return ""
@@ -247,7 +248,9 @@ def cache() -> Path:
 
 
 def _run(*command: str) -> str:
-    """Return what a compiler prints; whatever ends the wait ends the programs that it started too, and their files."""
+    """Return the output of a compiler. If the wait ends, the compiler's own child processes and files are removed
+    too.
+    """
     group, pipe = 0 if hasattr(os, "killpg") else None, subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=group) as made:
         try:

@@ -1,9 +1,9 @@
-"""What stands between the products of a layer, compiled: attention, GELU and gated SiLU, in float32.
+"""Compiled kernels between the products of a layer: attention, GELU and gated SiLU, in float32.
 
-Each is an operator with a reference in plain PyTorch. The two differ in rounding alone: attention is exact to 4e-6 of
-the largest value, activations to 4e-7 of their input. Attention over rows that are sums of rounded products
-anyway may be ``rounded``: its products are of 16-bit integers where those are faster (AVX2), right to 4e-3 of the
-largest value at worst (``tests/engine/cpu/test_float_kernels.py`` holds all of them against float64).
+Each is an operator with a reference in plain PyTorch. The two differ only in rounding: attention is exact to 4e-6 of
+the largest value, activations to 4e-7 of their input. Attention over sums of rounded products may be ``rounded``: its
+products are then of 16-bit integers if those are faster (AVX2), with an error of at most 4e-3 of the largest value
+(``tests/engine/cpu/test_float_kernels.py`` compares all of them with float64).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ REFERENCES = FloatKernels()
 
 
 def differs(floats: FloatKernels) -> str:
-    """Return the name of an operation in which ``floats`` is not the reference's; empty if there is none."""
+    """Return the name of an operation in which ``floats`` differs from the reference; "" if there is none."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, rows, heads, 24, generator=random) for rows, heads in ((7, 4), (19, 2), (19, 2))

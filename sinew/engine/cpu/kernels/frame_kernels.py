@@ -44,7 +44,7 @@ def take_kept_resize() -> None:
 
 
 def missing() -> bool:
-    """Return whether frames would be resized faster if somebody compiled the library, and nothing is against it."""
+    """Return True if compiling the library would make resizing frames faster, and nothing prevents it."""
     wanted = not (compiled.in_use or os.environ.get(SWITCH) == "off" or build.kept())
     return wanted and build.find_compiler() is not None and not build.unkept(build.cache())
 
@@ -85,7 +85,7 @@ def check(what: str, status: int) -> None:
 
 
 def from_library(library: Any, kernels: int) -> FrameKernels:
-    """Return what resizes frames with the ``kernels``-th set of a loaded library."""
+    """Return the frame kernels of the ``kernels``-th set of a loaded library."""
     return FrameKernels(*(partial(each, library, kernels) for each in (_resize, _resample, _jpeg)))
 
 

@@ -1,14 +1,14 @@
-"""The two halves of a transformer layer around its attention, one compiled call each, and both with it.
+"""The two halves of a transformer layer around its attention, each one compiled call, and a call for both.
 
     project: norm(x) times each of several layers; heads of the first ones are turned
     finish:  h = x + gate * (attended W_o), then h + gate * down(action(up(norm(h))))
-    encode:  project, attention in which every row sees every row, finish
+    encode:  project, attention in which every row attends to every row, finish
 
-Layers may have any format of codes. Each is what its parts give one by one, in every bit: the norm and the
-activation of this library, the product of ``lowbit.py``, PyTorch's rotation and sums; the references here are those
-parts, and ``tests/engine/cpu/test_layer_kernels.py`` holds the calls to them. A call saves what lies between the parts:
-about 25 us each of PyTorch and Python, tensors that are written and read once, and what one thread does while others
-wait.
+Layers may have any format of codes. Each call equals its parts in every bit: the norm and the activation of this
+library, the product of ``lowbit.py``, PyTorch's rotation and sums. The references here are those parts, and
+``tests/engine/cpu/test_layer_kernels.py`` compares the calls with them. A call saves the overhead between the parts:
+about 25 us each of PyTorch and Python, tensors that are written and read once, and the time in which one thread works
+while others wait.
 """
 
 from __future__ import annotations
@@ -128,7 +128,11 @@ class CompiledHalf:
 
 @dataclass(eq=False)
 class Projection(CompiledHalf):
-    """What stands before an attention. turned: how many of ``layers`` are turned, their heads of ``head`` channels."""
+    """The half before an attention.
+
+    Attributes:
+        turned: How many of ``layers`` are turned, with heads of ``head`` channels.
+    """
 
     norm: NormOf | None
     layers: Sequence[Linear]
@@ -146,8 +150,12 @@ class Projection(CompiledHalf):
 
 @dataclass(eq=False)
 class Finish(CompiledHalf):
-    """What stands behind an attention. up: one layer, or gate and up; action: a name of :data:`ACTIONS`. The gates are
-    float32 [channels] of ``output`` and ``down``, or None."""
+    """The half after an attention.
+
+    Attributes:
+        up: One layer, or gate and up.
+        action: A name of :data:`ACTIONS`. The gates are float32 [channels] of ``output`` and ``down``, or None.
+    """
 
     output: Linear
     norm: NormOf
@@ -212,7 +220,7 @@ def _product(layers: Sequence[Linear], held: list[Any]) -> _GivenProduct:
 
 
 def _given(half: Projection | Finish, weights: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """Return the struct of a half, made anew where a weight was exchanged."""
+    """Return the struct of a half. It is made again if a weight was replaced."""
     known = half._given  # noqa: SLF001 - it is made here
     if known is None or any(now is not then for now, then in zip(weights, known[2], strict=True)):
         known = half._given = (*half.fill(), weights)  # noqa: SLF001
@@ -229,7 +237,7 @@ def norm_reference(norm: NormOf, x: Tensor) -> Tensor:
 
 
 def project_reference(half: Projection, x: Tensor, rotate: Rotation | None = None) -> list[Tensor]:
-    """Return what each layer of ``half`` gives for x float32 [B, L, k], [B, L, channels] each; its parts one by one."""
+    """Return each layer's output for x float32 [B, L, k], [B, L, channels] each, part by part."""
     h = x if half.norm is None else _on_cpu[0].norm(half.norm, x)
     parts = together(half.layers, h)
     if rotate is not None:
@@ -256,9 +264,10 @@ def finish_reference(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
 def encode_reference(
     before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
 ) -> Tensor:
-    """Return the output [B, L, width] of a layer whose rows all see each other; part by part.
+    """Return the output [B, L, width] of a layer whose rows all attend to each other, part by part.
 
-    The layers of ``before`` are queries, keys and values; rounded: attention may be, as :func:`.attend_reference` says.
+    The layers of ``before`` are queries, keys and values. rounded: Allow rounded attention, as in
+    :func:`.attend_reference`.
     """
     q, k, v = (part.unflatten(-1, (-1, before.head)) for part in _on_cpu[0].project(before, x, rotate))
     return _on_cpu[0].finish(behind, x, float_kernels.attend(q, k, v, None, rounded))
@@ -324,7 +333,7 @@ def _compiled_norm(library: Any, kernels: int, norm: NormOf, x: Tensor) -> Tenso
 def _tables(
     half: Projection, rotate: Rotation | None, rows: int, period: int
 ) -> tuple[tuple[int | None, int | None, int], Any]:
-    """Return the addresses of cosines and sines, after how many rows they begin anew, and what holds them."""
+    """Return the addresses of cosines and sines, the number of rows after which they repeat, and the tensors."""
     if rotate is None:
         return (None, None, 0), None
     cosines, sines = rotate.cos.contiguous(), rotate.sin.contiguous()
@@ -407,9 +416,10 @@ REFERENCES = LayerKernels()
 
 
 def differs(kernels: LayerKernels, floats: FloatKernels, multiply_all: lowbit.MultiplyAll) -> str:
-    """Return the name of an operation in which ``kernels`` is not its parts; empty if there is none.
+    """Return the name of an operation in which ``kernels`` differs from its parts; "" if there is none.
 
-    The norm is compared with PyTorch's, within 1e-5; the halves with it and the other two's operations, in every bit.
+    The norm is compared with PyTorch's, within 1e-5. The halves are compared in every bit with it and the other two's
+    operations.
     """
     random = torch.Generator().manual_seed(0)
     width, inner, rows = 64, 96, 7

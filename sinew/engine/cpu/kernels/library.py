@@ -1,6 +1,7 @@
-"""The compiled library: loaded once, checked against the reference, and put behind the operator.
+"""The compiled library: loaded once, checked against the reference, and installed behind the operator.
 
-Without it the operator computes the same with the reference, slowly; ``sinew doctor`` says which of the two and why.
+Without it, the operator computes the same with the reference, slowly. ``sinew doctor`` prints which of the two is
+used and why.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Extension:
 
 @cache
 def extension() -> Extension:
-    """Return what this machine has, compiled, loaded, checked and installed behind the operator on the first call."""
+    """Compile, load, check and install this machine's library on the first call, and return it."""
     found = _load(os.environ.get(SWITCH, ""))
     lowbit.install(found.multiply_all)
     compiled.install(found.frames)
@@ -136,10 +137,14 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
 def differs(
     multiply_all: Callable[..., list[Tensor]], lay_out: lowbit.LayOut, panels: Collection[str]
 ) -> str:
-    """Return the name of a format in which ``multiply_all`` differs from the reference; empty if there is none.
+    """Return the name of a format in which ``multiply_all`` differs from the reference; "" if there is none.
 
-    lay_out: what lays out int8. panels: of :attr:`Extension.panels`. A miscompiled library, or one made for another
-    machine, shows here and not in a robot's actions.
+    A library that was miscompiled, or made for another machine, is found here and not by a robot's actions.
+
+    Args:
+        multiply_all: The product.
+        lay_out: Lays out int8.
+        panels: See :attr:`Extension.panels`.
     """
     random = torch.Generator().manual_seed(0)
 

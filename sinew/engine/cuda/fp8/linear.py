@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from sinew.engine.cuda.kernels import fp8_quantize, tiles
 
 NEEDS = 89  # compute capability * 10
-DIVISOR = 16  # of both sizes of a weight, as the library wants them
+DIVISOR = 16  # divisor of both sizes of a weight, required by the library
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """``weight ~ data * scale[:, None]``. data: e4m3 [out, in], contiguous; scale: float32 [out].
+    """``weight ~ data * scale[:, None]``.
 
-    dtype: of the layer that it stands for, in which its products come out.
+    Attributes:
+        data: e4m3 [out, in], contiguous.
+        scale: float32 [out].
+        dtype: Dtype of the original layer, and of its products.
     """
 
     data: Tensor
@@ -103,9 +106,11 @@ def multiply(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | Non
 
 
 def library_product(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """Compute :func:`multiply` by what PyTorch has, cuBLAS or CUTLASS, rounded to bfloat16 whatever the dtype: there is
-    no other product with scales of rows. Hopper's tensor cores add e4m3 products with fewer bits than float32 has; fast
-    accumulation takes what they give."""
+    """Compute :func:`multiply` with PyTorch's cuBLAS or CUTLASS product, rounded to bfloat16 for every dtype.
+
+    There is no other product with scales of rows. Hopper's tensor cores add e4m3 products with fewer bits than
+    float32, and fast accumulation uses their result.
+    """
     y = torch._scaled_mm(  # noqa: SLF001 - what the public function calls, and what has been measured
         data,
         weight.data.t(),
@@ -156,7 +161,7 @@ class Fp8Linear(nn.Module):
 
     @property
     def weight(self) -> Fp8Weight:
-        """``weight.dtype`` is what readers of a linear layer's ``weight.dtype`` want to know."""
+        """The weight, with the ``weight.dtype`` that readers of a linear layer expect."""
         return Fp8Weight(self.data, self.scale, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -163,8 +163,10 @@ def store(calibration: Fp8Calibration) -> Path:
 
 
 def load(fingerprint: str) -> Fp8Calibration | None:
-    """Return what was stored for these weights, None if nothing was. Raises :class:`SinewError` for a file that is
-    damaged or belongs to others, naming it and what is wrong."""
+    """Return the stored scales of these weights; None without any.
+
+    Raises :class:`SinewError` for a file that is damaged or belongs to other weights.
+    """
     path = path_of(fingerprint)
     try:
         raw = read_json(path, MAX_FILE)

@@ -66,7 +66,7 @@ class FusedDecode(ExpertModel):
 
 
 class FusedActionTime(SplitActionTime):
-    """The way in of pi0 and SmolVLA: two products of float32, with all that stands around them."""
+    """The input layers of pi0 and SmolVLA: two float32 products with the operations around them."""
 
     ops: Ops
 
@@ -120,5 +120,5 @@ class TabulatedModulation(FusedDecode):
 
 
 def folds_away(norm: Any) -> bool:
-    """Return True if a norm has no weight left that a product would have to know."""
+    """Return True if a norm has no weight left that a product would need."""
     return isinstance(norm, UnitRMSNorm)

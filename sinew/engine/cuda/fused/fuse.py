@@ -1,8 +1,7 @@
-"""A planned model with kernels in it: which modules are given which class, and which rewrites come before.
+"""Fuse a planned model with kernels: which modules get which class, and which rewrites come before.
 
-The models know nothing of kernels. A module is fused where the plan left what its kernel reads (packed
-projections, norms without weights of their own, one precision); where it did not, the module stays as it is and the
-outcome says so.
+The models contain no kernels. A module is fused if the plan left the inputs of its kernel (packed projections, norms
+without their own weights, one precision). Otherwise the module is left unchanged, and the outcome states that.
 """
 
 from __future__ import annotations
@@ -128,10 +127,15 @@ def fuse(
     fp8: tuple[str, ...] = (),
     scales: Mapping[str, float] | None = None,
 ) -> Plan:
-    """A plan over a model of its own, sharing the parameters; ``plan`` is left as it is. Its tables are made anew.
+    """Return a plan over a copy of the model that shares the parameters. ``plan`` is not changed. Its tables are made
+    again.
 
-    scaled: as ``CudaOptions.scaled_norms``. fp8: components whose linear layers go to e4m3. scales: of the inputs of
-    those layers, by name; others: per row.
+    Args:
+        plan: The plan.
+        ops: The operations.
+        scaled: See ``CudaOptions.scaled_norms``.
+        fp8: Components whose linear layers become e4m3.
+        scales: Scales of these layers' inputs, by name. Other inputs are scaled per row.
     """
     model: Any = clone_model(plan.model)
     outcomes = [*plan.outcomes]

@@ -112,8 +112,11 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
 
 
 def carried(stream: ResidualStream) -> Tensor:
-    """The stream as models hand it from layer to layer, [1, M, C], with what is known of it on the tensor itself: a
-    layer that gets this very tensor uses it, and whoever makes another of it loses nothing but that."""
+    """Return the stream as models pass it from layer to layer, [1, M, C], with its known facts attached to the
+    tensor.
+
+    A layer that gets this very tensor uses them. A copy of the tensor only loses these facts.
+    """
     x = stream.rows[None]
     x.stream = stream  # type: ignore[attr-defined]
     return x
@@ -144,7 +147,7 @@ def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader
 
 
 def between(layer: Any, x: Tensor) -> RowOps | None:
-    """Return what stands between a library's products, None where the kernels have the products in them."""
+    """Return the operations between a library's products; None if the kernels contain the products."""
     return layer.ops.rows if len(one(x)) > layer.fused_rows else None
 
 

@@ -32,8 +32,13 @@ from sinew.layers.rope import Rotation
 
 
 class ResidualStream(NamedTuple):
-    """The activations that one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum
-    to those of rows^2; scaled: rows * (1 + scale) of the norm that comes next. None: nobody has computed it."""
+    """The activations that one layer leaves for the next.
+
+    Attributes:
+        rows: [M, C].
+        squares: float32 [M, any], whose rows sum to those of rows^2; None if not computed.
+        scaled: rows * (1 + scale) of the next norm; None if not computed.
+    """
 
     rows: Tensor
     squares: Tensor | None = None
@@ -41,10 +46,13 @@ class ResidualStream(NamedTuple):
 
 
 class Ops(ABC):
-    """``norm``: any of bias [N] and, together, eps and squares, as ``norm_linear.product`` reads them, and of
-    ``norm_linear`` also silu.
+    """The operations of a fused model.
 
-    rows: what stands between products that are not part of a kernel; None: torch's own operations.
+    ``norm`` is any of bias [N] and, together, eps and squares, as ``norm_linear.product`` reads them. ``norm_linear``
+    also takes silu.
+
+    Attributes:
+        rows: Operations between products that are not part of a kernel; None for torch's own.
     """
 
     rows: RowOps | None = None

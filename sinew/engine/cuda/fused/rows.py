@@ -1,7 +1,7 @@
 """Passes over rows around a library's products: norm, activation, rotation and conversion, one launch each.
 
-Where a library's product is the fast one (vision tower, a language model with many rows, all of FP8), these are all
-the launches that remain beside the products. ``RowReferences`` is what they mean, ``RowKernels`` runs them on a GPU.
+If a library's product is the fastest (vision tower, a language model with many rows, all of FP8), these are the only
+other launches. ``RowReferences`` defines them, ``RowKernels`` runs them on a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Triton kernels of the CUDA engine, each beside the PyTorch reference that defines it. ``docs/kernels.md`` lists them.
+"""Triton kernels of the CUDA engine, each with the PyTorch reference that defines it. ``docs/kernels.md`` lists them.
 
-Weights are [out, in] as PyTorch's linear layers hold them, so a bundle's tensors are read where they are. Rows
-of activations may be strided. Sums are float32, whatever the dtype. A launch allocates nothing when it is given
-``out``, reads nothing on the host, and can be captured in a CUDA graph once it has run.
+Weights are [out, in] as in PyTorch's linear layers, so a bundle's tensors are read in place. Rows of activations may
+be strided. Sums are float32 for every dtype. A launch with ``out`` allocates nothing, reads nothing on the host, and
+can be captured in a CUDA graph once it has run.
 """
 
 from __future__ import annotations

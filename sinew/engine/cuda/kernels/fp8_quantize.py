@@ -1,9 +1,9 @@
-"""Activations to e4m3, for a product of :mod:`sinew.engine.cuda.fp8.linear`.
+"""Convert activations to e4m3, for a product of :mod:`sinew.engine.cuda.fp8.linear`.
 
-e4m3 has three bits of mantissa, no infinity and 448 as its largest number. What a larger one becomes, NaN or 448,
-depends on who converts it and on PyTorch's version, so values are clamped first. The scale is the tensor's, known
-from calibration, or each row's own: the whole row lies in registers anyway, so its largest value costs no pass of
-its own. Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the conversion of this file.
+e4m3 has three bits of mantissa, no infinity, and 448 as its largest number. Larger values become NaN or 448,
+depending on the converter and on PyTorch's version, so values are clamped first. The scale is the tensor's, known
+from calibration, or each row's own: the whole row is in registers anyway, so its largest value costs no extra pass.
+Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the conversion of this file.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ def came_last(arrivals, SPLIT: tl.constexpr):
 
 
 def check(what: str, tensor: Tensor, shape: tuple[int, ...], rows_apart: bool = False) -> None:
-    """Raise ValueError unless ``tensor`` has ``shape`` and lies as the kernels read it.
+    """Raise ValueError unless ``tensor`` has ``shape`` and the memory layout of the kernels.
 
-    rows_apart: the first axis may have any stride (a view of a larger buffer); the others are contiguous.
+    rows_apart: True if the first axis may have any stride (a view of a larger buffer). The others are contiguous.
     """
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{what}: expected shape {list(shape)}, got {list(tensor.shape)}")

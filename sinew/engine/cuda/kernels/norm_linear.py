@@ -153,10 +153,10 @@ def statistics(M: int, eps: float | None, squares: Tensor | None) -> dict[str, A
 
 
 def norm_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
-    """x: [M, K], weight: [N, K] -> [M, N] in weight's dtype; :func:`product` says what the options do.
+    """Compute x: [M, K], weight: [N, K] -> [M, N] in weight's dtype. :func:`product` describes the options.
 
-    weight has x's dtype, or float32: then x is widened. ``out``: written in place, rows may be strided.
-    ``tile``: instead of the table's.
+    weight has x's dtype, or float32: then x is widened. ``out``: written in place, rows may be strided. ``tile``:
+    replaces the table's.
     """
     out = weight.new_empty(len(x), len(weight)) if out is None else out
     prepare(x, weight, out, **options)()

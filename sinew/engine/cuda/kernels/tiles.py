@@ -120,7 +120,7 @@ FLOAT32: dict[str, dict[str, Tile]] = {
 
 
 def tile_for(kernel: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the tile for a problem on a device. dims, dtype: as of :func:`default`."""
+    """Return the tile for a problem on a device. dims, dtype: As for :func:`default`."""
     return default(kernel, dims, dtype, capability(device))
 
 
@@ -168,7 +168,7 @@ def spread(dims: Sequence[int], tile: Tile) -> Tile:
 
 
 def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:
-    """Return which of these regimes a problem is in."""
+    """Return the regime of a problem among ``regimes``."""
     packed = kernel == "packed_attention"
     few = FEW_ROWS * 8 if packed else FEW_ROWS  # attention packs the heads of a group into its rows: 8 x 64
     if few < dims[0] <= SOME_ROWS and "some" in regimes:

@@ -9,10 +9,10 @@ PARTS, BLOCKS = 1 << 23, 1 << 12  # floats and output blocks into which every la
 
 
 class Workspace:
-    """Partial sums and counters per output block, for the kernels that split their depth or their keys.
+    """Partial sums and counters per output block, for kernels that split their depth or their keys.
 
-    Allocated once by whoever owns the stream. ``arrivals`` are zero between launches: the last program of a block
-    resets its own. Launches that may run at the same time need a workspace each; those of one stream do not.
+    The owner of the stream allocates it once. ``arrivals`` are zero between launches: the last program of a block
+    resets its own. Launches that may run at the same time need one workspace each; launches of one stream share it.
     """
 
     def __init__(self, floats: int, blocks: int, device: torch.device | str):

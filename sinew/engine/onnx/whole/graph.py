@@ -1,9 +1,9 @@
-"""One graph of a whole policy with fixed shapes, for runtimes that take a file and nothing else: from camera frames,
-state, tokens and noise to actions in the robot's units.
+"""One graph of a whole policy with fixed shapes, for runtimes that only take a file: from camera frames, state,
+tokens and noise to actions in the robot's units.
 
-It is the three graphs of an export in a row, the step stage once for each step of the solver, with one copy of the
-weights, in the files of the export. What lies before and behind them is linear in most bundles: it is measured by
-asking the bundle's own processing, held against that on random inputs, and refused where it is not linear.
+It joins the three graphs of an export, with the step stage once for each step of the solver and one copy of the
+weights, in the files of the export. The parts before and after them are linear in most bundles. They are measured
+with the bundle's own processing, compared with it on random inputs, and rejected if they are not linear.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ CHECKED = 4  # random inputs that it is held against
 
 @dataclass(frozen=True)
 class FrameMap:
-    """Holds what a camera's frames become: out[k] = scale[k] * (rows @ frame[:, :, channel[k]] @ columns) + offset[k].
+    """The linear map of a camera's frames: out[k] = scale[k] * (rows @ frame[:, :, channel[k]] @ columns) +
+    offset[k].
 
-    height, width: of a frame, uint8. rows [h, height], columns [width, w]; offset float32 [channels, h, w].
+    Attributes:
+        height: Height of a uint8 frame.
+        width: Width of a uint8 frame.
+        rows: [h, height].
+        columns: [width, w].
+        offset: float32 [channels, h, w].
     """
 
     height: int
@@ -57,7 +63,7 @@ class FrameMap:
 
 
 def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
-    """Return what a recipe does with frames of a size, None where that is not linear: where it rounds, or cuts off."""
+    """Return the linear map of a recipe for frames of a size; None if it is not linear because it rounds or clips."""
 
     def linear(frame: np.ndarray) -> np.ndarray:
         return prepare_frame(frame, recipe).astype(np.float64) - offset
@@ -103,7 +109,7 @@ def _near(got: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def _cut(linear: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return which columns, bool [m], of values [n, m] are cut at -1 and 1 where they go beyond."""
+    """Return which columns, bool [m], of values [n, m] are clipped to -1 and 1."""
     beyond = np.abs(linear) > 1
     found: np.ndarray = np.any(beyond, axis=0) & np.all(~beyond | (np.abs(wanted) <= 1), axis=0)
     return found
@@ -122,10 +128,16 @@ def affine(function: Callable[[np.ndarray], np.ndarray], given: np.ndarray) -> t
 
 
 def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]:
-    """Write ``policy.onnx`` into the folder of an export. Returns what it takes and gives, a line each.
+    """Write ``policy.onnx`` into the folder of an export. Return its inputs and outputs, a line each.
 
-    prompt: the only instruction; without one its tokens are inputs. Raises :class:`SinewError` for a policy whose
-    inference is no fixed number of steps, whose processing is not linear, or whose prompt says more than that.
+    Args:
+        manifest: The bundle's manifest.
+        folder: The folder.
+        prompt: The only instruction; "" makes its tokens an input.
+
+    Raises:
+        SinewError: The inference has no fixed number of steps, the processing is not linear, or the prompt contains
+            more than the instruction.
     """
     try:
         import onnx
@@ -207,7 +219,7 @@ class _Builder:
     # ------------------------------------------------------------------------- stages as functions
 
     def _function(self, stage: str) -> None:
-        """Turn a graph into a function of its inputs and its weights, which stand in the whole graph."""
+        """Turn a graph into a function of its inputs and its weights, which are in the whole graph."""
         onnx, helper = self._onnx, self._onnx.helper
         loaded = onnx.load(str(self._folder / f"{stage}.onnx"), load_external_data=False)
         graph, nodes = loaded.graph, list(loaded.graph.node)
@@ -329,7 +341,7 @@ class _Builder:
         return self._node("Max", [self._node("Min", [value, self._constant(most)]), self._constant(-most)])
 
     def _solve(self, context: dict[str, str]) -> str:
-        """Return where the solution ends, float32 [1, H, padded]."""
+        """Return the name of the solution, float32 [1, H, padded]."""
         count = self._graphs.steps[0]
         table = read_npy(table_path(self._folder, count))
         steps, shape = self._spec.solver.steps(count), self._noise_shape(count)

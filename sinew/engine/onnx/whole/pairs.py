@@ -1,8 +1,8 @@
 """Static 8-bit graphs for the compilers of NPUs: QuantizeLinear and DequantizeLinear round every product.
 
-Such a compiler computes in integers what stands between pairs, with the scales that it finds there. Weights are rounded
-per output channel; what goes into a product and what comes out has one scale, from the largest magnitude that runs over
-observations saw. All of it is symmetric about zero, since TensorRT takes no other zero point. Products of two
+Such a compiler computes the operations between pairs in integers, with the pairs' scales. Weights are rounded per
+output channel. The input and the output of a product have one scale, from the largest magnitude in runs over
+observations. All scales are symmetric about zero, because TensorRT supports no other zero point. Products of two
 activations, norms, softmax and activation functions keep floats.
 """
 
@@ -46,14 +46,18 @@ class Pairs:
 
 
 class WatchedEngine(OnnxEngine):
-    """Runs graphs that also say how large their activations are. largest: tensor -> its largest magnitude so far."""
+    """Runs graphs that also output the size of their activations.
+
+    Attributes:
+        largest: Tensor -> its largest magnitude so far.
+    """
 
     def __init__(self, directory: Path, solver: Solver):
         super().__init__(directory, solver=solver)
         self.largest: dict[str, float] = {}
 
     def _watched(self, stage: str, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what a stage gives, by name."""
+        """Return the outputs of a stage, by name."""
         session = self.sessions[stage]
         taken = {node.name: np.ascontiguousarray(given[node.name]) for node in session.get_inputs()}
         found = dict(
@@ -87,12 +91,19 @@ def write_pairs(
     solver: Solver,
     runs: Iterable[tuple[ModelInputs, np.ndarray]],
 ) -> Pairs:
-    """Put pairs round the products with constant weights of the components that are int8 in ``recipe``, in place, in
-    the graphs of an export.
+    """Put pairs around the products with constant weights of the int8 components in ``recipe``, in place, in the
+    graphs of an export.
 
-    bits: of the weights. runs: inputs and noise of the observations by which activations get their scales. Raises
-    :class:`SinewError` for graphs of a policy that says tokens, that are quantised already, or without weights, and for
-    a component without products.
+    Args:
+        folder: The export.
+        recipe: Precision of each component.
+        bits: Bits of the weights.
+        solver: The policy's solver.
+        runs: Inputs and noise of the observations that calibrate the scales of activations.
+
+    Raises:
+        SinewError: The policy is autoregressive, the graphs are quantised already or have no weights, or a component
+            has no products.
     """
     try:
         import onnx

@@ -105,11 +105,14 @@ DROID_HZ = 15.0
 
 @dataclass(frozen=True)
 class OpenPIConfig:
-    """What openpi's training config says and its checkpoint does not.
+    """The parts of openpi's training configuration that its checkpoint lacks.
 
-    relative_actions: the model's actions are relative to the state. state_in_prompt: pi0.5's default. lora: the run
-    trained LoRA factors, so a checkpoint without them has lost what it learned. motion: what the robot's actions are
-    measured from, where no step of the processing says it. control_hz: of the robot's own controller.
+    Attributes:
+        relative_actions: True if the model's actions are relative to the state.
+        state_in_prompt: pi0.5's default.
+        lora: True if the run trained LoRA factors, so that a checkpoint without them is incomplete.
+        motion: Reference of the robot's actions, if no step of the processing states it.
+        control_hz: Rate of the robot's own controller.
     """
 
     embodiment: PiEmbodiment

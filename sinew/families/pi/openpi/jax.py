@@ -74,7 +74,7 @@ FACTORS = ("lora_a", "lora_b")
 
 @dataclass(frozen=True)
 class Adapters:
-    """How the LoRA factors of a run are scaled, where the user says it.
+    """The scales of a run's LoRA factors, if the user sets them.
 
     Attributes:
         alpha: of the language model and of the action expert; None takes that of openpi's own variants.
@@ -143,7 +143,7 @@ class OrbaxStore:
 
     @property
     def left(self) -> list[str]:
-        """Names of the arrays that nobody has asked for."""
+        """Return the names of the arrays that were not read."""
         return [name for name in self.names if name not in self.arrays]
 
     def array(self, name: str) -> Any:

@@ -1,5 +1,6 @@
-"""A training configuration of openpi that is not a published one, as a JSON file: what one's own ``TrainConfig`` says
-and its checkpoint does not, in openpi's words (``training/config.py``, ``transforms.py``)."""
+"""Your own training configuration of openpi as a JSON file: the entries of a ``TrainConfig`` that its checkpoint
+lacks, with openpi's names (``training/config.py``, ``transforms.py``).
+"""
 
 from __future__ import annotations
 
@@ -38,11 +39,16 @@ FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def own_config(path: Path, stats: JsonRecord) -> OpenPIConfig:
-    """Return what a file says of a training configuration.
+    """Read a training configuration.
 
-    Without ``like``, a published configuration that it is as but for what it says, ``model`` and ``images`` have to be
-    there. stats: norm_stats.json, whose widths are the robot's where nothing else says them and they are not padded.
-    Raises :class:`ConvertError` by the field.
+    Without ``like``, which names a published configuration to start from, ``model`` and ``images`` are required.
+
+    Args:
+        path: The file.
+        stats: norm_stats.json. Its widths are the robot's if nothing else states them and they are not padded.
+
+    Raises:
+        ConvertError: A field is wrong.
     """
     given = JsonRecord(path)
     for key, value in given.content.items():
@@ -112,7 +118,7 @@ def _whole(value: Any) -> bool:
 
 
 def _dim(stats: JsonRecord, key: str, path: Path, name: str) -> int:
-    """Return how many numbers the statistics have, where they are not of the padded width."""
+    """Return the count of numbers in the statistics, if they do not have the padded width."""
     found = stats.part("norm_stats").part(key)["mean"]
     if not isinstance(found, list) or not 0 < len(found) < PADDED:
         raise ConvertError(

@@ -67,7 +67,7 @@ TINY = Widths(
 
 
 def storage(name: str, w: Widths, recipe: StorageRecipe) -> Literal["F32", "BF16"]:
-    """Return how a recipe stores the tensor of this name."""
+    """Return the type in which a recipe stores the tensor of this name."""
     if recipe == "float32" or not name.startswith("model.vlm_with_expert."):
         return "F32"
     if ".lm_expert." in name:

@@ -29,7 +29,12 @@ CAMERA_HEIGHT, CAMERA_WIDTH = 480, 640
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """What was written: ``policy`` is the checkpoint folder, ``vlm`` stands for ``vlm_model_name``."""
+    """The written files.
+
+    Attributes:
+        policy: The checkpoint folder.
+        vlm: The folder in place of ``vlm_model_name``.
+    """
 
     policy: Path
     vlm: Path
