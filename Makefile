@@ -24,7 +24,7 @@ FUZZ_ARGS ?= --decoders 45000 --sockets 3000 --files 2000
 
 # The environment has two stages: what `make demo` needs, without torch, and on top of it everything. It is rebuilt when
 # what it is made from changes; its stamps carry a checksum of that.
-SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml perf/pyproject.toml
+SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml eval/pyproject.toml perf/pyproject.toml
 SUM := $(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 LIGHT := $(VENV)/demo-$(SUM)
 READY := $(VENV)/ready-$(SUM)
@@ -171,7 +171,7 @@ $(LIGHT): $(SOURCES)
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e '.[demo]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e ./eval -e '.[demo]'
 	@touch $@
 
 $(READY): $(LIGHT)
@@ -182,7 +182,7 @@ ifeq ($(TORCH_INDEX)$(shell uname -s),Linux)
 endif
 	# torch first and pinned: a plain install of the rest could pull another build of it.
 	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e ./perf -e '.[dev,sim]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e ./eval -e ./perf -e '.[dev,sim]'
 	# The real client of a wire that tests talk to. Its metadata asks for numpy below 2, its code does not.
 	$(PIP) install --no-deps openpi-client==0.1.2
 	@touch $@

@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-
-from sinew.eval.server import serving
+from sinew_eval.foreign.server import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_S = 0.3  # after viewers came or went

@@ -19,6 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_eval.demo.film import compose, shoot
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.policies import ServerPolicy
+from sinew_eval.evidence.plots import plot_replan, plot_sweep
+from sinew_eval.foreign.server import serving
+from sinew_eval.sim.film import frames as film_frames
+from sinew_eval.training.curve import plot as curve
 
 from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
@@ -26,13 +33,6 @@ from research.vla_perf.__main__ import main as vla_perf
 from sinew.cli import main as sinew
 from sinew.core import figures
 from sinew.core.statistics import wilson
-from sinew.eval.adapters import make_env
-from sinew.eval.demo.film import compose, shoot
-from sinew.eval.evidence.plots import plot_replan, plot_sweep
-from sinew.eval.policies import ServerPolicy
-from sinew.eval.server import serving
-from sinew.sim.film import frames as film_frames
-from train.curve import plot as curve
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "figures"

@@ -83,8 +83,9 @@ def noisy(policy: Policy) -> EagerEngine:
 
 def trained(path: Path) -> Iterator[dict[str, Any]]:
     """Median and largest error of the action's own columns."""
+    from sinew_eval.judge import episodes
+
     from sinew.checks.validate.observations import observations
-    from sinew.eval.observations import episodes
 
     policy = load(path, "cpu", engine="eager")
     origin, stream = observations(policy, None, episodes)

@@ -36,22 +36,22 @@ import numpy as np
 import torch
 from sinew_client.control import AS_IS, choose
 from sinew_client.control.defaults import AUTO, REPLAN
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.policies import ServerPolicy
+from sinew_eval.episodes.runner import Conduct, Episode, run_episode
+from sinew_eval.episodes.settings import Latency
+from sinew_eval.foreign.server import serving
+from sinew_eval.report.stats import mcnemar, paired_difference
 
 from benchmarks.side_by_side import SideBySide
 from sinew.core import figures
 from sinew.core.statistics import wilson
-from sinew.eval.adapters import make_env
-from sinew.eval.policies import ServerPolicy
-from sinew.eval.report.stats import mcnemar, paired_difference
-from sinew.eval.runner import Conduct, Episode, run_episode
-from sinew.eval.server import serving
-from sinew.eval.settings import Latency
 from sinew.policy import load
 
 ROOT = Path(__file__).parents[1]
 ASSETS, RESULTS = ROOT / "sinew" / "assets", ROOT / "benchmarks" / "results" / "handovers"
-# A unit of action sets a target 2 cm away (sinew.sim.blocks), and a control step gets 1.7 cm of it: least squares over
-# 21,154 frames of research.policies.committed_demos, 17.3, 16.9 and 16.9 mm.
+# A unit of action sets a target 2 cm away (sinew_eval.sim.blocks), and a control step gets 1.7 cm of it: least squares
+# over 21,154 frames of research.policies.committed_demos, 17.3, 16.9 and 16.9 mm.
 COLUMNS = [0, 1, 2]
 OFFSETS = {"kind": "offsets", "action": COLUMNS, "state": COLUMNS, "scale": 0.017, "low": -1.0, "high": 1.0}
 TASKS: dict[str, dict[str, Any]] = {
@@ -197,7 +197,7 @@ class Drawing:
 
 
 def draw_when_asked(env: gymnasium.Env) -> None:
-    """Let an environment of sinew.sim draw a frame only when a policy or an edge adapter looks at it."""
+    """Let an environment of sinew_eval.sim draw a frame only when a policy or an edge adapter looks at it."""
     base: Any = env.unwrapped
     view = base.view
     base.view = lambda *asked: Drawing(view, asked)

@@ -173,7 +173,7 @@ class Cluster:
             word = {
                 "actor": "ray::Episodes",
                 "raylet": "raylet/raylet",
-                "carrier": "sinew.eval.foreign.cluster",
+                "carrier": "sinew_eval.foreign.cluster",
             }
             found = self.find(0 if what == "carrier" else host, word[what])
             for pid in found[:1]:

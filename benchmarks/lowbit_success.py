@@ -17,15 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sinew_eval.episodes import campaign
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.judge import GATES
+from sinew_eval.report.gate import read_gate
+from sinew_eval.report.stats import mcnemar
+
 from sinew.bundle import Bundle
 from sinew.core import machine
 from sinew.core.statistics import wilson
-from sinew.eval import campaign
-from sinew.eval.report.gate import read_gate
-from sinew.eval.report.gating import GATES
-from sinew.eval.report.stats import mcnemar
-from sinew.eval.runner import Episode
-from sinew.eval.settings import Task, Variant
 from sinew.lowbit.quantization import quantize
 
 ASSETS = Path(__file__).parents[1] / "sinew" / "assets"

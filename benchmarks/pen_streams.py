@@ -29,6 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.runner import Conduct, Episode, run_episode, run_stream_episode
+from sinew_eval.episodes.settings import Latency, StreamCosts
+from sinew_eval.report.stats import mcnemar
 from sinew_perf.hardware import Network
 
 from benchmarks.handovers import draw_when_asked
@@ -38,10 +42,6 @@ from benchmarks.split import Link
 from sinew.core import figures, machine
 from sinew.core.statistics import wilson
 from sinew.engine.eager.engine import EagerEngine
-from sinew.eval.adapters import make_env
-from sinew.eval.report.stats import mcnemar
-from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
-from sinew.eval.settings import Latency, StreamCosts
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 

@@ -27,12 +27,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.policies import InProcess
+from sinew_eval.episodes.runner import Conduct, run_episode
 
 from sinew.cli.bench import make_observation
 from sinew.core import statistics
-from sinew.eval.adapters import make_env
-from sinew.eval.policies import InProcess
-from sinew.eval.runner import Conduct, run_episode
 from sinew.layers import vit
 from sinew.policy import Policy, load
 
@@ -129,7 +129,7 @@ def resized(bundle: Path, count: int) -> dict[str, Any]:
 
 def observations(count: int) -> list[dict[str, Any]]:
     """From the middle of expert episodes: states that a policy meets."""
-    from sinew.sim import blocks_expert
+    from sinew_eval.sim import blocks_expert
 
     env, adapter = make_env("sinew/Blocks-v0", "", None)
     found = []

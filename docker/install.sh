@@ -32,10 +32,11 @@ esac
 pip=("$folder/bin/python" -m pip --disable-pip-version-check --quiet)
 
 if ! compgen -G "$wheels/*.whl" > /dev/null; then
-    "${pip[@]}" wheel --no-deps --wheel-dir "$wheels" "$source/packages/sinew-client" "$source/perf" "$source"
+    "${pip[@]}" wheel --no-deps --wheel-dir "$wheels" "$source/packages/sinew-client" "$source/eval" "$source/perf" "$source"
 fi
 client=$(echo "$wheels"/sinew_vla_client-*.whl)
 server=$(echo "$wheels"/sinew_vla-*.whl)
+eval=$(echo "$wheels"/sinew_vla_eval-*.whl) # the built-in tasks, `sinew eval`
 perf=$(echo "$wheels"/sinew_vla_perf-*.whl) # counts the memory of policies
 install=("${pip[@]}" install ${constraints:+-c "$constraints"})
 
@@ -46,7 +47,7 @@ case $role in
     cpu | cuda)
         # First and alone: the rest could pull another build of it.
         "${install[@]}" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
-        "${install[@]}" "$client" "$perf" "${server}[torch,onnx$more]"
+        "${install[@]}" "$client" "$eval" "$perf" "${server}[torch,onnx$more]"
         ;;
     jetson)
         # The system's torch must stay, so torch is named nowhere here.

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
 
     from sinew.convert import convert
     from sinew.driving import run
-    from sinew.eval.learning.exploration import Exploration
-    from sinew.eval.learning.rollouts import RolloutPolicy, RolloutSample
-    from sinew.eval.report.evaluation import Evaluation, evaluate
-    from sinew.eval.runner import Episode
     from sinew.lowbit.quantization import Quantized, quantize
     from sinew.policy import Policy, load
     from sinew.serve.recorded import RecordedPolicy, record
@@ -33,38 +29,28 @@ if "torch" not in sys.modules and not WAITING & os.environ.keys():
 __version__ = "0.1.0"
 # Name -> where it is. `import sinew` must stay cheap: command-line help, clients and controllers do not need torch.
 _LATER = {
-    "Episode": "sinew.eval.report.evaluation",
-    "Evaluation": "sinew.eval.report.evaluation",
-    "Exploration": "sinew.eval.learning.exploration",
     "Policy": "sinew.policy",
     "Quantized": "sinew.lowbit.quantization",
     "RecordedPolicy": "sinew.serve.recorded",
-    "RolloutPolicy": "sinew.eval.learning.rollouts",
-    "RolloutSample": "sinew.eval.learning.rollouts",
     "Server": "sinew.serve.wires.server",
     "connect": "sinew_client.target",
     "convert": "",  # a package, which is called as its function of this name
-    "evaluate": "sinew.eval.report.evaluation",
     "load": "sinew.policy",
     "quantize": "sinew.lowbit.quantization",
     "record": "sinew.serve.recorded",
     "run": "sinew.driving",
     "serve": "",  # as convert
 }
+# Names of the package sinew-eval, by its entry points `sinew.names`. A star import does not bring them.
+_OF_EVAL = ("Episode", "Evaluation", "Exploration", "RolloutPolicy", "RolloutSample", "evaluate")
 __all__ = [
-    "Episode",
-    "Evaluation",
-    "Exploration",
     "Policy",
     "Quantized",
     "RecordedPolicy",
-    "RolloutPolicy",
-    "RolloutSample",
     "Server",
     "__version__",
     "connect",
     "convert",
-    "evaluate",
     "load",
     "quantize",
     "record",
@@ -74,19 +60,23 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_OF_EVAL})
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LATER and name not in _OF_EVAL:
         this = sys.modules[__name__]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=this)
     try:
+        if name in _OF_EVAL:
+            from sinew.core.providers import required
+
+            return required("sinew.names", f"sinew.{name}", name)
         if not _LATER[name]:
             return import_module(f"{__name__}.{name}")
         return getattr(import_module(_LATER[name]), name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "sinew":
+        if error.name is None or error.name.partition(".")[0] in ("sinew", "sinew_eval"):
             raise
         from sinew.core.extras import MissingPackageError
 

@@ -63,12 +63,12 @@ PRELOAD = (
     "sinew.cli.serve",
     "sinew.engine.loading",
     "sinew.engine.plan.engine",
-    "sinew.eval.campaign",
-    "sinew.eval.farm.shards",
-    "sinew.eval.fitting",
-    "sinew.eval.robot",
-    "sinew.eval.server",
-    "sinew.eval.variants",
+    "sinew_eval.episodes.campaign",
+    "sinew_eval.farm.shards",
+    "sinew_eval.episodes.fitting",
+    "sinew_eval.episodes.robot",
+    "sinew_eval.foreign.server",
+    "sinew_eval.episodes.variants",
     "sinew.families.smolvla.model",
     "sinew.policy",
     "sinew.serve.launch",
@@ -78,7 +78,10 @@ PRELOAD = (
     "sinew.serve.wires.openpi",
 )
 os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # of a run, for what its processes start
-STARTING = ("sinew.eval.server", "sinew.eval.farm.shards")  # the modules that start processes of Sinew
+STARTING = (
+    "sinew_eval.foreign.server",
+    "sinew_eval.farm.shards",
+)  # the modules that start processes of Sinew
 PYTHON_IGNORES = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)]
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import sinew
 from sinew.core import providers
 
 # As if a distribution was not installed: no metadata has this name.
@@ -40,12 +41,21 @@ def without(*words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("line", "package"),
-    [("perf need --rate 10", "sinew-perf"), ("perf --help", "sinew-perf"), ("perf", "sinew-perf")],
+    [
+        ("perf need --rate 10", "sinew-perf"),
+        ("perf --help", "sinew-perf"),
+        ("perf", "sinew-perf"),
+        ("eval blocks --episodes 2", "sinew-eval"),
+        ("demo --help", "sinew-eval"),
+        ("trials blocks", "sinew-eval"),
+        ("leaderboard", "sinew-eval"),
+        ("recording dataset records out", "sinew-eval"),
+    ],
 )
 def test_a_verb_of_an_absent_package_says_how_to_get_it(line: str, package: str) -> None:
     status, text = without(*line.split())
     assert status == 2
-    verb = line.partition(" ")[0]
+    verb = "recording dataset" if line.startswith("recording") else line.partition(" ")[0]
     assert f"error: sinew {verb} is in the package {package}: pip install " in text
 
 
@@ -75,3 +85,38 @@ def test_a_plan_is_refused_and_a_roofline_is_left_out() -> None:
     done = run("bench", "blocks", "--runs", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert "is in the package sinew-perf" in json.loads(done.stdout)["roofline"]["reason"]
+
+
+@pytest.mark.parametrize("robot", ["blocks", "gym:sinew/Pen-v0"])
+def test_a_simulated_robot_says_how_to_get_its_package(robot: str) -> None:
+    status, text = without("run", "blocks", "--robot", robot, "--episodes", "1")
+    assert status == 1
+    assert f"error: sinew run --robot {robot} is in the package sinew-eval: pip install " in text
+
+
+def test_a_proof_is_made_of_random_frames_and_names_the_absent_gate() -> None:
+    done = run("validate", "blocks", "--engine", "plan", "--observations", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["parity"]["source"] == "random frames"
+    assert "the gate is in the package sinew-eval: pip install " in record["gate"]["skipped"]
+    status, text = without("validate", "blocks", "--gate", "gate.json", "--observations", "1")
+    assert status == 1
+    assert "sinew validate --gate is in the package sinew-eval: pip install " in text
+
+
+def test_a_name_of_an_absent_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sinew.evaluate.__module__ == "sinew_eval.report.evaluation"
+    monkeypatch.setattr(providers, "entry_points_of", lambda _: None)
+    with pytest.raises(
+        providers.MissingDistributionError, match=r"sinew\.evaluate is in the package sinew-eval"
+    ):
+        _ = sinew.evaluate
+    assert "evaluate" in dir(sinew)
+    assert "evaluate" not in sinew.__all__  # a star import works without the package
+
+
+def test_gym_needs_an_environment() -> None:
+    status, text = without("run", "blocks", "--robot", "gym", "--seconds", "1")
+    assert status == 1
+    assert "--robot: expected dry, blocks, pen, egg, gym:ENV" in text

@@ -162,10 +162,7 @@ def test_storage_exchanges_no_class() -> None:
 
 
 # Files outside of the server and the command line that import the server.
-SERVED = {
-    "targets.py",  # recordings are replayed like a served policy
-    "eval/farm/hosts.py",  # who may use a port
-}
+SERVED = {"targets.py"}  # recordings are replayed like a served policy
 
 
 def test_records_are_read_without_the_server() -> None:

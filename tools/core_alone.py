@@ -78,6 +78,19 @@ COMMANDS = (
         2,
         "sinew perf is in the package sinew-perf: pip ",
     ),
+    Command(
+        ("-m", "sinew", "eval", "blocks", "--episodes", "2"),
+        2,
+        "sinew eval is in the package sinew-eval: pip ",
+    ),
+    Command(
+        ("-m", "sinew", "run", "blocks", "--robot", "blocks", "--episodes", "1"),
+        1,
+        "sinew run --robot blocks is in the package sinew-eval: pip ",
+    ),
+    Command(
+        ("-c", "import sinew; sinew.evaluate"), 1, "sinew.evaluate is in the package sinew-eval: pip install"
+    ),
     Command(("-c", PROGRAM)),
     Command(("-c", EVERY_MODULE)),
 )

@@ -29,7 +29,7 @@ from packaging import tags
 from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
-CLIENT, PERF = "./packages/sinew-client", "./perf"
+CLIENT, EVAL, PERF = "./packages/sinew-client", "./eval", "./perf"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST = {"client": ("3.8", *PYTHONS)}  # robots have old distributions
 # How people call it -> uv's name, and the tags of wheels that run there, best first.
@@ -49,14 +49,19 @@ PLATFORMS: dict[str, tuple[str, list[str]]] = {
 HOME = "Linux x86-64"
 ROLES = {
     "client": [CLIENT],
-    "demo": [CLIENT, ".[demo]"],
+    "demo": [CLIENT, EVAL, ".[demo]"],
     "onnx": [CLIENT, ".[onnx]"],
-    "full": [CLIENT, PERF, ".[full]"],
-    "everything": [CLIENT, PERF, ".[dev,sim]"],
+    "full": [CLIENT, EVAL, PERF, ".[full]"],
+    "everything": [CLIENT, EVAL, PERF, ".[dev,sim]"],
 }
 UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
 
-OURS = ("sinew-vla", "sinew-vla-client", "sinew-vla-perf")  # in constraints.txt these have no line
+OURS = (
+    "sinew-vla",
+    "sinew-vla-client",
+    "sinew-vla-eval",
+    "sinew-vla-perf",
+)  # in constraints.txt these have no line
 
 # What is no install of ours, by its text -> why nothing asks the index.
 EXEMPT = {
@@ -158,7 +163,8 @@ def parse(where: str, text: str) -> Line:
 def pages() -> list[Path]:
     """Return the documents; research/log tells of the past."""
     found = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [*found, *sorted((ROOT / "packages").glob("*/README.md")), ROOT / "perf" / "README.md"]
+    own = [ROOT / "eval" / "README.md", ROOT / "perf" / "README.md"]
+    return [*found, *sorted((ROOT / "packages").glob("*/README.md")), *own]
 
 
 def written(text: str) -> list[str]:
@@ -244,6 +250,7 @@ def of_docker() -> list[Line]:
         wheels.mkdir()
         local = {
             str(wheels / "sinew_vla_client-0.whl"): CLIENT,
+            str(wheels / "sinew_vla_eval-0.whl"): EVAL,
             str(wheels / "sinew_vla_perf-0.whl"): PERF,
             str(wheels / "sinew_vla-0.whl"): ".",
         }
@@ -301,6 +308,7 @@ def bare_environment() -> dict[str, str]:
 LOCAL = {
     ".": "sinew-vla",
     CLIENT: "sinew-vla-client",
+    EVAL: "sinew-vla-eval",
     PERF: "sinew-vla-perf",
     "./packages/lerobot_policy_sinew": "lerobot-policy-sinew",
     "./packages/sinew_ros": "sinew-ros",
@@ -467,7 +475,7 @@ def lock(*more: str) -> str:
         out = Path(folder) / "constraints.txt"
         out.write_text(there)
         # Not the plugin: it goes beside LeRobot, which has versions of its own.
-        projects = ["pyproject.toml", "packages/sinew-client/pyproject.toml", "perf/pyproject.toml"]
+        projects = [f"{folder}pyproject.toml" for folder in ("", "packages/sinew-client/", "eval/", "perf/")]
         done = subprocess.run(
             [
                 *uv(), "pip", "compile", "--no-config", "--quiet", "--python", sys.executable, "--universal",

@@ -30,7 +30,14 @@ from sinew import __version__
 from tools import installs
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".", "packages/sinew-client", "perf", "packages/lerobot_policy_sinew", "packages/sinew_ros")
+FOLDERS = (
+    ".",
+    "packages/sinew-client",
+    "eval",
+    "perf",
+    "packages/lerobot_policy_sinew",
+    "packages/sinew_ros",
+)
 ROLE = "full"  # of tools/installs.py: what the bill of materials is of
 TRIED = ("sinew --version", "sinew doctor", "sinew demo act --episodes 2 --sweep-episodes 0 --out OUT")
 UNPUBLISHED = (

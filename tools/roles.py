@@ -137,6 +137,7 @@ def build(home: Path) -> Path:
             "--wheel-dir",
             wheels,
             ROOT / "packages" / "sinew-client",
+            ROOT / "eval",
             ROOT / "perf",
             ROOT,
         ],

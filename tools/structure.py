@@ -33,7 +33,7 @@ DISTRIBUTIONS = {
 MAY_IMPORT = {
     "sinew_client": set[str](),
     "sinew_ros": {"sinew_client"},
-    "lerobot_policy_sinew": {"sinew", "sinew_client"},
+    "lerobot_policy_sinew": {"sinew", "sinew_client", "sinew_eval"},
     "sinew": {"sinew_client"},
     "sinew_perf": {"sinew", "sinew_client"},
     "sinew_eval": {"sinew", "sinew_client"},
@@ -42,9 +42,9 @@ MAY_IMPORT = {
 # The folders of `sinew`, highest first. A file imports from its own line and from the lines below.
 ROOMS = [
     {"cli"},
-    {"driving", "eval", "lowbit"},
+    {"driving", "lowbit"},
     {"targets"},
-    {"bench", "checks", "serve", "sim"},
+    {"bench", "checks", "serve"},
     {"memory"},
     {"stream"},
     {"policy"},
@@ -290,10 +290,10 @@ class Structure:
         }
 
     def shared_names(self) -> set[str]:
-        """Return the names that more than one class of `sinew` and the client has."""
+        """Return the names that more than one class of `sinew`, the client and the evaluation has."""
         counted = Counter(
             node.name
-            for path in (*self.files, *self.files_of("sinew_client"))
+            for path in (*self.files, *self.files_of("sinew_client"), *self.files_of("sinew_eval"))
             for node in tree(path).body
             if isinstance(node, ast.ClassDef)
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "gpu" / "carry.tgz"
 MOST = 60 << 20  # bytes: where little may be carried it is 64 MiB
-NOT_READ = ("docs/", "packages/sinew_ros/", "tests/serve/", "tests/journeys/", "train/")
+NOT_READ = ("docs/", "packages/sinew_ros/", "tests/serve/", "tests/journeys/", "eval/sinew_eval/training/")
 NOT_READ_FILES = tuple(f"sinew/assets/{name}.gguf" for name in ("act", "blocks-rtc", "egg"))
 
 

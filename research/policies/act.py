@@ -16,10 +16,16 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import sinew_eval.sim  # noqa: F401 - registers the environments
 import torch
+from sinew_eval.sim.prompts import COLORS, SIDES
+from sinew_eval.training.checkpoint import Statistics
+from sinew_eval.training.curve import plot
+from sinew_eval.training.loop import Recipe, train
+from sinew_eval.training.rollout import Episode, normalised, run_episodes, to_pixels
+from sinew_eval.training.shard import Shards
 from torch import Tensor, multiprocessing, nn
 
-import sinew.sim  # noqa: F401 - registers the environments
 from benchmarks.handovers import OFFSETS
 from research.policies.blocks import VECTORS, auxiliary, statistics
 from research.policies.blocks_demos import HOLD, record_shard
@@ -32,13 +38,7 @@ from sinew.core import CameraSpec, PolicySpec, VectorSpec
 from sinew.families.act.model import ACT, ActConfig, ActContext, view_places
 from sinew.layers.resnet import ResNetConfig
 from sinew.models.solvers import SINGLE
-from sinew.sim.prompts import COLORS, SIDES
 from sinew.steps.image.base import ImageRecipe
-from train.checkpoint import Statistics
-from train.curve import plot
-from train.loop import Recipe, train
-from train.rollout import Episode, normalised, run_episodes, to_pixels
-from train.shard import Shards
 
 NAME, CAMERAS, SIDE, REPLAN, CONTROL_HZ = "act", ("front", "wrist"), 96, 8, 20.0
 GOAL = len(COLORS) + len(SIDES)

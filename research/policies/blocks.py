@@ -13,21 +13,21 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
+import sinew_eval.sim  # noqa: F401 - registers the environments
 import torch
+from sinew_eval.sim.blocks import STEP_SIZE, BlocksEnv
+from sinew_eval.sim.blocks_scene import FRONT, WRIST
+from sinew_eval.sim.prompts import COLORS, PHRASINGS, SIDES, instruction, vocabulary
+from sinew_eval.training.checkpoint import UNKNOWN, Design, Statistics, build_tokenizer
+from sinew_eval.training.loop import Recipe, SmolVLATask, export, train
+from sinew_eval.training.objective import Batch, Objective
+from sinew_eval.training.rollout import Episode, encode, normalised, run_episodes, to_pixels
+from sinew_eval.training.shard import Shards
 from torch import multiprocessing
 
-import sinew.sim  # noqa: F401 - registers the environments
 from benchmarks.handovers import OFFSETS
 from research.policies.blocks_demos import HOLD, record_shard
 from sinew.families.smolvla.model import SmolVLA
-from sinew.sim.blocks import STEP_SIZE, BlocksEnv
-from sinew.sim.blocks_scene import FRONT, WRIST
-from sinew.sim.prompts import COLORS, PHRASINGS, SIDES, instruction, vocabulary
-from train.checkpoint import UNKNOWN, Design, Statistics, build_tokenizer
-from train.loop import Recipe, SmolVLATask, export, train
-from train.objective import Batch, Objective
-from train.rollout import Episode, encode, normalised, run_episodes, to_pixels
-from train.shard import Shards
 
 VECTORS = {
     "state": {"names": ["x", "y", "z", "opening"], "units": ["m"] * 4},

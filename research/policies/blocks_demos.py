@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from sinew.sim.blocks import BlocksEnv
-from sinew.sim.blocks_expert import act
-from sinew.sim.prompts import COLORS, PHRASINGS, SIDES
-from train.shard import ShardWriter
+from sinew_eval.sim.blocks import BlocksEnv
+from sinew_eval.sim.blocks_expert import act
+from sinew_eval.sim.prompts import COLORS, PHRASINGS, SIDES
+from sinew_eval.training.shard import ShardWriter
 
 log = logging.getLogger("train")
 

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sinew_eval.training.checkpoint import Statistics, write_configs, write_weights
+from sinew_eval.training.objective import repeated
+from sinew_eval.training.rollout import normalised, to_pixels
 from torch import Tensor, nn
 
 from research.policies.blocks import DESIGN, BlocksTask
@@ -30,9 +33,6 @@ from sinew.convert import convert
 from sinew.families.smolvla.model import SmolVLA
 from sinew.models.expert import Prefix
 from sinew.policy import Policy, load
-from train.checkpoint import Statistics, write_configs, write_weights
-from train.objective import repeated
-from train.rollout import normalised, to_pixels
 
 log = logging.getLogger("train")
 ASSETS = Path(__file__).parents[2] / "sinew" / "assets"
@@ -98,7 +98,7 @@ def loss_of(
     draws: int,
     noise: torch.Generator,
 ) -> Tensor:
-    """Flow matching (train/objective.py) of the rows that are not committed; those are actions, at time 0."""
+    """Flow matching (`training.objective`) of the rows that are not committed. Those are actions at time 0."""
     own = repeated(prefix, len(chunk), draws)
     actions, fixed, counted = (x.repeat_interleave(draws, 0) for x in (chunk, committed, known))
     start = torch.randn(actions.shape, generator=noise)

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 from sinew_client.control import Settings
+from sinew_eval.sim.blocks import BlocksEnv
+from sinew_eval.sim.blocks_expert import act
+from sinew_eval.sim.prompts import PHRASINGS
+from sinew_eval.training.shard import Shard, ShardWriter
 
 from benchmarks.side_by_side import SideBySide
 from research.policies.blocks_demos import FIRST_SEED, STEPS, Disturbances, other_goal
 from sinew.policy import Policy
-from sinew.sim.blocks import BlocksEnv
-from sinew.sim.blocks_expert import act
-from sinew.sim.prompts import PHRASINGS
-from train.shard import Shard, ShardWriter
 
 REPLAN = 8
 TAKEOVER = (6, 80)  # control steps that a policy drives before the expert does

@@ -29,16 +29,16 @@ import numpy as np
 import pyarrow.parquet
 import torch
 from PIL import Image
+from sinew_eval.sim.blocks import BlocksEnv
+from sinew_eval.training.checkpoint import Statistics
+from sinew_eval.training.loop import Recipe, train
+from sinew_eval.training.rollout import normalised, to_pixels
 from torch import Tensor
 
 from research.policies.act import CAMERAS, CONFIG, SIDE, ActBatch, ActTask, ready
 from research.policies.blocks_demos import HOLD, record_shard
 from sinew.families.act.model import ACT
 from sinew.policy import Policy, load
-from sinew.sim.blocks import BlocksEnv
-from train.checkpoint import Statistics
-from train.loop import Recipe, train
-from train.rollout import normalised, to_pixels
 
 ENV, BUMP = "sinew/BlocksBumped-v0", 8  # pixels of 96
 

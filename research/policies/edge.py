@@ -24,6 +24,9 @@ import numpy as np
 import torch
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import Eye, Form, write
+from sinew_eval.sim.pen import CONTROL_HZ, PROMPT
+from sinew_eval.training.rollout import to_pixels
+from sinew_eval.training.shard import Shard
 from torch import Tensor, nn
 
 from benchmarks.handovers import OFFSETS
@@ -32,9 +35,6 @@ from research.policies.committed_demos import record_shard
 from research.policies.edge_demos import CHUNKS, record_chunks, record_driven, record_pen, said
 from research.policies.pen_demos import SLOTS
 from sinew.policy import load
-from sinew.sim.pen import CONTROL_HZ, PROMPT
-from train.rollout import to_pixels
-from train.shard import Shard
 
 log = logging.getLogger("train")
 ASSETS = Path(__file__).parents[2] / "sinew" / "assets"

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.runner import Conduct, run_episode
+from sinew_eval.episodes.settings import Latency
+from sinew_eval.sim import pen
+from sinew_eval.sim.blocks_expert import act
+from sinew_eval.sim.prompts import COLORS, PHRASINGS, SIDES, instruction
+from sinew_eval.training.shard import Shard, ShardWriter
 
 from benchmarks.handovers import draw_when_asked
 from benchmarks.side_by_side import SideBySide
 from research.policies.blocks_demos import FIRST_SEED
 from research.policies.pen_demos import facts, played
-from sinew.eval.adapters import make_env
-from sinew.eval.runner import Conduct, run_episode
-from sinew.eval.settings import Latency
 from sinew.policy import Policy
-from sinew.sim import pen
-from sinew.sim.blocks_expert import act
-from sinew.sim.prompts import COLORS, PHRASINGS, SIDES, instruction
-from train.shard import Shard, ShardWriter
 
 ASKED = 8  # frames of an episode that get a chunk, its first one among them
 BATCH = 32

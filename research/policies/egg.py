@@ -9,16 +9,16 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
+import sinew_eval.sim  # noqa: F401 - registers the environments
 import torch
+from sinew_eval.sim.egg import CRUSH, NOISE, OPEN, PROMPT, STIFFNESS, TOUCH, WIDTH, look, picture
+from sinew_eval.training.checkpoint import Design, Statistics, build_tokenizer
+from sinew_eval.training.loop import Recipe, SmolVLATask, export, train
+from sinew_eval.training.rolling import RollingBatch, RollingObjective
+from sinew_eval.training.rollout import Episode, encode, normalised, run_episodes, to_pixels
 from torch import multiprocessing
 
-import sinew.sim  # noqa: F401 - registers the environments
 from sinew.families.smolvla.model import SmolVLA
-from sinew.sim.egg import CRUSH, NOISE, OPEN, PROMPT, STIFFNESS, TOUCH, WIDTH, look, picture
-from train.checkpoint import Design, Statistics, build_tokenizer
-from train.loop import Recipe, SmolVLATask, export, train
-from train.rolling import RollingBatch, RollingObjective
-from train.rollout import Episode, encode, normalised, run_episodes, to_pixels
 
 ROWS = 16  # of a window, 67 ms
 DESIGN = Design(
@@ -59,7 +59,7 @@ STATS: Statistics = {
 class EggTask(SmolVLATask):
     """Moments of the task, drawn directly: a picture, then several states that go with it.
 
-    What an action should be follows from what was seen and what is felt (``sinew.sim.egg.expert_action``), so no
+    What an action should be follows from what was seen and what is felt (``sinew_eval.sim.egg.expert_action``), so no
     episode has to be played for it.
     """
 

@@ -30,6 +30,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sinew_eval.training.checkpoint import Design, Statistics, build_tokenizer
+from sinew_eval.training.loop import Recipe, SmolVLATask, export, train
+from sinew_eval.training.objective import Batch, Objective
+from sinew_eval.training.rollout import Episode, encode, normalised, to_pixels
+from sinew_eval.training.shard import Shards
 from torch import Tensor
 
 from research.policies import act
@@ -39,11 +44,6 @@ from sinew.families.act.model import ACT
 from sinew.families.smolvla.model import SmolVLA
 from sinew.steps.image.base import ImageRecipe
 from sinew.steps.image.resize import Resize
-from train.checkpoint import Design, Statistics, build_tokenizer
-from train.loop import Recipe, SmolVLATask, export, train
-from train.objective import Batch, Objective
-from train.rollout import Episode, encode, normalised, to_pixels
-from train.shard import Shards
 
 DRAWN = 256
 THINGS = (

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_eval.episodes.adapters import Mapped
+from sinew_eval.suites import libero, libero_expert
+from sinew_eval.training.shard import ShardWriter
 
-from sinew.eval.adapters import Mapped
-from sinew.eval.suites import libero, libero_expert
 from sinew.steps.image.methods import resize
-from train.shard import ShardWriter
 
 log = logging.getLogger("train")
 CAMERAS, SIDE, EVERY = ("image", "image2"), 96, 3

@@ -23,6 +23,7 @@ import torchvision
 from lerobot.processor.pipeline import ObservationProcessorStep
 from lerobot_policy_sinew import reference
 from safetensors.torch import save_file
+from sinew_eval.training.checkpoint import write_json
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -30,7 +31,6 @@ import sinew
 from sinew.core import SinewError
 from sinew.families.act.model import ActConfig
 from sinew.layers.resnet import ResNetConfig
-from train.checkpoint import write_json
 
 BACKBONE = "resnet_of_groups"
 LATENT = 1  # LeRobot projects a latent of zeros, of which the bias is left

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
+import sinew_eval.sim  # noqa: F401 - registers the environments
 import torch
+from sinew_eval.sim.pen import PROMPT
+from sinew_eval.training.checkpoint import Design, Statistics, build_tokenizer
+from sinew_eval.training.loop import Recipe, SmolVLATask, export, train
+from sinew_eval.training.objective import Batch, Objective
+from sinew_eval.training.rollout import Episode, encode, normalised, run_episodes, to_pixels
+from sinew_eval.training.shard import Shards
 from torch import multiprocessing
 
-import sinew.sim  # noqa: F401 - registers the environments
 from research.policies.pen_demos import SLOTS, record_shard
 from sinew.families.smolvla.model import SmolVLA
-from sinew.sim.pen import PROMPT
-from train.checkpoint import Design, Statistics, build_tokenizer
-from train.loop import Recipe, SmolVLATask, export, train
-from train.objective import Batch, Objective
-from train.rollout import Episode, encode, normalised, run_episodes, to_pixels
-from train.shard import Shards
 
 DESIGN = Design(
     name="pen",

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from sinew.sim.pen import CONTROL_HZ, PEN_LENGTH, PenEnv, act, expert_chunk
-from train.shard import ShardWriter
+from sinew_eval.sim.pen import CONTROL_HZ, PEN_LENGTH, PenEnv, act, expert_chunk
+from sinew_eval.training.shard import ShardWriter
 
 FIRST_SEED = 1_000_000
 SLOTS = 24

@@ -23,10 +23,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from sinew_eval.sim.pen import PenEnv
 
 import sinew
 from sinew.core.statistics import wilson
-from sinew.sim.pen import PenEnv
 
 log = logging.getLogger("train")
 REPLAN = 6  # slots that are executed of each chunk

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import gymnasium
 import numpy as np
+import sinew_eval.sim  # noqa: F401 - registers the environments
+from sinew_eval.sim import blocks_expert, egg, pen
 
-import sinew.sim  # noqa: F401 - registers the environments
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Seen
 from sinew.bundle.writer import rewrite
 from sinew.checks.wiring.thumbnails import Gathering
 from sinew.engine.onnx.borrowed import SHIPPED, shipped_folder
-from sinew.sim import blocks_expert, egg, pen
 
 FIRST_SEED = 1_000_000  # as of the demonstrations; evaluation uses small seeds
 STEPS = 150

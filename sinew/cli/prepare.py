@@ -47,15 +47,14 @@ def prepare(
         background: Run at the lowest priority, end at the latest when standard input closes, and print
             progress as JSON.
     """
-    from sinew.checks import preparing
-    from sinew.eval.observations import episodes
+    from sinew.checks import judges, preparing
     from sinew.memory import memory_need
 
     if background:
         machine.step_back()
         progress.listen(_report)
     found = preparing.prepare(
-        bundle, device, dtype, observations, memory_gib, again, memory_need, episodes, threads
+        bundle, device, dtype, observations, memory_gib, again, memory_need, judges.observations, threads
     )
     shown = found.finding or found.kept
     then = f"; --engine auto takes {shown.engine} from now on" if shown is not None and shown.taken else ""

@@ -24,7 +24,7 @@ from sinew_client.signals import handled
 from sinew.bundle.rename import parse_renames, renames_for
 from sinew.cli import terminal
 from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, motion_of
-from sinew.core import SinewError
+from sinew.core import SinewError, providers
 from sinew.core.hints import pairs
 from sinew.core.registry import place_of
 from sinew.core.statistics import wilson
@@ -106,7 +106,9 @@ class RobotFlags:
         places = _of_policy(
             "--rename-joint", "joint", pairs("--rename-joint", "NEW=JOINT", self.rename_joint)
         )
-        text = EMBEDDED.get(self.robot) or place_of(GROUP, self.robot)
+        text = EMBEDDED.get(self.robot) or (
+            self.robot if self.robot == SIMULATED else place_of(GROUP, self.robot)
+        )
         kind, _, rest = text.partition(":")
         if kind != "gym" and (self.adapter or self.episodes is not None):
             raise SinewError(f"--{'adapter' if self.adapter else 'episodes'}: belongs to --robot gym:ENV")
@@ -119,7 +121,11 @@ class RobotFlags:
                 f"--rename-joint: expected none with --robot {text}, which has no names of its own"
             )
         if kind == "gym" and rest:
-            return _simulated(rest, self.adapter, given, cameras, self.episodes)
+            open_task = providers.required(GROUP, f"sinew run --robot {self.robot}", SIMULATED)
+            opener: Callable[[dict[str, Any]], Any] = open_task(
+                rest, self.adapter, given, cameras, self.episodes
+            )
+            return opener
         if kind == "lerobot" and rest:
             return lambda policy: open_lerobot(rest, given, policy, cameras, places)
         if text == "dry":
@@ -291,22 +297,7 @@ def _elsewhere(error: Exception) -> str:
 
 EMBEDDED = {"dry": "dry"} | {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
 GROUP = "sinew.robots"  # entry points of other distributions: name -> "module:Class"
-
-
-def _simulated(
-    env_id: str, adapting: str, options: dict[str, Any], cameras: Mapping[str, str], episodes: int | None
-) -> Callable[[dict[str, Any]], Any]:
-    from sinew.eval.adapters import make_env
-    from sinew.eval.robot import SimulatedRobot
-
-    env, adapter = make_env(env_id, adapting, options)
-
-    def simulated(policy: dict[str, Any]) -> SimulatedRobot:
-        if fit := getattr(adapter, "fit_actions" if cameras else "fit", None):
-            fit(policy)
-        return SimulatedRobot(env, adapter, episodes, cameras=cameras)
-
-    return simulated
+SIMULATED = "gym"  # the one of them that is named with its environment, as gym:ENV
 
 
 def _of_policy(flag: str, what: str, names: Mapping[str, str]) -> dict[str, str]:

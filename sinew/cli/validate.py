@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sinew.cli import terminal
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Count, Flag, Runs, Whole, json_object
-from sinew.core import SinewError, progress
+from sinew.core import SinewError, progress, providers
 from sinew.engine import proofs
 
 if TYPE_CHECKING:
@@ -58,13 +58,10 @@ def validate(
         audit: List what a CUDA graph could not record in the program, stage by stage (--engine cuda). It
             computes nothing and needs no GPU. The exit status is 1 if there is anything.
     """
+    from sinew.checks import judges
     from sinew.checks.validate.record import compared, kept_record
     from sinew.checks.validate.report import write
     from sinew.convert.sources import resolve
-    from sinew.eval.observations import episodes as episodes_of
-    from sinew.eval.outside import TypedNames
-    from sinew.eval.report.gate import read_gate
-    from sinew.eval.report.gating import gate_of, play_gate
     from sinew.policy import Policy, open_bundle
 
     bundle = resolve(bundle)
@@ -81,28 +78,22 @@ def validate(
                 )
         given = {"device": "cpu"} if runs.device == "auto" else {}
         return show_audit(Policy(opened, **runs.keywords() | given))
-    held = read_gate(gate) if gate is not None else None
-    typed = TypedNames(
-        env or "",
-        adapter or "",
-        json_object("--env-options", env_options),
-        json_object("--reset-options", reset_options),
-    )
-    if held is not None:
-        held.task(typed)
+    options = json_object("--env-options", env_options), json_object("--reset-options", reset_options)
+    success_gate = None
+    if gate is not None:
+        judge = providers.required(judges.GROUP, "sinew validate --gate")
+        success_gate = judge.gate(gate, env or "", adapter or "", *options)
     with progress.task(f"loading {bundle}"):
         policy = Policy(opened, **runs.keywords())
     with progress.task(f"loading {bundle} as the reference"):
         reference = Policy(opened, "cpu", "fp32", "eager", ignore_recipe=True)
-    parity = compared(policy, reference, observations, episodes_of, records)
+    parity = compared(policy, reference, observations, judges.observations, records)
     found = kept_record(bundle, parity, terminal.typed())
-    if held is None and episodes:
-        gate, why = gate_of(bundle)
-        held = read_gate(gate) if gate is not None else None
-    else:
-        why = "none was asked for"
-    if held is not None and episodes:
-        found["gate"] = play_gate(held, bundle, policy.choice, episodes, runs.ignore_recipe, typed)
+    why = "none was asked for"
+    if success_gate is None and episodes:
+        success_gate, why = judges.gate_of(bundle)
+    if success_gate is not None and episodes:
+        found["gate"] = success_gate.play(bundle, policy.choice, episodes, runs.ignore_recipe)
     else:
         found["gate"] = {"passed": True, "skipped": f"not played: {why}"}
     found["passed"] = parity["passed"] and found["gate"]["passed"]

@@ -49,11 +49,7 @@ RECORDING = {
     "rrd": Verb(
         "Write a recording for Rerun.", "recording rrd records/ run.rrd --bundle policy.gguf", "mcap:rrd"
     ),
-    "dataset": Verb(
-        "Write a LeRobot data set of episodes or a recording.",
-        "recording dataset records/ build/recorded --hz 10 --bundle policy.gguf",
-        "dataset:dataset",
-    ),
+    "dataset": Verb("Write a LeRobot data set of episodes or a recording.", package="sinew-eval"),
 }
 CACHE = {
     "list": Verb("List the checkpoints that were converted.", "hub cache list", "hub_cache:list_entries"),
@@ -74,7 +70,7 @@ HUB = {
 
 OWN: dict[str, dict[str, Verb]] = {
     "Start": {
-        "demo": Verb("Run the trained demo policy in closed loop.", "demo act --episodes 20"),
+        "demo": Verb("Run the trained demo policy in closed loop.", package="sinew-eval"),
         "doctor": Verb("Check the installation and this machine.", "doctor policy.gguf"),
     },
     "Policy": {
@@ -105,23 +101,15 @@ OWN: dict[str, dict[str, Verb]] = {
         "run": Verb(
             "Drive a robot with a policy.", "run tcp://127.0.0.1:5555 --robot my_robot:Arm --seconds 60"
         ),
-        "trials": Verb(
-            "Compare policies on one robot, blind and scene by scene.",
-            "trials A.gguf --compare B.gguf --robot pen --scenes 20 --out runs/pen",
-        ),
+        "trials": Verb("Compare policies on one robot, blind and scene by scene.", package="sinew-eval"),
         "top": Verb("Show what a server does, in the terminal.", "top http://127.0.0.1:8000"),
     },
     "Measure": {
-        "eval": Verb(
-            "Run a policy in closed loop and count successes.", "eval blocks --episodes 100 --out build/eval"
-        ),
+        "eval": Verb("Run a policy in closed loop and count successes.", package="sinew-eval"),
         "bench": Verb(
             "Time a bundle or a server, stage by stage.", "bench policy.gguf --runs 50 --deadline-ms 100"
         ),
-        "leaderboard": Verb(
-            "Rank evaluations, with intervals and paired differences.",
-            "leaderboard build/eval/blocks build/eval/int8",
-        ),
+        "leaderboard": Verb("Rank evaluations, with intervals and paired differences.", package="sinew-eval"),
         "perf": Verb("Predict latency, rates and memory on any machine.", package="sinew-perf"),
     },
     "Recordings": {

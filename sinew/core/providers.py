@@ -15,9 +15,14 @@ from sinew.core import SinewError
 from sinew.core.extras import install_package
 
 # Name of a package in messages -> its name on package indexes, and its folder in a checkout.
-PACKAGES = {"sinew-perf": ("sinew-vla-perf", "perf")}
-# Group of entry points that the core asks for one object -> the package that has it.
-HOMES = {"sinew.estimates": "sinew-perf"}
+PACKAGES = {"sinew-eval": ("sinew-vla-eval", "eval"), "sinew-perf": ("sinew-vla-perf", "perf")}
+# Group of entry points that the core asks for one object, or for an object by its name -> the package that has it.
+HOMES = {
+    "sinew.estimates": "sinew-perf",
+    "sinew.judges": "sinew-eval",
+    "sinew.names": "sinew-eval",
+    "sinew.robots": "sinew-eval",
+}
 
 
 class MissingDistributionError(SinewError):
@@ -43,29 +48,36 @@ def entry_points_of(package: str) -> tuple[EntryPoint, ...] | None:
         return None
 
 
-def provided(group: str) -> Iterator[tuple[str, Any]]:
-    """Yield (package, what its entry point names) for each installed package that has an entry point of a group."""
+def provided(group: str, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (package, what its entry point leads to) for each entry point of a group in the installed packages.
+
+    Args:
+        group: The group of entry points.
+        name: Name of the entry point. All names if it is empty.
+    """
     for package in PACKAGES:
         for point in entry_points_of(package) or ():
-            if point.group == group:
+            if point.group == group and name in ("", point.name):
                 yield package, point.load()
 
 
-def provider(group: str) -> Any | None:
-    """Return the object of a group of `HOMES`. None if its package is not installed."""
-    return next((value for _, value in provided(group)), None)
+def provider(group: str, name: str = "") -> Any | None:
+    """Return the object of a group of `HOMES`, by its name if the group has several. None if its package is not
+    installed."""
+    return next((value for _, value in provided(group, name)), None)
 
 
-def required(group: str, what: str) -> Any:
+def required(group: str, what: str, name: str = "") -> Any:
     """Return the object of a group of `HOMES`.
 
     Args:
         group: The group of entry points.
         what: What the user asked for, as "sinew inspect --plan". It begins the message.
+        name: Name of the object, if the group has several.
 
     Raises:
         MissingDistributionError: Its package is not installed.
     """
-    if (found := provider(group)) is None:
+    if (value := provider(group, name)) is None:
         raise MissingDistributionError(what, HOMES[group])
-    return found
+    return value

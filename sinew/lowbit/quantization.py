@@ -15,6 +15,7 @@ import numpy as np
 from sinew.bundle import EXPORTED, Bundle, write_bundle
 from sinew.bundle.schema import COMPONENTS, DEFAULT_RECIPE, Quantization, Success, Validated
 from sinew.bundle.writer import rewrite
+from sinew.checks import judges
 from sinew.checks.validate.observations import RANDOM
 from sinew.checks.validate.observations import observations as observations_of
 from sinew.checks.validate.parity import bounds_of, compare, distance, spread_of
@@ -22,9 +23,6 @@ from sinew.core import SinewError, Timing, progress, scratch
 from sinew.engine.backend import BACKENDS, choose
 from sinew.engine.onnx.cache import graphs_folder
 from sinew.engine.watch import Watch
-from sinew.eval.observations import episodes
-from sinew.eval.report.gate import read_gate
-from sinew.eval.report.gating import gate_of, play_gate
 from sinew.lowbit.gptq import WIDEST
 from sinew.lowbit.recipes import Measure, Trial, parse_bytes, parse_recipe, stored_bytes
 from sinew.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, weight_errors
@@ -52,7 +50,7 @@ class Samples:
 
     def to(self, reference: Policy) -> tuple[str, Iterator[Input]]:
         """Return the origin of the observations, and the reference's inputs and noise for each."""
-        processor, (origin, stream) = reference.processor, observations_of(reference, self.records, episodes)
+        processor, (origin, stream) = reference.processor, observations_of(reference, self.records, judges.observations)
         return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
 
@@ -227,7 +225,7 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
     """
     reference = Policy(opened, "cpu", "fp32", "eager")
     policy = Policy(opened, "cpu", "fp32", "plan")
-    _, stream = observations_of(reference, samples.records, episodes)
+    _, stream = observations_of(reference, samples.records, judges.observations)
     found = compare(policy, reference, islice(stream, samples.count))
     if not found.passed:
         wrong = [f"{stage.name} {stage.error:.1e}" for stage in found.stages.values() if not stage.passed]
@@ -268,14 +266,14 @@ def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization,
     Returns:
         The record with the outcome, the verdict in words, and whether it passes or there was nothing to play.
     """
-    gate, why = gate_of(out)
+    gate, why = judges.gate_of(out)
     if gate is None or not episodes:
         return record, f"not played: {why if episodes else '--episodes 0'}", True
     try:
         choice = choose(Bundle(out))
     except SinewError as error:
         return record, f"not played: {error}; `sinew validate {out}` plays it where that engine runs", True
-    found = play_gate(read_gate(gate), out, choice, episodes)
+    found = gate.play(out, choice, episodes)
     counts = {name: found[name] for name in ("env", "episodes", "wins", "recorded_wins")}
     record = replace(record, success=Success(**counts))
     delta = 100 * (found["wins"] - found["recorded_wins"]) / found["episodes"]
@@ -328,7 +326,7 @@ def paired(
     from sinew.engine.onnx.whole.pairs import write_pairs
 
     wide, (bits, why) = Policy(open_bundle(folder), "cpu", engine="onnx"), weight_bits()
-    origin, stream = observations_of(wide, records, episodes)
+    origin, stream = observations_of(wide, records, judges.observations)
     seen, held = list(islice(stream, count)), list(islice(stream, count))
     if not held:
         raise SinewError(f"{origin}: expected more than the {len(seen)} observations of the calibration")

@@ -13,7 +13,7 @@ PRODUCT = {
     for root in (ROOT / "sinew", ROOT / "packages")
     for path in root.rglob("*.py")
 }
-ROOTS = ("sinew", "eval", "perf", "packages", "tests", "benchmarks", "research", "train", "docs")
+ROOTS = ("sinew", "eval", "perf", "packages", "tests", "benchmarks", "research", "docs")
 FILES = [f"/{path.relative_to(ROOT)}" for root in ROOTS for path in (ROOT / root).rglob("*.py")]
 ELSEWHERE = {  # files to be written, and files of upstream's repositories
     "families/NAME/convert.py",

@@ -27,9 +27,9 @@ from sinew.records.recorder import Recorder
 
 pytest.importorskip("mujoco")
 
-from sinew.eval.adapters import make_env
-from sinew.eval.robot import SimulatedRobot
-from sinew.sim import blocks_expert, egg, pen
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.robot import SimulatedRobot
+from sinew_eval.sim import blocks_expert, egg, pen
 
 TASKS: dict[str, tuple[str, Callable[[Any], np.ndarray]]] = {
     "blocks": ("sinew/Blocks-v0", lambda env: blocks_expert.act(env.world())),

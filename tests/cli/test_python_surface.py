@@ -26,7 +26,9 @@ SEEN = {"images": FRAMES, "state": STATE, "prompt": "go", "session": "arm"}
 def test_names_are_there_and_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sinew, "convert", raising=False)  # which others have imported
     names = ("load", "connect", "convert", "evaluate", "quantize", "record", "run", "serve")
-    assert set(names) <= set(dir(sinew)) == set(sinew.__all__)
+    assert (
+        set(names) <= set(dir(sinew)) > set(sinew.__all__)
+    )  # what other packages add is no part of a star import
     for name in names:
         function = getattr(sinew, name)
         assert function.__doc__

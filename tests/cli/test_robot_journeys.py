@@ -19,6 +19,9 @@ from sinew_client.control import Loop, Settings, Stopped
 from sinew_client.control.facts import facts_of
 from sinew_client.control.robots import Dry
 from sinew_client.faults import Faults, kind_of
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.robot import SimulatedRobot
+from sinew_eval.foreign.server import serving
 
 from sinew.cli import main
 from sinew.cli.run_robot import episodes_text
@@ -26,9 +29,6 @@ from sinew.cli.run_view import Keys, RunView
 from sinew.cli.status import EXIT_FAULTS, problems
 from sinew.core import ObservationError
 from sinew.engine import guidance
-from sinew.eval.adapters import make_env
-from sinew.eval.robot import SimulatedRobot
-from sinew.eval.server import serving
 from sinew.policy import Policy
 from sinew.serve.request import SupersededError
 from sinew.stream import Session
@@ -315,7 +315,7 @@ def test_errors_are_told_from_what_is_late() -> None:
 def test_chunks_that_nothing_could_execute_end_an_evaluation(
     said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sinew.eval.policies import InProcess
+    from sinew_eval.episodes.policies import InProcess
 
     infer = InProcess.infer
 
@@ -455,10 +455,10 @@ def test_a_module_that_is_not_there_is_said_at_once(folder: Path, words: tuple[s
 
 def test_environments_and_planners_of_the_current_folder_are_found(folder: Path) -> None:
     (folder / "my_env.py").write_text(
-        "from sinew.sim.pen import PenEnv\n\nclass Mine(PenEnv):\n    max_steps = 120\n"
+        "from sinew_eval.sim.pen import PenEnv\n\nclass Mine(PenEnv):\n    max_steps = 120\n"
     )
     (folder / "my_adapter.py").write_text(
-        "from sinew.eval.adapters import Direct\n\nclass Mine(Direct): ...\n"
+        "from sinew_eval.episodes.adapters import Direct\n\nclass Mine(Direct): ...\n"
     )
     done = sinew(
         folder,

@@ -24,14 +24,14 @@ from sinew_client.control import Loop, Settings, Stopped, repeat
 from sinew_client.control.facts import facts_of
 from sinew_client.control.robots import Dry, LeRobotArm
 from sinew_client.control.run import RunPlan
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.robot import SimulatedRobot
 
 from sinew.cli import main
 from sinew.cli.run_connection import check_guidance
 from sinew.cli.run_robot import RobotFlags, plan_run
 from sinew.cli.run_view import Keys, RunView
 from sinew.core import SinewError
-from sinew.eval.adapters import make_env
-from sinew.eval.robot import SimulatedRobot
 from tests import processes
 
 HANGS = 600.0  # seconds after which a program is taken to stand still: a guard, and no bound
@@ -257,7 +257,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("mujoco")
-    from sinew.sim.blocks import STEP_SIZE
+    from sinew_eval.sim.blocks import STEP_SIZE
 
     journal, frames = tmp_path / "run.jsonl", tmp_path / "frames"
     robot = ("--robot", f"{__name__}:Patient", "--robot-options", '{"commands": 96}')

@@ -16,9 +16,9 @@ from sinew_client.arm.leaders import LeRobotLeader, open_leader
 from sinew_client.control import LeaderError, Stopped
 from sinew_client.control.listeners.shadow import ShadowAgreement
 from sinew_client.control.smoothing import parse_filter
+from sinew_eval.episodes.robot import SimulatedRobot
 
 from sinew.cli import main
-from sinew.eval.robot import SimulatedRobot
 from sinew.records.recorder import read_records
 from tests import processes
 from tests.cli.test_run import BLOCKS, PLAIN, last_json

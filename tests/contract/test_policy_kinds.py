@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sinew_client
 from sinew_client import ClosedError, Observation, PolicySpec, RequestTimeout, connect
+from sinew_eval.sim import blocks_expert
 
 import sinew
 from sinew.core import SinewError
@@ -20,7 +21,6 @@ from sinew.policy import load
 from sinew.processing.safety import Safety
 from sinew.serve import contexts
 from sinew.serve.deploy import PolicyHost
-from sinew.sim import blocks_expert
 from tests import processes
 from tests.engine.test_batches import observations
 from tests.serve.puppet import WAIT_S, desk

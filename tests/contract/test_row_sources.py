@@ -36,10 +36,10 @@ from sinew_client.control import (
 from sinew_client.control.adapter_file import Eye, Form
 from sinew_client.errors import Refused
 from sinew_client.streams import StreamLink
+from sinew_eval.episodes.settings import Latency
+from sinew_eval.episodes.sources import Measured, Simulated, SimulatedLink, StreamCosts
 
 from sinew.core import ObservationError, SinewError
-from sinew.eval.settings import Latency
-from sinew.eval.sources import Measured, Simulated, SimulatedLink, StreamCosts
 from sinew.policy import load
 from sinew.processing.safety import Safety
 from sinew.serve import contexts

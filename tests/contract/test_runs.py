@@ -62,8 +62,8 @@ def from_python(policy: Any) -> Settings:
 def evaluation(target: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Play an episode, and return the settings with which it was played."""
     pytest.importorskip("gymnasium")
-    from sinew.eval.player import EpisodePlayer
-    from sinew.eval.settings import Task, Variant
+    from sinew_eval.episodes.player import EpisodePlayer
+    from sinew_eval.episodes.settings import Task, Variant
 
     plans: list[RunPlan] = []
     whole = Run.run

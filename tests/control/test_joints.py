@@ -367,7 +367,7 @@ def test_every_packaged_policy_names_its_numbers_and_says_their_units(path: Path
         assert len(set(vector.names)) == vector.dim
     if "blocks" in path.stem or path.stem == "act":
         pytest.importorskip("mujoco")
-        from sinew.sim.blocks import STEP_SIZE, BlocksEnv
+        from sinew_eval.sim.blocks import STEP_SIZE, BlocksEnv
 
         assert spec.action.names == BlocksEnv.action_names
         assert spec.action.units[0] == f"{1e3 * STEP_SIZE:g} mm"

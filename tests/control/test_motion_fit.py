@@ -230,11 +230,10 @@ def test_the_embedded_robot_moves_less_than_its_definition_says() -> None:
     """The hand lags behind what it is told: a unit is 2 cm by definition, 1.7 in fact."""
     pytest.importorskip("mujoco")
     import gymnasium
+    import sinew_eval.sim
+    from sinew_eval.sim.blocks import STEP_SIZE
 
-    import sinew.sim
-    from sinew.sim.blocks import STEP_SIZE
-
-    assert sinew.sim
+    assert sinew_eval.sim
     env = gymnasium.make("sinew/Blocks-v0").unwrapped
     state = env.reset(seed=0)[0]["state"]
     rng, watch, row = RNG(0), MotionWatch(), np.zeros(4, np.float32)

@@ -15,14 +15,14 @@ from sinew_client import ActionQueue
 from sinew_client.control import choose
 from sinew_client.control.defaults import REPLAN
 from sinew_client.types import ActionChunk, CameraSpec, PolicySpec, RealTimeChunking, Timing, VectorSpec
+from sinew_eval.episodes.settings import Variant
+from sinew_eval.episodes.variants import _handed_over
 
 import sinew
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert import convert
 from sinew.core import ConvertError
-from sinew.eval.settings import Variant
-from sinew.eval.variants import _handed_over
 from tests.cases import cases
 
 ROWS = 4

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from sinew_eval.episodes.adapters import make_env
 
 from research.policies.graphs import POLICIES, write
 from sinew import load
@@ -22,7 +23,6 @@ from sinew.engine.backend import choose
 from sinew.engine.onnx.borrowed import INLINE, SHIPPED, borrow, shipped, shipped_folder
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import STAGES, GraphSet
-from sinew.eval.adapters import make_env
 from tests.closeness import assert_close, rounding
 from tests.covering import some
 from tests.engines import eager_rounding, run_one

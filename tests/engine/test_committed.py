@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sinew_eval.sim  # noqa: F401 - registers the environments
 import torch
 
-import sinew.sim  # noqa: F401 - registers the environments
 from sinew.convert import convert
 from sinew.core import BundleError, ConvertError, Observation, ObservationError
 from sinew.engine.example import Inputs

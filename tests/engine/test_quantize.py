@@ -11,6 +11,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from sinew_eval.judge import GATES
+from sinew_eval.report.gate import read_gate
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import DEFAULT_RECIPE, Manifest
@@ -20,8 +22,6 @@ from sinew.engine.onnx import export, quantize
 from sinew.engine.onnx.cache import graphs_folder
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import quantize_graphs, round_weights
-from sinew.eval.report.gate import read_gate
-from sinew.eval.report.gating import GATES
 from sinew.families.smolvla.model import SmolVLA
 from sinew.lowbit.quantization import lacking
 from sinew.lowbit.recipes import parse_recipe

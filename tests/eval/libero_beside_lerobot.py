@@ -18,9 +18,8 @@ sys.modules["triton"] = None  # type: ignore[assignment] # torch does without; i
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-
-from sinew.eval.adapters import Mapped  # noqa: E402
-from sinew.eval.suites import libero  # noqa: E402
+from sinew_eval.episodes.adapters import Mapped  # noqa: E402
+from sinew_eval.suites import libero  # noqa: E402
 
 # PyPI's torchvision is compiled against CUDA's torch; see lerobot_robot.py.
 _operators = torch.library.Library("torchvision", "FRAGMENT")

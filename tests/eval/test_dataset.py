@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sinew_eval.dataset.records import episodes
+from sinew_eval.dataset.statistics import Statistics
+from sinew_eval.dataset.writer import DatasetFrame, DatasetWriter
 
 from sinew.cli import main
 from sinew.core import ActionChunk, Observation, SinewError
-from sinew.eval.dataset.records import episodes
-from sinew.eval.dataset.statistics import Statistics
-from sinew.eval.dataset.writer import DatasetFrame, DatasetWriter
 from sinew.records.recorder import Recorder, read_records
 from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
 
@@ -344,7 +344,7 @@ def test_records_from_elsewhere_are_told_what_is_wrong(
 WRITER = """
 import sys
 from pathlib import Path
-from sinew.eval.dataset.writer import DatasetWriter
+from sinew_eval.dataset.writer import DatasetWriter
 from tests.eval.test_dataset import frames
 with DatasetWriter(Path(sys.argv[1]), 20) as writer:
     for _ in range(int(sys.argv[2])):

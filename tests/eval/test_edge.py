@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client.control import Adapter, AdapterError
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.campaign import key
+from sinew_eval.episodes.runner import Conduct, run_episode
+from sinew_eval.episodes.settings import Latency, Task, Variant, sweep
+from sinew_eval.episodes.variants import variants
 
 from sinew.core import SinewError
-from sinew.eval.adapters import make_env
-from sinew.eval.campaign import key
-from sinew.eval.runner import Conduct, run_episode
-from sinew.eval.settings import Latency, Task, Variant, sweep
-from sinew.eval.variants import variants
 from sinew.policy import open_bundle
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
@@ -93,7 +93,10 @@ def test_it_goes_on_where_rows_have_run_out() -> None:
 def test_training_makes_one_for_the_policy_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two episodes: the command alone. Its demonstrations close the jaws at one moment of an episode and never while
     the pen hangs."""
-    edge, shards = pytest.importorskip("research.policies.edge"), pytest.importorskip("train.shard")
+    edge, shards = (
+        pytest.importorskip("research.policies.edge"),
+        pytest.importorskip("sinew_eval.training.shard"),
+    )
     asked = ["edge", "--task", "pen", "--out", str(tmp_path), "--episodes", "2", "--cpu-seconds", "0.3"]
     monkeypatch.setattr("sys.argv", asked)
     edge.main()

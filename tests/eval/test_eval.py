@@ -20,6 +20,19 @@ import pytest
 gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
+from sinew_eval.episodes import campaign  # noqa: E402
+from sinew_eval.episodes.adapters import Mapped, make_env, read_mapping  # noqa: E402
+from sinew_eval.episodes.policies import ServerPolicy  # noqa: E402
+from sinew_eval.episodes.runner import Conduct, run_episode  # noqa: E402
+from sinew_eval.episodes.settings import Latency, Task, Variant, sweep  # noqa: E402
+from sinew_eval.episodes.sources import chunk_seed  # noqa: E402
+from sinew_eval.episodes.variants import variants  # noqa: E402
+from sinew_eval.foreign.server import serving  # noqa: E402
+from sinew_eval.report import stats  # noqa: E402
+from sinew_eval.report.gate import Gate, GateRule, read_gate  # noqa: E402
+from sinew_eval.report.report import comparison_cells  # noqa: E402
+from sinew_eval.suites.mapping import Mapping  # noqa: E402
+
 from sinew.cli import main  # noqa: E402
 from sinew.core import (  # noqa: E402
     ActionChunk,
@@ -27,18 +40,6 @@ from sinew.core import (  # noqa: E402
     Timing,
     statistics,
 )
-from sinew.eval import campaign  # noqa: E402
-from sinew.eval.adapters import Mapped, make_env, read_mapping  # noqa: E402
-from sinew.eval.policies import ServerPolicy  # noqa: E402
-from sinew.eval.report import stats  # noqa: E402
-from sinew.eval.report.gate import Gate, GateRule, read_gate  # noqa: E402
-from sinew.eval.report.report import comparison_cells  # noqa: E402
-from sinew.eval.runner import Conduct, run_episode  # noqa: E402
-from sinew.eval.server import serving  # noqa: E402
-from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
-from sinew.eval.sources import chunk_seed  # noqa: E402
-from sinew.eval.suites.mapping import Mapping  # noqa: E402
-from sinew.eval.variants import variants  # noqa: E402
 from tests import processes  # noqa: E402
 from tests.covering import some  # noqa: E402
 
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
 BLOCKS, PEN, ACT = (PACKAGE / "assets" / f"{name}.gguf" for name in ("blocks", "pen", "act"))
-GATES = PACKAGE / "eval" / "gates"
+GATES = PACKAGE.parent / "eval" / "sinew_eval" / "gates"
 HOLD = -1.0
 
 needs_blocks = pytest.mark.skipif(not BLOCKS.exists(), reason="no trained policy at sinew/assets/blocks.gguf")
@@ -479,7 +480,10 @@ def test_mapping_file(tmp_path: Path) -> None:
     [
         (("nowhere.gguf",), "no such file"),
         (("expert", "--env", "mine/Nowhere-v0"), "one of your own is MODULE:CLASS, or MODULE:ID where"),
-        (("expert", "--env", "sinew.sim.pen:sinew/Pen-v9"), "cannot make the environment sinew.sim.pen:"),
+        (
+            ("expert", "--env", "sinew_eval.sim.pen:sinew/Pen-v9"),
+            "cannot make the environment sinew_eval.sim.pen:",
+        ),
         (("expert", "--env", "sinew/Blocks-v0", "--env-options", "[1]"), "expected a JSON object"),
         (("expert", "--replan", "often"), "--replan"),
         (("expert", "--adapter", "nope"), "adapter: expected one of direct"),
@@ -633,7 +637,7 @@ def test_report_files(
     def interrupted(*given: Any, **options: Any) -> Any:
         raise KeyboardInterrupt  # as Ctrl-C does, at any place
 
-    monkeypatch.setattr("sinew.sim.pen.PenEnv.step", interrupted)
+    monkeypatch.setattr("sinew_eval.sim.pen.PenEnv.step", interrupted)
     # The report of something else is not replaced by this one's, and a run that is interrupted says what is kept.
     other = ["eval", str(PEN), "--env", "sinew/Pen-v0", "--episodes", "1", "--workers", "1", "--out"]
     assert main([*other, str(tmp_path)]) == 1
@@ -660,7 +664,7 @@ def test_server_plays_the_same_episodes(tmp_path: Path) -> None:
 WITH_A_SERVER = """
 import sys, time
 from pathlib import Path
-from sinew.eval.server import serving
+from sinew_eval.foreign.server import serving
 with serving(Path(sys.argv[1]), Path(sys.argv[2]), "--threads", "1") as address:
     print(address, flush=True)
     time.sleep(600)
@@ -827,7 +831,7 @@ def test_a_future_state_is_what_the_robot_will_have() -> None:
 @needs_blocks
 def test_the_demos_early_end_keeps_its_intervals() -> None:
     """Exact, by all numbers of successes: one look costs no coverage, as it ends at the ends alone."""
-    from sinew.eval.demo.closed_loop import LOOK, SWEEP_EPISODES, SWEEP_LOOK
+    from sinew_eval.demo.closed_loop import LOOK, SWEEP_EPISODES, SWEEP_LOOK
 
     chances = np.linspace(0.001, 0.999, 999)
 
@@ -861,9 +865,8 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     from PIL import Image
     from rich.console import Console
-
-    from sinew.eval.demo import closed_loop as demo
-    from sinew.sim import film as renderer
+    from sinew_eval.demo import closed_loop as demo
+    from sinew_eval.sim import film as renderer
 
     monkeypatch.setattr(renderer, "BACKENDS", ())  # as on a machine without them
     renderer.backend.cache_clear()

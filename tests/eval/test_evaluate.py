@@ -19,6 +19,12 @@ gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim ex
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noqa: E402
+from sinew_eval.episodes import campaign  # noqa: E402
+from sinew_eval.episodes.lockstep import INFER, ORDER, RESET, STEP, Meeting  # noqa: E402
+from sinew_eval.episodes.settings import Task, Variant  # noqa: E402
+from sinew_eval.report import evaluation  # noqa: E402
+from sinew_eval.sim.experts import expert_spec  # noqa: E402
+from sinew_eval.sim.pen import PenEnv  # noqa: E402
 
 import sinew  # noqa: E402
 from sinew.core import (  # noqa: E402
@@ -29,12 +35,6 @@ from sinew.core import (  # noqa: E402
     VectorSpec,
     statistics,
 )
-from sinew.eval import campaign  # noqa: E402
-from sinew.eval.lockstep import INFER, ORDER, RESET, STEP, Meeting  # noqa: E402
-from sinew.eval.report import evaluation  # noqa: E402
-from sinew.eval.settings import Task, Variant  # noqa: E402
-from sinew.sim.experts import expert_spec  # noqa: E402
-from sinew.sim.pen import PenEnv  # noqa: E402
 from tests.eval.test_eval import PEN, content, needs_pen  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("rounded_by_shape", "forked")

@@ -9,10 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-
-from sinew.core import SinewError
-from sinew.engine.eager.engine import EagerEngine
-from sinew.eval.learning.exploration import (
+from sinew_eval.learning.exploration import (
     DenoisingChain,
     Exploration,
     TokenChooser,
@@ -22,6 +19,9 @@ from sinew.eval.learning.exploration import (
     log_density,
     token_log_probs,
 )
+
+from sinew.core import SinewError
+from sinew.engine.eager.engine import EagerEngine
 from sinew.models.solvers import FLOW, SINGLE, NoiseLevels, Solver, solve
 from sinew.processing import stack
 from sinew.steps.action_tokens.bins import BinTokens

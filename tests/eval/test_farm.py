@@ -26,12 +26,13 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
+from sinew_eval.episodes import campaign, episode_log
+from sinew_eval.episodes.player import groups, key
+from sinew_eval.episodes.settings import Latency, Task, Variant
+from sinew_eval.farm import files, hosts, shards
+
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import campaign, episode_log
-from sinew.eval.farm import files, hosts, shards
-from sinew.eval.player import groups, key
-from sinew.eval.settings import Latency, Task, Variant
 from sinew.policy import Policy
 from sinew.serve.batching import Batcher
 from tests import processes
@@ -303,7 +304,7 @@ def _played(out: Path) -> set[str]:
 
 def _is_shard(pid: int) -> bool:
     try:
-        return b"sinew.eval.farm.shards" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"sinew_eval.farm.shards" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -607,7 +608,7 @@ def test_what_is_not_whole_is_played_again(tmp_path: Path) -> None:
 POISON = """
     import os
     import gymnasium
-    from sinew.sim.pen import PenEnv
+    from sinew_eval.sim.pen import PenEnv
 
     class Poison(PenEnv):
         def reset(self, *, seed=None, options=None):

@@ -31,14 +31,15 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
+from sinew_eval.episodes import campaign
+from sinew_eval.episodes.outside import TypedNames
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.farm import files, shards
+from sinew_eval.foreign import cluster
+
 from sinew.cli import main
 from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
-from sinew.eval import campaign
-from sinew.eval.farm import files, shards
-from sinew.eval.foreign import cluster
-from sinew.eval.outside import TypedNames
-from sinew.eval.settings import Task, Variant
 from tests import processes
 from tests.eval.test_eval import PEN, children, content, needs_pen
 from tests.eval.test_farm import PATIENCE, POISON, TASK, _played, command, outcomes, pen, wait_for

@@ -14,7 +14,7 @@ from tests.cases import tiny_bundle
 def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
     """The header says which cameras a bundle has, and the environment's first observation which frames there are."""
     monkeypatch.setattr("sinew.assemble.choose", None)  # what a load calls first; it would be a TypeError
-    monkeypatch.setattr("sinew.eval.policies.chosen", None)
+    monkeypatch.setattr("sinew_eval.episodes.policies.chosen", None)
     for arguments, words in (
         (
             ["--rename", "front=camera9"],

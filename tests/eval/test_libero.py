@@ -18,11 +18,12 @@ from sinew_client.rotations import from_vector
 
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
+from sinew_eval import suites
+from sinew_eval.foreign import run as foreign
+from sinew_eval.suites import libero, libero_expert
+
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import suites
-from sinew.eval.foreign import run as foreign
-from sinew.eval.suites import libero, libero_expert
 from tests.eval.test_simulator_adapters import PACKAGE, Scripted, evaluate, needs, serving, spec_of
 from tests.serve.lerobot_releases import CLIENTS, RELEASES, lerobot_folder
 

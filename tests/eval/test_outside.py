@@ -17,15 +17,16 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
+from sinew_eval.episodes import campaign
+from sinew_eval.episodes.outside import TypedNames
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.evidence import leaderboard, repeat
+from sinew_eval.farm import files, shards
+from sinew_eval.foreign.model_server import _array
+from sinew_eval.report.gate import GATES, read_gate
+
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import campaign
-from sinew.eval.evidence import leaderboard, repeat
-from sinew.eval.farm import files, shards
-from sinew.eval.model_server import _array
-from sinew.eval.outside import TypedNames
-from sinew.eval.report.gate import GATES, read_gate
-from sinew.eval.settings import Task, Variant
 
 KEY = "a-key-of-a-robot"
 DEEP = "[" * 200_000
@@ -56,8 +57,8 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     flag = tmp_path / "imported"
     (tmp_path / "somebodys.py").write_text(
         f"open({str(flag)!r}, 'w').close()\n"
-        "from sinew.eval.adapters import Direct as Adapter\n"
-        "from sinew.sim.pen import PenEnv as Env\n"
+        "from sinew_eval.episodes.adapters import Direct as Adapter\n"
+        "from sinew_eval.sim.pen import PenEnv as Env\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield flag

@@ -13,10 +13,10 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the pen task needs the sim extra")
 
 import torch
+from sinew_eval.learning.rollouts import RolloutPolicy
 
 import sinew
 from sinew.core import ObservationError, SinewError
-from sinew.eval.learning.rollouts import RolloutPolicy
 from tests.eval.test_eval import PEN, needs_pen
 
 pytestmark = [needs_pen, pytest.mark.usefixtures("rounded_by_shape")]

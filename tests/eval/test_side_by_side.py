@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sinew_eval.episodes.policies import InProcess
+from sinew_eval.episodes.runner import Conduct
+from sinew_eval.episodes.settings import Latency
 
 from benchmarks.handovers import TASKS, episode_of, play, point
 from benchmarks.side_by_side import SideBySide
-from sinew.eval.policies import InProcess
-from sinew.eval.runner import Conduct
-from sinew.eval.settings import Latency
 from sinew.policy import Policy, load
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"

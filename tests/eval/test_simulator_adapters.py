@@ -20,22 +20,24 @@ import pytest
 
 gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
+from sinew_eval import suites  # noqa: E402
+from sinew_eval.episodes import campaign  # noqa: E402
+from sinew_eval.episodes.adapters import Mapped, read_mapping  # noqa: E402
+from sinew_eval.episodes.runner import Conduct, run_episode  # noqa: E402
+from sinew_eval.episodes.settings import Task, Variant  # noqa: E402
+from sinew_eval.foreign import run as foreign  # noqa: E402
+from sinew_eval.foreign import worker as foreign_worker  # noqa: E402
+from sinew_eval.report.report import suite_rows  # noqa: E402
+from sinew_eval.suites import aloha, conventions, libero, metaworld, pusht, simpler  # noqa: E402
+from sinew_eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
+from sinew_eval.suites.mapping import Mapping  # noqa: E402
+
 from sinew.bundle import Bundle, write_bundle  # noqa: E402
 from sinew.cli import main  # noqa: E402
 from sinew.cli.run_robot import RobotFlags  # noqa: E402
 from sinew.convert import convert  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, Observation, PolicySpec, SinewError, VectorSpec  # noqa: E402
 from sinew.core.registry import architectures  # noqa: E402
-from sinew.eval import campaign, suites  # noqa: E402
-from sinew.eval.adapters import Mapped, read_mapping  # noqa: E402
-from sinew.eval.foreign import run as foreign  # noqa: E402
-from sinew.eval.foreign import worker as foreign_worker  # noqa: E402
-from sinew.eval.report.report import suite_rows  # noqa: E402
-from sinew.eval.runner import Conduct, run_episode  # noqa: E402
-from sinew.eval.settings import Task, Variant  # noqa: E402
-from sinew.eval.suites import aloha, conventions, libero, metaworld, pusht, simpler  # noqa: E402
-from sinew.eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
-from sinew.eval.suites.mapping import Mapping  # noqa: E402
 from sinew.families.smolvla.random_checkpoint.layout import TINY  # noqa: E402
 from sinew.families.smolvla.random_checkpoint.write import write_checkpoint  # noqa: E402
 from sinew.lowbit.sources import lowbit_sources  # noqa: E402
@@ -452,8 +454,8 @@ def test_what_the_other_interpreter_imports_needs_no_torch() -> None:
         "import sys\n"
         "for name in ('torch', 'gguf', 'msgspec', 'aiohttp', 'tokenizers', 'rich', 'cyclopts', 'mujoco'):\n"
         "    sys.modules[name] = None\n"
-        "import sinew_client, sinew.eval.campaign, sinew.eval.adapters\n"
-        "from sinew.eval.suites import aloha, libero, metaworld, pusht, simpler\n"
+        "import sinew_client, sinew_eval.episodes.campaign, sinew_eval.episodes.adapters\n"
+        "from sinew_eval.suites import aloha, libero, metaworld, pusht, simpler\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -716,7 +718,7 @@ SAME = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import gymnasium, gym_aloha, numpy as np
-from sinew.eval.suites.aloha import Simulator  # noqa: E402
+from sinew_eval.suites.aloha import Simulator  # noqa: E402
 task = "gym_aloha/AlohaTransferCube-v0"
 ours, theirs = Simulator([task]), gymnasium.make(task, obs_type="pixels_agent_pos", disable_env_checker=True)
 a, _ = ours.reset(seed=7)

@@ -25,19 +25,19 @@ pytest.importorskip("mujoco", reason="the pen needs the sim extra")
 
 from sinew_client.control import Command, Outcome
 from sinew_client.control.robots import Dry
+from sinew_eval.episodes import episode_log
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.robot import SimulatedRobot
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.evidence import page
+from sinew_eval.report import stats
+from sinew_eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, Desk, TrialTally
+from sinew_eval.trials.sitting import Sitting
 
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import episode_log
-from sinew.eval.adapters import make_env
-from sinew.eval.evidence import page
-from sinew.eval.report import stats
-from sinew.eval.robot import SimulatedRobot
-from sinew.eval.runner import Episode
-from sinew.eval.settings import Task, Variant
-from sinew.eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, Desk, TrialTally
-from sinew.eval.trials.sitting import Sitting
 from tests import processes
 from tests.control.test_loop import loop_of
 

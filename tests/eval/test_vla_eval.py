@@ -21,16 +21,17 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
 import msgpack
+from sinew_eval import suites
+from sinew_eval.episodes import campaign
+from sinew_eval.episodes.adapters import Mapped
+from sinew_eval.episodes.policies import identity
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.foreign.model_server import ModelServer
+from sinew_eval.foreign.run import Foreign
+from sinew_eval.foreign.server import serving
 
 from sinew.cli import main
 from sinew.core import SinewError
-from sinew.eval import campaign, suites
-from sinew.eval.adapters import Mapped
-from sinew.eval.foreign.run import Foreign
-from sinew.eval.model_server import ModelServer
-from sinew.eval.policies import identity
-from sinew.eval.server import serving
-from sinew.eval.settings import Task, Variant
 from tests import processes
 from tests.serve.vla_eval_package import FOLDER, environment, installed, nursery
 
@@ -143,7 +144,7 @@ def test_a_benchmark_holds_its_robot_as_it_says() -> None:
 
 
 def suites_mapping() -> Any:
-    from sinew.eval.suites.mapping import Mapping
+    from sinew_eval.suites.mapping import Mapping
 
     return Mapping(images={}, state=("state",))
 

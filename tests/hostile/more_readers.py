@@ -21,6 +21,13 @@ from sinew_client import untrusted
 from sinew_client.arm.end_effector import KinematicsOptions
 from sinew_client.arm.kinematics import read_chain
 from sinew_client.untrusted import UntrustedError
+from sinew_eval.episodes import episode_log
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task
+from sinew_eval.episodes.variants import Variant
+from sinew_eval.evidence import leaderboard, repeat
+from sinew_eval.farm.files import FORMAT, PLAN, FarmPlan
+from sinew_eval.report.gate import GATES, read_gate
 
 from sinew.bundle import Bundle
 from sinew.bundle.digests import Memo
@@ -28,13 +35,6 @@ from sinew.cli.top_view import view
 from sinew.convert.sources.card import records_of
 from sinew.core import SinewError
 from sinew.engine import prepared, proofs
-from sinew.eval import episode_log
-from sinew.eval.evidence import leaderboard, repeat
-from sinew.eval.farm.files import FORMAT, PLAN, FarmPlan
-from sinew.eval.report.gate import GATES, read_gate
-from sinew.eval.runner import Episode
-from sinew.eval.settings import Task
-from sinew.eval.variants import Variant
 from sinew.serve.dashboard.follow import ServerSeen
 from sinew.serve.wires.lerobot.agreements import Agreements
 from tests.hostile.meter import gave

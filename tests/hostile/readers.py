@@ -32,6 +32,7 @@ from sinew_client.control.safety import Limits
 from sinew_client.control.settings import Settings
 from sinew_client.protocol import decode_metadata
 from sinew_client.streams import decode_window
+from sinew_eval.dataset.records import episodes
 from sinew_perf.hardware import hardware
 from sinew_ros.contract import read as read_contract
 
@@ -44,7 +45,6 @@ from sinew.core import ActionChunk, Observation, SinewError
 from sinew.engine.contexts import FORMS, pack, unpack
 from sinew.engine.onnx.engine import _table
 from sinew.engine.onnx.graphs import GraphSet
-from sinew.eval.dataset.records import episodes
 from sinew.policy import Policy, load
 from sinew.processing.safety import Safety
 from sinew.records.recorder import Recorder, read_record, read_records

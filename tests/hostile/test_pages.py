@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import Client, ClientError
+from sinew_eval.evidence import leaderboard, run_page
 
 from sinew.cli import main
 from sinew.core import ActionChunk, CameraSpec, Observation, ObservationError, VectorSpec
-from sinew.eval.evidence import leaderboard, run_page
 from sinew.serve.transport.listen import Listen
 from tests.hostile.decoders import REPORT
 from tests.serve import browser

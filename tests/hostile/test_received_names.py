@@ -31,6 +31,17 @@ from sinew_client.control.journal import watched
 from sinew_client.control.safety import Limits
 from sinew_client.typed_names import OutsideName, UntypedNameError, portable, require_typed, typed_values
 from sinew_client.types import PolicySpec
+from sinew_eval.episodes import campaign
+from sinew_eval.episodes.adapters import read_mapping
+from sinew_eval.episodes.episode_log import episodes_of
+from sinew_eval.episodes.outside import TypedNames
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.evidence import leaderboard, page, repeat
+from sinew_eval.farm import files, shards
+from sinew_eval.report.gate import GATES, read_gate
+from sinew_eval.report.report import document
+from sinew_eval.trials.sitting import Sitting
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
@@ -39,17 +50,6 @@ from sinew.convert.sources.cache import RECORD, CacheEntry
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import SinewError
 from sinew.engine.onnx.graphs import GraphSet
-from sinew.eval import campaign
-from sinew.eval.adapters import read_mapping
-from sinew.eval.episode_log import episodes_of
-from sinew.eval.evidence import leaderboard, page, repeat
-from sinew.eval.farm import files, shards
-from sinew.eval.outside import TypedNames
-from sinew.eval.report.gate import GATES, read_gate
-from sinew.eval.report.report import document
-from sinew.eval.runner import Episode
-from sinew.eval.settings import Task, Variant
-from sinew.eval.trials.sitting import Sitting
 from sinew.serve.fleet.config import read as read_fleet
 from tests.control.test_edge_adapter import FORM, tensors
 from tests.hostile.readers import FLEET, LIMITS, journal

@@ -128,7 +128,7 @@ from sinew.core import SinewError
 from sinew.records.viewers.mcap_file import write_mcap
 from sinew.records.recorder import read_record, read_records
 from sinew.serve.replay import Replay
-from sinew.eval.dataset.records import episodes
+from sinew_eval.dataset.records import episodes
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -14,6 +14,7 @@ PAGES = {
         ROOT / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),  # research/log tells of the past
         *sorted((ROOT / "packages").glob("*/README.md")),
+        ROOT / "eval" / "README.md",
         ROOT / "perf" / "README.md",
     ]
 }

@@ -228,8 +228,8 @@ def openpi_client(walk: Walk) -> None:
 
 def readme(walk: Walk) -> None:
     why = "`make journeys` made the environment that this runs in, with everything of .[full]"
-    walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[demo]'", why)
-    walk.leaves("pip install -c constraints.txt ./packages/sinew-client ./perf '.[full]'", why)
+    walk.leaves("pip install -c constraints.txt ./packages/sinew-client ./eval '.[demo]'", why)
+    walk.leaves("pip install -c constraints.txt ./packages/sinew-client ./eval ./perf '.[full]'", why)
     walk.type(
         "sinew demo --episodes 5 --sweep-episodes 0 --no-film", says=(r"closed loop: [45]/5", "95 % interval")
     )
@@ -302,7 +302,7 @@ def commands(walk: Walk) -> None:
 
 def quick_start(walk: Walk) -> None:
     walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client ./perf '.[full]'",
+        "pip install -c constraints.txt ./packages/sinew-client ./eval ./perf '.[full]'",
         "made the environment that this runs in",
     )
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0 --episodes 3"), 1, of=3)
@@ -928,6 +928,27 @@ def low_bit(walk: Walk) -> None:
     walk.run("sinew perf fit small.gguf --engine cpu --device cpu --cameras 2", says=("fits with",))
 
 
+def eval_package(walk: Walk) -> None:
+    walk.leaves(
+        "pip install -c constraints.txt ./packages/sinew-client ./eval '.[onnx]'",
+        "resolved by the test of install lines; the README's made the environment that this runs in",
+    )
+    walk.type("sinew demo act --episodes 20", instead=("--episodes 20", "--episodes 2 --sweep-episodes 0"))
+    walk.type("sinew eval blocks --episodes 100 --out build/eval", instead=("100", "4"))
+    walk.type("sinew leaderboard build/eval")
+    for name in ("A.gguf", "B.gguf"):
+        walk.copy(ASSETS / "pen.gguf", name)
+    walk.type(
+        "sinew trials A.gguf --compare B.gguf --robot pen --scenes 20 --out runs/pen",
+        instead=("20", "2"),
+        says=("2 scenes; 2 were played. The plan was kept.",),
+    )
+    walk.leaves(
+        "sinew recording dataset records/ build/recorded --hz 10 --bundle policy.gguf",
+        "docs/recordings.md types it with a recording",
+    )
+
+
 def perf_package(walk: Walk) -> None:
     walk.leaves(
         "pip install -c constraints.txt ./packages/sinew-client ./perf .",
@@ -1468,6 +1489,7 @@ STORIES: dict[str, Story] = {
     "docs/tutorial-quantise.md": tutorial_quantise,
     "docs/wiring.md": wiring,
     "packages/lerobot_policy_sinew/README.md": plugin,
+    "eval/README.md": eval_package,
     "perf/README.md": perf_package,
     "packages/sinew-client/README.md": client,
     "packages/sinew-cpp/README.md": language,

@@ -75,7 +75,7 @@ class Walk:
             "docs",
             "examples",
             "packages",
-            "train",
+            "eval",
             "benchmarks",
             "constraints.txt",
             "docker",

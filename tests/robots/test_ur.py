@@ -32,8 +32,8 @@ class Table:
     """The blocks on their table, whose hand follows the tip of an arm."""
 
     def __init__(self, urdf: Path):
-        from sinew.sim import blocks_scene as scene
-        from sinew.sim.blocks import BlocksEnv
+        from sinew_eval.sim import blocks_scene as scene
+        from sinew_eval.sim.blocks import BlocksEnv
 
         self.scene, self.env = scene, BlocksEnv()
         self.env.reset(seed=5000)

@@ -14,11 +14,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import sinew_eval.sim  # noqa: F401 - registers the tasks
 from PIL import Image
 from sinew_ros.dds import Dds
 from sinew_ros.messages import header
-
-import sinew.sim  # noqa: F401 - registers the tasks
 
 NAMES = ["x", "y", "z", "grip"]
 STEP = 0.02  # metres per unit of the environment's action

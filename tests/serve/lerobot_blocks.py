@@ -20,10 +20,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import sinew_eval.sim  # noqa: F401 - registers the tasks
 from lerobot.robots import Robot, RobotConfig
 from lerobot.teleoperators import Teleoperator, TeleoperatorConfig
-
-import sinew.sim  # noqa: F401 - registers the tasks
 
 JOINTS = ("x.pos", "y.pos", "z.pos", "gripper.pos")
 MOST = 120  # commands of an episode

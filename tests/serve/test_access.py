@@ -18,9 +18,9 @@ import pytest
 from sinew_client import Client, ServerError
 from sinew_client.auth import api_key_of, keys_in
 from sinew_client.errors import SinewError
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.farm import files, hosts
 
-from sinew.eval.farm import files, hosts
-from sinew.eval.settings import Task, Variant
 from sinew.serve.access import is_loopback, key_of
 from sinew.serve.dashboard.feed import Feed
 from sinew.serve.dashboard.routes import Dashboard
@@ -304,7 +304,7 @@ def test_each_place_that_binds_a_socket_checks_access() -> None:
         assert found.pop(probe)[0] == {"socket.create_server"}
     assert not {path for path, (_, checks) in found.items() if not checks}
     assert set(found) == {
-        "sinew/eval/farm/hosts.py",
+        "eval/sinew_eval/farm/hosts.py",
         "sinew/serve/transport/web.py",
         "sinew/serve/transport/zeromq.py",
         "sinew/serve/wires/lerobot/wire.py",

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_client import Client, InvalidObservation, ServerError
+from sinew_eval.foreign.server import serving
 
 from sinew.bundle.schema import Normalization
 from sinew.cli import main
 from sinew.core import Observation, ObservationError, PolicySpec, RequestError, VectorSpec
-from sinew.eval.server import serving
 from sinew.policy import load
 from sinew.processing.continuation import check_continuation, continuation
 from sinew.processing.normalize import Normalizer

@@ -29,7 +29,7 @@ from tests.serve.puppet import desk as puppets
 
 pytest.importorskip("mujoco")
 
-from sinew.eval.adapters import make_env
+from sinew_eval.episodes.adapters import make_env
 
 MANIFEST = open_bundle("blocks").manifest
 ENOUGH = EVERY * LOOKS

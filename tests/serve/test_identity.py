@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from sinew_client import Client
+from sinew_eval.episodes.policies import identity
 
 import sinew
 from sinew.bundle import Bundle
 from sinew.bundle.schema import KEY_HEADER
 from sinew.bundle.writer import rewrite
-from sinew.eval.policies import identity
 from sinew.policy import open_bundle
 from tests import processes
 from tests.serve.test_server import START_S, serving

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sinew_client import Client
+from sinew_eval.episodes.policies import identity
 
 import sinew
-from sinew.eval.policies import identity
 from tests.serve.lerobot_releases import CLIENTS, ROOT, lerobot_folder, newest_release
 from tests.serve.test_lerobot_plugin import BLOCKS, SCRIPT, lerobot
 

@@ -20,9 +20,9 @@ import gymnasium
 import msgpack
 import numpy as np
 import pytest
+import sinew_eval.sim  # noqa: F401 - registers the tasks
 from sinew_client.history import History
 
-import sinew.sim  # noqa: F401 - registers the tasks
 from benchmarks.wire_clients import VlaEval
 from sinew.core import ActionChunk, KeyMap, ObservationError, RequestError, SinewError, VectorSpec
 from sinew.policy import load

@@ -22,6 +22,7 @@ from rich.console import Console
 from sinew_client import Client, InvalidObservation, ServerError, schema
 from sinew_client.aio import AsyncClient
 from sinew_client.target import connect
+from sinew_eval.sim.experts import Expert, expert_spec
 from websockets.sync import client as websockets
 
 from sinew.cli import main, top_view
@@ -37,7 +38,6 @@ from sinew.serve.dashboard.news import records
 from sinew.serve.decode import array as arrays
 from sinew.serve.job import ServingJob
 from sinew.serve.wires import http
-from sinew.sim.experts import Expert, expert_spec
 from tests import processes
 from tests.serve.puppet import desk, until
 from tests.serve.test_replay import FRAMES, STATE

@@ -13,11 +13,10 @@ from typing import Any
 
 import anyio
 import gymnasium
+import sinew_eval.sim  # noqa: F401 - registers the tasks
 from vla_eval.benchmarks.base import StepBenchmark, StepResult
 from vla_eval.orchestrator import Orchestrator
 from vla_eval.specs import IMAGE_RGB, LANGUAGE, RAW, DimSpec
-
-import sinew.sim  # noqa: F401 - registers the tasks
 
 SEED = 5000
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sinew_eval.demo.film import SIDE, Shot, compose, write_film
+from sinew_eval.sim import film
+from sinew_eval.sim.blocks import BlocksEnv
 
 from sinew.core import SinewError
-from sinew.eval.demo.film import SIDE, Shot, compose, write_film
-from sinew.sim import film
-from sinew.sim.blocks import BlocksEnv
 
 
 def pose() -> np.ndarray:
@@ -28,7 +28,7 @@ def shot(**changes: object) -> Shot:
 
 def test_the_film_shows_the_task_that_is_played() -> None:
     """The model with lights and colours has the same joints, so a pose means the same."""
-    import mujoco  # after sinew.sim.blocks, which has chosen no OpenGL for this process
+    import mujoco  # after sinew_eval.sim.blocks, which has chosen no OpenGL for this process
 
     drawn, played = mujoco.MjModel.from_xml_string(film.model_xml()), BlocksEnv()._model
     assert drawn.nq == played.nq

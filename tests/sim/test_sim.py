@@ -13,17 +13,17 @@ import pytest
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("mujoco")
 
+import sinew_eval.sim  # noqa: E402 - registers the environments
 from gymnasium.utils.env_checker import check_env  # noqa: E402 - after the skips
+from sinew_eval.sim import blocks_expert, pen  # noqa: E402
+from sinew_eval.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, vocabulary  # noqa: E402
+from sinew_eval.sim.render import Boxes, RenderCamera, RenderedFrame, draw  # noqa: E402
 
-import sinew.sim  # noqa: E402 - registers the environments
 from sinew.core import Observation  # noqa: E402
 from sinew.policy import load  # noqa: E402
-from sinew.sim import blocks_expert, pen  # noqa: E402
-from sinew.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, vocabulary  # noqa: E402
-from sinew.sim.render import Boxes, RenderCamera, RenderedFrame, draw  # noqa: E402
 from tests.covering import some  # noqa: E402
 
-ASSETS = Path(sinew.sim.__file__).parents[1] / "assets"
+ASSETS = Path(sinew_eval.sim.__file__).parents[1] / "assets"
 NAMES = ("sinew/Blocks-v0", "sinew/BlocksShove-v0", "sinew/BlocksGoal-v0", "sinew/Pen-v0")
 
 
@@ -311,7 +311,7 @@ def test_box_behind_the_camera_is_not_drawn():
 def test_no_graphics_library_is_loaded():
     """A bare environment: no DISPLAY, no choice of an OpenGL backend, and nothing of OpenGL after a frame."""
     code = (
-        "import sys, gymnasium, sinew.sim\n"
+        "import sys, gymnasium, sinew_eval.sim\n"
         "e = gymnasium.make('sinew/Blocks-v0', disable_env_checker=True)\n"
         "o, _ = e.reset(seed=0)\n"
         "assert o['images']['front'].std() > 10\n"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sinew_eval.training.checkpoint import Design, write_configs, write_weights
+from sinew_eval.training.objective import initialise
 
 from sinew.convert import convert
 from sinew.families.smolvla.model import SmolVLA
-from train.checkpoint import Design, write_configs, write_weights
-from train.objective import initialise
 
 DESIGN = Design(
     name="rolls", cameras=("front",), image_size=16, state_dim=2, action_dim=1, chunk_size=6, control_hz=100,

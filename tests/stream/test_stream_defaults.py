@@ -6,10 +6,10 @@ import logging
 
 import pytest
 from sinew_client.control.defaults import usual_guidance
+from sinew_eval.episodes.settings import StreamCosts
 
 from sinew.cli import main
 from sinew.cli.run_stream import STREAM
-from sinew.eval.settings import StreamCosts
 from sinew.policy import open_bundle
 from sinew.stream import StreamSettings
 

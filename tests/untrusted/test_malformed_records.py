@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from sinew_client.arm.end_effector import KinematicsOptions
 from sinew_client.arm.kinematics import KinematicsError
+from sinew_eval.evidence import leaderboard
 
 from sinew.cli.top_view import view
 from sinew.core import SinewError
-from sinew.eval.evidence import leaderboard
 from sinew.serve.dashboard.follow import ServerSeen
 from tests.hostile.more_readers import EVENTS
 from tests.hostile.mutate import places

@@ -63,7 +63,7 @@ class Task(gymnasium.Env):
     """
 
     def __init__(self, name: str, render_mode: str = "rgb_array"):
-        import sinew.sim  # noqa: F401 - registers the tasks
+        import sinew_eval.sim  # noqa: F401 - registers the tasks
 
         self._env = gymnasium.make(f"sinew/{name}", render_mode=render_mode)
         self._max_episode_steps = self._env.spec.max_episode_steps

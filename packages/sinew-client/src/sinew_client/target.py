@@ -104,8 +104,9 @@ class Target:
                 raise ClientError(
                     f"{named(self.text)}: only `sinew eval` supports model servers of other projects"
                 )
+            package = "sinew-vla-eval" if self.kind == EXPERT else "sinew-vla"
             raise ClientError(
-                f"{named(self.text)}: expected tcp://HOST:PORT; for anything else, install the package sinew-vla"
+                f"{named(self.text)}: expected tcp://HOST:PORT; for anything else, install the package {package}"
             )
         policy: Policy = opener(self.place, **options)
         return policy

@@ -1,0 +1,76 @@
+"""Write a data set: of what a server recorded, or of episodes that a policy plays here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sinew.core import SinewError, progress
+
+from sinew_eval.dataset.writer import DatasetFrame, DatasetWriter
+from sinew_eval.episodes.campaign import Elsewhere
+from sinew_eval.episodes.settings import Task, Variant
+
+
+def of_records(
+    records: Path, out: Path, hz: float | None, bundle: Path | None, corrections: bool = False
+) -> dict[str, Any]:
+    """Write the requests of a recording as frames, and return what was counted.
+
+    hz: requests per second; None: that of `sinew run --frames`, or the control rate of ``bundle``, which also names the
+    joints where the frames do not. corrections: only the control steps in which a human drove
+    (:func:`sinew_eval.dataset.records.episodes`). Raises :class:`SinewError` where neither says the rate, or where no
+    two requests follow each other.
+    """
+    from sinew.policy import open_bundle
+    from sinew.records.recorder import read_records
+
+    from sinew_eval.dataset.records import control_hz, episodes
+
+    spec = None if bundle is None else open_bundle(bundle).manifest.spec
+    rate = hz or control_hz(read_records(records)) or (None if spec is None else spec.control_hz)
+    if rate is None:
+        raise SinewError("--hz: expected the rate of the requests; there is no --bundle that states one")
+    found = episodes(read_records(records), rate, corrections)
+    first = next(found, None)
+    if first is None and corrections:
+        raise SinewError(f"{records}: no two steps that follow each other in which a human drove")
+    if first is None:
+        raise SinewError(f"{records}: no two requests of a session follow each other")
+    own = next(read_records(records)).names
+    state = own.get("state", () if spec is None else spec.state.names)
+    action = own.get("action", () if spec is None else spec.action.names)
+    with (
+        DatasetWriter(out, rate, state=state, action=action) as writer,
+        progress.task(f"writing {out}"),
+    ):
+        writer.add(first)
+        for each in found:
+            writer.add(each)
+    return writer.close()
+
+
+def of_episodes(
+    variant: Variant, task: Task, seeds: range, out: Path, successes: bool, elsewhere: Elsewhere | None = None
+) -> dict[str, Any]:
+    """Play an episode per seed, write every control step as a frame, and return what was counted.
+
+    variant: settled (:func:`sinew_eval.episodes.variants.settled`). successes: leave out episodes that failed.
+    elsewhere: plays in another interpreter.
+    """
+    from sinew_eval.episodes.variants import control_hz
+    from sinew_eval.episodes.watched import watch
+
+    rate = control_hz(task, [variant]) if elsewhere is None else elsewhere.control_hz(task)
+    play, won = watch if elsewhere is None else elsewhere.watch, 0
+    with (
+        DatasetWriter(out, rate, robot=task.env) as writer,
+        progress.task(f"writing {out}", len(seeds)) as advance,
+    ):
+        for _, episode, moments in play(task, [variant], [(0, seed) for seed in seeds]):
+            won += episode.success
+            if episode.success or not successes:
+                frames = [DatasetFrame(m.images, m.state, m.action, m.prompt) for m in moments[:-1]]
+                writer.add(frames, episode.success)
+            advance("success" if episode.success else "failure")
+    return {**writer.close(), "played": len(seeds), "successes": won}

@@ -1,0 +1,176 @@
+"""Episodes as a film: the scene as MuJoCo draws it, and beside it what the policy saw, did and took for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from sinew.core.figures import COLORS
+
+from sinew_eval.episodes.adapters import EnvAdapter
+from sinew_eval.episodes.policies import ServerPolicy
+from sinew_eval.episodes.runner import Conduct, run_episode
+from sinew_eval.episodes.watched import WatchedEpisode
+
+SIDE = 400  # pixels beside the scene
+TRAIL = 40  # control steps of actions that are shown
+REQUESTS = 24  # latencies that are shown
+STRIDE = 2  # control steps from one picture to the next
+PAUSE_S = 1.2  # at the end of an episode
+QUALITY = 72
+_INK, _PAPER, _LINE, _FAINT = (27, 31, 36), (250, 250, 248), (209, 217, 224), (72, 80, 88)
+_GOOD, _BAD = (0, 122, 70), (190, 45, 30)
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One control step. pose: for the renderer. images, prompt: what the policy was shown. actions: float32 [n, D], up
+    to and with this step's; names: theirs. latency_ms: of the requests so far. result: at the end of an episode."""
+
+    pose: np.ndarray
+    images: Mapping[str, np.ndarray]
+    prompt: str
+    actions: np.ndarray
+    latency_ms: tuple[float, ...]
+    step: int
+    names: tuple[str, ...] = ()
+    result: str = ""
+    success: bool = False
+
+
+def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: range) -> list[Shot]:
+    """Play episodes on a server and return what is to be drawn of them."""
+    shots: list[Shot] = []
+    scene: Any = env.unwrapped
+    names = tuple(policy.served["action"].get("names") or getattr(scene, "action_names", ()))
+    for seed in seeds:
+        recorded = WatchedEpisode(env, adapter)
+        poses: list[np.ndarray] = []
+        latencies: list[float] = []
+        counts: list[int] = []
+
+        def watch(
+            _step: int, _seen: dict[str, Any], asked: bool, poses: list = poses, latencies: list = latencies,
+            counts: list = counts,
+        ) -> None:  # fmt: skip
+            if asked and policy.last is not None:
+                latencies.append(policy.last.round_trip_ms)
+            counts.append(len(latencies))
+            poses.append(scene.pose())
+
+        episode = run_episode(recorded, adapter, policy, Conduct(), seed, watch)
+        taken = recorded.moments
+        actions = np.stack([frame.action for frame in taken])
+        text = f"{'success' if episode.success else 'no success'} after {episode.steps} steps"
+        for step, frame in enumerate(taken):
+            last = step == len(taken) - 1
+            shots.append(
+                Shot(
+                    poses[step], frame.images, frame.prompt, actions[: step + 1], tuple(latencies[: counts[step]]),
+                    step, names, text if last else "", episode.success,
+                )
+            )  # fmt: skip
+    return shots
+
+
+def write_film(shots: Sequence[Shot], path: Path, fps: float) -> None:
+    """Draw every second shot, and the last of each episode, which stands for a while, as an animated WebP. A picture
+    takes 0.2 s without a GPU.
+
+    Args:
+        shots: One for each control step.
+        path: File to write.
+        fps: Control steps per second.
+    """
+    from sinew_eval.sim.film import frames
+
+    shots = [shot for shot in shots if shot.step % STRIDE == 0 or shot.result]
+    poses = np.stack([shot.pose for shot in shots])
+    pictures = [compose(scene, shot) for scene, shot in zip(frames(poses), shots, strict=True)]
+    durations = [round(1e3 * (PAUSE_S if shot.result else STRIDE / fps)) for shot in shots]
+    pictures[0].save(
+        path, save_all=True, append_images=pictures[1:], duration=durations, loop=0, quality=QUALITY, method=2
+    )
+
+
+def compose(scene: np.ndarray, shot: Shot) -> Image.Image:
+    """Return one picture: the scene uint8 [h, w, 3] at the left, cameras, actions and latency at the right."""
+    height, width = scene.shape[:2]
+    picture = Image.new("RGB", (width + SIDE, height), _PAPER)
+    picture.paste(Image.fromarray(scene), (0, 0))
+    draw = ImageDraw.Draw(picture)
+    small, large = ImageFont.load_default(size=20), ImageFont.load_default(size=26)
+    _words(draw, shot, width, height, large)
+    left, inner = width + 14, SIDE - 28
+    size = (inner - 8 * (len(shot.images) - 1)) // max(1, len(shot.images))
+    draw.text((left, 8), "what the policy sees", fill=_FAINT, font=small)
+    for index, (name, image) in enumerate(shot.images.items()):
+        at = left + index * (size + 8)
+        picture.paste(Image.fromarray(image).resize((size, size), Image.Resampling.NEAREST), (at, 36))
+        draw.text((at, 38 + size), name, fill=_FAINT, font=small)
+    top = 70 + size
+    low, high = _bounds(shot.actions)
+    draw.text((left, top), f"actions, {low:g} to {high:g}; step {shot.step}", fill=_FAINT, font=small)
+    _trails(draw, shot, (left, top + 28, left + inner, height - 160), small)
+    draw.text((left, height - 152), _said(shot.latency_ms), fill=_FAINT, font=small)
+    _bars(draw, shot.latency_ms, (left, height - 122, left + inner, height - 14))
+    return picture
+
+
+def _bounds(actions: np.ndarray) -> tuple[float, float]:
+    """Return the range that strips show: one unit to either side, or what the actions need."""
+    return min(-1.0, float(actions.min())), max(1.0, float(actions.max()))
+
+
+def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font: Any) -> None:
+    """Write the instruction on the scene, and the outcome under it."""
+    lines = [(shot.prompt, (255, 255, 255))]
+    if shot.result:
+        lines.append((shot.result, (140, 240, 170) if shot.success else (255, 160, 150)))
+    draw.rectangle((0, height - 14 - 36 * len(lines), width, height), fill=(30, 34, 40))
+    for index, (text, color) in enumerate(lines):
+        draw.text((16, height - 8 - 36 * (len(lines) - index)), text, fill=color, font=font)
+
+
+def _trails(draw: ImageDraw.ImageDraw, shot: Shot, box: tuple[int, int, int, int], font: Any) -> None:
+    """Draw each number of the last actions as a line of its own strip."""
+    left, top, right, bottom = box
+    actions = shot.actions
+    rows = actions[-TRAIL:]
+    each = (bottom - top) / rows.shape[1]
+    low, high = _bounds(actions)
+    for joint in range(rows.shape[1]):
+        y0 = top + joint * each
+        middle = y0 + (each - 10) / 2
+        draw.rectangle((left, y0, right, y0 + each - 10), outline=_LINE)
+        draw.line((left, middle, right, middle), fill=_LINE)
+        if joint < len(shot.names):
+            draw.text((left + 5, y0 + 2), shot.names[joint], fill=_FAINT, font=font)
+        points = [
+            (left + (TRAIL - len(rows) + index) * (right - left) / (TRAIL - 1),
+             y0 + 3 + (each - 16) * (1 - (float(value) - low) / (high - low)))
+            for index, value in enumerate(rows[:, joint])
+        ]  # fmt: skip
+        if len(points) > 1:
+            draw.line(points, fill=COLORS[joint % len(COLORS)], width=3, joint="curve")
+
+
+def _bars(draw: ImageDraw.ImageDraw, latencies: Sequence[float], box: tuple[int, int, int, int]) -> None:
+    left, top, right, bottom = box
+    shown = latencies[-REQUESTS:]
+    draw.line((left, bottom, right, bottom), fill=_LINE)
+    wide, highest = (right - left) / REQUESTS, max([*shown, 1.0])
+    for index, value in enumerate(shown):
+        x = left + index * wide
+        draw.rectangle((x, bottom - (bottom - top) * value / highest, x + wide - 3, bottom), fill=COLORS[0])
+
+
+def _said(latencies: Sequence[float]) -> str:
+    if not latencies:
+        return "ms per request"
+    return f"ms per request: last {latencies[-1]:.0f}, median {np.median(latencies):.0f}"

@@ -1,0 +1,372 @@
+"""Between a gymnasium environment and Sinew's observations and actions.
+
+Adding an environment whose observation is a nested dict takes no code: write a JSON file with the fields of
+:class:`Mapping` and give it as ``--adapter FILE.json``. Anything else: ``--adapter package.module:Class``.
+What the field's own simulators need beyond that is in :mod:`sinew_eval.suites`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from collections.abc import Mapping as AnyMapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import gymnasium
+import numpy as np
+from sinew.core import SinewError, hints
+from sinew.core.registry import action_units, place_of, plain
+from sinew_client.modules import ModuleError, load_module, load_named
+from sinew_client.untrusted import read_json, shown
+
+from sinew_eval import suites
+from sinew_eval.episodes.settings import ADAPTERS, TASKS_GROUP
+from sinew_eval.suites.conventions import ACTIONS, STATES, turned
+from sinew_eval.suites.mapping import Mapping
+
+
+class EnvAdapter(Protocol):
+    """What the runner asks of an environment. One instance belongs to one environment."""
+
+    @property
+    def control_hz(self) -> float: ...
+
+    @property
+    def max_steps(self) -> int:
+        """Of the episode that has begun."""
+
+    def observation(self, raw: Any) -> dict[str, Any]:
+        """The environment's observation -> ``images``, ``state``, ``prompt``."""
+
+    def action(self, row: np.ndarray) -> Any:
+        """A row of a chunk, float32 [D] in world units -> what ``step`` takes."""
+
+    def hold(self, last: Any | None) -> Any:
+        """What keeps the robot where it is, given the last action sent (None: none yet)."""
+
+    def success(self, info: dict[str, Any], terminated: bool, reward: float) -> bool: ...
+
+    def task(self, info: dict[str, Any]) -> str:
+        """Name of the task of this episode; "/" separates parts that get rows of their own in reports."""
+
+
+class Direct:
+    """An environment whose observation is Sinew's, such as those of :mod:`sinew_eval.sim`.
+
+    To hold, an action of several numbers that moves relative to the present pose is all zeros but for the last
+    number, the gripper, which stays; before the first action it opens. A single number stays, or is the low end.
+    """
+
+    def __init__(self, env: gymnasium.Env):
+        self.env = env
+        self.control_hz = _control_hz(env, None)
+        self.max_steps = _max_steps(env, None)
+        space = env.action_space
+        if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
+            raise SinewError(f"action space: expected a Box of one dimension, got {space}")
+        self._low, self._high = space.low, space.high
+
+    def observation(self, raw: Any) -> dict[str, Any]:
+        if not isinstance(raw, dict) or not {"images", "state"} <= raw.keys():
+            names = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+            parts = "{'images': {'front': 'PART'}, 'state': ['PART'], 'prompt': 'what to do'}"
+            way = hints.choice(f"adapter={parts}", "--adapter mapping.json")
+            raise SinewError(
+                "observation: expected a dict with images, state and prompt, as Sinew's environments give;"
+                f" got {names}. Name its parts: {way} (docs/eval.md)"
+            )
+        return dict(raw)
+
+    def action(self, row: np.ndarray) -> np.ndarray:
+        return np.clip(row, self._low, self._high)
+
+    def hold(self, last: np.ndarray | None) -> np.ndarray:
+        if len(self._low) == 1:
+            return self._low.copy() if last is None else last
+        hold = np.zeros_like(self._low)
+        hold[-1] = self._high[-1] if last is None else last[-1]
+        return hold
+
+    def success(self, info: dict[str, Any], terminated: bool, reward: float) -> bool:
+        return bool(info["is_success"])
+
+    def task(self, info: dict[str, Any]) -> str:
+        return str(info.get("task", ""))
+
+
+class Mapped:
+    """An environment described by a :class:`Mapping`."""
+
+    def __init__(self, env: gymnasium.Env, mapping: Mapping):
+        self.env, self.mapping = env, mapping
+        self.control_hz = _control_hz(env, mapping.control_hz)
+        self._images = mapping.images
+        self._convert = ACTIONS["as_is" if isinstance(mapping.action, dict) else mapping.action]
+        self._last_raw: Any = None
+
+    @property
+    def max_steps(self) -> int:
+        return _max_steps(self.env, self.mapping.max_steps)
+
+    def fit(self, policy: AnyMapping[str, Any]) -> None:
+        """Find a frame for every camera of a policy, and its way with actions.
+
+        policy: what its server says about it. Raises :class:`SinewError` where the two do not go together.
+        """
+        self._images = self._frames_for([camera["name"] for camera in policy["cameras"]])
+        self.fit_actions(policy)
+
+    def fit_actions(self, policy: AnyMapping[str, Any]) -> None:
+        """Find the way with a policy's actions alone. Raises :class:`SinewError` where they do not fit."""
+        self._convert = ACTIONS[self._action_of(policy)]
+        shape, dim = self.env.action_space.shape, int(policy["action"]["dim"])
+        if shape and shape != (dim,):
+            raise SinewError(f"the policy's actions have {dim} numbers, the environment takes {shape[0]}")
+
+    def _frames_for(self, cameras: Sequence[str]) -> dict[str, str]:
+        found = {}
+        for camera in cameras:
+            names = [key for key, others in self.mapping.known_as.items() if camera in others]
+            if key := self.mapping.images.get(camera) or next(iter(names), ""):
+                found[camera] = key
+        lost = [camera for camera in cameras if camera not in found and camera not in self.mapping.unseen]
+        if lost or not found:
+            known = {**self.mapping.known_as, **{key: (name,) for name, key in self.mapping.images.items()}}
+            example = json.dumps({"cameras": {cameras[0]: next(iter(known), "")}})
+            raise SinewError(
+                f"the policy's cameras {', '.join(lost or cameras)} are not known here; say which frame is which,"
+                f" from {', '.join(known)}: --env-options '{example}'"
+            )
+        return found
+
+    def _action_of(self, policy: AnyMapping[str, Any]) -> str:
+        if isinstance(self.mapping.action, str):
+            return self.mapping.action
+        architecture = str(policy["architecture"])
+        units = [unit for unit in policy["action"]["units"] if unit in self.mapping.action]
+        units = units or list(action_units(architecture))
+        for said, action in self.mapping.action.items():
+            if said and (said in units or plain(said) == plain(architecture)):
+                return action
+        if "" in self.mapping.action:
+            return self.mapping.action[""]
+        given = ", ".join(filter(None, policy["action"]["units"])) or "none"
+        raise SinewError(
+            f"the policy's action.units: expected one of {', '.join(self.mapping.action)}, got {given}; say what its"
+            f" gripper needs, one of {', '.join(ACTIONS)}, as an option of the environment:"
+            f" '{json.dumps({'action': 'as_is'})}' (--env-options, --robot-options of sinew run)"
+        )
+
+    def observation(self, raw: Any) -> dict[str, Any]:
+        self._last_raw = raw
+        prompt = self.mapping.prompt or str(getattr(self.env.unwrapped, "task_description", ""))
+        images = {camera: _find(raw, key) for camera, key in self._images.items()}
+        if self.mapping.turned:
+            images = {camera: turned(frame) for camera, frame in images.items()}
+        return {"images": images, "state": self._state(raw), "prompt": prompt}
+
+    def _state(self, raw: Any) -> np.ndarray:
+        parts = []
+        for entry in self.mapping.state:
+            key, _, name = entry.partition("|")
+            value = _find(raw, key)
+            parts.append(np.ravel(STATES[name](value) if name else value))
+        return np.concatenate(parts).astype(np.float32)
+
+    def action(self, row: np.ndarray) -> np.ndarray:
+        row = self._convert(row)
+        space = self.env.action_space
+        if not self.mapping.clip:
+            return row
+        assert isinstance(space, gymnasium.spaces.Box)
+        return np.clip(row, space.low, space.high)
+
+    def hold(self, last: np.ndarray | None) -> np.ndarray:
+        if hasattr(self.env.unwrapped, "hold_action"):  # it knows better
+            return self.env.unwrapped.hold_action(last)
+        zeros = np.zeros(self.env.action_space.shape or (), np.float32)
+        if self.mapping.hold == "zero":
+            return zeros
+        if self.mapping.hold == "rest":
+            rest = np.array(self.mapping.rest, np.float32)
+            rest[-1] = rest[-1] if last is None else last[-1]
+            return rest
+        if last is not None:
+            return last
+        state = self._state(self._last_raw)  # absolute actions: the present state, where it has the same size
+        return state if state.shape == zeros.shape else zeros
+
+    def success(self, info: dict[str, Any], terminated: bool, reward: float) -> bool:
+        return bool(info.get(self.mapping.success, False))
+
+    def task(self, info: dict[str, Any]) -> str:
+        return self.mapping.task or str(info.get("task", getattr(self.env.unwrapped, "task", "")))
+
+
+# ----------------------------------------------------------------------------- making
+
+
+def make_env(
+    env_id: str, adapter: str = "", env_options: dict[str, Any] | None = None, **extra: Any
+) -> tuple[gymnasium.Env, EnvAdapter]:
+    """An environment, by its id, ``module:id``, ``module:Class`` or the name that an installed package gives it, and
+    its adapter. ``extra`` (such as ``render_mode``) goes to the constructor as well."""
+    if (suite := suites.find(env_id)) is not None:
+        return _open_suite(*suite, adapter, env_options or {})
+    env_id = place_of(TASKS_GROUP, env_id)
+    if env_id.startswith("sinew/"):
+        importlib.import_module("sinew_eval.sim")  # registers them
+    module, colon, name = env_id.partition(":")
+    try:  # gymnasium's way to name the module that registers it; a class of it needs no id
+        made = getattr(load_module(module, f"env {env_id}"), name, None) if colon else None
+    except ModuleError as error:
+        raise SinewError(str(error)) from error
+    options = {**(env_options or {}), **extra}
+    try:
+        # The checker warns about images inside nested dicts on every reset; the runner checks what it uses.
+        env = made(**options) if made else gymnasium.make(env_id, disable_env_checker=True, **options)
+    except (gymnasium.error.Error, ModuleNotFoundError, TypeError, ValueError) as error:
+        own = "" if made else "; one of your own is MODULE:CLASS, or MODULE:ID where the module registers it"
+        raise SinewError(f"cannot make the environment {env_id}: {error}{own}") from error
+    return env, named_adapter(adapter or "direct", env)
+
+
+def _open_suite(
+    suite: suites.Suite, tasks: Sequence[str], adapter: str, options: dict[str, Any]
+) -> tuple[gymnasium.Env, EnvAdapter]:
+    """The options ``cameras``, ``prompt``, ``action`` and ``max_steps`` belong to the mapping, others to the
+    simulator."""
+    module = importlib.import_module(suite.module)
+    options = dict(options)
+    changes: dict[str, Any] = {k: options.pop(k) for k in ("prompt", "action", "max_steps") if k in options}
+    if "cameras" in options:
+        changes["images"] = options.pop("cameras")
+    with SinewError.at(f"--env-options for {suite.name}", TypeError):
+        env = module.Simulator(tasks, **options)
+    if adapter:
+        return env, named_adapter(adapter, env)
+    return env, Mapped(env, replace(getattr(env, "mapping", module.MAPPING), **changes))
+
+
+def named_adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
+    """Return the adapter that a text names: one of ADAPTERS, a .json file, module:Class. Raises SinewError."""
+    if name.endswith(".json"):
+        return Mapped(env, read_mapping(Path(name)))
+    named = ADAPTERS.get(name, name)
+    if ":" not in named:
+        raise SinewError(
+            f"adapter: expected one of {', '.join(ADAPTERS)}, a .json file or module:Class, got {name!r}"
+        )
+    try:
+        return load_named(named, f"adapter {name}")(env)
+    except SinewError:
+        raise
+    except ModuleError as error:
+        raise SinewError(str(error)) from error
+    except Exception as error:  # whatever somebody's class raises
+        raise SinewError(f"adapter {name}: {type(error).__name__}: {error}") from error
+
+
+def read_mapping(path: Path) -> Mapping:
+    """A :class:`Mapping` from a JSON object; an unknown or missing key is an error that names it."""
+    with SinewError.at(path, ValueError, OSError):
+        values = read_json(path)
+    known = {f.name for f in fields(Mapping)}
+    if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= known:
+        raise SinewError(f"{path}: expected an object with images and state, keys of {sorted(known)}")
+    with SinewError.at(path, SinewError):
+        for name, value in values.items():
+            words, fits = _MAPPING[name]
+            if not fits(value):
+                raise SinewError(f"{name}: expected {words}, got {shown(value)}")
+        return mapping_of(values)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_TEXT = ("a text", _is_text)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+# field of a mapping in JSON -> what is expected, and a test of it
+_MAPPING: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "images": ("an object of texts", _is_named),
+    "state": ("a list of texts", _are_texts),
+    **dict.fromkeys(("prompt", "task", "hold", "success"), _TEXT),
+    "control_hz": (
+        "a number above 0, or null",
+        lambda value: value is None or (_is_number(value) and value > 0),
+    ),
+    "max_steps": (
+        "a whole number from 1, or null",
+        lambda value: value is None or (type(value) is int and value > 0),
+    ),
+    "known_as": (
+        "an object of lists of texts",
+        lambda value: isinstance(value, dict) and all(map(_are_texts, value.values())),
+    ),
+    "unseen": ("a list of texts", _are_texts),
+    **dict.fromkeys(("turned", "clip"), _FLAG),
+    "action": ("a text, or an object of texts", lambda value: _is_text(value) or _is_named(value)),
+    "rest": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value))),
+}
+
+
+def mapping_of(values: AnyMapping[str, Any]) -> Mapping:
+    """Return the :class:`Mapping` of an object from JSON. Raises TypeError for keys that it has not."""
+    lists = {name: tuple(values[name]) for name in ("state", "unseen", "rest") if name in values}
+    return Mapping(**{**values, **lists})
+
+
+def _find(raw: Any, key: str) -> np.ndarray:
+    for part in filter(None, key.split("/")):
+        if not isinstance(raw, dict) or part not in raw:
+            got = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+            raise SinewError(f"observation: expected the key {key!r}, got {got}")
+        raw = raw[part]
+    return np.asarray(raw)
+
+
+def _control_hz(env: gymnasium.Env, given: float | None) -> float:
+    rate = given or getattr(env.unwrapped, "control_hz", None) or env.metadata.get("render_fps")
+    if not rate:
+        raise SinewError(
+            "the environment has neither control_hz nor render_fps; give control_hz in an adapter"
+        )
+    return float(rate)
+
+
+def _max_steps(env: gymnasium.Env, given: int | None) -> int:
+    limit = given or time_limit(env)
+    if not limit:
+        raise SinewError(
+            "the environment does not say how many control steps an episode has: expected an attribute max_steps,"
+            " max_episode_steps where it is registered, or max_steps in an adapter"
+        )
+    return int(limit)
+
+
+def time_limit(env: gymnasium.Env) -> int | None:
+    """Return the control steps of an episode as an environment says them: itself, its id or a wrapper around it."""
+    limit = getattr(env.unwrapped, "max_steps", None)
+    if not limit and env.spec is not None:
+        limit = env.spec.max_episode_steps
+    while not limit and isinstance(env, gymnasium.Wrapper):
+        limit = getattr(env, "_max_episode_steps", None)  # of TimeLimit, which has no other name for it
+        env = env.env
+    return limit

@@ -1,0 +1,193 @@
+"""Many episodes: in parallel processes, resumable, with one JSON line per finished episode."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from sinew.core import SinewError, scratch
+from sinew_client.untrusted import open_regular, parse_json
+
+from sinew_eval.episodes import episode_log
+from sinew_eval.episodes.adapters import make_env
+from sinew_eval.episodes.player import EpisodePlayer, groups, key, one_thread
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.episodes.watched import WatchedMoment
+
+LOG = "episodes.jsonl"
+FARM = "sinew_eval.farm.shards"  # what plays with several processes and hosts; it is known by its name alone
+OnEpisode = Callable[[Variant, Episode], None]
+
+
+class Elsewhere(Protocol):
+    """Plays episodes in another interpreter."""
+
+    def play(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
+    ) -> Iterator[tuple[int, Episode]]:
+        """todo: index of a variant, seed. Yields the index and its episode, in any order."""
+
+    def watch(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
+    ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
+        """Do what :func:`sinew_eval.episodes.watched.watch` does."""
+
+    def control_hz(self, task: Task) -> float:
+        """Return control steps per second."""
+
+
+def run(
+    task: Task,
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    *,
+    workers: int = 1,
+    out: Path | None = None,
+    on_episode: OnEpisode | None = None,
+    on_todo: Callable[[int], None] | None = None,
+    elsewhere: Elsewhere | None = None,
+    player: Callable[[Task], EpisodePlayer] | None = None,
+    listen: str | None = None,
+    hosts: str | None = None,
+) -> list[list[Episode]]:
+    """Episodes of every variant, in the order of ``seeds``.
+
+    out: a folder; finished episodes are appended to its ``episodes.jsonl`` and are not played again.
+    workers: 1 plays in this process, more start that many (:mod:`sinew_eval.farm`), each with one compute thread; with
+        ``out`` others can join them.
+    on_episode: called for each episode, also for those found in the log. on_todo: called once with how many are not.
+    listen: HOST:PORT where other hosts may join (:mod:`sinew_eval.farm.hosts`), also with one worker.
+    hosts: a Ray cluster whose hosts play with so many workers, instead of this machine
+        (:mod:`sinew_eval.foreign.cluster`).
+    elsewhere: plays instead of this interpreter. player: makes what plays in this process, with one worker.
+
+    Raises what an episode raises, and :class:`SinewError` where another run plays into ``out``; what was finished
+    before is in the log.
+    """
+    keys = [key(task, variant) for variant in variants]
+    done: dict[tuple[str, int], Episode] = {}
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO | None = None
+        queue: Path | None = None
+        farm: Any = import_module(FARM)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(episode_log.sole(out))
+            log, queue = out / LOG, out / farm.FOLDER
+            done = read_log(log)
+            file = stack.enter_context(open_log(log))
+            for (name, seed), episode in farm.left_over(queue).items():
+                if (name, seed) not in done:
+                    done[name, seed] = episode
+                    _append(file, name, [episode])
+        todo, missing = [], 0
+        for index, variant in enumerate(variants):
+            for together in groups(variant, seeds):
+                before = [done.get((keys[index], seed)) for seed in together]
+                missing += before.count(None)
+                if None in before:  # all of them: in a smaller batch the missing ones would round differently
+                    todo += [(index, seed) for seed in together]
+                for found in before:
+                    if found is not None and on_episode is not None:
+                        on_episode(variant, found)
+        if on_todo is not None:
+            on_todo(missing)
+        for index, played in _play(
+            task, variants, todo, workers, queue, elsewhere, player or EpisodePlayer, listen, hosts
+        ):
+            group = [episode for episode in played if (keys[index], episode.seed) not in done]
+            if file is not None:
+                _append(file, keys[index], group)
+            for episode in group:
+                done[keys[index], episode.seed] = episode
+                if on_episode is not None:
+                    on_episode(variants[index], episode)
+        if queue is not None:
+            farm.remove(queue)  # all of it is in the log
+    return [[done[k, seed] for seed in seeds] for k in keys]
+
+
+def read_log(log: Path) -> dict[tuple[str, int], Episode]:
+    """(key, seed) -> episode. A line that a kill cut short is left out, and its episode played again."""
+    return dict(episode_log.episodes_of(episode_log.read_log_file(log))) if log.exists() else {}
+
+
+def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
+    """Return the batch with which the log in ``out`` has episodes of a variant, whatever its own; None: it has none."""
+    for name, _ in read_log(out / LOG):
+        try:
+            values = dict(parse_json(name))
+        except (ValueError, TypeError):
+            continue  # a key of another program
+        batch = values.pop("batch", 1)
+        if json.dumps(values, sort_keys=True) == key(task, replace(variant, batch=1)) and type(batch) is int:
+            return batch
+    return None
+
+
+def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
+    """Write the episodes of a group at once."""
+    episode_log.append(file, b"".join(episode_log.line(key, episode) for episode in group))
+
+
+def open_log(log: Path) -> BinaryIO:
+    """Opened for appending, with the last line ended."""
+    cut_short = False
+    if log.exists():  # appending to a FIFO waits for its reader
+        with SinewError.at(log, OSError), open_regular(log) as old:
+            size = old.seek(0, io.SEEK_END)
+            old.seek(max(size - 1, 0))
+            cut_short = old.read(1) not in (b"", b"\n")
+    file = log.open("ab", buffering=0)
+    if cut_short:
+        file.write(b"\n")
+    return file
+
+
+# ----------------------------------------------------------------------------- playing
+
+
+def _play(
+    task: Task,
+    variants: Sequence[Variant],
+    todo: Sequence[tuple[int, int]],
+    workers: int,
+    queue: Path | None,
+    elsewhere: Elsewhere | None,
+    make: Callable[[Task], EpisodePlayer],
+    listen: str | None,
+    hosts: str | None,
+) -> Iterator[tuple[int, Sequence[Episode]]]:
+    """Yield the variant's index and the episodes of a group. queue: the folder of what several workers play; None makes
+    one."""
+    if not todo:
+        return
+    if elsewhere is not None:
+        yield from ((index, [episode]) for index, episode in elsewhere.play(task, variants, todo, workers))
+        return
+    env, _ = make_env(task.env, task.adapter, task.env_options)
+    env.close()  # what is wrong with it is said once, and here
+    if workers > 1 or listen is not None or hosts is not None:
+        farm: Any = import_module(FARM)
+        with contextlib.ExitStack() as stack:
+            if queue is None:
+                place = Path(tempfile.gettempdir()) / "sinew-eval"
+                queue = stack.enter_context(scratch.beside(place)) / farm.FOLDER
+            yield from farm.play(queue, task, variants, todo, workers, listen, hosts)
+        return
+    player = make(task)
+    try:
+        with one_thread(variants):
+            for index, variant in enumerate(variants):
+                for seeds in groups(variant, [seed for which, seed in todo if which == index]):
+                    yield index, player.play_group(variant, seeds)
+    finally:
+        player.close()

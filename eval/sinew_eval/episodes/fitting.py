@@ -1,0 +1,125 @@
+"""The observations of an environment against the header of a bundle: no weights, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Unpack
+
+import gymnasium
+import numpy as np
+from sinew.bundle.rename import parse_renames, rename_cameras, renames_for
+from sinew.core import Observation, PolicySpec, SinewError
+from sinew.policy import open_bundle
+from sinew.processing import Allowed, Processor
+from sinew_client.target import LOCAL, Target
+
+from sinew_eval.episodes.adapters import Direct, EnvAdapter, make_env
+from sinew_eval.episodes.settings import Task, Variant
+
+TASKS = {
+    "sinew/Blocks-v0": "blocks",
+    "sinew/BlocksGoal-v0": "act",
+    "sinew/Pen-v0": "pen",
+    "sinew/Egg-v0": "egg",
+}  # embedded, and who plays them
+
+
+def task_of(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
+    """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none.
+    allowed: as of :class:`sinew.processing.Processor`."""
+    processor = _processor(target, tuple(rename), **allowed)
+    for task in TASKS:
+        with suppress(SinewError):
+            check_observation(Task(task), [processor])
+            return task
+    return next(iter(TASKS))
+
+
+def check_variants(task: Task, variants: Sequence[Variant]) -> float:
+    """Check that the bundles of ``variants`` take what the task's environment shows; return its control rate in Hz.
+
+    A server checks what it is sent. Raises :class:`SinewError` with the field that a policy does not take.
+    """
+    targets = {(v.target, v.rename, v.allow_missing_cameras, v.allow_empty_prompt) for v in variants}
+    processors = [
+        _processor(target, rename, allow_missing_cameras=missing, allow_empty_prompt=empty)
+        for target, rename, missing, empty in sorted(targets)
+        if Target.parse(target).kind == LOCAL
+    ]
+    try:
+        return check_observation(task, processors)
+    except MisfitError as error:
+        raise SinewError(f"{error}; {_advice(task.env, error)}") from error
+
+
+class MisfitError(SinewError):
+    """A policy does not take what an environment shows. spec: of the policy. shown: cameras, numbers of state and
+    action of the environment."""
+
+    def __init__(self, text: str, spec: PolicySpec, shown: tuple[tuple[str, ...], int, int]):
+        super().__init__(text)
+        self.spec, self.shown = spec, shown
+
+
+def _advice(env: str, error: MisfitError) -> str:
+    """Return what to do about it, in words of the command line."""
+    spec, (cameras, state, action) = error.spec, error.shown
+    plays = [task for task in TASKS if task != env and _plays(spec, task)]
+    others = [f"this policy plays {plays[0]}"] if plays else []
+    if env in TASKS:
+        others.append(f"`sinew eval {TASKS[env]} --env {env}` plays this one")
+    if (spec.state.dim, spec.action.dim) != (state, action):
+        sizes = (
+            f"its state and actions have {spec.state.dim} and {spec.action.dim} numbers, the environment's {state} and"
+            f" {action}: they do not belong together"
+        )
+        if not plays and spec.name not in TASKS.values():
+            others = ["its own environment is --env ID, MODULE:CLASS or a suite's task (docs/eval.md)"]
+        return ", ".join([sizes, *others])
+    renames = renames_for([camera.name for camera in spec.cameras], cameras)
+    return (
+        ", ".join([f"{renames} says which camera is which"] * bool(renames) + others) or "choose an --adapter"
+    )
+
+
+def _plays(spec: PolicySpec, env: str) -> bool:
+    own = open_bundle(TASKS[env]).manifest.spec
+    return (spec.cameras, spec.state.dim, spec.action.dim) == (own.cameras, own.state.dim, own.action.dim)
+
+
+def _processor(target: str, rename: tuple[str, ...], **allowed: Unpack[Allowed]) -> Processor:
+    manifest = open_bundle(target).manifest
+    spec = rename_cameras(manifest.spec, parse_renames(rename))
+    return Processor(replace(manifest, spec=spec), **allowed)
+
+
+def check_observation(task: Task, processors: Sequence[Processor]) -> float:
+    """Check the first observation of a task's environment; return the control rate in Hz. Raises
+    :class:`MisfitError`."""
+    env, adapter = make_env(task.env, task.adapter, task.env_options)
+    try:
+        if processors:
+            raw, _ = env.reset(seed=0, options=task.reset_options)
+            observation = Observation.from_mapping(adapter.observation(raw))
+            for processor in processors:
+                _check(task, env, adapter, processor, observation)
+        return adapter.control_hz
+    finally:
+        env.close()
+
+
+def _check(
+    task: Task, env: gymnasium.Env, adapter: EnvAdapter, processor: Processor, observation: Observation
+) -> None:
+    width = (env.action_space.shape or (0,))[0]
+    shown = tuple(map(str, observation.images)), int(np.size(observation.state)), width
+    spec, begins = processor.spec, f"{task.env} and {processor.spec.name} do not fit"
+    try:
+        processor.check(observation)
+    except SinewError as error:
+        raise MisfitError(f"{begins}: {error}", spec, shown) from error
+    if isinstance(adapter, Direct) and spec.action.dim != width:
+        got = f"actions: expected {spec.action.dim} numbers, the environment takes {width}"
+        raise MisfitError(f"{begins}: {got}", spec, shown)

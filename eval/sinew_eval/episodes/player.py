@@ -1,0 +1,168 @@
+"""Plays episodes of one task in this process, one after the other or several in lockstep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from sinew.core import SinewError
+from sinew.engine.backend import BACKENDS
+from sinew_client.target import EXPERT, LOCAL, Target
+
+from sinew_eval.episodes.adapters import EnvAdapter, make_env
+from sinew_eval.episodes.lockstep import Seat, play_together
+from sinew_eval.episodes.policies import (
+    EpisodePolicy,
+    EvalPolicy,
+    InProcess,
+    ServerPolicy,
+    identity,
+    open_policy,
+)
+from sinew_eval.episodes.runner import Conduct, Episode, run_episode, run_stream_episode
+from sinew_eval.episodes.settings import StreamCosts, Task, Variant
+
+TURNS = 4  # episodes of a group for each that is played at once: the last ones of a group have no others beside them
+
+
+def key(task: Task, variant: Variant) -> str:
+    """Everything that determines an episode except its seed: what has been played under the same key need not
+    be played again. The file name of a bundle does not count, its bytes do."""
+    what = {**task.to_dict(), **variant.to_dict(), "target": identity(variant.target)["id"]}
+    if variant.edge_adapter:
+        what["edge_adapter"] = identity(variant.edge_adapter)["id"]
+    return json.dumps(what, sort_keys=True)
+
+
+def groups(variant: Variant, seeds: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return seeds as they are played together, in their order: each alone, or those of a block of numbers in lockstep.
+
+    An answer depends in its last bits on the shape of its batch and on its place there. So both follow from the variant
+    and the seeds alone, not from which process is free. Numbers in a batch never mix: what the others are is no matter.
+    """
+    if variant.batch == 1:
+        return [(seed,) for seed in seeds]
+    found: dict[int, list[int]] = {}
+    for seed in seeds:
+        found.setdefault(seed // (TURNS * variant.batch), []).append(seed)
+    return [tuple(group) for group in found.values()]
+
+
+class EpisodePlayer:
+    """Plays episodes of one task; keeps its environments and the last policy.
+
+    make: makes an environment and its adapter, what the task names if absent.
+    """
+
+    def __init__(self, task: Task, make: Callable[[], tuple[gymnasium.Env, EnvAdapter]] | None = None):
+        self.task = task
+        self._make = make or (lambda: make_env(task.env, task.adapter, task.env_options))
+        self.env, self.adapter = self._make()
+        self._beside: list[tuple[gymnasium.Env, EnvAdapter]] = []  # further ones, of episodes in lockstep
+        self._policy: Any = None
+        self._fits = False  # adapters are fitted to what the policy says of itself
+        self._opened: tuple[Any, ...] = ()
+
+    def play(self, variant: Variant, seed: int) -> Episode:
+        policy, conduct = self.ready(variant), self.conduct(variant)
+        if variant.stream:
+            if not isinstance(policy, InProcess):
+                raise SinewError(
+                    "stream: expected a bundle; a server streams by its own clock (`sinew run --stream`)"
+                )
+            costs = StreamCosts.parse(variant.stream)
+            return run_stream_episode(self.env, self.adapter, policy.policy, conduct, seed, costs)
+        return run_episode(self.env, self.adapter, policy, conduct, seed)
+
+    def play_group(self, variant: Variant, seeds: Sequence[int]) -> list[Episode]:
+        """Play episodes of one of :func:`groups`, in the order of ``seeds``."""
+        if variant.batch == 1:
+            return [self.play(variant, seed) for seed in seeds]
+        policy, conduct = self.ready(variant), self.conduct(variant)
+        seats = [Seat(*each) for each in self.beside(min(variant.batch, len(seeds)), policy)]
+        return play_together(seats, policy, conduct, seeds)
+
+    def beside(self, count: int, policy: EvalPolicy) -> list[tuple[gymnasium.Env, EnvAdapter]]:
+        """Return so many environments with their adapters, fitted to a policy; makes those that are missing."""
+        while 1 + len(self._beside) < count:
+            self._beside.append(self._make())
+            self._fit(self._beside[-1][1], policy)
+        return [(self.env, self.adapter), *self._beside][:count]
+
+    def conduct(self, variant: Variant) -> Conduct:
+        """Return how the episodes of a variant are played."""
+        return Conduct(
+            variant.replan,
+            variant.latency,
+            variant.handover,
+            self.task.reset_options,
+            self.task.noise,
+            self.task.realtime,
+            self.task.motion,
+            self.task.future,
+            variant.edge_adapter,
+        )
+
+    def ready(self, variant: Variant) -> Any:
+        """Return the policy of a variant, open."""
+        opened = (variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine)
+        what = (*opened, variant.batch > 1)
+        if what != self._opened:
+            self.close_policy()
+            self._policy, self._opened = self._open(variant), what
+            for adapter in (self.adapter, *(adapter for _, adapter in self._beside)):
+                self._fit(adapter, self._policy)
+        return self._policy
+
+    def _open(self, variant: Variant) -> EvalPolicy:
+        if variant.target == EXPERT and hasattr(self.env.unwrapped, "expert"):
+            return EpisodePolicy(self.env.unwrapped.expert())
+        policy = open_policy(variant, self.task.env)
+        if variant.batch > 1 and (why := getattr(policy, "one_by_one", "")):
+            policy.close()
+            raise SinewError(f"batch {variant.batch}: {why}")
+        self._fits = isinstance(policy, (InProcess, ServerPolicy))
+        return policy
+
+    def _fit(self, adapter: EnvAdapter, policy: EvalPolicy) -> None:
+        if self._fits and hasattr(adapter, "fit"):
+            adapter.fit(policy.served)
+
+    def close_policy(self) -> None:
+        if self._policy is not None:
+            self._policy.close()
+        self._policy, self._opened, self._fits = None, (), False
+
+    def close(self) -> None:
+        self.close_policy()
+        for env, _ in [(self.env, self.adapter), *self._beside]:
+            env.close()
+
+
+class one_thread:  # noqa: N801 - used as a context
+    """One compute thread inside, as in workers: the number of threads decides how sums are split, so the last bits."""
+
+    def __init__(self, variants: Sequence[Variant]):
+        # A run that computes elsewhere, or without torch, should not import it for this.
+        self.needed = any(
+            Target.parse(variant.target).kind == LOCAL
+            and (variant.engine is None or "torch" in BACKENDS[variant.engine].packages)
+            and not Path(variant.target).is_dir()
+            for variant in variants
+        )
+
+    def __enter__(self) -> None:
+        if self.needed:
+            import torch
+
+            self.before = torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.needed:
+            import torch
+
+            torch.set_num_threads(self.before)

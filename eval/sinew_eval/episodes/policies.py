@@ -1,0 +1,303 @@
+"""The policy side of an episode: a bundle in this process, a server, or a scripted expert."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from sinew.core import SinewError
+from sinew.engine.backend import choose
+from sinew_client import Client
+from sinew_client.auth import key_from_environment
+from sinew_client.target import ADDRESS, EXPERT, MODEL_SERVER, Target
+from sinew_client.types import MOST_TOGETHER
+from sinew_client.untrusted import named, open_regular
+
+from sinew_eval.episodes.settings import StreamCosts, Variant
+from sinew_eval.sim.experts import EXPERTS, Expert, open_expert
+
+if TYPE_CHECKING:
+    import gymnasium
+    from sinew.engine.backend import EngineChoice
+    from sinew.policy import Policy as LoadedPolicy
+    from sinew_client import ActionChunk, Policy
+
+
+class EvalPolicy(Protocol):
+    """Observation to actions. chunk_size: H, rows of a chunk. committed_rows: those that it was trained to continue.
+    motion: what it says that its actions are measured from; None where it says nothing. served: all that it says."""
+
+    chunk_size: int
+    committed_rows: int
+    motion: Mapping[str, Any] | None
+    served: dict[str, Any]
+
+    def start(self, env: gymnasium.Env) -> None:
+        """A new episode begins in ``env``, which has been reset."""
+
+    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
+        """-> (float32 [H, D] in world units, milliseconds from call to actions)."""
+
+    def close(self) -> None: ...
+
+
+class EpisodePolicy:
+    """Any policy, as episodes ask it.
+
+    ``policy``: itself; ``last``: the answer to the latest request; ``served``: what it says about itself, as a
+    server's metadata do. Latency is the round trip of a server's answer, else the policy's own, preprocessing to world
+    units.
+    """
+
+    def __init__(self, policy: Policy, solver_steps: int | None = None):
+        self.policy, self.solver_steps = policy, solver_steps
+        self.last: ActionChunk | None = None
+        spec = policy.spec
+        self.served: dict[str, Any] = spec.to_dict()
+        self.chunk_size, self.committed_rows = spec.chunk_size, spec.committed_rows
+        self.motion: Mapping[str, Any] | None = self.served["motion"]
+
+    def start(self, env: gymnasium.Env) -> None:
+        if isinstance(self.policy, Expert):
+            self.policy.start(env)
+        else:
+            self.policy.reset()
+
+    def begin(self, session: str) -> None:
+        """Say that a new episode begins in ``session``, one of several that are asked about side by side."""
+        self.policy.reset(session)
+
+    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
+        return self._infer(self._request(observation, seed))
+
+    def infer_all(
+        self, requests: Sequence[tuple[Mapping[str, Any], int, str]]
+    ) -> list[tuple[np.ndarray, float] | Exception]:
+        """Answer several requests (observation, seed, session) at once where the policy can, else one by one; an
+        error stands in the place of the request that has it. Milliseconds are those of a request's whole batch."""
+        asked = [{**self._request(seen, seed), "session": session} for seen, seed, session in requests]
+        if self.one_by_one or len(asked) == 1:
+            return [_caught(self._infer, each) for each in asked]
+        policy: Any = self.policy
+        return [
+            each if isinstance(each, Exception) else (each.actions, each.timing.total_ms)
+            for each in policy.infer_all(asked)
+        ]
+
+    @property
+    def one_by_one(self) -> str:
+        """Return why several observations are computed one after the other; "" where they are computed at once."""
+        if not hasattr(self.policy, "run_batch"):
+            return f"expected a policy that computes here, got {type(self.policy).__name__}"
+        return str(getattr(self.policy, "unbatched", ""))
+
+    def _request(self, observation: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        return {**observation, "seed": seed, "solver_steps": self.solver_steps}
+
+    def _infer(self, request: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+        self.last = checked_chunk(self.policy.infer(request), self.policy)
+        return self.last.actions, self.last.round_trip_ms or self.last.timing.total_ms
+
+    def close(self) -> None:
+        self.policy.close()
+
+
+def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
+    """Return what ``infer`` of a policy returned. Raises SinewError for what is no chunk of its actions."""
+    dim = policy.spec.action.dim
+    wanted = f"expected sinew_client.ActionChunk(actions) with actions of [rows, {dim}]"
+    actions = getattr(answer, "actions", None)
+    if actions is None or not hasattr(answer, "timing"):
+        shape = f" of {list(np.shape(answer))}" if isinstance(answer, (np.ndarray, list, tuple)) else ""
+        raise SinewError(f"{type(policy).__name__}.infer: {wanted}, got {type(answer).__name__}{shape}")
+    shape = np.shape(actions)
+    if len(shape) != 2 or not shape[0] or shape[1] != dim:
+        raise SinewError(f"{type(policy).__name__}.infer: {wanted}, got actions of {list(shape)}")
+    found: ActionChunk = answer
+    return found
+
+
+def _caught(call: Callable[[Any], Any], what: Any) -> Any:
+    """Return what a call returns, or the error that it raises."""
+    try:
+        return call(what)
+    except SinewError as error:
+        return error
+
+
+class InProcess(EpisodePolicy):
+    """A bundle loaded here."""
+
+    policy: LoadedPolicy
+
+    def __init__(self, bundle: str, solver_steps: int | None = None, **options: Any):
+        """Load a bundle. options: of :func:`sinew.load`."""
+        from sinew.policy import load
+
+        policy = load(bundle, **options)
+        policy.warm_up()
+        super().__init__(policy, solver_steps)
+        self.served = policy.metadata()["policy"]
+
+
+class ServerPolicy(EpisodePolicy):
+    """A server. ``engine``: what runs its policy, and why. client: asks it."""
+
+    def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
+        self.client = client = Client(address, timeout=timeout, api_key=key_from_environment())
+        metadata = client.metadata()
+        self.engine: dict[str, Any] = metadata["server"]
+        super().__init__(client, solver_steps)
+        self.served = metadata["policy"]
+        self.max_batch = min(int(metadata["server"].get("max_batch", 1)), MOST_TOGETHER)
+
+    @property
+    def one_by_one(self) -> str:
+        """Return why several observations are computed one after the other; "" where they are computed at once."""
+        if self.max_batch > 1:
+            return ""
+        return "this server computes one observation at a time; `sinew serve --max-batch auto`, or a number"
+
+    def infer_all(
+        self, requests: Sequence[tuple[Mapping[str, Any], int, str]]
+    ) -> list[tuple[np.ndarray, float] | Exception]:
+        """Ask for several at once, in messages that the server computes in one inference each."""
+        client: Any = self.policy
+        found: list[Any] = []
+        for start in range(0, len(requests), self.max_batch):
+            part = requests[start : start + self.max_batch]
+            found += client.infer_all(
+                [{**self._request(seen, seed), "session": session} for seen, seed, session in part]
+            )
+        return [each if isinstance(each, Exception) else (each.actions, each.round_trip_ms) for each in found]
+
+
+def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
+    """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
+    target = Target.parse(variant.target)
+    if target.kind == EXPERT:
+        return EpisodePolicy(open_expert(target.place or env_id))
+    if target.kind == MODEL_SERVER:
+        from sinew_eval.foreign.model_server import ModelServer
+
+        return ModelServer(variant.target)
+    if target.kind == ADDRESS:
+        return ServerPolicy(variant.target, variant.solver_steps)
+    from sinew.bundle.rename import parse_renames
+
+    return InProcess(
+        variant.target,
+        variant.solver_steps,
+        rename=parse_renames(variant.rename),
+        allow_missing_cameras=variant.allow_missing_cameras,
+        allow_empty_prompt=variant.allow_empty_prompt,
+        **_computing(variant),
+    )
+
+
+def _computing(variant: Variant) -> dict[str, Any]:
+    """Return what computes a variant's bundle, for :func:`sinew.load` and for the choice of an engine. One thread, as
+    in workers: sums are divided among threads, so their number decides the last bits."""
+    names = ("engine", "device", "dtype", "ignore_recipe")
+    threads = None if variant.device.startswith("cuda") else 1
+    return {name: getattr(variant, name) for name in names} | {"threads": threads}
+
+
+def chosen(variant: Variant) -> EngineChoice:
+    """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
+    from sinew.bundle.rename import parse_renames, rename_cameras
+    from sinew.policy import open_bundle
+
+    opened = open_bundle(variant.target)
+    rename_cameras(opened.manifest.spec, parse_renames(variant.rename))
+    guidance = StreamCosts.parse(variant.stream).guidance if variant.stream else None
+    return choose(opened, **_computing(variant), stream=guidance)
+
+
+STATED = (
+    "motion",
+    "temporal_ensemble",
+    "real_time_chunking",
+    "n_action_steps",
+    "chunk_size",
+)  # what decides how chunks are executed
+
+
+def stated_facts(target: str, env_id: str) -> dict[str, Any]:
+    """Return what a policy states of how its chunks are executed, without loading it."""
+    if target == EXPERT:
+        found = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
+        whole: Mapping[str, Any] = next(found, {})
+    elif Target.parse(target).remote:
+        whole = identity(target)
+    else:
+        from sinew.policy import open_bundle
+
+        whole = open_bundle(target).manifest.spec.to_dict()
+    return {key: whole.get(key) for key in STATED}
+
+
+@lru_cache(maxsize=64)
+def identity(target: str) -> dict[str, Any]:
+    """What tells one policy from another between two runs, and what a report says about it.
+
+    A bundle is known by the SHA-256 of its bytes, a server by what it says about itself.
+    """
+    if target == EXPERT:
+        return {"kind": "expert", "id": EXPERT}
+    kind = Target.parse(target).kind
+    if kind == MODEL_SERVER:
+        from sinew_eval.foreign.model_server import said
+
+        hello = said(target)
+        name = named(hello.get("model_server", ""), 100)
+        text = f"{name} {named(hello.get('harness_version', ''), 40)}"
+        return {"kind": "server", "id": text, "dtype": "", "motion": None, "name": name, "architecture": ""}
+    if kind == ADDRESS:
+        from sinew_client import Client
+
+        with Client(target, timeout=30.0, api_key=key_from_environment()) as client:
+            served = client.metadata()
+        server, policy = served["server"], served["policy"]
+        text = f"{policy['name']} {policy['architecture']} {server['dtype']} {server['device']} {server['version']}"
+        bundle = server.get("identity")
+        hash_ = bundle.get("hash") if isinstance(bundle, dict) else None
+        if isinstance(hash_, str) and hash_:
+            text += f" {named(hash_, 64)}"
+        return {
+            "kind": "server",
+            "id": text,
+            "dtype": server["dtype"],
+            "hardware": server["hardware"],
+            **{key: policy.get(key) for key in STATED},
+            "name": policy["name"],
+            "architecture": policy["architecture"],
+        }
+    return {"kind": "bundle", "id": file_hash(target)}
+
+
+@lru_cache(maxsize=256)
+def file_hash(target: str) -> str:
+    """Return the SHA-256 of a file, or of the files in a folder of `sinew export`. It opens regular files only.
+
+    Raises:
+        SinewError: there is no such file or folder, or it has something else in it.
+    """
+    path = Path(target)
+    digest = hashlib.sha256()
+    try:
+        if not path.exists():
+            raise SinewError(f"{target}: no such bundle; expected a file, tcp://host:port or {EXPERT!r}")
+        for part in sorted(path.iterdir()) if path.is_dir() else [path]:
+            with open_regular(part) as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+    except OSError as error:
+        raise SinewError(f"{target}: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise SinewError(f"{named(target)}: {error}") from None
+    return digest.hexdigest()

@@ -1,0 +1,373 @@
+"""One episode: an environment, a policy, a replan interval, a delay, a way to take over late chunks.
+
+With simulated latency an episode follows from the arguments: the environment is determined by its seed, the delay and
+the noise of the k-th chunk by (noise, seed, k), whatever the variant. So variants are paired: at the same seed they
+meet the same world and the same luck. Commands repeat to the bit where the answers do: on the same machine, with the
+same engine, threads and batch. Elsewhere products round differently, and episodes are compared by their outcomes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sinew.core import SinewError, machine
+from sinew.stream import Session, StreamSettings
+from sinew_client.control import (
+    Adapter,
+    Command,
+    CommandListener,
+    Loop,
+    Pace,
+    SimulatedPace,
+    Stream,
+    StreamController,
+)
+from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.control.reaction import LOOPS, histogram
+from sinew_client.control.report import percentiles
+from sinew_client.control.run import Run
+from sinew_client.control.settings import LARGEST_CHUNK
+from sinew_client.control.windows import OUT_OF_NODES
+from sinew_client.untrusted import named, shown
+
+from sinew_eval.episodes.policies import EvalPolicy, InProcess, ServerPolicy
+from sinew_eval.episodes.robot import SimulatedRobot, StreamedRobot
+from sinew_eval.episodes.settings import Latency, rows_between
+from sinew_eval.episodes.sources import Measured, Simulated, SimulatedLink, StreamCosts, chunk_seed, way
+
+if TYPE_CHECKING:
+    import gymnasium
+    from sinew.policy import Policy
+
+    from sinew_eval.episodes.adapters import EnvAdapter
+
+NEVER_S = 1e9  # seconds; no frame of an environment is too old to act on
+
+Watcher = Callable[[int, dict[str, Any], bool], None]  # control step, observation, a chunk has been asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What happened. ``steps``: control steps until the end. ``held``: of these, steps after the first chunk
+    in which there was nothing to execute. ``misses``: chunks that came after the actions at hand had run out.
+    ``delays``: control steps from request to chunk, ``latency_ms``: of each inference, on the clock.
+    ``seam``: the largest change of a command from the last row of a chunk to the first of the next. ``jerk``: the
+    root mean square of the commands' third difference. Both in units of the action, over its numbers.
+    clipped: commands that a limit changed. ages: control steps since the frame -> executed rows. Of a trial on a
+    robot (:mod:`sinew_eval.trials`): trial is its number, with which attempt it was behind it, as in "007-2";
+    prompt the instruction; judge who said how it ended ("key", "file", "robot", "time"); note what was written;
+    counted is False for one that was discarded.
+    digest: of all commands, bit for bit (:func:`digest_of`); "" of a stream. peak_bytes: the most memory that the
+    policy's process had until the end of the episode, the simulator's included where that is the same one; 0 where a
+    server does not say it.
+    """
+
+    seed: int
+    task: str
+    success: bool
+    steps: int
+    chunks: int
+    executed: int
+    held: int
+    misses: int
+    delays: list[int]
+    latency_ms: list[float]
+    chunk_size: int = 0
+    late_ticks: int = 0
+    wall_s: float = 0.0
+    seam: float = 0.0
+    jerk: float = 0.0
+    reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # of streams, by loop
+    faults: dict[str, int] = field(default_factory=dict)  # answers that could not be executed, by kind
+    reasons: dict[str, int] = field(default_factory=dict)  # of holds -> control steps
+    digest: str = ""
+    peak_bytes: int = 0
+    clipped: int = 0
+    ages: dict[str, int] = field(default_factory=dict)
+    trial: str = ""
+    prompt: str = ""
+    judge: str = ""
+    note: str = ""
+    counted: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Episode:
+        """Return the episode of a record.
+
+        Raises:
+            SinewError: a field is unknown, missing, or has another type.
+        """
+        types = {field.name: str(field.type) for field in fields(cls)}
+        for name, value in values.items():
+            if name not in types:
+                raise SinewError(f"episode: expected fields that this version knows, got {named(name)}")
+            if not _FITS[types[name]](value):
+                raise SinewError(f"episode.{name}: expected {types[name]}, got {shown(value)}")
+        try:
+            return cls(**values)
+        except TypeError as error:  # a field is missing
+            raise SinewError(f"episode: {error}") from None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_whole(value)
+
+
+# Types of an episode's fields, as they are written there, and a test of each
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "int": _is_whole,
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "float": _is_number,
+    "list[int]": lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+    "list[float]": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_is_whole, value.values())),
+    "dict[str, list[float]]": lambda value: (
+        isinstance(value, dict) and all(map(_FITS["list[float]"], value.values()))
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """How to play: the part of a variant that the runner needs, and what all episodes share."""
+
+    replan: int | str = REPLAN  # see Variant
+    latency: Latency = field(default_factory=Latency)
+    handover: str = HANDOVER
+    reset_options: dict[str, Any] | None = None
+    noise: int = 0
+    realtime: bool = False
+    # See sinew_client.control.Settings; None: as the policy states it
+    motion: Mapping[str, Any] | None = None
+    future: bool = False
+    edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/edge-and-cloud.md)
+    envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings
+
+
+def run_episode(
+    env: gymnasium.Env,
+    adapter: EnvAdapter,
+    policy: EvalPolicy,
+    conduct: Conduct,
+    seed: int,
+    watch: Watcher | None = None,
+) -> Episode:
+    """Play one episode with the robot's own loop. ``watch`` sees every control step before it is taken."""
+    begun = time.perf_counter()
+    robot = SimulatedRobot(env, adapter, 1, seed, options=conduct.reset_options)
+    task = adapter.task(robot.info)
+    policy.start(env)
+    hz = adapter.control_hz
+    pace: Pace
+    source: Measured | Simulated
+    if conduct.realtime:
+        pace, source = StepByStep(1.0 / hz), Measured(policy, conduct.noise, seed)
+    else:
+        pace = SimulatedPace(hz)
+        source = Simulated(policy, conduct.noise, seed, conduct.latency, hz)
+    edge = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
+    tally = Tally()
+    driving = Run.open(
+        _description(policy),
+        robot,
+        _settings(policy, conduct),
+        prompt=None,
+        source=source,
+        edge=edge,
+        pace=pace,
+    )
+    with driving:
+        loop = driving.loop
+        loop.controller.listeners.append(tally.hear)
+        if watch is not None:
+            CommandListener(
+                lambda command: watch(command.step, robot.observe(), tally.asked == command.step)
+            ).attach(loop)
+        report = driving.run()
+    seam, jerk = smoothness(robot.actions, tally.seams)
+    return Episode(
+        seed=seed,
+        task=task,
+        success=bool(robot.successes),
+        steps=robot.steps,
+        chunks=len(tally.delays),
+        executed=report.executed,
+        held=tally.held,
+        misses=tally.misses,
+        delays=tally.delays,
+        latency_ms=[round(value, 3) for value in source.latencies],
+        chunk_size=policy.chunk_size,
+        late_ticks=report.late + report.skipped,
+        wall_s=round(time.perf_counter() - begun, 4),
+        seam=round(seam, 5),
+        jerk=round(jerk, 5),
+        faults=dict(report.faults["kinds"]),
+        reasons=report.held,
+        digest=digest_of(robot.actions),
+        peak_bytes=peak_of(policy),
+        clipped=report.clipped_commands,
+        ages=ages_of(loop),
+    )
+
+
+def peak_of(policy: EvalPolicy) -> int:
+    """Return the most memory that the process had in which the policy computes, in bytes, as a server says it of
+    itself; 0 where nobody says it."""
+    if isinstance(policy, ServerPolicy):
+        return int(policy.client.health().get("peak_bytes", 0))
+    return machine.resident_bytes()["peak"] if isinstance(policy, InProcess) else 0
+
+
+def digest_of(actions: Sequence[Any]) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of what an environment was given, as little-endian float64: equal
+    where every number of every command is."""
+    whole = b"".join(np.asarray(action, "<f8").tobytes() for action in actions)
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+def ages_of(loop: Loop) -> dict[str, int]:
+    """Return how old the executed rows were, control steps since the frame -> rows, as JSON has keys."""
+    return {str(age): count for age, count in sorted(loop.controller.ages.items())}
+
+
+def _description(policy: EvalPolicy) -> dict[str, Any]:
+    """Return what a policy states about itself. A foreign server may state nothing but its chunks."""
+    own = {"motion": policy.motion, "chunk_size": policy.chunk_size, "committed_rows": policy.committed_rows}
+    return {**policy.served, **own}
+
+
+def _settings(policy: EvalPolicy, conduct: Conduct) -> dict[str, Any]:
+    """Return the settings that an evaluation chooses for the robot's controller."""
+    replan = conduct.replan
+    if isinstance(replan, int):
+        replan = str(rows_between(replan, policy.chunk_size))
+    return {
+        "handover": conduct.handover,
+        "replan": replan,
+        "motion": conduct.motion,
+        "future": conduct.future,
+        "stale": NEVER_S,
+        **conduct.envelope,
+    }
+
+
+def run_stream_episode(
+    env: gymnasium.Env, adapter: EnvAdapter, policy: Policy, conduct: Conduct, seed: int, costs: StreamCosts
+) -> Episode:
+    """Play one episode on a stream, whose windows take the conduct's latency longer to arrive.
+
+    Environments may tell when something happened (``info["stimuli"]``: "image" and "sensor", seconds or None); the
+    episode then has the reaction to it.
+    """
+    begun = time.perf_counter()
+    robot = StreamedRobot(env, adapter, 1, seed, options=conduct.reset_options)
+    task, hz = adapter.task(robot.info), adapter.control_hz
+    pace = SimulatedPace(hz)
+    settings = StreamSettings(hz, costs.guidance, seed=chunk_seed(conduct.noise, seed, 0) >> 2)
+    session = Session(policy, settings, robot.task, clock=lambda: 0.0)
+    link = SimulatedLink(session, costs, pace.now, way(conduct.latency))
+    chosen = {"stale": NEVER_S, "fusion": "latest_only", "chunk_size": LARGEST_CHUNK}
+    described = policy.metadata()["policy"]
+    with Run.open(
+        described, robot, chosen, prompt=robot.task or None, source=Stream(link), pace=pace
+    ) as driving:
+        report, loop = driving.run(), driving.loop
+    controller = loop.controller
+    assert isinstance(controller, StreamController)
+    reactions = {
+        name: [round(1e3 * each, 3) for each in controller.reactions.of(name, [at])]
+        for name, at in robot.info.get("stimuli", {}).items()
+        if at is not None
+    }
+    return Episode(
+        seed=seed,
+        task=task,
+        success=bool(robot.successes),
+        steps=robot.steps,
+        chunks=report.chunks,
+        executed=report.executed,
+        held=report.held.get(OUT_OF_NODES, 0),
+        misses=controller.misses,
+        delays=[],
+        latency_ms=[],
+        chunk_size=policy.spec.chunk_size,
+        wall_s=round(time.perf_counter() - begun, 4),
+        reactions_ms=reactions,
+        faults=dict(report.faults["kinds"]),
+        reasons=report.held,
+        ages=ages_of(loop),
+    )
+
+
+class StepByStep(Pace):
+    """The clock of a world that stands still between its steps: each tick is the next step, however late it is."""
+
+    def next(self) -> int:
+        super().next()
+        return self.ticks - 1
+
+
+class Tally:
+    """Counts what happens in an episode, as a listener of its controller.
+
+    asked: the step of the newest request. held: steps after the first answer in which there was nothing to execute.
+    seams: steps that began another chunk.
+    """
+
+    def __init__(self) -> None:
+        self.asked = -1
+        self.held = self.misses = 0
+        self.delays: list[int] = []
+        self.seams: list[int] = []
+        self._waiting = self._starved = False  # the latter: there was a step without a row since the request
+
+    def hear(self, event: str, values: dict[str, Any]) -> None:
+        if event == "ask":
+            self.asked, self._waiting, self._starved = values["step"], True, False
+        elif event in ("arrived", "bad_chunk") and self._waiting:
+            self._waiting = False
+            self.delays.append(values["step"] - self.asked)
+            # The first chunk has no deadline: nothing runs out.
+            self.misses += self._starved and len(self.delays) > 1
+        elif event == "command":
+            command: Command = values["command"]
+            if command.row is None:
+                self.held += bool(self.delays)
+                self._starved = True
+            elif command.seam:
+                self.seams.append(command.step)
+
+
+def smoothness(actions: Sequence[Any], seams: Sequence[int]) -> tuple[float, float]:
+    """Return how far actions jump at most at the seams of chunks, and how unsteady they are everywhere (``Episode``).
+
+    seams: indices of the actions that began another chunk.
+    """
+    rows = [np.atleast_1d(np.asarray(action, np.float64)) for action in actions]
+    jumps = [float(np.abs(rows[k] - rows[k - 1]).max()) for k in seams if 0 < k < len(rows)]
+    if len(rows) < 4:
+        return max(jumps, default=0.0), 0.0
+    return max(jumps, default=0.0), float(np.sqrt(np.mean(np.diff(np.stack(rows), 3, axis=0) ** 2)))
+
+
+def reactions(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return p50, p95, p99, max and a histogram of the milliseconds that each loop of a stream took to react."""
+    found: dict[str, Any] = {}
+    for name in LOOPS:
+        values = [each for episode in episodes for each in episode.reactions_ms.get(name, ())]
+        if values:
+            found[name] = {**percentiles(values), "count": len(values), "histogram": histogram(values)}
+    return found

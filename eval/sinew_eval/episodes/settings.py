@@ -1,0 +1,433 @@
+"""What distinguishes one run from another: the task, and the variant under test. Text forms included."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from sinew.core import SinewError, dtype_word
+from sinew.engine.backend import AUTO, BACKENDS
+from sinew_client.control import Settings, choose, parse_rule
+from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.target import EXPERT, MODEL_SERVER, Target
+from sinew_client.typed_names import file_name, portable
+from sinew_client.untrusted import named, shown
+
+TASKS_GROUP = "sinew.tasks"  # entry points of other distributions: name -> "module:Class"
+ADAPTERS = {"direct": "sinew_eval.episodes.adapters:Direct"}  # name -> place of an adapter of this package
+MOST_DELAY = 1_000_000  # control steps or milliseconds of a latency
+MOST_WHOLE = 1 << 53  # of a whole number in a record
+MOST_TEXT = 4096  # characters of a text in a record
+MOST_SOLVER_STEPS, MOST_BATCH = 10_000, 65_536  # in a record
+_NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
+_LATENCY = re.compile(
+    rf"(?:(?P<kind>uniform|normal):)?(?P<first>{_NUMBER})(?:[-,](?P<second>{_NUMBER}))?(?P<unit>ms)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Simulated delay from request to chunk. ``text`` is what the user wrote and what reports show.
+
+    A number, ``uniform:LOW-HIGH`` or ``normal:MEAN,DEVIATION``; control steps, or milliseconds with a final
+    ``ms``. Commands leave at control ticks, so a delay takes effect at the first tick after it: 60 ms are two
+    steps at 20 Hz. Uniform steps are whole numbers including both ends.
+    """
+
+    text: str = "0"
+
+    def __post_init__(self) -> None:
+        found = _LATENCY.fullmatch(self.text) if isinstance(self.text, str) else None
+        if found is None or (found["kind"] is None) != (found["second"] is None):
+            raise SinewError(
+                f"latency: expected N, Nms, uniform:LOW-HIGH[ms] or normal:MEAN,DEVIATION[ms], got {shown(self.text)}"
+            )
+        if found["kind"] is None and not found["unit"] and not float(found["first"]).is_integer():
+            raise SinewError(f"latency: expected a whole number of control steps, or ms, got {self.text!r}")
+        if found["kind"] == "uniform" and float(found["first"]) > float(found["second"]):
+            raise SinewError(f"latency: the lower end is above the upper end in {self.text!r}")
+        if max(float(found["first"]), float(found["second"] or 0)) > MOST_DELAY:
+            raise SinewError(f"latency: expected at most {MOST_DELAY}, got {self.text!r}")
+
+    def steps(self, rng: np.random.Generator, control_hz: float) -> int:
+        """One draw, in control steps."""
+        found = _LATENCY.fullmatch(self.text)
+        assert found is not None
+        first, second = float(found["first"]), float(found["second"] or 0)
+        if found["kind"] == "uniform" and not found["unit"]:
+            return int(rng.integers(int(first), int(second) + 1))
+        if found["kind"] == "uniform":
+            first = float(rng.uniform(first, second))
+        elif found["kind"] == "normal":
+            first = max(0.0, float(rng.normal(first, second)))
+        steps = first * control_hz / 1e3 if found["unit"] else first
+        return math.ceil(steps - 1e-9)  # 100 ms at 60 Hz are six steps, whatever the product rounds to
+
+    def milliseconds(self, control_hz: float) -> float:
+        """The expected delay, for axes."""
+        found = _LATENCY.fullmatch(self.text)
+        assert found is not None
+        first = float(found["first"])
+        mean = (first + float(found["second"])) / 2 if found["kind"] == "uniform" else first
+        return mean if found["unit"] else 1e3 * mean / control_hz
+
+
+NONE = "none"  # of a sweep, for what is a file or a form
+
+
+_COSTS = re.compile(
+    rf"(?P<prefix>{_NUMBER}):(?P<head>{_NUMBER})(?::(?P<guidance>guided|no-jacobian|ramp|none))?"
+)
+
+
+@dataclass(frozen=True)
+class StreamCosts:
+    """What a prefix and a run of the head take, seconds of simulated time, and the guidance of whole chunks."""
+
+    prefix: float
+    head: float
+    guidance: str = "none"
+
+    @classmethod
+    def parse(cls, text: str) -> StreamCosts:
+        """Return the costs of ``PREFIX:HEAD[:GUIDANCE]``, milliseconds. Raises SinewError."""
+        found = _COSTS.fullmatch(text)
+        if found is None:
+            raise SinewError(
+                f"stream: expected PREFIX:HEAD[:GUIDANCE] in milliseconds, such as 33:2, got {text!r}"
+            )
+        return cls(float(found["prefix"]) / 1e3, float(found["head"]) / 1e3, found["guidance"] or "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's
+    (``sinew_client.control.parse_rule``). ``handover``: auto takes what the policy's actions ask for. ``stream``:
+    PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (:mod:`sinew_eval.episodes.sources`), which
+    then takes the place of chunks. ``edge_adapter``: a file. A sweep writes "none" for either. ``batch``:
+    episodes that one process plays in lockstep; what they ask at the same moment is one inference."""
+
+    target: str  # a bundle file, tcp://host:port, or "expert"
+    replan: int | str = REPLAN
+    latency: Latency = Latency()
+    handover: str = HANDOVER
+    solver_steps: int | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    engine: str | None = None
+    ignore_recipe: bool = False
+    rename: tuple[str, ...] = ()
+    allow_missing_cameras: bool = False
+    allow_empty_prompt: bool = False
+    stream: str = ""
+    edge_adapter: str = ""
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.replan, int) and self.replan < 0:
+            raise SinewError(f"replan: expected 1 or more, or full, got {self.replan}")
+        try:
+            choose(self.handover)
+        except ValueError as error:
+            raise SinewError(str(error)) from error
+        if self.solver_steps is not None and self.solver_steps < 1:
+            raise SinewError(f"solver_steps: expected 1 or more, got {self.solver_steps}")
+        if self.dtype is not None:
+            dtype_word(self.dtype)
+        if self.edge_adapter and self.stream:
+            raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
+        if self.batch < 1:
+            raise SinewError(f"batch: expected 1 or more, got {self.batch}")
+        alone = Target.parse(self.target).kind in (MODEL_SERVER, EXPERT)
+        if self.batch > 1 and (self.stream or alone):
+            got = "a stream" if self.stream else self.target
+            raise SinewError(f"batch: expected a bundle or a server that is asked for chunks, got {got}")
+        if self.engine not in (None, AUTO, *BACKENDS):
+            raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {self.engine!r}")
+
+    def with_text(self, key: str, value: str) -> Variant:
+        """A copy with one field read from text, as ``--sweep`` and ``--compare`` give it."""
+        if key not in SWEEPABLE:
+            raise SinewError(f"expected one of {', '.join(SWEEPABLE)}, got {key!r}")
+        try:
+            return replace(self, **{key: _PARSERS[key](value)})
+        except ValueError:
+            raise SinewError(f"{key}: expected a number, got {value!r}") from None
+
+    def label(self, others: Sequence[Variant]) -> str:
+        """The fields in which ``others`` differ; the target's name where none does, with as many of its folders as tell
+        two of one name apart."""
+        differing = [f.name for f in fields(self) if len({getattr(v, f.name) for v in others}) > 1]
+        name = distinct_names([v.target for v in others if v is not self] + [self.target])[-1]
+        return ", ".join(name if f == "target" else f"{f} {self.show(f)}" for f in differing) or name
+
+    def show(self, name: str) -> str:
+        value = getattr(self, name)
+        if name == "replan" and value == 0:
+            return "full"
+        if name == "target":
+            return value if Target.parse(value).remote else file_name(value)
+        if value is None:
+            return "default"
+        if name in ("stream", "edge_adapter"):
+            return file_name(value) if value else NONE
+        return value.text if isinstance(value, Latency) else str(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        record = {**asdict(self), "latency": self.latency.text, "rename": list(self.rename)}
+        # Logs of episodes that were played before there was a choice stay valid.
+        later = (
+            *("engine", "ignore_recipe", "rename", "allow_missing_cameras", "allow_empty_prompt"),
+            *("stream", "edge_adapter", "batch"),
+        )
+        record["batch"] = self.batch if self.batch > 1 else 0
+        return {name: value for name, value in record.items() if value or name not in later}
+
+    def record(self) -> dict[str, Any]:
+        """Return what a report keeps: ``to_dict`` without the folders of this machine."""
+        values = self.to_dict()
+        if self.edge_adapter:
+            values["edge_adapter"] = file_name(self.edge_adapter)
+        return {
+            **values,
+            "target": portable(self.target) if Target.parse(self.target).remote else self.show("target"),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Variant:
+        """Return the variant of a record. It opens nothing that the record names.
+
+        Raises:
+            SinewError: a field is unknown, or has another type.
+        """
+        checked = _checked("variant", values, _VARIANT_FIELDS)
+        if "target" not in checked:
+            raise SinewError("variant.target: expected a text, got nothing")
+        with SinewError.at("variant", ValueError):
+            if isinstance(checked.get("replan"), str):
+                checked["replan"] = parse_replan(checked["replan"])
+            rename = tuple(checked.get("rename", ()))
+            return cls(**{**checked, "latency": Latency(checked.get("latency", "0")), "rename": rename})
+
+
+def distinct_names(targets: Sequence[str]) -> list[str]:
+    """Return a name for each target: an address as it is, of a path the last part, and as many folders before it as
+    tell it from the other targets."""
+    paths = {each: [part for part in re.split(r"[\\/]", each) if part] or [each] for each in targets}
+
+    def name(target: str) -> str:
+        if Target.parse(target).remote:
+            return target
+        parts = paths[target]
+        for count in range(1, len(parts) + 1):
+            others = [each for each in paths if each != target and paths[each][-count:] == parts[-count:]]
+            if not others:
+                break
+        return "/".join(parts[-count:])
+
+    return [name(each) for each in targets]
+
+
+def parse_replan(text: str) -> int | str:
+    """Return steps, 0 for a full chunk, or the text of another rule. Raises ValueError that says what was expected."""
+    if text == "full" or text.isdecimal():
+        return 0 if text == "full" else int(text)
+    parse_rule(text)
+    return text
+
+
+def rows_between(replan: int | str, chunk_size: int) -> int:
+    """Return the actions that are executed between two requests where every answer is in time."""
+    if isinstance(replan, int):
+        return min(replan or chunk_size, chunk_size)
+    return parse_rule(replan).horizon(chunk_size)
+
+
+_WITH_A_COMMA = {"latency": "normal:", "replan": "disagreement:"}  # normal:80,20ms and disagreement:0.1,8
+
+
+def _listed(key: str, text: str) -> list[str]:
+    """Return the values of a list; a final unit of latencies, ``0,50,100ms``, holds for all plain numbers."""
+    parts = [part for part in text.split(",") if part]
+    if key == "latency" and parts and parts[-1].endswith("ms"):
+        parts = [part + "ms" if re.fullmatch(_NUMBER, part) else part for part in parts]
+    joined: list[str] = []
+    for part in parts:
+        if joined and joined[-1].startswith(_WITH_A_COMMA.get(key, ",")) and "," not in joined[-1]:
+            joined[-1] = joined[-1].removesuffix("ms") + "," + part
+        else:
+            joined.append(part)
+    return joined
+
+
+_PARSERS: dict[str, Any] = {
+    "replan": parse_replan,
+    "latency": Latency,
+    "handover": str,
+    "solver_steps": int,
+    "batch": int,
+    "dtype": str,
+    "device": str,
+    "engine": str,
+    "stream": lambda text: "" if text == NONE else text,
+    "edge_adapter": lambda text: "" if text == NONE else text,
+}
+SWEEPABLE = tuple(_PARSERS)
+
+
+def sweep(base: Variant, sweeps: Sequence[str]) -> list[Variant]:
+    """Every combination of ``KEY=VALUE,VALUE...`` texts, the first one varying slowest."""
+    axes = []
+    for text in sweeps:
+        key, separator, values = text.partition("=")
+        key = key.replace("-", "_")
+        parts = _listed(key, values)
+        if not separator or not parts:
+            raise SinewError(f"--sweep: expected KEY=VALUE,VALUE..., got {text!r}")
+        axes.append([(key, value) for value in parts])
+    variants = []
+    for combination in itertools.product(*axes):
+        variant = base
+        for key, value in combination:
+            variant = variant.with_text(key, value)
+        if variant not in variants:
+            variants.append(variant)
+    return variants
+
+
+# ----------------------------------------------------------------------------- records
+
+
+def _whole(least: int, most: int = MOST_WHOLE) -> tuple[str, Any]:
+    def fits(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+    return f"a whole number from {least} to {most}", fits
+
+
+def _optional(field: tuple[str, Any]) -> tuple[str, Any]:
+    words, fits = field
+    return f"{words}, or null", lambda value: value is None or fits(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MOST_TEXT
+
+
+_TEXT = (f"a text of at most {MOST_TEXT} characters", _is_text)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+_OBJECT = ("an object", lambda value: isinstance(value, dict))
+_TEXTS = ("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value)))
+_REPLAN = ("a whole number or a rule", lambda value: _is_text(value) or _whole(0)[1](value))
+# field -> what is expected, and a test of it
+_TASK_FIELDS = {
+    "env": _TEXT,
+    "env_options": _optional(_OBJECT),
+    "reset_options": _optional(_OBJECT),
+    "adapter": _TEXT,
+    "noise": _whole(0),
+    "realtime": _FLAG,
+    "motion": _optional(_OBJECT),
+    "future": _FLAG,
+}
+_VARIANT_FIELDS = {
+    "target": _TEXT,
+    "replan": _REPLAN,
+    "latency": _TEXT,
+    "handover": _TEXT,
+    "solver_steps": _optional(_whole(1, MOST_SOLVER_STEPS)),
+    "dtype": _optional(_TEXT),
+    "device": _TEXT,
+    "engine": _optional(_TEXT),
+    "ignore_recipe": _FLAG,
+    "rename": _TEXTS,
+    "allow_missing_cameras": _FLAG,
+    "allow_empty_prompt": _FLAG,
+    "stream": _TEXT,
+    "edge_adapter": _TEXT,
+    "batch": _whole(1, MOST_BATCH),
+}
+# What a gate fixes of a variant
+PROTOCOL_FIELDS = {
+    **{name: _TASK_FIELDS[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
+    **{name: _VARIANT_FIELDS[name] for name in ("replan", "latency", "handover", "solver_steps")},
+}
+
+
+def _checked(where: str, values: Any, known: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a record, each of the type that it has to have. Raises :class:`SinewError`."""
+    if not isinstance(values, dict):
+        raise SinewError(f"{where}: expected an object, got {shown(values)}")
+    for name, value in values.items():
+        if name not in known:
+            raise SinewError(f"{where}: expected fields that this version knows, got {named(name)}")
+        words, fits = known[name]
+        if not fits(value):
+            raise SinewError(f"{where}.{name}: expected {words}, got {shown(value)}")
+    return dict(values)
+
+
+def checked_protocol(values: Any) -> dict[str, Any]:
+    """Return the protocol of a gate, all fields of which are there. Raises :class:`SinewError`."""
+    checked = _checked("protocol", values, PROTOCOL_FIELDS)
+    if missing := [name for name in PROTOCOL_FIELDS if name not in checked]:
+        raise SinewError(f"protocol.{missing[0]}: expected a value, got nothing")
+    with SinewError.at("protocol", ValueError):
+        choose(checked["handover"])
+        parse_replan(str(checked["replan"]))
+        Latency(checked["latency"])
+    return checked
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every variant of a run shares.
+
+    env: gymnasium id; env_options: arguments of its constructor; reset_options: of ``reset``.
+    adapter: see :mod:`sinew_eval.episodes.adapters`; empty chooses by the id.
+    noise: a number that goes into every noise seed, to repeat a run with other noise.
+    realtime: pace the environment by the wall clock and use measured latency.
+    motion: what actions are measured from (sinew_client.control.Settings); None: rows go out as they come.
+    future: tell the policy the state that the robot will have when the answer arrives; needs ``motion``.
+
+    Raises :class:`SinewError` for a motion that is none.
+    """
+
+    env: str = "sinew/Blocks-v0"
+    env_options: dict[str, Any] | None = None
+    reset_options: dict[str, Any] | None = None
+    adapter: str = ""
+    noise: int = 0
+    realtime: bool = False
+    motion: dict[str, Any] | None = None
+    future: bool = False
+
+    def __post_init__(self) -> None:
+        # Which says what is wrong with them
+        Settings(1.0, motion=self.motion, future=self.future).controller(0)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Task:
+        """Return the task of a record. It opens and imports nothing that the record names.
+
+        Raises:
+            SinewError: a field is unknown, or has another type.
+        """
+        return cls(**_checked("task", values, _TASK_FIELDS))
+
+    def record(self) -> dict[str, Any]:
+        """Return what a report keeps: ``to_dict`` without the folders of this machine."""
+        values: dict[str, Any] = portable(self.to_dict())
+        return {
+            **values,
+            "adapter": file_name(self.adapter) if self.adapter.endswith(".json") else self.adapter,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        # Logs of episodes that were played before there was a choice stay valid.
+        return {k: v for k, v in asdict(self).items() if v or k not in ("motion", "future")}

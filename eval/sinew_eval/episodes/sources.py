@@ -1,0 +1,183 @@
+"""Where the rows of an episode come from: requests whose time is simulated, or measured by the wall clock, and streams
+in simulated time, whose two loops take as long as they are told.
+
+What is simulated is computed when it begins and counts from when it would have ended, so an episode's outcome does not
+depend on the machine that plays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from sinew.core import SinewError
+from sinew.stream.session import Session, StateSample
+from sinew_client.control import Outcome, Requester
+from sinew_client.faults import Faults
+from sinew_client.streams import StreamWindow
+
+from sinew_eval.episodes.policies import EvalPolicy
+from sinew_eval.episodes.settings import Latency, StreamCosts
+
+
+def chunk_seed(noise: int, seed: int, replan: int) -> int:
+    """Seed of the noise of one chunk; 63 bits, as every wire can carry."""
+    words = np.random.SeedSequence([noise, seed, replan]).generate_state(2, np.uint32)
+    return int(words[0]) << 31 | int(words[1]) >> 1
+
+
+class Simulated:
+    """Requests that are answered at once and whose answers are handed over when their delay has passed: the result of
+    an episode does not depend on the machine that plays it.
+
+    noise, seed: of the run and the episode, from which each request has its own delay and noise. hz: control steps per
+    second. latencies: milliseconds of every inference so far. What the policy raises ends the episode.
+    """
+
+    continuous, failures = False, 0
+
+    def __init__(self, policy: EvalPolicy, noise: int, seed: int, latency: Latency, hz: float):
+        self.policy, self._latency, self._hz = policy, latency, hz
+        self._luck, self._asked = (noise, seed), 0
+        self.latencies: list[float] = []
+        self._pending: tuple[int, np.ndarray] | None = None  # the step in which it is there, and the chunk
+
+    def ready(self, now: float) -> bool:
+        return self._pending is None
+
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
+        rng = np.random.default_rng([*self._luck, self._asked, 1])
+        delay = self._latency.steps(rng, self._hz)
+        actions, milliseconds = self.policy.infer(
+            _timeless(observation), chunk_seed(*self._luck, self._asked)
+        )
+        self.latencies.append(milliseconds)
+        self._asked += 1
+        self._pending = (round(now * self._hz) + delay, actions)
+
+    def poll(self, now: float) -> Outcome | None:
+        if self._pending is None or self._pending[0] > round(now * self._hz):
+            return None
+        actions, self._pending = self._pending[1], None
+        return Outcome(actions)
+
+    def cancel(self) -> None:
+        self._pending = None
+
+    def close(self, wait: float = 0.0) -> None:
+        """Do nothing: nothing is open."""
+
+
+class Measured(Requester):
+    """Requests by the wall clock, as a robot sends them. What the policy raises ends the episode."""
+
+    def __init__(self, policy: EvalPolicy, noise: int, seed: int):
+        super().__init__(lambda: lambda request, _: policy.infer(*request["what"]), float("inf"))
+        self._luck, self._asked = (noise, seed), 0
+        self.latencies: list[float] = []
+
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
+        super().ask({"what": (_timeless(observation), chunk_seed(*self._luck, self._asked))}, now)
+        self._asked += 1
+
+    def poll(self, now: float) -> Outcome | None:
+        outcome = super().poll(now)
+        if outcome is None:
+            return None
+        if outcome.reason:
+            raise SinewError(outcome.reason)
+        actions, milliseconds = outcome.value
+        self.latencies.append(milliseconds)
+        return Outcome(actions)
+
+
+def _timeless(observation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an observation without the loop's own clock, which is nothing that a policy is asked."""
+    return {name: value for name, value in observation.items() if name != "time"}
+
+
+# ----------------------------------------------------------------------------- streams
+
+
+def way(latency: Latency) -> float:
+    """Return the seconds of a constant latency in milliseconds. Raises SinewError for any other one."""
+    if latency.text != "0" and not (latency.text.endswith("ms") and latency.text[0].isdigit()):
+        raise SinewError(
+            f"latency: expected milliseconds, such as 50ms, beside --stream, got {latency.text!r}"
+        )
+    return latency.milliseconds(1.0) / 1e3
+
+
+class SimulatedLink:
+    """A stream without a socket whose two loops run in simulated time. ``now``: seconds of it.
+
+    way: seconds that each window is under way beside what the loops take; several may be at once.
+    """
+
+    def __init__(self, session: Session, costs: StreamCosts, now: Callable[[], float], way: float = 0.0):
+        self._session, self._costs, self._now, self._way = session, costs, now, way
+        self._slow: tuple[float, Any] | None = None  # when it ends, what it then gives
+        self._fast: tuple[float, Any] | None = None
+        self._sent: list[tuple[float, StreamWindow]] = []  # when each arrives, in that order
+        self._clock = 0.0
+        self.label = session.label
+        self.errors, self.error, self.faults = 0, "", Faults()  # none: what fails here is raised
+
+    def send(
+        self,
+        state: Any,
+        time: float,
+        delay: int = 1,
+        images: Mapping[str, Any] | None = None,
+        frame_time: float | None = None,
+        prompt: str = "",
+    ) -> bool:
+        self._advance(self._now())
+        if prompt and prompt != self._session.prompt:
+            self._session.say(prompt)
+        self._session.push_sample(StateSample(np.array(state, np.float32), time, delay))
+        if images is not None:
+            self._session.push_frame(images, time if frame_time is None else frame_time)
+        self._begin()
+        return True
+
+    def windows(self) -> list[StreamWindow]:
+        now = self._now()
+        self._advance(now)
+        found = [window for arrives, window in self._sent if arrives <= now + 1e-9]
+        del self._sent[: len(found)]
+        return found
+
+    def restart(self) -> None:
+        """Let the next sample begin a stream that knows nothing of what was before."""
+        self._session, self._slow, self._fast = self._session.anew(), None, None
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+    def _advance(self, until: float) -> None:
+        while True:
+            ends = [job[0] for job in (self._slow, self._fast) if job is not None and job[0] <= until + 1e-9]
+            if not ends:
+                break
+            self._clock = min(ends)
+            if self._slow is not None and self._slow[0] <= self._clock:
+                self._session.swap(self._slow[1])
+                self._slow = None
+            if self._fast is not None and self._fast[0] <= self._clock:
+                self._sent.append((self._clock + self._way, self._fast[1]))
+                self._fast = None
+            self._begin()
+        self._clock = until
+
+    def _begin(self) -> None:
+        """Begin what is idle and has something to do."""
+        if self._slow is None and (prefix := self._session.compute()) is not None:
+            self._slow = (self._clock + self._costs.prefix, prefix)
+        if self._fast is None and (window := self._session.run()) is not None:
+            sent = StreamWindow(
+                window.step, window.rows, window.sample_time, window.frame_time, run=window.run
+            )
+            self._fast = (self._clock + self._costs.head, sent)

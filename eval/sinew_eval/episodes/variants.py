@@ -1,0 +1,142 @@
+"""Variants of an evaluation: what --sweep and --compare ask for, and what will run each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from sinew.convert.sources import resolve
+from sinew.core import SinewError, machine, progress
+from sinew.core.extras import MissingPackageError
+from sinew.processing import Allowed
+from sinew_client import ClientError
+from sinew_client.control import Adapter, choose
+from sinew_client.control.defaults import AUTO
+from sinew_client.target import LOCAL, Target
+
+from sinew_eval.episodes.policies import InProcess, ServerPolicy, chosen, open_policy, stated_facts
+from sinew_eval.episodes.settings import Task, Variant, parse_replan
+from sinew_eval.episodes.settings import sweep as parse_sweep
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
+
+ENV = "sinew/Blocks-v0"  # where nothing says which task a policy fits
+
+
+def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
+    """Return the task to play where none was asked for: the embedded one whose observations the policy takes. allowed:
+    as of :class:`sinew.processing.Processor`."""
+    if Target.parse(target).kind != LOCAL:
+        return ENV
+    try:
+        from sinew_eval.episodes.fitting import task_of
+    except ModuleNotFoundError:  # said when the environment is made
+        return ENV
+    found = task_of(target, rename, **allowed)
+    progress.say(f"env {found}: none was given" + " and the policy fits it" * (found != ENV))
+    return found
+
+
+def control_hz(task: Task, variants: Sequence[Variant]) -> float:
+    """Return the environment's rate, after a look whether the policies take what it shows: before any is loaded."""
+    try:
+        from sinew_eval.episodes.fitting import check_variants
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("evaluation", error.name or "mujoco") from None
+    return check_variants(task, variants)
+
+
+def usual_workers(alone: bool = False) -> int:
+    """Return how many processes play where nothing is said: one per core. alone: one, whom nothing may disturb."""
+    return 1 if alone else machine.cores().physical
+
+
+def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] = ()) -> list[Variant]:
+    """Return what is to be played. Raises :class:`SinewError` for a variant that is there twice, and for an edge
+    adapter that is none."""
+    found = parse_sweep(base, sweeps)
+    for text in compares:
+        if "=" in text and not Path(text).exists():
+            other = found[0]
+            for part in re.split(r",(?=[a-z_-]+=)", text):
+                key, _, value = part.partition("=")
+                other = other.with_text(key.replace("-", "_"), value)
+        else:
+            other = replaced(found[0], target=text)
+        if other in found:
+            raise SinewError(f"--compare {text}: that variant is already there")
+        found.append(other)
+    for path in dict.fromkeys(each.edge_adapter for each in found if each.edge_adapter):
+        with SinewError.at("edge_adapter", ClientError):
+            Adapter.read(path)
+    return [
+        variant
+        if Target.parse(variant.target).kind != LOCAL
+        else replaced(variant, target=str(resolve(variant.target)))
+        for variant in found
+    ]
+
+
+def settled(variant: Variant, task: Task | None = None, said: set[str] | None = None) -> Variant:
+    """Return the variant with the hand-over, the engine and the device that will play it, so that logs and reports name
+    them. said: reasons that were printed before."""
+    kind = Target.parse(variant.target)
+    if kind.remote:
+        device = None if variant.device == "auto" else variant.device
+        flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
+        if any(flags) or variant.allow_missing_cameras or variant.allow_empty_prompt:
+            raise SinewError(
+                "engine, dtype, device, cameras and empty prompts belong to the server; start it with them"
+            )
+    variant = _handed_over(variant, task, set() if said is None else said)
+    if kind.kind != LOCAL:
+        return replaced(variant, device="cpu")
+    found = chosen(variant)
+    return replaced(variant, engine=found.engine, device=found.options.device)
+
+
+def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant:
+    """Return the variant with the hand-over that ``auto`` stands for, and print why."""
+    if variant.handover != AUTO:
+        return variant
+    policy = stated_facts(variant.target, "" if task is None else task.env)
+    replan = str(variant.replan or "full")
+    choice = choose(
+        AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter), replan=replan
+    )
+    text = f"{variant.show('target')}: {choice}"
+    if not variant.stream and text not in said:
+        progress.say(text)
+        if choice.replan_reason:
+            progress.say(f"{variant.show('target')}: requests {choice.replan}: {choice.replan_reason}")
+        said.add(text)
+    rule = variant.replan if choice.replan == replan else parse_replan(choice.replan)
+    return replaced(variant, handover=choice.handover, replan=rule)
+
+
+def in_lockstep(
+    variant: Variant, task: Task, out: Path | None, fastest: Callable[[Policy], tuple[int, str]]
+) -> Variant:
+    """Return the variant with the batch that is fastest here, and print why; with that of the log where a run goes on,
+    whose episodes were played so. fastest: measures an open policy, and says the batch and why."""
+    from sinew_eval.episodes.campaign import batch_played
+
+    if out is not None and (before := batch_played(task, variant, out)) is not None:
+        progress.say(f"{variant.show('target')}: batches of {before}, as in {out}")
+        return replaced(variant, batch=before)
+    replaced(variant, batch=2)  # refuses what has no batches
+    policy = open_policy(variant, task.env)
+    try:
+        if isinstance(policy, ServerPolicy):
+            batch, why = policy.max_batch, policy.one_by_one or "the most that this server computes at once"
+        else:
+            assert isinstance(policy, InProcess)
+            batch, why = fastest(policy.policy)
+    finally:
+        policy.close()
+    progress.say(f"{variant.show('target')}: batches of {batch}: {why}")
+    return replaced(variant, batch=batch)

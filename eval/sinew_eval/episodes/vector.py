@@ -1,0 +1,128 @@
+"""A vectorised environment of gymnasium as environments of their own, which are reset and stepped at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import iterate
+from sinew.core import SinewError
+
+from sinew_eval.episodes.adapters import time_limit
+from sinew_eval.episodes.lockstep import RESET, STEP
+
+# What adapters ask an environment for, beside its spec
+TOLD = ("control_hz", "max_steps", "task_description")
+
+
+class VectorParts:
+    """The parts of a vectorised environment, in lockstep (:class:`sinew_eval.episodes.lockstep.Shared`).
+
+    With ``AutoresetMode.DISABLED`` an episode that is over is followed by the next one at once. The other modes begin
+    the next episode by themselves, without its seed; so all parts wait for the last one, and are reset together.
+
+    together: that this is so. Raises :class:`SinewError` for one whose reset mode is not known.
+    """
+
+    def __init__(self, env: gymnasium.vector.VectorEnv):
+        mode = env.metadata.get("autoreset_mode")
+        if not isinstance(mode, AutoresetMode):
+            raise SinewError(
+                f"env: expected metadata with autoreset_mode, one of AutoresetMode, got {mode!r}"
+            )
+        self.env, self.mode = env, mode
+        self.together = mode is not AutoresetMode.DISABLED
+        self._rest = np.zeros(env.single_action_space.shape or (), env.single_action_space.dtype)
+        self._last: list[Any] = [self._rest] * env.num_envs
+        self._over = np.zeros(env.num_envs, bool)
+        self._fresh = True
+
+    def parts(self) -> list[gymnasium.Env]:
+        """Return an environment for each part."""
+        self._parts = [Part(self.env, index) for index in range(self.env.num_envs)]
+        return list(self._parts)
+
+    def attend(self, ask: Callable[[int, str, Any], Any]) -> None:
+        for part in self._parts:
+            part.ask = ask
+
+    def reset(self, asked: Mapping[int, Any]) -> dict[int, Any]:
+        """asked: (seed, options) by part."""
+        options = next(iter(asked.values()))[1]
+        observations, infos = self._reset({part: seed for part, (seed, _) in asked.items()}, options)
+        return {part: (observations[part], _of(infos, part)) for part in asked}
+
+    def step(self, asked: Mapping[int, Any]) -> dict[int, Any]:
+        """asked: action by part. Those that play no episode any more repeat their last one."""
+        for part, action in asked.items():
+            self._last[part] = np.asarray(action, self._rest.dtype)
+        idle = {int(part): 0 for part in np.flatnonzero(self._over) if part not in asked}
+        if idle and not self.together:
+            self._reset(idle, None)  # an episode that is over cannot be stepped
+        seen, rewards, ends, cuts, infos = self.env.step(np.stack(self._last))
+        observations, self._over = self._apart(seen), np.asarray(ends) | np.asarray(cuts)
+        found = {}
+        for part in asked:
+            shown, said = observations[part], infos
+            if self._over[part] and self.mode is AutoresetMode.SAME_STEP:
+                shown, said = infos["final_obs"][part], infos["final_info"]
+            found[part] = (shown, rewards[part], bool(ends[part]), bool(cuts[part]), _of(said, part))
+        return found
+
+    def _reset(self, seeds: Mapping[int, int], options: dict[str, Any] | None) -> tuple[list[Any], Any]:
+        spare = next(iter(seeds.values()))
+        given = [seeds.get(part, spare) for part in range(self.env.num_envs)]
+        if not self.together:
+            # All of them at first: one that was never reset cannot be stepped.
+            mask = np.isin(np.arange(self.env.num_envs), list(seeds)) | self._fresh
+            options = {**(options or {}), "reset_mask": mask}
+            self._over &= ~mask
+        self._fresh = False
+        seen, infos = self.env.reset(seed=given, options=options)  # type: ignore[arg-type]
+        return self._apart(seen), infos
+
+    def _apart(self, seen: Any) -> list[Any]:
+        if not getattr(self.env, "copy", True):
+            seen = deepcopy(seen)  # the next step would write over what is still to be looked at
+        return list(iterate(self.env.observation_space, seen))
+
+
+class Part(gymnasium.Env):
+    """One environment of a vectorised one. ask: waits until the others ask as well."""
+
+    ask: Callable[[int, str, Any], Any]
+
+    def __init__(self, env: gymnasium.vector.VectorEnv, index: int):
+        self._index = index
+        self.action_space, self.observation_space = env.single_action_space, env.single_observation_space
+        self.metadata = dict(env.metadata)
+        # Of those that are in this process
+        copies: Sequence[gymnasium.Env] = getattr(env.unwrapped, "envs", ())
+        self.spec = env.spec or (copies[0].spec if copies else None)
+        for each in (*(copy.unwrapped for copy in copies[:1]), env.unwrapped):
+            for name in TOLD:
+                if hasattr(each, name):
+                    setattr(self, name, getattr(each, name))
+        if copies and (limit := time_limit(copies[0])):
+            self.max_steps = limit
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self.ask(self._index, RESET, (seed, options))
+
+    def step(self, action: Any) -> Any:
+        return self.ask(self._index, STEP, action)
+
+
+def _of(infos: Mapping[str, Any], part: int) -> dict[str, Any]:
+    """Return what infos say of one part: those under whose mask it is."""
+    found = {}
+    for name, value in infos.items():
+        mask = infos.get(f"_{name}")
+        if (name.startswith("_") and name[1:] in infos) or (mask is not None and not mask[part]):
+            continue
+        found[name] = _of(value, part) if isinstance(value, Mapping) else value[part]
+    return found

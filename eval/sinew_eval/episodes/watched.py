@@ -1,0 +1,159 @@
+"""Episodes that somebody follows step by step: who records, films or logs them while they are played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from sinew_client.untrusted import read_npz
+
+from sinew_eval.episodes.adapters import EnvAdapter, make_env
+from sinew_eval.episodes.player import EpisodePlayer, one_thread
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+
+MAX_FILM = 1 << 34  # bytes of the frames of one episode
+CAMERA = "camera/"  # before a camera's name in a file of moments
+
+
+class WatchedSteps(gymnasium.Wrapper):
+    """Tells ``before(observation, action, step)`` of every step before it is taken: the environment's own observation,
+    what it is given, and how many steps of the episode were taken before."""
+
+    def __init__(self, env: gymnasium.Env, before: Callable[[Any, Any, int], None]):
+        super().__init__(env)
+        self._before = before
+        self.raw: Any = None
+        self.steps = 0
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        self.raw, info = self.env.reset(**options)
+        self.steps = 0
+        return self.raw, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self._before(self.raw, action, self.steps)
+        self.steps += 1
+        self.raw, *rest = self.env.step(action)
+        return self.raw, *rest  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedMoment:
+    """Holds what was there before a control step, or at the end of an episode.
+
+    step: how many were taken before. images: what the policy saw by camera, uint8 [H, W, 3] or floats in [0, 1].
+    state: [S]. action: float32 [A], what was executed then; zeros at the end. prompt: the instruction. scene: what the
+    environment draws of itself, a picture as the others; None where it draws nothing.
+    """
+
+    step: int
+    images: Mapping[str, np.ndarray]
+    state: np.ndarray
+    action: np.ndarray
+    prompt: str
+    scene: np.ndarray | None = None
+
+
+class WatchedEpisode(WatchedSteps):
+    """An environment that keeps the moments of its episode. every: control steps between two; draws: with the scene."""
+
+    def __init__(self, env: gymnasium.Env, adapter: EnvAdapter, every: int = 1, draws: bool = False):
+        super().__init__(env, self._pass)
+        self._adapter, self._every, self._draws = adapter, every, draws
+        self.moments: list[WatchedMoment] = []
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        self.moments = []
+        return super().reset(**options)
+
+    def end(self) -> None:
+        """Keep how the episode ended."""
+        self._keep(self.raw, np.zeros_like(self.moments[0].action))
+
+    def _pass(self, raw: Any, action: Any, step: int) -> None:
+        if step % self._every == 0:
+            self._keep(raw, action)
+
+    def _keep(self, raw: Any, action: Any) -> None:
+        seen = self._adapter.observation(raw)
+        images = {name: np.array(image) for name, image in seen["images"].items()}
+        scene: Any = self.env.render() if self._draws else None
+        state, did = np.array(seen["state"]), np.array(action, np.float32)
+        self.moments.append(WatchedMoment(self.steps, images, state, did, str(seen.get("prompt", "")), scene))
+
+
+class WatchedPlayer(EpisodePlayer):
+    """A player that keeps the moments of its last episode: of its control steps, and of its end.
+
+    fps: at most so many of a second of the episode's own time, with the scene where the environment draws it; 0: all.
+    """
+
+    def __init__(self, task: Task, fps: float = 0.0):
+        super().__init__(task)
+        modes = self.env.metadata.get("render_modes") or ()
+        if fps and "rgb_array" in modes and self.env.render_mode is None:
+            self.env.close()
+            self.env, self.adapter = make_env(
+                task.env, task.adapter, task.env_options, render_mode="rgb_array"
+            )
+        draws = bool(fps) and self.env.render_mode == "rgb_array"
+        self.env = self.watched = WatchedEpisode(
+            self.env, self.adapter, every(self.adapter.control_hz, fps), draws
+        )
+
+    def play(self, variant: Variant, seed: int) -> Episode:
+        episode = super().play(variant, seed)
+        self.watched.end()
+        return episode
+
+
+def every(control_hz: float, fps: float) -> int:
+    """Return how many control steps lie between two moments that are kept."""
+    return max(1, round(control_hz / fps)) if fps else 1
+
+
+def watch(
+    task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
+) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
+    """Play episodes, todo: index of a variant, seed; yield the index, the episode and its moments."""
+    player = WatchedPlayer(task, fps)
+    try:
+        with one_thread(variants):
+            for index, seed in todo:
+                yield index, player.play(variants[index], seed), player.watched.moments
+    finally:
+        player.close()
+
+
+def write_moments(path: Path, moments: Sequence[WatchedMoment]) -> None:
+    """Write moments as a file NAME.npz, for :func:`read_moments`."""
+    names = ("step", "state", "action", "prompt")
+    arrays: dict[str, Any] = {name: [getattr(each, name) for each in moments] for name in names}
+    if moments[0].scene is not None:
+        arrays["scene"] = [each.scene for each in moments]
+    for name in moments[0].images:
+        arrays[CAMERA + name] = [each.images[name] for each in moments]
+    np.savez(path, **arrays)
+
+
+def read_moments(path: Path) -> list[WatchedMoment]:
+    """Return what :func:`write_moments` wrote."""
+    found = read_npz(path, max_unpacked=MAX_FILM)
+    scenes = found.get("scene", [None] * len(found["step"]))
+    cameras = {name.removeprefix(CAMERA): each for name, each in found.items() if name.startswith(CAMERA)}
+    return [
+        WatchedMoment(
+            int(found["step"][index]),
+            {name: frames[index] for name, frames in cameras.items()},
+            found["state"][index],
+            found["action"][index],
+            str(found["prompt"][index]),
+            scenes[index],
+        )
+        for index in range(len(found["step"]))
+    ]

@@ -1,0 +1,324 @@
+"""A recorded evaluation played again, perhaps on another machine: what to play, and what came out equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sinew.convert.sources import resolve
+from sinew.convert.sources.card import MAX_BYTES, MAX_VALUES
+from sinew.core import SinewError
+from sinew_client.target import LOCAL, Target
+from sinew_client.typed_names import portable
+from sinew_client.untrusted import named, parse_json, read_text, shown
+
+from sinew_eval.episodes.outside import PolicyFacts, TypedNames, allowed
+from sinew_eval.episodes.policies import file_hash, identity
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.evidence.page import record_in
+from sinew_eval.report.report import SCHEMA
+from sinew_eval.report.stats import mcnemar
+
+REPORT = "report.json"  # of `sinew eval --out`
+MAX_EPISODES = 1_000_000  # of a variant
+MAX_VARIANTS = 1000
+MAX_SEED = 1 << 63
+KINDS = ("bundle", "server", "expert")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded run.
+
+    Attributes:
+        path: its file.
+        record: its report with the outcomes, whose seeds, successes, steps and digests were checked.
+        task, variants: as recorded. They may name code, files and addresses: see :meth:`local`.
+        facts: of each variant's policy.
+        seeds: of the episodes.
+    """
+
+    path: Path
+    record: Mapping[str, Any]
+    task: Task
+    variants: tuple[Variant, ...]
+    facts: tuple[PolicyFacts, ...]
+    seeds: tuple[int, ...]
+
+    def local(self, typed: TypedNames) -> tuple[Task, list[Variant]]:
+        """Return the task and the variants with what is here: the policies of this package and the typed ones whose
+        SHA-256 is the recorded one, the typed address, and the names that were typed.
+
+        Raises:
+            UntypedNameError: the record uses a name that is not built in and was not typed.
+            SinewError: a policy was typed that the record does not have.
+        """
+        files = {each: _place(each) for each in typed.policies}
+        hashes = {about.sha256 for about in self.facts if about.kind == "bundle"}
+        for each, place in files.items():
+            if Target.parse(place).kind == LOCAL and (found := file_hash(place)) not in hashes:
+                ids = ", ".join(sorted(each[:16] for each in hashes)) or "none"
+                raise SinewError(
+                    f"{each}: expected a policy of {self.path} (SHA-256 {ids}), got {found[:16]}"
+                )
+        here = replace(typed, policies=tuple(files.values()))
+        return allowed(self.path, self.task, self.variants, self.facts, here)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the record in ``report.json`` or ``report.html`` of ``sinew eval --out``.
+
+    Raises:
+        SinewError: it is another file, or is beyond a bound.
+    """
+    try:
+        text = read_text(path, MAX_BYTES)
+        if text.lstrip()[:1] == "<":
+            inside = record_in(text)
+            if inside is None:
+                raise SinewError(f"{path}: expected a page of `sinew eval --out`, got one without a record")
+            text = inside
+        record = parse_json(text, max_values=MAX_VALUES)
+    except OSError as error:
+        raise SinewError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SinewError(f"{path}: expected a report of `sinew eval --out`, got {error}") from None
+    schema = record.get("schema") if isinstance(record, dict) else type(record).__name__
+    if schema != SCHEMA:
+        raise SinewError(f"{path}: expected schema {SCHEMA}, got {shown(schema, 60)}")
+    return dict(record)
+
+
+def check_place(out: Path, task: Task, variants: Sequence[Variant]) -> None:
+    """Raise :class:`SinewError` where a folder has a report of what the new one would not show: that of another
+    evaluation, or of something else."""
+    if not (out / REPORT).exists():
+        return
+    before = load(out / REPORT)
+    try:
+        labels = ", ".join(named(each["label"]) for each in before["variants"])
+        had = [{**portable(each["variant"]), "target": each["policy"]["id"]} for each in before["variants"]]
+        env = named(before["task"]["env"])
+    except (KeyError, TypeError) as error:
+        raise SinewError(
+            f"{out / REPORT}: expected a report of `sinew eval --out`, got none ({error})"
+        ) from None
+    asked = [{**each.record(), "target": identity(each.target)["id"]} for each in variants]
+    now = {"task": portable(task.record()), "variants": portable(asked)}
+    if portable(before.get("task")) != now["task"] or any(each not in now["variants"] for each in had):
+        raise SinewError(
+            f"--out {out}: expected a new folder, or that of the same evaluation, got one with the report of {labels}"
+            f" on {env}, which would be replaced"
+        )
+
+
+def read(path: Path) -> Recorded:
+    """Return the run of a report. It opens nothing else.
+
+    Raises:
+        SinewError: it is no report, or holds no outcomes.
+    """
+    record = load(path)
+    with SinewError.at(path, SinewError):
+        return _recorded(path, record)
+
+
+def _recorded(path: Path, record: dict[str, Any]) -> Recorded:
+    if "plan" in record:
+        raise SinewError("expected episodes that follow from their seeds, got trials on a robot in real time")
+    if "outcomes" not in record:
+        raise SinewError("expected the outcome of each episode, got none; play the run anew with --out")
+    task = Task.from_dict(record.get("task"))
+    variants, facts = [], []
+    for index, entry in enumerate(variant_entries(record)):
+        with SinewError.at(f"variants[{index}]", SinewError):
+            variants.append(Variant.from_dict(entry.get("variant")))
+            facts.append(_facts(entry))
+    outcomes = checked_outcomes(record, len(variants))
+    seeds = [tuple(each["seed"] for each in trials) for trials in outcomes]
+    if len(set(seeds)) != 1 or len(set(seeds[0])) != len(seeds[0]) or not seeds[0]:
+        raise SinewError(
+            f"outcomes: expected the same seeds of each of {len(variants)} variants, each once, got others"
+        )
+    return Recorded(path, record, task, tuple(variants), tuple(facts), seeds[0])
+
+
+def variant_entries(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the variants of a report, each with its label. Raises :class:`SinewError`."""
+    entries = record.get("variants")
+    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_VARIANTS:
+        raise SinewError(f"variants: expected a list of 1 to {MAX_VARIANTS}, got {shown(entries)}")
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get("label"), str):
+            raise SinewError(f"variants[{index}]: expected an object with a label, got {shown(entry)}")
+    return entries
+
+
+def checked_outcomes(record: Mapping[str, Any], count: int) -> list[list[dict[str, Any]]]:
+    """Return the outcomes of a report: a list of episodes for each of ``count`` variants.
+
+    Raises:
+        SinewError: they are something else, or an episode has no seed, success, steps or digest.
+    """
+    outcomes = record["outcomes"]
+    if not isinstance(outcomes, list) or len(outcomes) != count:
+        raise SinewError(f"outcomes: expected a list for each of {count} variants, got {shown(outcomes)}")
+    for trials in outcomes:
+        if not isinstance(trials, list) or len(trials) > MAX_EPISODES:
+            raise SinewError(f"outcomes: expected a list of at most {MAX_EPISODES}, got {shown(trials)}")
+        for each in trials:
+            fits = (
+                isinstance(each, dict)
+                and _is_whole(each.get("seed"), MAX_SEED)
+                and isinstance(each.get("success"), bool)
+                and _is_whole(each.get("steps"), MAX_SEED)
+                and isinstance(each.get("digest"), str)
+                and isinstance(each.get("task", ""), str)
+            )
+            if not fits:
+                raise SinewError(
+                    "outcomes: expected episodes with a seed from 0, success, steps and digest, got"
+                    f" {shown(each)}"
+                )
+    return outcomes
+
+
+def _is_whole(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
+
+
+def _facts(entry: Mapping[str, Any]) -> PolicyFacts:
+    about = policy_of(entry)
+    edge = entry.get("edge_adapter")
+    edge_id = edge.get("id", "") if isinstance(edge, dict) else ""
+    if not isinstance(edge_id, str):
+        raise SinewError(f"edge_adapter.id: expected a text, got {shown(edge_id)}")
+    return PolicyFacts(about["kind"], about["id"] if about["kind"] == "bundle" else "", edge_id)
+
+
+def policy_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a report says of a variant's policy: its kind and its id. Raises :class:`SinewError`."""
+    about = entry.get("policy")
+    if not isinstance(about, dict) or about.get("kind") not in KINDS or not isinstance(about.get("id"), str):
+        raise SinewError(
+            f"policy: expected an object with a kind of {', '.join(KINDS)} and an id, got {shown(about)}"
+        )
+    return about
+
+
+def _place(name: str) -> str:
+    return name if Target.parse(name).kind != LOCAL else str(resolve(name))
+
+
+# ----------------------------------------------------------------------------- comparison
+
+
+def compare(
+    recorded: Recorded, report: Mapping[str, Any], results: Sequence[Sequence[Episode]]
+) -> dict[str, Any]:
+    """Return what is equal and what differs between a recorded run and its repetition.
+
+    conditions: name -> what it was there and is here, where the two differ. variants: of each the episodes whose every
+    command was equal, those with the same outcome after as many steps, those with the same outcome, and the trials
+    whose outcome changed. passed: no outcome changed.
+    """
+    variants = []
+    for index, (entry, episodes) in enumerate(zip(report["variants"], results, strict=True)):
+        there = {each["seed"]: each for each in recorded.record["outcomes"][index]}
+        here = {each.seed: each for each in episodes}
+        changed = [
+            {
+                "seed": seed,
+                "there": {"success": bool(old["success"]), "steps": old["steps"]},
+                "here": {"success": here[seed].success, "steps": here[seed].steps},
+            }
+            for seed, old in there.items()
+            if bool(old["success"]) != here[seed].success
+        ]
+        steps = sum(
+            bool(old["success"]) == here[seed].success and old["steps"] == here[seed].steps
+            for seed, old in there.items()
+        )
+        bits = sum(bool(old["digest"]) and old["digest"] == here[seed].digest for seed, old in there.items())
+        test = mcnemar(
+            {seed: bool(old["success"]) for seed, old in there.items()},
+            {seed: each.success for seed, each in here.items()},
+        )
+        variants.append(
+            {
+                "label": entry["label"],
+                "episodes": len(there),
+                "equal_commands": bits,
+                "equal_steps": steps,
+                "equal_outcomes": len(there) - len(changed),
+                "there": sum(bool(old["success"]) for old in there.values()),
+                "here": sum(each.success for each in here.values()),
+                "p_value": round(test.p_value, 6),
+                "changed": changed,
+            }
+        )
+    return {
+        "record": recorded.path.name,
+        "conditions": {name: [a, b] for name, a, b in _conditions(recorded.record, report) if a != b},
+        "variants": variants,
+        "passed": not any(each["changed"] for each in variants),
+    }
+
+
+def _conditions(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What an outcome may depend on, recorded and present; what a record has is cut, as it may be anything."""
+
+    def bounded(value: Any) -> Any:
+        return value if value is None or isinstance(value, (bool, int, float)) else named(value, 200)
+
+    for name in ("sinew", "hardware", "control_hz"):
+        yield name, bounded(there.get(name)), here[name]
+    recorded, new = there.get("versions"), here["versions"]
+    old = recorded if isinstance(recorded, dict) else {}
+    for name in sorted({*new, *list(old)[:100]}):
+        yield named(name), bounded(old.get(name)), new.get(name)
+    for before, now in zip(there["variants"], here["variants"], strict=True):
+        yield f"policy of {now['label']}", bounded(before["policy"]["id"]), now["policy"]["id"]
+        yield f"precision of {now['label']}", bounded(before.get("dtype")), now["dtype"]
+        for name in ("engine", "device", "handover"):
+            yield f"{name} of {now['label']}", bounded(before["variant"].get(name)), now["variant"].get(name)
+
+
+COLUMNS = (
+    "repeated",
+    ">episodes",
+    ">every command equal",
+    ">same steps",
+    ">same outcome",
+    ">wins there",
+    ">here",
+    ">p (McNemar)",
+)
+
+
+def rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the cells of ``COLUMNS`` for each variant."""
+    names = ("episodes", "equal_commands", "equal_steps", "equal_outcomes", "there", "here")
+    return [
+        [each["label"], *(str(each[name]) for name in names), f"{each['p_value']:.3g}"]
+        for each in found["variants"]
+    ]
+
+
+def sentences(found: Mapping[str, Any]) -> list[str]:
+    """Return what differs, a line each, and that nothing does where that is so."""
+    said = [f"differs: {name}: {was} there, {now} here" for name, (was, now) in found["conditions"].items()]
+    for each in found["variants"]:
+        for trial in each["changed"]:
+            there, here = (
+                f"{'success' if side['success'] else 'no success'} after {side['steps']} steps"
+                for side in (trial["there"], trial["here"])
+            )
+            said.append(f"differs: {each['label']}, seed {trial['seed']}: {there} there, {here} here")
+    if found["passed"]:
+        bits = all(each["equal_commands"] == each["episodes"] for each in found["variants"])
+        said.append(f"equal: {'every command' if bits else 'the outcome'} of every episode")
+    return said

@@ -1,0 +1,336 @@
+"""The queue of a run for hosts that do not see its folder: asked over HTTP, at the address that the run listens on.
+
+    GET  /plan                  the plan, as it lies in the folder
+    GET  /bundle/N              the bytes of variant N's bundle
+    POST /claim    {worker}     -> {job, over}: a group to play, its name; None: others play what is left
+    POST /beat     {worker}     a sign of life
+    POST /store/NAME?worker=W   the episodes of a group, a line of JSON each
+
+Every request carries the key of the run: that of ``SINEW_API_KEY``, or one that the run draws and shows. The rules for
+keys, Host and Origin are those of every listener (:mod:`sinew.serve.access`): a web page can neither read the plan nor
+store an episode.
+
+Leases and episodes are the same files as those of shards beside the run (``files.py``), so its promises
+hold: whatever is killed, an episode counts once. Every request may be sent again: a worker holds one group at a time,
+and is told it again. A run that was killed is asked until its successor answers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs, urlsplit
+
+from sinew.core import SinewError
+from sinew.serve.access import UnauthorizedError, check_key, is_loopback, key_in, refused_page
+from sinew.serve.transport.listen import AddressError, Listen
+from sinew_client.auth import KEY_VARIABLE, key_from_environment
+from sinew_client.untrusted import open_regular, parse_json, read_text
+
+from sinew_eval.episodes.episode_log import line
+from sinew_eval.episodes.outside import TypedNames, allowed, own_hashes
+from sinew_eval.episodes.policies import file_hash
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job, read_file
+
+logger = logging.getLogger(__name__)
+
+MAX_KEY = 4096  # bytes of the file with a run's key
+SCHEME = "http://"
+ANSWER_S = 10.0  # for an answer, until it is asked again
+AWAY_S = 60.0  # without one, until a worker gives up
+AGAIN_S = 0.2  # between two tries
+TOLD_S = 3.0  # for workers to hear that all is played
+BLOCK = 1 << 20  # bytes of a bundle that are in memory
+MOST_THREADS = 256  # of this process, each connection has one; others are closed, and try again
+KEY_HEADER = "X-API-Key"
+KEY_FILE = "key"  # in the queue's folder, for this user alone: a run that is begun again has the same
+WORKER = re.compile(r"[\w.-]{1,100}")
+
+
+class QueueServer:
+    """Answers for a queue until it is closed. address: ``HOST:PORT``; port 0 takes a free one.
+
+    ``drawn`` is the key that this run has drawn; empty where ``SINEW_API_KEY`` has one.
+
+    Raises :class:`SinewError` for an address that cannot be listened on, and for one that others reach without a key.
+    """
+
+    def __init__(self, folder: Path, plan: FarmPlan, address: str):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise SinewError(f"--listen: expected HOST:PORT, got {address!r}")
+        key = key_from_environment()
+        if not is_loopback(host) and not key:
+            raise SinewError(f"--listen {address}: expected a key in {KEY_VARIABLE}, as others can reach it")
+        self.drawn = "" if key else _drawn_key(folder / KEY_FILE)
+        self._keys = (key or self.drawn,)
+        self._folder, self._plan = folder, plan
+        self._jobs = {job.name: job for job in plan.jobs}
+        self._left = dict(self._jobs)
+        self._queues: dict[str, EpisodeQueue] = {}
+        self._untold: set[str] = set()
+        self._lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = ANSWER_S  # until it is known who asks
+
+            def do_GET(self) -> None:
+                server.answer(self)
+
+            def do_POST(self) -> None:
+                server.answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        try:
+            self._listen = Listen(host.strip("[]"), int(port))
+            self._server = _Server(self._listen, Handler)
+        except (AddressError, OverflowError) as error:
+            raise SinewError(f"--listen {address}: {error}") from None
+        self.address = f"{SCHEME}{host}:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        """Wait for workers to hear that all is played, if it is, for up to TOLD_S; then end."""
+        until = time.monotonic() + TOLD_S
+        while self._waited_for() and time.monotonic() < until:
+            time.sleep(0.05)
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _waited_for(self) -> bool:
+        with self._lock:
+            return not self._still() and bool(self._untold)
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer a request, or refuse it by its status. What comes without the key is not read."""
+        headers: Any = request.headers  # a mapping in all that is needed here
+        if refused_page(request.command, request.path, headers, self._listen, keyed=True) is not None:
+            request.send_error(403, "requests of web pages are refused")
+            return
+        try:
+            check_key(key_in(headers), self._keys)
+        except UnauthorizedError:
+            request.send_error(401, f"expected the key of the run in {KEY_VARIABLE}")
+            return
+        request.connection.settimeout(4 * AWAY_S)
+        length = request.headers.get("Content-Length", "0")
+        if not length.isdecimal() or int(length) > MAX_BYTES:
+            request.send_error(413)
+            return
+        body, url = request.rfile.read(int(length)), urlsplit(request.path)
+        try:
+            found = self._found(request.command, url.path.split("/")[1:], parse_qs(url.query), body)
+        except (KeyError, ValueError, TypeError, IndexError, OSError) as error:
+            request.send_error(404, f"not found: {type(error).__name__}")
+            return
+        with found:
+            request.send_response(200)
+            request.send_header("Content-Length", str(found.seek(0, os.SEEK_END)))
+            request.end_headers()
+            found.seek(0)
+            shutil.copyfileobj(found, request.wfile, BLOCK)
+
+    def _found(
+        self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes
+    ) -> BinaryIO:
+        if verb == "GET" and place[0] == "bundle":
+            return open_regular(self._plan.variants[int(place[1])].target)
+        return io.BytesIO(self._said(verb, place, query, body))
+
+    def _said(self, verb: str, place: Sequence[str], query: Mapping[str, list[str]], body: bytes) -> bytes:
+        if verb == "GET" and place == ["plan"]:
+            return read_file(self._folder / PLAN)
+        if verb == "POST" and place == ["claim"]:
+            return json.dumps(self._claimed(_worker(parse_json(body)["worker"]))).encode()
+        if verb == "POST" and place == ["beat"]:
+            self._queue(_worker(parse_json(body)["worker"])).beat()
+            return b"{}"
+        if verb == "POST" and place[0] == "store":
+            if job := self._jobs.get(place[1]):  # else an earlier head has it in its log
+                self._queue(_worker(query["worker"][0])).put(job, body)
+            return b"{}"
+        raise KeyError(verb)
+
+    def _claimed(self, worker: str) -> dict[str, Any]:
+        queue = self._queue(worker)
+        with self._lock:
+            for name in queue.held:
+                if name in self._jobs and not queue.played(self._jobs[name]):
+                    return {"job": name, "over": False}  # the answer was lost
+            left = list(self._still().values())
+            job = queue.take(left)
+            if not left and job is None:
+                self._untold.discard(worker)
+            return {"job": None if job is None else job.name, "over": not left and job is None}
+
+    def _still(self) -> dict[str, Job]:
+        queue = EpisodeQueue(self._folder, "")
+        for name in [name for name, job in self._left.items() if queue.played(job)]:
+            del self._left[name]
+        return self._left
+
+    def _queue(self, worker: str) -> EpisodeQueue:
+        with self._lock:
+            if worker not in self._queues:
+                self._queues[worker] = EpisodeQueue(self._folder, worker, self._plan.lease_s)
+                self._queues[worker].adopt()  # of an earlier head
+                self._untold.add(worker)
+            return self._queues[worker]
+
+
+def _drawn_key(path: Path) -> str:
+    """Return the key that this run has drawn, which only this user can read. Raises :class:`SinewError`."""
+    try:
+        if path.is_file() and (key := read_text(path, MAX_KEY).strip()):
+            return key
+        key = secrets.token_urlsafe(24)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(key)
+    except OSError as error:
+        raise SinewError(f"{path}: {error.strerror or error}") from None
+    return key
+
+
+def _worker(name: str) -> str:
+    if not isinstance(name, str) or not WORKER.fullmatch(name):
+        raise ValueError(name)
+    return name
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, listen: Listen, handler: type[BaseHTTPRequestHandler]):
+        super().__init__(("", 0), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listen.tcp_socket()
+        self.server_address = self.socket.getsockname()
+
+    def verify_request(self, *_: Any) -> bool:
+        return threading.active_count() < MOST_THREADS
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of a peer that left: it asks again."""
+        logger.debug("a request ended early: %s", sys.exception())
+
+
+class RemoteQueue:
+    """Ask a queue elsewhere for a shard; see :class:`sinew_eval.farm.files.EpisodeQueue`.
+
+    Raises :class:`SinewError` after AWAY_S without an answer, and for a refusal.
+    """
+
+    def __init__(self, address: str, worker: str, lease_s: float):
+        self.address, self.worker, self.lease_s = address, worker, lease_s
+        self.over = False
+        self._local = threading.local()
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.over
+
+    def take(self, left: list[Job]) -> Job | None:
+        try:
+            found = parse_json(self.ask("POST", "/claim", {"worker": self.worker}))
+            name, self.over = found["job"], bool(found["over"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise SinewError(f"{self.address}: expected a group to play, got none ({error})") from None
+        job = next((job for job in left if job.name == name), None)
+        if job is None and name is not None:
+            raise SinewError(
+                f"{self.address}: another evaluation has started here; run `sinew eval --join` again"
+            )
+        return job
+
+    def store(self, job: Job, key: str, episodes: Sequence[Episode]) -> None:
+        lines = b"".join(line(key, episode) for episode in episodes)
+        self.ask("POST", f"/store/{job.name}?worker={self.worker}", lines)
+
+    def beat(self) -> None:
+        self.ask("POST", "/beat", {"worker": self.worker})
+
+    def ask(
+        self, verb: str, path: str, given: Mapping[str, Any] | bytes | None = None, into: Path | None = None
+    ) -> bytes:
+        """Return an answer, asked for until there is one. into: a file for it, which may be larger than memory."""
+        body = given if isinstance(given, bytes | None) else json.dumps(given).encode()
+        began = time.monotonic()
+        while True:
+            try:
+                connection = getattr(self._local, "connection", None)
+                if connection is None:
+                    host = urlsplit(self.address).netloc
+                    connection = self._local.connection = http.client.HTTPConnection(host, timeout=ANSWER_S)
+                connection.request(verb, path, body, {KEY_HEADER: key_from_environment()})
+                answer, found = connection.getresponse(), b""
+                if into is None or answer.status != 200:
+                    found = answer.read(MAX_BYTES + 1)
+                    if len(found) > MAX_BYTES:
+                        raise SinewError(f"{self.address}: expected at most {MAX_BYTES} bytes, got more")
+                else:
+                    with into.open("wb") as file:
+                        shutil.copyfileobj(answer, file, BLOCK)
+                        if answer.length:
+                            raise http.client.IncompleteRead(b"", answer.length)
+            except (OSError, http.client.HTTPException) as error:
+                self._local.connection = None
+                if time.monotonic() - began > AWAY_S:
+                    why = f"no answer for {AWAY_S:g} s ({error}); the run has ended, or is to be begun again"
+                    raise SinewError(f"{self.address}: {why}") from None
+                time.sleep(AGAIN_S)
+                continue
+            if answer.status != 200:
+                raise SinewError(f"{self.address}: {answer.status} {answer.reason}")
+            return found
+
+
+def fetch(address: str, folder: Path, typed: TypedNames) -> TypedNames:
+    """Write the plan of a run elsewhere into ``folder``, and the bundles that are not here.
+
+    A bundle that comes is data: it is written under a name of this process, and has to have the SHA-256 of the plan.
+
+    Returns:
+        What was typed, and the bundles that came.
+
+    Raises:
+        UntypedNameError: the plan names something that is not built in and was not typed.
+    """
+    queue = RemoteQueue(address, "", 0.0)
+    data = queue.ask("GET", "/plan")
+    plan = FarmPlan.parse(data, address)
+    facts = plan.facts()
+    here = own_hashes(typed)
+    # All other names first: nothing is fetched for a plan that may not be played.
+    allowed(address, plan.task, plan.variants, facts, typed, bundles=False)
+    pending: dict[str, int] = {}
+    for index, about in enumerate(facts):
+        if about.kind == "bundle" and about.sha256 not in here:
+            pending.setdefault(about.sha256, index)
+    files = []
+    for sha256, index in pending.items():
+        path = folder / f"{index}.gguf"
+        queue.ask("GET", f"/bundle/{index}", into=path)
+        if (got := file_hash(str(path))) != sha256:
+            raise SinewError(f"{address}: expected a bundle with SHA-256 {sha256[:16]}, got {got[:16]}")
+        files.append(str(path))
+    (folder / PLAN).write_bytes(data)
+    return replace(typed, policies=(*typed.policies, *files))

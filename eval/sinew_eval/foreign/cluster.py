@@ -1,0 +1,392 @@
+"""Episodes on the hosts of a Ray cluster: one shard of the run, which hands its groups on to actors. Needs ray.
+
+The queue stays where it is (:mod:`sinew_eval.farm.files`): this process holds the leases of whatever the cluster plays,
+and stores what comes back. So what is lost with an actor, a host, the cluster or this process has not been played, and
+its group is open again. Ray starts actors, finds them places and says that one has died; nothing of that is done here.
+
+A bundle is taken from the same path where a host has it with the same bytes, else from the host's store, where it has
+the name of its SHA-256; a host that has neither is sent it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sinew.core import SinewError, machine
+from sinew.core.extras import MissingPackageError
+from sinew_client.target import Target
+from sinew_client.untrusted import open_regular
+
+from sinew_eval.episodes import episode_log
+from sinew_eval.episodes.outside import TypedNames
+from sinew_eval.episodes.player import EpisodePlayer, one_thread
+from sinew_eval.farm import files, shards
+from sinew_eval.farm.files import EpisodeQueue, FarmPlan, Job
+
+logger = logging.getLogger("sinew_eval.cluster")
+
+# The cluster of this machine or of RAY_ADDRESS; one that is reached from outside
+HERE, CLIENT = "ray", "ray://"
+AWAY_S, AGAIN_S = 60.0, 2.0  # how long a run that has played waits for its cluster, and between two tries
+ANSWER_S = 5.0  # until an address is taken for dead
+PLACE_S = 15.0  # until it is said that actors wait for a place
+GONE = 75  # exit status where the cluster has gone: the next process waits for it
+AHEAD = 2  # groups that an actor has: the next one travels while it plays
+BLOCK = 16 << 20  # bytes of a bundle in one message
+
+
+def check(hosts: str) -> None:
+    """Raise :class:`SinewError` for what names no cluster."""
+    host, _, port = hosts.removeprefix(CLIENT).rpartition(":")
+    reachable = hosts.startswith(CLIENT) and host and port.isdecimal() and 0 < int(port) < 1 << 16
+    if hosts != HERE and not reachable:
+        raise SinewError(
+            f"--hosts: expected {HERE} (the cluster of this machine, or of RAY_ADDRESS) or {CLIENT}HOST:PORT,"
+            f" got {hosts!r}"
+        )
+
+
+def connected(hosts: str, patience_s: float) -> Any:
+    """Return the module ray, connected. Raises :class:`SinewError` where no cluster answers for ``patience_s``."""
+    check(hosts)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("--hosts", "ray", f" ({error})") from None
+    begun, said = time.monotonic(), False
+    known = os.environ.get("RAY_ADDRESS", "") if hosts == HERE else hosts
+    where = f"--hosts {hosts}" + (f" (RAY_ADDRESS={known})" if known and hosts == HERE else "")
+    while True:
+        try:
+            if ":" in known:  # Ray itself asks an address where nobody is for minutes
+                host, _, port = known.removeprefix(CLIENT).rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+            ray.init(
+                address="auto" if hosts == HERE else hosts, log_to_driver=False, logging_level=logging.ERROR
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            why = " ".join(str(error).split())[:300]
+            if time.monotonic() - begun >= patience_s:
+                raise SinewError(f"{where}: expected a Ray cluster that runs, got none ({why})") from None
+            if not said:
+                logger.warning("%s: no cluster answers; waiting for it for %g s (%s)", hosts, patience_s, why)
+            said = True
+            with suppress(Exception):
+                ray.shutdown()
+            time.sleep(AGAIN_S)
+        else:
+            return ray
+
+
+# ----------------------------------------------------------------------------- on a host
+
+
+class Guest:
+    """Plays on a host what the run elsewhere asks for. plan: the bytes of its file.
+
+    What was sent stays among the bundles of the cache, and the next run finds it. Raises :class:`SinewError` where this
+    host has not what the task needs.
+    """
+
+    def __init__(self, plan: bytes):
+        with tempfile.TemporaryDirectory(prefix="sinew-eval-") as place:
+            (Path(place) / files.PLAN).write_bytes(plan)
+            self.plan = FarmPlan.read(Path(place))
+        self.plan.facts()  # the names of files in the store follow from them
+        self.variants = list(self.plan.variants)
+        self.player = EpisodePlayer(self.plan.task)
+
+    def missing(self) -> list[int]:
+        """Return one variant of each bundle that has to be sent. Where none has, open the first."""
+        found: dict[Path, int] = {}
+        for index, variant in enumerate(self.plan.variants):
+            try:
+                self.plan.check(index)
+            except (SinewError, OSError):
+                if Target.parse(variant.target).remote:
+                    raise
+                if not (kept := self._kept(index)).is_file():
+                    found.setdefault(kept, index)
+                    continue
+                self.variants[index] = replace(variant, target=str(kept))
+                replace(self.plan, variants=tuple(self.variants)).check(index)
+        if not found:
+            with one_thread(self.variants[:1]):
+                self.player.ready(self.variants[0])
+        return [*found.values()]
+
+    def receive(self, index: int, block: bytes, place: int, last: bool) -> None:
+        """Append to a bundle, at byte ``place`` of it. Raises :class:`SinewError` where the whole is another one."""
+        kept = self._kept(index)
+        part = kept.with_name(f".{kept.name}.{os.getpid()}")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with part.open("ab" if place else "wb") as file:
+                file.write(block)
+            if not last:
+                return
+            with open_regular(part) as file:
+                got = hashlib.file_digest(file, "sha256").hexdigest()
+            if got != kept.stem:
+                target = self.plan.variants[index].target
+                raise SinewError(f"{target}: expected SHA-256 {kept.stem}, got {got}")
+            part.replace(kept)
+        except BaseException:  # a disk that is full, above all
+            part.unlink(missing_ok=True)
+            raise
+
+    def play(self, index: int, seeds: tuple[int, ...]) -> bytes:
+        """Return the episodes of a group, a line of JSON each."""
+        variant = self.variants[index]
+        with one_thread([variant]):
+            episodes = self.player.play_group(variant, seeds)
+        return b"".join(episode_log.line(self.plan.keys[index], episode) for episode in episodes)
+
+    def _kept(self, index: int) -> Path:
+        return machine.cache_folder("bundles") / f"{self.plan.facts()[index].sha256}.gguf"
+
+
+def _actor() -> Any:
+    """Return the class of an actor. It travels by value, as a host without Sinew is to say so itself."""
+
+    class Episodes:
+        def open(self, plan: bytes, release: str) -> dict[str, Any]:
+            import ray
+
+            place = ray.get_runtime_context().get_node_id()
+            said = {"node": place, "name": f"{ray.util.get_node_ip_address()} ({socket.gethostname()})"}
+            try:
+                import sinew
+            except ImportError as error:
+                return {**said, "problem": f"expected Sinew {release} there, got {error}"}
+            if sinew.__version__ != release:
+                return {**said, "problem": f"expected Sinew {release} there, got {sinew.__version__}"}
+            try:
+                from sinew_eval.foreign.cluster import Guest as Player
+
+                self.guest = getattr(self, "guest", None) or Player(plan)
+                return {**said, "missing": self.guest.missing()}
+            except Exception as error:  # noqa: BLE001 - whatever it is, this host does not play
+                return {**said, "problem": str(error) or type(error).__name__}
+
+        def receive(self, *block: Any) -> str:
+            try:
+                self.guest.receive(*block)
+            except Exception as error:  # noqa: BLE001 - told to the run, which ends
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        def play(self, index: int, seeds: tuple[int, ...]) -> tuple[bytes, str]:
+            from sinew.core import SinewError as Told
+
+            try:
+                return self.guest.play(index, seeds), ""
+            except Told as error:
+                return b"", str(error)
+            except Exception:  # noqa: BLE001 - told to the run, which ends
+                import traceback
+
+                return b"", "\n".join(
+                    ["a shard ended with an error:", *traceback.format_exc().splitlines()[-15:]]
+                )
+
+    return Episodes
+
+
+# ----------------------------------------------------------------------------- beside the queue
+
+
+class RefusedError(Exception):
+    """A host that cannot play."""
+
+
+Life = Generator[Any, Any, None]
+
+
+class HostSeat:
+    """An actor, what it is asked for, and the groups whose leases are held for it."""
+
+    def __init__(self, actor: Any):
+        self.actor, self.node, self.name = actor, "", ""
+        self.life: Life
+        self.ref: Any = None  # of the answer that comes next; None: nothing to do
+        self.held: deque[tuple[Job, Any]] = deque()
+
+
+class Hosts:
+    """The actors of a run on a cluster. ray: the module, connected.
+
+    ``play`` raises :class:`SinewError` with what an episode could not do, where actors die again and again in one
+    group, and where no host has what the task needs.
+    """
+
+    def __init__(self, ray: Any, folder: Path, queue: EpisodeQueue, count: int, typed: TypedNames):
+        import sinew
+
+        self._ray, self._queue, self._release = ray, queue, sinew.__version__
+        self._text, self._plan = files.read_file(folder / files.PLAN), FarmPlan.read(folder)
+        self._plan.local(folder / files.PLAN, typed)
+        self._left = list(self._plan.jobs)
+        self._deaths = shards.Deaths(folder)
+        self._refused: dict[str, str] = {}  # by the id of a node
+        self._fed: dict[str, HostSeat] = {}  # the actor of a node that gets bundles for all of it
+        self._class, self._begun, self._told = _actor(), time.monotonic(), False
+        self.episodes = 0
+        self._seats = [self._seat() for _ in range(count)]
+
+    def play(self) -> None:
+        """Play until nothing is open, or the run has ended."""
+        for seat in self._seats:
+            self._step(seat, None)
+        while self._queue.goes_on and (self._left or any(seat.held for seat in self._seats)):
+            refs = {seat.ref: seat for seat in self._seats if seat.ref is not None}
+            ready = self._ray.wait(list(refs), timeout=shards.LOOK_S)[0] if refs else []
+            if not refs:
+                time.sleep(shards.LOOK_S)
+            for seat in [seat for seat in self._seats if seat.ref is None]:
+                self._step(seat, None)
+            for ref in ready:
+                self._step(refs[ref], ref)
+            self._look()
+
+    def _seat(self) -> HostSeat:
+        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+        if any(variant.device.startswith("cuda") for variant in self._plan.variants):
+            options["num_gpus"] = 1
+        if self._refused:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(self._refused)})"}
+        seat = HostSeat(self._ray.remote(self._class).options(**options).remote())
+        seat.life = self._live(seat)
+        return seat
+
+    def _step(self, seat: HostSeat, ref: Any) -> None:
+        """Give an actor the answer that it has come to, and go on to its next question."""
+        try:
+            answer = None if ref is None else self._ray.get(ref)
+            seat.ref = next(seat.life) if ref is None else seat.life.send(answer)
+        except RefusedError as error:
+            if seat.node not in self._refused:
+                self._refused[seat.node] = f"{seat.name}: {error}"
+                logger.warning("%s does not play: %s", seat.name, " ".join(str(error).split()))
+            self._again(seat)
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+            why = " ".join(str(error).split())
+            where = f"on {seat.name or 'the cluster'} ({why[:200]})"
+            self._deaths.count([seat.held[0][0].name] if seat.held else [], where)
+            logger.warning("a shard on %s died; another one takes over", seat.name or "the cluster")
+            self._again(seat)
+
+    def _again(self, seat: HostSeat) -> None:
+        """Open the groups of an actor again, and start another one in its place."""
+        for job, _ in reversed(seat.held):
+            self._queue.give_back(job)
+            self._left.insert(0, job)
+        if self._fed.get(seat.node) is seat:
+            del self._fed[seat.node]
+        with suppress(Exception):  # it may be dead, or out of reach and alive
+            self._ray.kill(seat.actor)
+        if self._refused:
+            there = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+            if there and not set(there) - set(self._refused):
+                raise SinewError("--hosts: no host can play: " + "; ".join(self._refused.values()))
+        self._seats[self._seats.index(seat)] = self._seat()
+        self._begun = time.monotonic()
+
+    def _live(self, seat: HostSeat) -> Life:
+        """Yield what an actor is asked for, one after the other; get the answers."""
+        while True:
+            found = yield seat.actor.open.remote(self._text, self._release)
+            seat.node, seat.name = found["node"], found["name"]
+            if "problem" in found:
+                raise RefusedError(found["problem"])
+            if not found["missing"]:
+                break
+            if seat.node in self._fed:
+                while seat.node in self._fed:
+                    yield None
+                continue
+            self._fed[seat.node] = seat
+            for index in found["missing"]:
+                yield from self._send(seat, index)
+            del self._fed[seat.node]
+        while True:
+            while len(seat.held) < (AHEAD if len(self._left) > len(self._seats) else 1):
+                if (job := self._queue.take(self._left)) is None:
+                    break
+                seat.held.append((job, seat.actor.play.remote(job.variant, job.seeds)))
+            if not seat.held:
+                yield None
+                continue
+            job, ref = seat.held[0]
+            lines, problem = yield ref
+            if problem:
+                raise SinewError(f"{seat.name}: {problem}")
+            self._queue.put(job, lines)
+            seat.held.popleft()
+            self.episodes += len(job.seeds)
+
+    def _send(self, seat: HostSeat, index: int) -> Life:
+        path = Path(self._plan.variants[index].target)
+        if not path.is_file():
+            raise RefusedError(f"{path}: expected it there as well, as only bundles of one file are sent")
+        size, place = path.stat().st_size, 0
+        logger.warning("%s is sent %s, %.1f MB", seat.name, path.name, size / 1e6)
+        with open_regular(path) as file:
+            while block := file.read(BLOCK):
+                last = place + len(block) >= size
+                if problem := (yield seat.actor.receive.remote(index, block, place, last)):
+                    raise RefusedError(problem)
+                place += len(block)
+
+    def _look(self) -> None:
+        """Say once that actors find no place."""
+        waiting = sum(not seat.node for seat in self._seats)
+        if waiting and not self._told and time.monotonic() - self._begun > PLACE_S:
+            there = self._ray.cluster_resources().get("CPU", 0)
+            text = "%s of %s shards wait for a place on the cluster, which has %g CPUs"
+            logger.warning(text, waiting, len(self._seats), there)
+            self._told = True
+
+
+def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -> int:
+    """Play what is open in a queue on a cluster until nothing is; return how many episodes were played. typed: the
+    names on the command line of the run; the plan may use no others."""
+    played = any((folder / files.PLAYED).iterdir())
+    ray = connected(hosts, AWAY_S if played else 0.0)
+    queue = EpisodeQueue(folder, worker)
+    ended = threading.Event()
+    threading.Thread(target=shards.beat, args=(queue, ended), daemon=True).start()
+    try:
+        there = Hosts(ray, folder, queue, count, typed)
+        there.play()
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        logger.warning("%s: the cluster has gone (%s)", hosts, " ".join(str(error).split())[:200])
+        raise SystemExit(GONE) from None
+    finally:
+        ended.set()
+        with suppress(Exception):
+            ray.shutdown()
+    return there.episodes
+
+
+if __name__ == "__main__":
+    told = logging.StreamHandler(sys.stdout)
+    told.setFormatter(logging.Formatter(f"{shards.SAID}%(message)s"))
+    logging.getLogger("sinew").addHandler(told)
+    place, name, names, where, number = sys.argv[1:6]
+    typed = TypedNames.from_json(names)
+    sys.exit(shards.main(lambda: work(Path(place), name, typed, where, int(number))))

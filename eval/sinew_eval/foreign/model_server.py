@@ -1,0 +1,185 @@
+"""A model server of vla-eval as the policy of an episode: ``vla-eval://HOST:PORT``.
+
+Such a server answers each observation with the action of that control step, and keeps its chunks to itself. Source:
+vla-eval 0.8.0, ``connection.py``, ``protocol/*.py``, ``model_servers/{serve,predict}.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sinew.core import SinewError
+from sinew.core.extras import MissingPackageError
+from sinew_client.target import Target
+from sinew_client.untrusted import named, raw_array, shown, unpack_msgpack
+
+if TYPE_CHECKING:
+    import gymnasium
+
+PROTOCOL = 1  # its ``protocol_version``
+TIMEOUT_S = 60.0
+MAX_BYTES = 1 << 20  # of an answer, which bounds the values in it as well
+MAX_NUMBERS = 1 << 16  # of an action
+MAX_VALUES = 1 << 17  # of an answer
+KINDS = "biuf"  # of numpy's types
+
+
+class ModelServer:
+    """See :class:`sinew_eval.episodes.policies.EvalPolicy`. hello: what the server says of itself.
+
+    Raises :class:`SinewError` for an address that does not answer, or does not speak the protocol.
+    """
+
+    chunk_size, committed_rows = 1, 0
+    motion: Mapping[str, Any] | None = None
+
+    def __init__(self, address: str):
+        try:
+            import aiohttp
+            import msgpack
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("a model server of vla-eval", error.name or "aiohttp") from None
+        self.address, self.served = address, dict[str, Any]()
+        self._seq, self._begun = 0, False
+        self._loop = asyncio.new_event_loop()
+        self._aiohttp, self._msgpack = aiohttp, msgpack
+        try:
+            self._loop.run_until_complete(self._connect(f"ws://{Target.parse(address).place}"))
+            self.hello: dict[str, Any] = self._ask("hello", {"protocol_version": PROTOCOL}, "hello")
+        except BaseException:
+            self.close()
+            raise
+        version = self.hello.get("protocol_version")
+        if not (isinstance(version, int) and version == PROTOCOL):
+            self.close()
+            raise SinewError(f"{address}: expected protocol_version {PROTOCOL}, got {shown(version, 40)}")
+
+    async def _connect(self, url: str) -> None:
+        self._session = self._aiohttp.ClientSession()
+        try:
+            self._socket = await asyncio.wait_for(
+                self._session.ws_connect(url, max_msg_size=MAX_BYTES), TIMEOUT_S
+            )
+        except (self._aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise SinewError(f"{self.address}: no answer ({type(error).__name__}: {error})") from None
+
+    def start(self, env: gymnasium.Env) -> None:
+        self._end()
+        self._send("episode_start", {"task": {"name": str(getattr(env.unwrapped, "task", ""))}})
+        self._begun = True
+
+    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
+        """Return float32 [1, D]. The protocol has no place for a seed: a server draws its noise as it likes."""
+        begun = time.perf_counter()
+        seen = {
+            "images": {name: np.asarray(frame) for name, frame in observation["images"].items()},
+            "states": np.asarray(observation["state"], np.float32),
+            "task_description": str(observation.get("prompt", "")),
+        }
+        found = self._ask("observation", seen, "action")
+        try:
+            action = np.asarray(_array(found.get("actions")))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise SinewError(
+                f"{self.address}: actions: expected an array of numbers, got {named(str(error))}"
+            ) from None
+        if action.dtype.kind not in KINDS or action.ndim != 1 or not 1 <= action.size <= MAX_NUMBERS:
+            raise SinewError(
+                f"{self.address}: expected one action for an observation, got {action.dtype} {list(action.shape)};"
+                " start it with a chunk_size, so that it hands its chunk out row by row"
+            )
+        row = action.astype(np.float32)
+        if not np.isfinite(row).all():
+            raise SinewError(f"{self.address}: expected finite actions, got others")
+        return row[None], 1e3 * (time.perf_counter() - begun)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        with contextlib.suppress(SinewError, AttributeError):
+            self._end()
+        with contextlib.suppress(AttributeError):
+            self._loop.run_until_complete(self._session.close())
+        self._loop.close()
+
+    def _end(self) -> None:
+        if self._begun:
+            self._send("episode_end", {})
+            self._begun = False
+
+    def _ask(self, kind: str, payload: Mapping[str, Any], wanted: str) -> dict[str, Any]:
+        self._send(kind, payload)
+        found = self._loop.run_until_complete(self._receive())
+        if not isinstance(found, dict) or not isinstance(found.get("payload"), dict):
+            raise SinewError(f"{self.address}: expected a message with a payload, got {type(found).__name__}")
+        type_, seq = found.get("type"), found.get("seq")
+        if isinstance(type_, str) and type_ == "error":
+            raise SinewError(f"{self.address}: {named(found['payload'].get('error'), 500)}")
+        # arrays compare number by number
+        if not (isinstance(type_, str) and isinstance(seq, int) and (type_, seq) == (wanted, self._seq)):
+            got = f"{shown(type_, 40)} {shown(seq, 40)}"
+            raise SinewError(f"{self.address}: expected {wanted!r} {self._seq}, got {got}")
+        return dict(found["payload"])
+
+    def _send(self, kind: str, payload: Mapping[str, Any]) -> None:
+        self._seq += 1
+        message = {"type": kind, "payload": payload, "seq": self._seq, "timestamp": time.time()}
+        try:
+            self._loop.run_until_complete(
+                self._socket.send_bytes(self._msgpack.packb(message, default=_to_map))
+            )
+        except (ConnectionError, self._aiohttp.ClientError) as error:
+            raise SinewError(f"{self.address}: the connection ended ({error})") from None
+
+    async def _receive(self) -> Any:
+        try:
+            message = await asyncio.wait_for(self._socket.receive(), TIMEOUT_S)
+        except TimeoutError:
+            raise SinewError(f"{self.address}: no answer within {TIMEOUT_S:g} s") from None
+        if message.type != self._aiohttp.WSMsgType.BINARY:
+            raise SinewError(
+                f"{self.address}: the connection ended ({named(message.extra or message.data, 200)})"
+            )
+        try:
+            return unpack_msgpack(message.data, max_values=MAX_VALUES, max_text=MAX_BYTES)
+        except ValueError as error:
+            raise SinewError(f"{self.address}: the answer is not a msgpack message: {error}") from None
+
+
+def _to_map(value: Any) -> Any:
+    """Return an array as its servers read it."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} does not travel")
+    dense = np.ascontiguousarray(value)
+    return {
+        "__ndarray__": True,
+        "data": dense.tobytes(),
+        "dtype": dense.dtype.str,
+        "shape": list(dense.shape),
+    }
+
+
+def _array(value: Any) -> Any:
+    """Return the array of a map that is one, another value as it is. Raises ValueError or TypeError."""
+    if not isinstance(value, dict) or value.get("__ndarray__") is not True:
+        return value
+    shape, data, dtype = (value.get(name) for name in ("shape", "data", "dtype"))
+    if not isinstance(data, memoryview) or not isinstance(dtype, str):
+        raise ValueError("an array without bytes or type")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"a shape of {shown(shape)}")
+    return raw_array(data, dtype, shape)
+
+
+def said(address: str) -> dict[str, Any]:
+    """Return what a server says of itself. Raises :class:`SinewError`."""
+    policy = ModelServer(address)
+    try:
+        return policy.hello
+    finally:
+        policy.close()

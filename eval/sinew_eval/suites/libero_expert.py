@@ -1,0 +1,233 @@
+"""LIBERO's tasks that are picking up and putting down, played from the simulator's own poses.
+
+A grasp is the narrowest horizontal direction across the object's collision geometry, taken from above where the palm
+passes beside what stands around; what is wider than the fingers open is held by its rim, on the arm's side. Actions
+are those of robosuite's operational-space controller (``controllers/config/osc_pose.json``): 1 is a displacement of
+50 mm, or a turn of 0.5 rad about an axis of the world, of where the hand is now; the gripper closes at +1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from sinew.core import SinewError
+from sinew_client.rotations import from_vector, to_vector
+
+from sinew_eval.sim.experts import Act
+
+METRES, RADIANS = 0.05, 0.5  # of an action of 1
+OPEN, CLOSE = -1.0, 1.0
+GAIN = 2.0
+FINGER = 0.04  # metres from the object's top to the pads
+CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; what counts as there
+WIDEST = 0.075  # metres between open fingers
+MOVING = 0.1  # metres or radians a second
+RIM, WALL = 0.025, 0.008  # metres from a rim down to the pads, and from its edge inwards to what they hold
+TIP = 0.012  # metres from the pads' middle to the end of a finger
+# Below both open fingers, along and across the direction in which they close, metres: no wall is thinner than the gaps.
+FINGERS = np.array(
+    [(s * x, y) for s in (-1, 1) for x in np.linspace(0.036, 0.052, 5) for y in (-0.012, 0.012)]
+)
+PALM = (0.105, 0.035)  # half its length (as the fingers close) and width, metres
+ABOVE = 0.045  # metres from the pads to the palm
+PATIENCE = 40  # control steps until a place counts as reached
+# Control steps in which the hand moves and turns less than this, metres and rad: it stands on something.
+STALLED, STILL, STEADY = 6, 0.0012, 0.02
+SQUEEZE = 8  # control steps to close the fingers, or open them
+
+
+def begin(simulator: Any) -> Act:
+    """Return what is asked once in every control step, float32 [1, 7]. Raises SinewError for other tasks."""
+    env = simulator.robosuite
+    goals = env.parsed_problem["goal_state"]
+    on = [goal[2] for goal in goals if goal[0] == "on"]
+    if any(goal[0] not in ("in", "on") and not _holds(env, goal) for goal in goals):
+        wanted = "goals of putting things in or on others"
+    elif any(goal[0] == "in" and not _open(env, goal[2]) for goal in goals):
+        wanted = "a place that is open from above"
+    elif len(set(on)) < len(on):
+        wanted = "a place for each thing"
+    else:
+        actions = _play(env, goals)
+        return lambda: next(actions)[None]
+    got = "; ".join(" ".join(goal) for goal in goals)
+    raise SinewError(f"{simulator.current}: the scripted expert expected {wanted}, got {got}")
+
+
+def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
+    hand, things = Hand(env), list(env.obj_body_id.values())
+    while True:
+        for goal in goals:
+            # Some recorded states have things in the air.
+            while np.abs(env.sim.data.cvel[things]).max() > MOVING:
+                yield from hand.rest(1, OPEN)
+            if not _holds(env, goal):
+                yield from _put(hand, env, *goal)
+        yield from hand.rest(1, OPEN)  # where the episode goes on, something fell
+
+
+def _holds(env: Any, goal: list[str]) -> bool:
+    """Return whether the simulator says so now."""
+    return bool(env._eval_predicate(goal))  # noqa: SLF001 - it has no other name
+
+
+def _open(env: Any, place: str) -> bool:
+    """Return whether nothing is above the middle of a place."""
+    _, rim = _target(env, place)
+    middle = env.sim.data.get_site_xpos(place)
+    return free(env.sim, middle[:2], rim, rim - middle[2])
+
+
+def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.ndarray]:
+    body = env.obj_body_id[thing]
+    points, lay = corners(env.sim, body), env.sim.data.body_xpos[body][2]
+    low, high = points[:, 2].min(), points[:, 2].max()
+    depth = max(high - FINGER, low + 0.4 * min(high - low, FINGER))
+    beside = [corners(env.sim, body) for name, body in env.obj_body_id.items() if name != thing]
+    around = np.concatenate([np.zeros((0, 3)), *beside])
+    around = around[around[:, 2] > depth + ABOVE][:, :2]
+    base = hand.robot.base_pos[:2]
+    xy, yaw, held = grasp(
+        points[:, :2], hand.yaw, around, base, lambda at: free(env.sim, at, high, RIM + TIP)
+    )
+    depth = high - RIM if held else depth
+    target, rim = _target(env, place)
+    target += xy - (points[:, :2].min(0) + points[:, :2].max(0)) / 2  # where the hand is beside its middle
+    travel = max(rim, high) + (depth - low) + CLEAR
+
+    yield from hand.go((*xy, max(high + 0.1, hand.over)), yaw, OPEN)
+    yield from hand.go((*xy, depth), yaw, OPEN, near=NEAR / 2)
+    yield from hand.rest(SQUEEZE, CLOSE)
+    yield from hand.go((*xy, travel), yaw, CLOSE, near=0.03)
+    if env.sim.data.body_xpos[body][2] < lay + CLEAR / 2:  # it slipped: look again
+        yield from hand.rest(SQUEEZE, OPEN)
+        return
+    yield from hand.go((*target, travel), yaw, CLOSE, near=0.015)
+    # What is tall goes in before it is let go: it may cling to a finger. On others a thing is set down.
+    release = depth - low if how == "on" else max(0.02, depth - low - 0.06)
+    yield from hand.go((*target, rim + release), yaw, CLOSE, near=0.015)
+    yield from hand.rest(SQUEEZE, OPEN)
+    hand.over = max(rim, high) + CLEAR
+    yield from hand.go((*target, hand.over), yaw, OPEN, near=0.015)
+
+
+def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
+    """Return where a thing is put: xy, and the height that it has to pass, in metres."""
+    state = env.object_states_dict[place]
+    body = env.obj_body_id.get(getattr(state, "parent_name", None) or place)
+    if body is None:  # a part of the table
+        *xy, height = env.sim.data.get_site_xpos(place)
+        return np.array(xy), height
+    points = corners(env.sim, body)
+    if place in env.object_sites_dict:
+        return env.sim.data.get_site_xpos(place)[:2].copy(), points[:, 2].max()
+    return (points[:, :2].min(0) + points[:, :2].max(0)) / 2, points[:, 2].max()
+
+
+class Hand:
+    def __init__(self, env: Any):
+        self.robot, self.data = env.robots[0], env.sim.data
+        self.down = self.robot.controller.ee_ori_mat.copy()  # fingers down, as an episode begins
+        left, right = (
+            self.data.body_xpos[env.sim.model.body_name2id(f"gripper0_{side}finger")]
+            for side in ("left", "right")
+        )
+        self.over = -np.inf  # metres: what it put something into may stand on its way to the next
+        self.across = self.yaw = np.arctan2(*(left - right)[1::-1])  # in which the fingers close, so oriented
+
+    def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
+        """Move until there. place: of the point between the pads, metres; yaw: in which the fingers close, radians."""
+        goal = from_vector(np.array([0.0, 0.0, yaw - self.across])) @ self.down
+        self.yaw = yaw
+        before, still = np.full(6, np.inf), 0
+        for _ in range(PATIENCE):
+            controller = self.robot.controller
+            far = np.asarray(place) - controller.ee_pos
+            twist = to_vector(goal @ controller.ee_ori_mat.T)
+            if np.abs(far).max() < near and np.linalg.norm(twist) < TURNED:
+                return
+            # Who learns from this sees no reason to close after a long push that moves nothing.
+            now = np.concatenate([far / STILL, twist / STEADY])
+            still = still + 1 if np.abs(now - before).max() < 1 else 0
+            if still == STALLED:
+                return
+            before = now
+            step = np.concatenate([GAIN * far / METRES, GAIN * twist / RADIANS])
+            yield np.append(np.clip(step, -1, 1), grip).astype(np.float32)
+
+    def rest(self, steps: int, grip: float) -> Iterator[np.ndarray]:
+        for _ in range(steps):
+            yield np.array([0, 0, 0, 0, 0, 0, grip], np.float32)
+
+
+def grasp(
+    points: np.ndarray, yaw: float, around: np.ndarray, base: np.ndarray, free: Callable[[np.ndarray], bool]
+) -> tuple[np.ndarray, float, bool]:
+    """Return the hand's place [2], metres, and the direction in which it closes, of corners [N, 2] from above, and
+    whether it holds a rim.
+
+    The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian; beside the middle as
+    far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. What is too wide is held by
+    its rim where ``free`` says of places [2] below the open fingers that they get down there; nearer to ``base`` [2],
+    the arm's, is better. Directions are modulo pi, in radians. Raises :class:`SinewError` where there is neither.
+    """
+    best: tuple[float, np.ndarray, float, bool] | None = None
+    narrowest = np.inf
+    for turned in np.linspace(-np.pi / 2, np.pi / 2, 61):
+        axes = np.array([[c := np.cos(yaw + turned), s := np.sin(yaw + turned)], [-s, c]])
+        inside = points @ axes.T  # along and across the closing direction
+        low, high = inside.min(0), inside.max(0)
+        narrowest = min(narrowest, width := high[0] - low[0])
+        middle, slack = (low + high) / 2, (WIDEST - width) / 2
+        asides = (
+            slack * np.array([0, -0.5, 0.5, -1, 1]) if slack >= 0 else (width / 2 - WALL) * np.array([-1, 1])
+        )
+        for aside in asides:
+            place = middle + np.array([aside, 0.0])
+            met = (np.abs(around @ axes.T - place) < PALM).all(1).any()
+            cost = width + 0.01 * abs(turned) + abs(aside) + met + np.linalg.norm(place @ axes - base) / 2
+            if best is not None and cost >= best[0]:
+                continue
+            if slack >= 0 or all(map(free, (place + FINGERS) @ axes)):
+                best = float(cost), place @ axes, yaw + turned, bool(slack < 0)
+    if best is None:
+        raise SinewError(
+            f"grasp: expected an object of at most {1e3 * WIDEST:g} mm, or a rim with room beside it, got"
+            f" {1e3 * narrowest:.0f} mm"
+        )
+    return best[1:]
+
+
+def free(sim: Any, place: np.ndarray, high: float, depth: float) -> bool:
+    """Return whether nothing is met from above until ``depth`` below ``high`` at a place [2], all in metres."""
+    import mujoco
+
+    start, collides = np.array([*place, high + CLEAR]), np.array([1, 0, 0, 0, 0, 0], np.uint8)
+    model, data = sim.model._model, sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
+    far = mujoco.mj_ray(
+        model, data, start, np.array([0.0, 0.0, -1.0]), collides, 1, -1, np.zeros(1, np.int32)
+    )
+    return far < 0 or far > CLEAR + depth
+
+
+def corners(sim: Any, body: int) -> np.ndarray:
+    """Return vertices [N, 3] of what a body collides with, metres in the world; boxes around what is no mesh."""
+    model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own, below robosuite's names
+    found = [np.zeros((0, 3))]
+    for geom in range(model.ngeom):
+        if (
+            model.body_rootid[model.geom_bodyid[geom]] != model.body_rootid[body]
+            or not model.geom_contype[geom]
+        ):
+            continue
+        if (mesh := model.geom_dataid[geom]) >= 0:
+            first = model.mesh_vertadr[mesh]
+            local = model.mesh_vert[first : first + model.mesh_vertnum[mesh]]
+        else:
+            middle, half = model.geom_aabb[geom].reshape(2, 3)
+            signs = np.array(np.meshgrid(*[(-1, 1)] * 3)).reshape(3, -1).T
+            local = middle + signs * half
+        found.append(local @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom])
+    return np.concatenate(found)

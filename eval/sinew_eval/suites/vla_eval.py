@@ -1,0 +1,172 @@
+"""vla-eval's benchmarks: classes that its own program plays, here behind one gymnasium environment.
+
+Frames are those of ``images`` by their names, the state is ``states`` or ``state``, the instruction is
+``task_description``; actions go to the benchmark as they are. An episode's task is its seed modulo the number of tasks
+and its ``episode_idx`` the quotient, which chooses the initial state. Sources: vla-eval 0.8.0, ``benchmarks/base.py``,
+``orchestrator.py`` (observation parameters, limits, what ends an episode), ``runners/sync_runner.py``,
+``benchmarks/libero/benchmark.py`` (its gripper closes at +1, its frames are upright).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping as AnyMapping
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from sinew.core import SinewError
+from sinew_client.modules import ModuleError, load_named
+
+from sinew_eval.suites import VLA_EVAL, VLA_EVAL_PREFIX, libero
+from sinew_eval.suites.mapping import Mapping
+
+MAX_STEPS = 300  # where a benchmark's metadata do not say it, as its orchestrator has it
+WANTED = ("send_state", "send_wrist_image")  # arguments of constructors that show more
+# Frames of those that draw LIBERO's scenes -> what policies call them; and its grippers.
+_LIBERO = {
+    "images/agentview": libero.MAPPING.known_as["agentview_image"] + ("image",),
+    "images/wrist": libero.MAPPING.known_as["robot0_eye_in_hand_image"] + ("image2",),
+}
+MAPPING = Mapping(images={}, state=("state",), clip=False)
+
+
+class Simulator(gymnasium.Env):
+    """params: arguments of the benchmark's constructor. control_hz: where it is not known. render: gpu or cpu, what it
+    draws with."""
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        params: AnyMapping[str, Any] | None = None,
+        control_hz: float | None = None,
+        render: str = "gpu",
+    ):
+        (name,) = tasks
+        known = VLA_EVAL.get(name.removeprefix(VLA_EVAL_PREFIX))
+        place = known[0] if known else name.removeprefix(VLA_EVAL_PREFIX)
+        hz = control_hz or (known[1] if known else None)
+        if hz is None:
+            raise SinewError(
+                f"{name}: expected its control rate, which vla-eval does not say: --env-options"
+                """ '{"control_hz": 20}'"""
+            )
+        self.control_hz = float(hz)
+        kind = _load(name, place)
+        _draw_with(kind, render, name)
+        accepted = _accepted(kind)
+        given = {each: True for each in WANTED if each in accepted} | dict(params or {})
+        try:
+            self.benchmark = kind(**given)
+        except TypeError as error:
+            raise SinewError(f"{name}: params: {error}") from error
+        self._loop = asyncio.new_event_loop()
+        self._tasks = list(self.benchmark.get_tasks())
+        if not self._tasks:
+            raise SinewError(f"{name}: expected tasks, got none")
+        self.max_steps = int(self.benchmark.get_metadata().get("max_steps", MAX_STEPS))
+        self.action_space = _action_space(self.benchmark)
+        self.task_description = ""
+        self._steps = 0
+        seen, _ = self.reset(seed=0)  # tells what the frames are called
+        images = {camera: f"images/{camera}" for camera in seen["images"]}
+        of_libero = bool(known) and set(images.values()) <= set(_LIBERO)
+        self.mapping = Mapping(
+            images=images,
+            state=("state",),
+            known_as=_LIBERO if of_libero else {},
+            unseen=libero.MAPPING.unseen if of_libero else (),
+            action=libero.MAPPING.action if of_libero else "as_is" if not known else {},
+            clip=False,
+        )
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        if seed is None:
+            raise SinewError("reset: these environments need a seed, which chooses the task")
+        if options:
+            raise SinewError("--reset-options: expected none for a benchmark of vla-eval")
+        task = self._tasks[seed % len(self._tasks)]
+        self._steps = 0
+        self._wait(self.benchmark.start_episode({**task, "episode_idx": seed // len(self._tasks)}))
+        label = "/".join(str(task[key]) for key in ("suite", "name") if task.get(key))
+        self._info = {"task": label, "is_success": False}
+        return self._seen(), self._info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._wait(self.benchmark.apply_action({"actions": np.asarray(action, np.float32)}))
+        self._steps += 1
+        done = bool(self._wait(self.benchmark.is_done()))
+        over = done or self._steps >= self.max_steps
+        if over:
+            result = self._wait(self.benchmark.get_result())
+            self._info = {**self._info, "is_success": bool(result.get("success", False))}
+        return {} if done else self._seen(), 0.0, done, False, self._info
+
+    def hold_action(self, last: np.ndarray | None) -> np.ndarray:
+        """Return what holds its robot. Raises :class:`SinewError` where it does not say it."""
+        try:
+            held = self.benchmark.get_hold_action(None if last is None else {"actions": last})
+        except NotImplementedError:
+            raise SinewError(
+                f"{type(self.benchmark).__name__} does not say what holds its robot: expected no --latency"
+            ) from None
+        return np.asarray(held["actions"], np.float32)
+
+    def close(self) -> None:
+        self.benchmark.cleanup()
+        self._loop.close()
+
+    def _seen(self) -> dict[str, Any]:
+        found = self._wait(self.benchmark.get_observation())
+        self.task_description = str(found.get("task_description", ""))
+        state = found.get("states", found.get("state", ()))
+        parts = list(state.values()) if isinstance(state, dict) else [state]
+        flat = np.concatenate([np.ravel(np.asarray(each, np.float32)) for each in parts])
+        return {"images": dict(found.get("images", {})), "state": flat}
+
+    def _wait(self, what: Any) -> Any:
+        return self._loop.run_until_complete(what)
+
+
+def _load(name: str, place: str) -> Any:
+    try:
+        return load_named(place, name)
+    except ModuleError as error:
+        raise SinewError(str(error)) from error
+
+
+def _draw_with(kind: Any, mode: str, name: str) -> None:
+    """Choose the renderer, before any simulator is imported."""
+    from vla_eval.render import apply_render_mode
+
+    try:
+        apply_render_mode(kind, mode, name)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise SinewError(f"{name}: render: {error}") from error
+
+
+def _accepted(kind: Any) -> set[str]:
+    """Return the arguments of a constructor, with those of its bases that it hands on."""
+    found: set[str] = set()
+    for each in kind.__mro__:
+        if "__init__" not in vars(each) or each is object:
+            continue
+        parameters = inspect.signature(each.__init__).parameters.values()
+        found |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found - {"self"}
+
+
+def _action_space(benchmark: Any) -> gymnasium.spaces.Box:
+    """Return a space of as many numbers as the benchmark's parts have; of any where it leaves one open."""
+    try:
+        dims = [int(part.dims) for part in benchmark.get_action_spec().values()]
+    except NotImplementedError:
+        dims = [0]
+    shape = (sum(dims),) if dims and all(dims) else ()
+    return gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)

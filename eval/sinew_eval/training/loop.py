@@ -1,0 +1,222 @@
+"""The training loop: one single-threaded process per core, gradients averaged, a budget in CPU-seconds.
+
+On a machine that is shared, CPU-seconds are the only fair budget, and two processes of one thread are faster
+than one process of two: the operations are too small to be split.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from sinew.convert import convert
+from sinew.families.smolvla.model import SmolVLA
+from torch import Tensor, nn
+
+from sinew_eval.training.checkpoint import Design, Statistics, build_tokenizer, write_configs, write_weights
+from sinew_eval.training.curve import plot
+from sinew_eval.training.half import use_half_products
+from sinew_eval.training.objective import initialise
+from sinew_eval.training.rollout import Actor, Episode
+
+log = logging.getLogger("train")
+VALIDATION_SEED = 900_000  # neither training nor the reported evaluation uses these episodes
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``rows``: pictures per process and step. ``draws``: noise draws per picture. The learning rate warms up,
+    stays, and from ``decay_from`` (a share of the budget) falls linearly to zero. ``steps``: where they are not 0, the
+    budget in place of the CPU-seconds, as of runs that are compared."""
+
+    cpu_seconds: float
+    steps: int = 0
+    rows: int = 32
+    second_rows: int = 16
+    draws: int = 3
+    learning_rate: float = 1e-3
+    warm_up_steps: int = 100
+    decay_from: float = 0.5
+    weight_decay: float = 0.01
+    ema: float = 0.998
+    clip: float = 1.0
+    auxiliary_weight: float = 1.0
+    seed: int = 0
+    ranks: int = 2
+    evaluations: int = 6  # 0 where the simulator is in another interpreter
+    episodes: int = 12  # per process and evaluation
+
+
+class Task(Protocol):
+    """What the loop needs to know of a task and of the policy that learns it."""
+
+    auxiliary_outputs: int
+    things: int  # of the auxiliary head on image tokens; 0 for none
+    objective: type[nn.Module]  # Objective, or one with its constructor
+
+    def model(self, folder: Path, seed: int) -> nn.Module:
+        """Return the policy as training begins. folder: for what it is made from."""
+
+    def write(self, folder: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Write the checkpoint of a policy with other weights than it has."""
+
+    def batch(self, rng: np.random.Generator, rows: int, second_rows: int) -> Any: ...
+
+    def evaluate(self, model: nn.Module, seeds: Sequence[int]) -> list[Episode]: ...
+
+
+class SmolVLATask:
+    """A task that a small SmolVLA learns."""
+
+    design: Design
+    stats: Statistics
+
+    def model(self, folder: Path, seed: int) -> SmolVLA:
+        model = SmolVLA(write_configs(folder, self.design, self.stats))
+        initialise(model, seed)
+        return model
+
+    def write(self, folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> None:
+        write_configs(folder, self.design, self.stats)
+        write_weights(folder, model, state)
+
+    def actor(self, model: SmolVLA) -> Actor:
+        return Actor(model, self.stats, build_tokenizer(self.design.words), self.design.cameras)
+
+
+def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None = None) -> None:
+    """One process of the run. ``start``: training state to begin with instead of random weights."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out.resolve()}/.meet", rank=rank, world_size=recipe.ranks
+    )
+    model = task.model(out / f".rank{rank}", recipe.seed)
+    torch.manual_seed(recipe.seed)
+    objective = task.objective(
+        model, task.auxiliary_outputs, task.things, recipe.draws, recipe.auxiliary_weight
+    )
+    if start:
+        objective.load_state_dict(torch.load(start, weights_only=True), strict=False)
+    average = copy.deepcopy(model).eval()  # runs in full float32
+    log.info("%s", use_half_products(model))
+    optimizer = torch.optim.AdamW(_groups(objective, recipe), betas=(0.9, 0.95), fused=True)
+    rng = np.random.default_rng([recipe.seed, rank])
+    noise = torch.Generator().manual_seed(recipe.seed * 1000 + rank)
+    history: list[dict[str, float]] = []
+    began, step, spent, evaluated, shown = time.process_time(), 0, 0.0, 0, 0.0
+    progress = 0.0  # of the budget
+    sums: dict[str, float] = {}
+
+    while progress < 1.0:
+        loss, parts = objective(task.batch(rng, recipe.rows, recipe.second_rows), noise)
+        loss.backward()
+        spent = _average_gradients(objective, time.process_time() - began, recipe.ranks)
+        nn.utils.clip_grad_norm_(objective.parameters(), recipe.clip)
+        rate = min(1.0, (step + 1) / recipe.warm_up_steps) * min(
+            1.0, (1 - progress) / (1 - recipe.decay_from)
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["base"]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        progress = step / recipe.steps if recipe.steps else spent / recipe.cpu_seconds
+        decay = min(recipe.ema, (1 + step) / (10 + step))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+        for key, value in parts.items():
+            sums[key] = sums.get(key, 0.0) + float(value)
+        if step % 50 == 0 or progress >= 1.0:
+            taken = step - (step - 1) // 50 * 50
+            history.append({"step": step, "cpu_seconds": spent, **{k: v / taken for k, v in sums.items()}})
+            sums = {}
+        if progress * recipe.evaluations >= evaluated + 1:
+            evaluated += 1
+            history.append(
+                {"step": step, "cpu_seconds": spent, "success": _success(task, average, recipe, rank)}
+            )
+        if rank == 0 and spent - shown > 60:
+            shown = spent
+            log.info("%s", json.dumps(history[-1] if history else {"step": step, "cpu_seconds": spent}))
+            _save(out, task, model, average, objective, recipe, history, step)
+    if rank == 0:
+        _save(out, task, model, average, objective, recipe, history, step)
+    dist.destroy_process_group()
+
+
+def export(out: Path, design: Design) -> Path:
+    """The checkpoint as a bundle, and the learning curve as a picture where episodes were played."""
+    bundle = out / f"{design.name}.gguf"
+    convert(
+        out / "checkpoint",
+        bundle,
+        vlm=out / "checkpoint" / "vlm",
+        name=design.name,
+        control_hz=design.control_hz,
+        motion=design.motion,
+        vectors=design.vectors,
+    )
+    if json.loads((out / "log.json").read_text())["recipe"]["evaluations"]:
+        plot(out / "log.json", out / "curve.png")
+    return bundle
+
+
+def _groups(objective: nn.Module, recipe: Recipe) -> list[dict]:
+    """Matrices decay, vectors do not; what the model multiplies by sqrt(width) learns at a smaller rate."""
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for name, parameter in objective.named_parameters():
+        scaled = name.endswith(("embed_tokens.weight", "connector.proj.weight"))
+        decay = recipe.weight_decay if parameter.ndim >= 2 and "embedding" not in name else 0.0
+        groups.setdefault((0.25 if scaled else 1.0, decay), []).append(parameter)
+    return [
+        {"params": p, "base": recipe.learning_rate * scale, "lr": 0.0, "weight_decay": decay}
+        for (scale, decay), p in groups.items()
+    ]
+
+
+def _average_gradients(objective: nn.Module, cpu_seconds: float, ranks: int) -> float:
+    """Average over the processes, in one message; returns the CPU-seconds of all of them."""
+    gradients = [p.grad for p in objective.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients] + [torch.tensor([cpu_seconds])])
+    dist.all_reduce(flat)
+    offset = 0
+    for g in gradients:
+        g.copy_(flat[offset : offset + g.numel()].view_as(g)).div_(ranks)
+        offset += g.numel()
+    return float(flat[-1])
+
+
+def _success(task: Task, average: nn.Module, recipe: Recipe, rank: int) -> float:
+    """Closed-loop success of the averaged weights, over all processes."""
+    first = VALIDATION_SEED + rank * recipe.episodes
+    episodes = task.evaluate(average, range(first, first + recipe.episodes))
+    wins = torch.tensor([float(sum(e.success for e in episodes))])
+    dist.all_reduce(wins)
+    return float(wins) / (recipe.ranks * recipe.episodes)
+
+
+def _save(
+    out: Path,
+    task: Task,
+    model: nn.Module,
+    average: nn.Module,
+    objective: nn.Module,
+    recipe: Recipe,
+    history: list[dict[str, float]],
+    step: int,
+) -> None:
+    """The checkpoint (averaged weights), the state to continue from, and the log."""
+    task.write(out / "checkpoint", model, average.state_dict())
+    state = objective.state_dict()
+    torch.save(state | {f"model.{k}": v for k, v in average.state_dict().items()}, out / "state.pt")
+    record = {"recipe": asdict(recipe), "steps": step, "history": history}
+    (out / "log.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

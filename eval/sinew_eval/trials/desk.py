@@ -1,0 +1,207 @@
+"""How one trial stands, by what a person, a file, the robot and the time say of it; and the episode that it then is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sinew.core import SinewError, progress
+from sinew_client.control.controller import PAUSED
+from sinew_client.control.facts import facts_of
+from sinew_client.control.listeners.command_listener import CommandListener
+
+from sinew_eval.episodes.robot import SimulatedRobot
+from sinew_eval.episodes.runner import Episode, Tally, ages_of, digest_of
+from sinew_eval.episodes.sources import chunk_seed
+
+if TYPE_CHECKING:
+    from sinew_client.control import Loop
+
+    from sinew_eval.trials.sitting import DueTrial
+
+SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
+LOST = 10  # requests without an answer after which a trial that nobody sees is given up
+READ = 1 << 16  # bytes of `--judge` at once, and of a line at most
+SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
+
+
+class Desk:
+    """Takes verdicts from any thread; one for all trials of a sitting.
+
+    waits: somebody says when a trial begins. asks: and keeps a verdict, which may be changed until then. limit: control
+    steps after which a trial has failed. state: SET_UP, RUNS, JUDGED or OVER. verdict, by, note: how it ended, who said
+    so, and what was written. left: the sitting was ended. Raises :class:`SinewError` for a file that is not there.
+    """
+
+    loop: Loop
+
+    state = OVER
+
+    def __init__(self, waits: bool, asks: bool, limit: int | None, judge: Path | None):
+        self.waits, self.asks, self.limit, self.left = waits, asks, limit, False
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._rest = b""
+        if judge is not None:
+            try:
+                self._file = os.open(judge, os.O_RDONLY | os.O_NONBLOCK)
+            except OSError as error:
+                raise SinewError(f"--judge {judge}: {error.strerror}") from error
+            mode = os.fstat(self._file).st_mode
+            if stat.S_ISDIR(mode):
+                raise SinewError(f"--judge {judge}: expected a file or a FIFO, got a directory")
+            if stat.S_ISREG(mode) and os.lseek(self._file, 0, os.SEEK_END):
+                progress.say(
+                    f"--judge {judge}: what stands in it already is of no trial; lines count as they are added"
+                )
+
+    def begin(self, loop: Loop) -> None:
+        """Take a trial that is set up, which waits or begins."""
+        self.loop, self.tally = loop, TrialTally()
+        if not self.waits:
+            self._read()  # what was written too late for the last trial is said of none
+        self.verdict, self.by, self.note, self.seconds, self.state = "", "", "", 0.0, SET_UP
+        loop.controller.listeners.append(self.tally.hear)
+        CommandListener(self._look).attach(loop)
+        if self.waits:
+            loop.pause()
+        else:
+            self.take("go", "")
+
+    def take(self, said: str, by: str) -> bool:
+        """Do what somebody says: go, success, failure, discard REASON, keep, quit; return whether that was due. A
+        person's verdict is not changed by the robot, nor by the time."""
+        with self._lock:
+            return self._take(said, by)
+
+    def _take(self, said: str, by: str) -> bool:
+        word, _, note = said.partition(" ")
+        judges = self.state == RUNS or (self.state == JUDGED and by in ("key", "file"))
+        if word == "quit":
+            self.left = True
+            self.loop.stop()
+        elif word == "go" and self.state == SET_UP:
+            self.state, self.tally.counts, self._since = RUNS, True, time.monotonic()
+            self.loop.resume()
+        elif word == "keep" and self.state == JUDGED:
+            self.state = OVER
+            self.loop.stop()
+        elif judges and (word in (SUCCESS, FAILURE) or (word == DISCARD and note)):
+            if self.state == RUNS:
+                self.seconds, self.tally.counts = time.monotonic() - self._since, False
+            self.verdict, self.by, self.note = word, by, note
+            asks = self.asks and by != "file" and word != DISCARD
+            self.state = JUDGED if asks else OVER
+            (self.loop.pause if asks else self.loop.stop)()
+        else:
+            return False
+        return True
+
+    def ended(self) -> None:
+        """Take note that the robot has ended the run."""
+        self._ask_robot()
+        if self.state == RUNS:
+            self.take(f"{DISCARD} the robot ended the run without a verdict", "loop")
+        elif self.state == SET_UP:
+            self.take("quit", "loop")
+
+    def lost(self, why: str) -> None:
+        """Discard a failure that nobody saw, and that was not the policy's."""
+        if self.verdict == FAILURE and self.by in ("robot", "time") and not self.waits:
+            self.verdict, self.by, self.note = DISCARD, "loop", why
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def _ask_robot(self) -> None:
+        found = facts_of(self.loop.robot).success()
+        if self.state == RUNS and found is not None:
+            if not isinstance(found, (bool, np.bool_)):
+                raise SinewError(f"success of the robot: expected True, False or None, got {found!r}")
+            self.take(SUCCESS if found else FAILURE, "robot")
+
+    def _read(self) -> None:
+        """Do what the file says."""
+        if self._file is not None:
+            with suppress(BlockingIOError):  # a FIFO to which nobody has written for now
+                self._rest += os.read(self._file, READ)
+            *lines, self._rest = self._rest.split(b"\n")
+            if len(self._rest) > READ:  # without an end: it is not waited for
+                lines, self._rest = [*lines, self._rest], b""
+            refused = []
+            for line in lines:
+                text, state = line.decode("utf-8", "replace").strip(), self.state
+                if not self.take(text, "file"):
+                    expected = "go" if state == SET_UP else "success, failure or discard REASON"
+                    refused.append(f"expected {expected}, as the trial {state}, got {text[:80]!r}")
+            if refused:  # in one sentence, as the robot moves meanwhile
+                more = f", and {len(refused) - 1} more lines" if refused[1:] else ""
+                progress.say(f"--judge: {refused[0]}{more}")
+
+    def _look(self, _command: Any) -> None:
+        """See after a control step whether the file, the robot or the time says something."""
+        self._read()
+        self._ask_robot()
+        if self.state == RUNS and self.limit is not None and self.tally.steps >= self.limit:
+            self.take(FAILURE, "time")
+        if not self.waits and self.loop.controller.unanswered >= LOST:
+            self.take(f"{DISCARD} {LOST} requests in a row had no answer", "loop")
+
+    def episode(self, turn: DueTrial, task: str, chunk_size: int, latencies: list[float]) -> Episode:
+        """Return the trial. task: its name on boards. latencies: milliseconds of each answer."""
+        report, machine, tally = self.loop.report(), self.loop.robot, self.tally
+        actions = machine.actions if isinstance(machine, SimulatedRobot) else None
+        return Episode(
+            seed=turn.seed,
+            task=task,
+            success=self.verdict == SUCCESS,
+            steps=tally.steps if actions is None else len(actions),
+            chunks=len(tally.delays),
+            executed=report.executed,
+            held=tally.held,
+            misses=tally.misses,
+            delays=tally.delays,
+            latency_ms=latencies,
+            chunk_size=chunk_size,
+            late_ticks=report.late + report.skipped,
+            wall_s=round(self.seconds, 3),
+            faults=dict(report.faults["kinds"]),
+            reasons={reason: steps for reason, steps in report.held.items() if reason != PAUSED},
+            digest="" if actions is None else digest_of(actions),
+            clipped=report.clipped_commands,
+            ages=ages_of(self.loop),
+            trial=turn.name,
+            prompt=self.loop.prompt,
+            judge=self.by,
+            note=self.note,
+            counted=self.verdict != DISCARD,
+        )
+
+
+class TrialTally(Tally):
+    """Counts what happens between the beginning of a trial and its verdict, pauses left out. steps: of the control."""
+
+    steps, counts = 0, False
+
+    def hear(self, event: str, values: dict[str, Any]) -> None:
+        if event == "command":
+            if not self.counts or values["command"].reason == PAUSED:
+                return
+            self.steps += 1
+        super().hear(event, values)
+
+
+def scene_noise(seed: int, solver_steps: int | None) -> Callable[[], dict[str, Any]]:
+    """Return what the k-th request of a trial says beside its observation, as that of an episode with this seed."""
+    asked = count()
+    more = {} if solver_steps is None else {"solver_steps": solver_steps}
+    return lambda: {"seed": chunk_seed(0, seed, next(asked)), **more}

@@ -1,0 +1,117 @@
+"""The report and the page of a sitting: those of an evaluation, with its plan, and films of what was kept."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sinew.core import SinewError
+from sinew.core.statistics import summarize
+from sinew.records import parts
+from sinew.records.recorder import open_record, read_meta, read_record, record_files
+
+from sinew_eval.episodes import episode_log
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.watched import WatchedMoment
+from sinew_eval.evidence import page, run_page
+from sinew_eval.evidence.films import Film, film_of
+from sinew_eval.evidence.repeat import REPORT
+from sinew_eval.report.report import conditions, document, tables
+from sinew_eval.trials.sitting import Sitting
+
+PICTURES = 60  # of a film, at most
+
+
+def write_report(sitting: Sitting, control_hz: float, command: str) -> dict[str, Any] | None:
+    """Write ``report.json`` of what was played, and return it; None before each policy has a trial that counts."""
+    results = sitting.results()
+    if not all(results):
+        return None
+    record = document(sitting.task, control_hz, sitting.variants, results, workers=1, command=command)
+    record["outcomes"] = [
+        [{**row, **_trial(each)} for row, each in zip(rows, played, strict=True)]
+        for rows, played in zip(run_page.outcomes(results), results, strict=True)
+    ]
+    record["plan"] = sitting.plan([entry["label"] for entry in record["variants"]])
+    for each in record["comparisons"]:
+        each["p_anytime"] = record["plan"]["p_anytime"]
+    episode_log.write_whole(sitting.out / REPORT, json.dumps(record, indent=2).encode() + b"\n")
+    return record
+
+
+def _trial(each: Episode) -> dict[str, Any]:
+    return {
+        "trial": each.trial,
+        "prompt": each.prompt,
+        "seconds": each.wall_s,
+        "held": each.held,
+        "clipped": each.clipped,
+        "latency_p95_ms": summarize(each.latency_ms).get("p95"),
+        "judge": each.judge,
+        "note": each.note,
+    }
+
+
+def write_page(sitting: Sitting, record: dict[str, Any], frames: Path | None) -> Path:
+    """Write the page of a report, and return it. frames: where ``sinew run --frames`` has kept the steps."""
+    path = sitting.out / run_page.PAGE
+    kept = frames is not None and any(frames.glob("*.npz"))
+    found = [] if frames is None or not kept else films(sitting, frames, record["control_hz"])
+    text = page.page(f"Trials: {record['task']['env']}", _parts(record, found), record)
+    episode_log.write_whole(path, text.encode())
+    return path
+
+
+def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
+    plan, first = record["plan"], record["seeds"]["first"]
+    yield f'<p class="note">{page.text(conditions(record))}</p>'
+    yield f'<p class="{"good" if plan["kept"] else "bad"}">{page.text(plan["said"])}</p>'
+    for title, columns, rows in tables(record):
+        yield f"<h2>{page.text(title)}</h2>"
+        yield page.table([columns[0], *(f">{name}" for name in columns[1:])], rows)
+    for seed in dict.fromkeys(film.episode.seed for film in films):
+        pair = "".join(run_page.figure(record, film) for film in films if film.episode.seed == seed)
+        yield f'<h2>Scene {seed - first + 1}</h2><div class="films">{pair}</div>'
+    yield from run_page.trials_of(record)
+    lost = [[each["trial"], str(each["seed"]), each["label"], each["note"]] for each in plan["discarded"]]
+    lost += [[name, "", "", "interrupted"] for name in plan["interrupted"]]
+    yield f"<h2>Not counted, and played anew: {len(lost)}</h2>"
+    yield page.table(["trial", ">seed", "policy", "why"], lost) if lost else ""
+    yield from run_page.how_run(record)
+
+
+def films(sitting: Sitting, frames: Path, control_hz: float) -> list[Film]:
+    """Return a film of each trial whose steps were kept, scene by scene."""
+    places: dict[str, list[Path]] = defaultdict(list)
+    for path in record_files(frames):
+        with open_record(path) as npz:
+            places[str(read_meta(npz)["session"])].append(path)
+    trials = [
+        (each.seed, index, each) for index, episodes in enumerate(sitting.results()) for each in episodes
+    ]
+    found = []
+    for _, index, each in sorted(trials, key=lambda trial: trial[:2]):
+        paths = places.get(sitting.take(each.trial), [])
+        if not paths:
+            continue
+        chosen = sorted({round(at) for at in np.linspace(0, len(paths) - 1, PICTURES)})
+        moments = [_moment(paths[at], control_hz) for at in chosen]
+        steps = (moments[-1].step - moments[0].step) / max(1, len(moments) - 1)
+        found.append(film_of(index, each, moments, max(steps, 1) / control_hz))
+    return found
+
+
+def _moment(path: Path, control_hz: float) -> WatchedMoment:
+    """Return a control step that was kept, counted from where the loop began."""
+    record = read_record(path)
+    seen = record.observation
+    images = {name: parts.pixels(record, name) for name in seen.images}
+    rows = parts.rows(record)
+    if rows is None or not images:
+        raise SinewError(f"{path}: a record is not a control step with a frame and a command")
+    step = round(control_hz * parts.seconds(record, "time", seen.time or 0.0))
+    return WatchedMoment(step, images, np.asarray(seen.state), rows[0], str(seen.prompt))

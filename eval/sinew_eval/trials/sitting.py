@@ -1,0 +1,240 @@
+"""A sitting: trials of policies on one robot, blind, in an order drawn before, each a line that no kill can lose.
+
+    sitting.json     what was planned before the first trial
+    episodes.jsonl   a line when a trial is set up, and its episode when it ends, on the disk before anything goes on
+    report.json      what `sinew leaderboard` reads, anew after each trial
+
+A scene is a block of a randomised complete block design: every policy meets it, in an order of its own, and the k-th
+chunk of each has the noise of (scene, k). A trial that was interrupted, or discarded for a written reason, does not
+count and comes again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from sinew.core import SinewError
+from sinew_client.untrusted import named, parse_json, read_json, shown
+
+from sinew_eval.episodes import campaign, episode_log
+from sinew_eval.episodes.player import key
+from sinew_eval.episodes.runner import Episode
+from sinew_eval.episodes.settings import Task, Variant
+from sinew_eval.report.stats import anytime_p
+
+PLAN, FORMAT = "sitting.json", 1
+TRIAL = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?")  # the number of a trial, and of its attempt
+SHOWN_AT = 0.05  # p at which a sequential sitting ends
+
+
+@dataclass(frozen=True, slots=True)
+class DueTrial:
+    """A trial that is due: the number-th of ``total``, of a variant's index in a scene (counted from 1). name: of its
+    files, with the attempt. again: the scene was set up before."""
+
+    number: int
+    total: int
+    scene: int
+    seed: int
+    variant: int
+    name: str
+    again: bool
+
+
+class Sitting:
+    """The trials of a folder: those that were played, and which is due.
+
+    scenes: that each policy meets. seed: of the first. order: what the order follows from; drawn if absent.
+    sequential: end also once the difference of the two policies is shown (``stats.anytime_p``). rules: how each trial
+    is driven and ends, by name. Raises :class:`SinewError` for a folder with another plan.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        task: Task,
+        variants: Sequence[Variant],
+        scenes: int,
+        seed: int,
+        order: int | None = None,
+        sequential: bool = False,
+        rules: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        if sequential and len(variants) != 2:
+            raise SinewError(f"--sequential: expected two policies to compare, got {len(variants)}")
+        self.out, self.task, self.variants = out, task, list(variants)
+        self.scenes, self.seed, self.sequential = scenes, seed, sequential
+        names = [key(task, variant) for variant in variants]  # servers of one name say the same of themselves
+        self.keys = [f"{name} #{names[:at].count(name) + 1}" for at, name in enumerate(names)]
+        self.order = self._planned(order, rules)
+        self._schedule = [
+            (scene, int(policy))
+            for scene in range(scenes)
+            for policy in np.random.default_rng([self.order, scene]).permutation(len(variants))
+        ]
+        self._begun: dict[int, list[str]] = defaultdict(list)  # number of a trial -> names of its attempts
+        log = out / campaign.LOG
+        data = episode_log.read_log_file(log) if log.exists() else b""
+        for line in data.splitlines():
+            if line.startswith(b'{"begun"') and line.endswith(b"}"):
+                name = _begun(log, line)
+                self._begun[int(name.partition("-")[0])].append(name)
+        self.episodes = []
+        for (name, _), each in episode_log.episodes_of(data):
+            if name not in self.keys:
+                raise SinewError(f"{log}: expected trials of the planned policies, got one of {named(name)}")
+            self.episodes.append((self.keys.index(name), each))
+
+    def _planned(self, order: int | None, rules: Mapping[str, Any]) -> int:
+        """Write the plan, or read that of a sitting that goes on; return what its order follows from."""
+        asked: dict[str, Any] = {"format": FORMAT, "scenes": self.scenes, "seed": self.seed}
+        asked |= {"sequential": self.sequential, "policies": self.keys, **rules}
+        path = self.out / PLAN
+        if path.exists():
+            try:
+                before = read_json(path)
+            except (OSError, ValueError) as error:
+                raise SinewError(f"{path}: expected the plan of a sitting, got {error}") from None
+            if not isinstance(before, dict):
+                raise SinewError(f"{path}: expected the plan of a sitting, got {shown(before)}")
+            asked["order"] = before.get("order") if order is None else order
+            for name, value in asked.items():
+                if (planned := before.get(name)) != value:
+                    if name == "policies" and isinstance(planned, list):
+                        name, planned, value = _unlike(path, planned, value)
+                    raise SinewError(
+                        f"--out {self.out}: expected a new folder, or the sitting that was planned there, with"
+                        f" {name} {named(planned)}, got {value}"
+                    )
+        elif (self.out / campaign.LOG).exists():
+            raise SinewError(f"--out {self.out}: expected a new folder, got one of `sinew eval`")
+        else:
+            self.out.mkdir(parents=True, exist_ok=True)
+            asked["order"] = secrets.randbits(32) if order is None else order
+            episode_log.write_whole(path, json.dumps(asked, indent=2).encode() + b"\n")
+        if not _is_order(asked["order"]):
+            raise SinewError(f"{path}: order: expected a whole number from 0, got {shown(asked['order'])}")
+        return int(asked["order"])
+
+    def results(self) -> list[list[Episode]]:
+        """Return the trials that count, of each variant by scene."""
+        return [
+            sorted(
+                (each for at, each in self.episodes if at == index and each.counted),
+                key=lambda each: each.seed,
+            )
+            for index in range(len(self.variants))
+        ]
+
+    def pairs(self) -> list[tuple[bool, ...]]:
+        """Return the outcomes of each scene that every policy has met, scene by scene."""
+        wins = [{each.seed: each.success for each in episodes} for episodes in self.results()]
+        met = sorted(set.intersection(*(set(each) for each in wins)))
+        return [tuple(each[seed] for each in wins) for seed in met]
+
+    @property
+    def p(self) -> float:
+        """Return the p-value of equal success of two policies that holds at any time."""
+        return anytime_p([first for first, second in self.pairs() if first != second])
+
+    def due(self) -> DueTrial | None:
+        """Return the next trial; None where the plan is done."""
+        done = {(each.seed - self.seed, index) for index, each in self.episodes if each.counted}
+        for number, (scene, variant) in enumerate(self._schedule, 1):
+            if (scene, variant) not in done:
+                first = 1 + scene * len(self.variants)
+                if self.sequential and number == first and self.p <= SHOWN_AT:
+                    return None
+                attempt = len(self._begun[number]) + 1
+                again = any(self._begun[each] for each in range(first, number + 1))
+                name = f"{number:03}" if attempt == 1 else f"{number:03}-{attempt}"
+                total = len(self._schedule)
+                return DueTrial(number, total, scene + 1, self.seed + scene, variant, name, again)
+        return None
+
+    def begin(self, turn: DueTrial) -> None:
+        """Note that a trial is set up: one that is then killed is known."""
+        self._append(json.dumps({"begun": turn.name, "seed": turn.seed}).encode() + b"\n")
+        self._begun[turn.number].append(turn.name)
+
+    def end(self, turn: DueTrial, episode: Episode) -> None:
+        """Keep how a trial ended."""
+        self._append(episode_log.line(self.keys[turn.variant], episode))
+        self.episodes.append((turn.variant, episode))
+
+    def take(self, trial: str) -> str:
+        """Return what the frames of a trial are kept under, in a folder that may have those of other sittings."""
+        return f"trial {trial} of {self.order}"
+
+    def _append(self, line: bytes) -> None:
+        with campaign.open_log(self.out / campaign.LOG) as file:
+            episode_log.append(file, line)
+            os.fsync(file.fileno())
+
+    def plan(self, labels: Sequence[str]) -> dict[str, Any]:
+        """Return what was planned, whether that was kept, and which trials do not count."""
+        ended = {each.trial for _, each in self.episodes}
+        played, kept = len(self.pairs()), self.due() is None
+        if self.sequential:
+            said = (
+                f"Sequential: a look after each scene, at most {self.scenes}; {played} were played. The test holds"
+                f" whenever one stops (a mixture of coins: Ville 1939, Robbins 1970): p = {self.p:.3g}."
+            )
+        else:
+            said = f"Fixed before the first trial: {self.scenes} scenes; {played} were played."
+        kept_text = (
+            "The plan was kept." if kept else "The plan was NOT kept: p-values and intervals suppose its end."
+        )
+        return {
+            "scenes": self.scenes,
+            "played": played,
+            "order": self.order,
+            "kept": kept,
+            "said": said if self.sequential else f"{said} {kept_text}",
+            "p_anytime": round(self.p, 6) if self.sequential else None,
+            "discarded": [
+                {"trial": each.trial, "seed": each.seed, "label": labels[index], "note": each.note}
+                for index, each in self.episodes
+                if not each.counted
+            ],
+            "interrupted": [name for names in self._begun.values() for name in names if name not in ended],
+        }
+
+
+def _is_order(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _begun(log: Path, line: bytes) -> str:
+    """Return the name of a trial that was set up. Raises :class:`SinewError`."""
+    try:
+        name = parse_json(line).get("begun")
+    except ValueError as error:
+        raise SinewError(f"{log}: {error}") from None
+    if not isinstance(name, str) or not TRIAL.fullmatch(name):
+        raise SinewError(f"{log}: expected the name of a trial, as 007-2, got {shown(name)}")
+    return name
+
+
+def _unlike(path: Path, planned: Sequence[Any], asked: Sequence[str]) -> tuple[str, Any, Any]:
+    """Return the first thing in which policies are not those that were planned, by their keys."""
+    for number, keys in enumerate(zip(planned, asked, strict=False), 1):
+        try:
+            before, now = (parse_json(key.rpartition(" #")[0]) for key in keys)
+            before, now = dict(before), dict(now)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SinewError(f"{path}: policies: expected keys of policies, got others ({error})") from None
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                return f"{name} of policy {number}", before.get(name), now.get(name)
+    return "policies", len(planned), len(asked)
