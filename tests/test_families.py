@@ -19,7 +19,11 @@ from sinew.core import registry
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinew"
 HOME = PACKAGE / "families"
-OTHERS = [*(ROOT / "perf" / "sinew_perf").rglob("*.py"), *(ROOT / "packages").rglob("src/**/*.py")]
+OTHERS = [
+    *(ROOT / "eval" / "sinew_eval").rglob("*.py"),
+    *(ROOT / "perf" / "sinew_perf").rglob("*.py"),
+    *(ROOT / "packages").rglob("src/**/*.py"),
+]
 FILES = sorted([*PACKAGE.rglob("*.py"), *OTHERS])
 FOLDERS = {family.name: family for family in registry.families()}
 # What others call as a family is called, or what holds many families: file or folder -> words, and why they stay.
@@ -37,6 +41,10 @@ MEANT_OTHERWISE = {
     "packages/sinew-client/src/sinew_client/arm/kinematics.py": (
         {"prismatic"},
         "a kind of joint of URDF",
+    ),
+    "eval/sinew_eval/training": (
+        {"smolvla"},
+        "the training library, which makes small policies of one family",
     ),
     "perf/sinew_perf/cli": (
         {"pi0.5"},

@@ -188,8 +188,8 @@ def test_the_client_is_written_in_python_3_8() -> None:
         ast.parse("match x:\n    case 1: pass", feature_version=(3, 8))
 
 
-# Classes of one name: a facade and its protocol, one suite's simulator each.
-SHARED_NAMES = {"Policy", "Simulator"}
+# Classes of one name: a facade and its protocol.
+SHARED_NAMES = {"Policy"}
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

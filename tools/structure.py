@@ -290,10 +290,10 @@ class Structure:
         }
 
     def shared_names(self) -> set[str]:
-        """Return the names that more than one class of `sinew`, the client and the evaluation has."""
+        """Return the names that more than one class of `sinew` and the client has."""
         counted = Counter(
             node.name
-            for path in (*self.files, *self.files_of("sinew_client"), *self.files_of("sinew_eval"))
+            for path in (*self.files, *self.files_of("sinew_client"))
             for node in tree(path).body
             if isinstance(node, ast.ClassDef)
         )

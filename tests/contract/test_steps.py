@@ -658,6 +658,10 @@ def test_a_step_is_named_in_its_file_and_in_the_registry_alone(room: str) -> Non
     """Converters make steps, older formats know their tags; nothing else asks which step it has."""
     may = ("convert/", "families/", "vlacpp/", "bundle/upgrade.py", "steps/registry.py")
     names = {place.split(":")[1]: place.split(":")[0] for place in REGISTRIES[room].values()}
+    evaluation = (ROOT / "eval" / "sinew_eval").rglob("*.py")
+    assert not [
+        path for path in evaluation if re.search(r"\bstep\.kind |sinew\.steps\.\w+\.", path.read_text())
+    ]
     for path in sorted((ROOT / "sinew").rglob("*.py")):
         place = path.relative_to(ROOT / "sinew").as_posix()
         text = path.read_text()

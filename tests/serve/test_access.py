@@ -287,6 +287,7 @@ def test_each_place_that_binds_a_socket_checks_access() -> None:
     for path in sorted(
         [
             *(ROOT / "sinew").rglob("*.py"),
+            *(ROOT / "eval" / "sinew_eval").rglob("*.py"),
             *packages.glob("*/src/**/*.py"),
             *packages.glob("sinew_ros/**/*.py"),
         ]

@@ -26,8 +26,8 @@ ROOMS = [ROOT / "sinew" / "serve", ROOT / "sinew" / "stream"]
 FILES = [
     *(path for room in ROOMS for path in sorted(room.rglob("*.py"))),
     *sorted(CLIENT.glob("*.py")),
-    ROOT / "sinew" / "eval" / "model_server.py",
-    ROOT / "sinew" / "eval" / "farm" / "hosts.py",
+    ROOT / "eval" / "sinew_eval" / "foreign" / "model_server.py",
+    ROOT / "eval" / "sinew_eval" / "farm" / "hosts.py",
 ]
 OUR_OWN = ("error", "self.outcome")  # exceptions, whose text is bounded where they are raised
 PERCENT = re.compile(r"%[.0-9]*r")

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 READER = ROOT / "packages" / "sinew-client" / "src" / "sinew_client" / "untrusted"
-PRODUCT = ("sinew/**/*.py", "packages/*/**/*.py")
+PRODUCT = ("sinew/**/*.py", "eval/sinew_eval/**/*.py", "packages/*/**/*.py")
 OWN = (
     "in an installed package",
     "of the operating system",

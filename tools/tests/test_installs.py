@@ -97,4 +97,6 @@ def test_the_demo_needs_no_torch() -> None:
         for requirement in map(Requirement, extras[wanted.pop()]):
             wanted += requirement.extras if requirement.name == PROJECT["name"] else []
             seen.add(requirement.name)
-    assert seen == {"sinew-vla", "onnxruntime", "matplotlib", "gymnasium", "mujoco"}
+    evaluation = tomllib.loads((ROOT / "eval" / "pyproject.toml").read_text())["project"]
+    seen |= {Requirement(each).name for each in evaluation["dependencies"]}
+    assert seen == {"sinew-vla", "sinew-vla-eval", "onnxruntime", "matplotlib", "gymnasium", "mujoco"}
