@@ -20,6 +20,7 @@ from sinew_client.control.pace import Pace
 from sinew_client.control.robots import Dry
 
 from sinew.convert import convert
+from sinew.core.providers import PACKAGES, entry_points_of
 from sinew.policy import load
 from tests import processes
 from tests.adapters import Adapters, make_adapters
@@ -246,6 +247,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    here = Path(__file__).parent
+    for package, (_, folder) in PACKAGES.items():
+        if (here / folder).is_dir() and entry_points_of(package) is None:
+            raise pytest.UsageError(
+                f"{package} is not installed in this environment: run make env, or without the network"
+                f" {sys.executable} -m uv pip install --offline --no-deps --no-build-isolation -e . -e ./{folder}"
+            )
     if path := config.getoption("--proofs"):
         config.pluginmanager.register(Recorder(path))
     if count := config.getoption("--workers"):

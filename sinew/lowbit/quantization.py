@@ -50,7 +50,10 @@ class Samples:
 
     def to(self, reference: Policy) -> tuple[str, Iterator[Input]]:
         """Return the origin of the observations, and the reference's inputs and noise for each."""
-        processor, (origin, stream) = reference.processor, observations_of(reference, self.records, judges.observations)
+        processor, (origin, stream) = (
+            reference.processor,
+            observations_of(reference, self.records, judges.observations),
+        )
         return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
 

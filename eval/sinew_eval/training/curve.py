@@ -18,7 +18,8 @@ LOSSES = (
 
 def plot(log: Path, out: Path) -> None:
     """Draw closed-loop success above and losses below, over the processors' time."""
-    found = json.loads(log.read_text())
+    text = log.read_text()  # own file: named by the person at this machine
+    found = json.loads(text)  # own file: named by the person at this machine
     history, recipe = found["history"], found["recipe"]
     episodes = recipe["episodes"] * recipe["ranks"]  # every process plays its own
     losses = [h for h in history if "success" not in h]

@@ -105,7 +105,8 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
         model, task.auxiliary_outputs, task.things, recipe.draws, recipe.auxiliary_weight
     )
     if start:
-        objective.load_state_dict(torch.load(start, weights_only=True), strict=False)
+        weights = torch.load(start, weights_only=True)  # own file: named by the person at this machine
+        objective.load_state_dict(weights, strict=False)
     average = copy.deepcopy(model).eval()  # runs in full float32
     log.info("%s", use_half_products(model))
     optimizer = torch.optim.AdamW(_groups(objective, recipe), betas=(0.9, 0.95), fused=True)
@@ -165,7 +166,8 @@ def export(out: Path, design: Design) -> Path:
         motion=design.motion,
         vectors=design.vectors,
     )
-    if json.loads((out / "log.json").read_text())["recipe"]["evaluations"]:
+    log_text = (out / "log.json").read_text()  # own file: named by the person at this machine
+    if json.loads(log_text)["recipe"]["evaluations"]:  # own file: written by this process
         plot(out / "log.json", out / "curve.png")
     return bundle
 

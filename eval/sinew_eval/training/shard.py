@@ -59,12 +59,15 @@ class Shard:
     """A shard opened for reading. ``shard["state"]`` is float32 [frames, D]."""
 
     def __init__(self, folder: Path):
-        with np.load(folder / "frames.npz") as stored:
+        with np.load(folder / "frames.npz") as stored:  # own file: named by the person at this machine
             self._fields = {key: stored[key] for key in stored.files}
         shape = tuple(int(n) for n in self._fields.pop("image_shape"))
         self.run_end, self.run_done = self._fields.pop("run_end"), self._fields.pop("run_done")
         self.episode = self._fields["episode"]
-        self.images = np.memmap(folder / "images.bin", dtype=np.uint8, mode="r").reshape(-1, *shape)
+        pixels = np.memmap(
+            folder / "images.bin", np.uint8, "r"
+        )  # own file: named by the person at this machine
+        self.images = pixels.reshape(-1, *shape)
 
     def __len__(self) -> int:
         return len(self.run_end)
