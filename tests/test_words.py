@@ -189,7 +189,7 @@ def exports() -> list[tuple[str, Any]]:
         value = getattr(sinew, name)
         if isinstance(value, ModuleType):  # sinew.convert and sinew.serve are called as a function
             value = {"convert": getattr(value, "convert", None), "serve": sinew.Server}[name]
-        if callable(value) and not value.__module__.startswith("sinew.eval"):
+        if callable(value) and not value.__module__.startswith("sinew_eval"):
             found.append((f"sinew.{name}", value))
     return found
 
