@@ -295,7 +295,7 @@ class Speaker(Model):
 
     Attributes:
         choose: Chooses the token from the scores [B, 1, vocabulary], int64 [B]: the likeliest, unless an exploration
-            samples (:mod:`sinew.eval.learning.exploration`).
+            samples (:mod:`sinew_eval.learning.exploration`).
     """
 
     solver = SINGLE
