@@ -85,11 +85,10 @@ def order(
 ) -> Order:
     """Return what makes ``source`` faster on ``machine``, in order. server, route: another machine, and the way there.
 
-    A machine of the table called cpu has the engines of a CPU, every other those of a GPU. Raises :class:`SinewError`
-    for one that is neither."""
-    if machine.name != "cpu" and "bf16" not in machine.peak:
+    Raises :class:`SinewError` for a machine that no engine of Sinew computes on."""
+    if machine.kind != "cpu" and (machine.kind == "npu" or "bf16" not in machine.peak):
         raise SinewError(
-            f"hardware {machine.name}: expected cpu or a GPU with a rate for bf16, got {', '.join(machine.peak)} alone:"
+            f"hardware {machine.name}: expected a CPU or a GPU with a rate for bf16, got {machine.title}:"
             " no engine of Sinew computes there (`sinew export --onnx DIR --whole` writes a graph for its compiler)"
         )
 
@@ -134,7 +133,7 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
     """Return what every request gains from, and what is not to be had here: its name and why."""
     without: dict[str, str] = {}
     options = []
-    on_cpu = machine.name == "cpu"
+    on_cpu = machine.kind == "cpu"
     engine = ("plan", "--engine plan") if on_cpu else ("cuda", "--engine cuda")
     fused: Traffic = "unfused" if on_cpu else "fused"  # torch's kernels one by one; one graph of fused ones
     options.append(
@@ -208,7 +207,7 @@ def _under(
     program: PublishedProgram, traffic: Traffic, machine: Hardware, without: dict[str, str]
 ) -> list[Gain]:
     """Return what helps where something holds: observations that repeat, a stream, several robots."""
-    if machine.name != "cpu":
+    if machine.kind != "cpu":
         without["a stream"] = "engine cuda refuses it: both of its loops would share one stream of the GPU"
         without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
         return []

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from sinew.core import SinewError, did_you_mean
 from sinew_client.untrusted import parse_toml, read_toml
 
 from sinew_perf.operators import BITS
+
+Kind = Literal["gpu", "cpu", "npu"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class Hardware:
     """peak: FLOP/s by number format. bandwidth: bytes/s. memory_gib: nominal; system_gib: of it, taken by the system;
     alone_gib: taken where nothing runs beside the policy.
 
-    on_chip_bandwidth: bytes/s between compute units and what lies on the chip; None where it is not counted.
+    on_chip_bandwidth: bytes/s between compute units and what lies on the chip; None where it is not counted. kind:
+    which engines can run there. measured: peak and bandwidth were measured, not read from a data sheet.
     """
 
     name: str
@@ -32,6 +36,8 @@ class Hardware:
     system_gib: float = 0.0
     alone_gib: float | None = None
     on_chip_bandwidth: float | None = None
+    kind: Kind = "gpu"
+    measured: bool = False
 
     def peak_flops(self, dtype: str) -> float:
         """The rate for operands of ``dtype``. A format without a rate of its own computes at the next wider one."""
@@ -128,12 +134,16 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
     if not isinstance(values, dict):
         raise SinewError(f"{name}: expected a table of values, got {type(values).__name__}")
     given: dict[str, Any] = {"title": name, "source": "user"} | values
+    if kind is Hardware:  # a user's own numbers for a packaged machine do not change what it is
+        given = {"kind": _packaged("hardware.toml").get(name, {}).get("kind", "gpu")} | given
     try:
         made = kind(name=name, **given)
     except TypeError as error:
         raise SinewError(f"{name}: {error}") from None
     if isinstance(made, Hardware) and not isinstance(made.peak, dict):
         raise SinewError(f"{name}: peak: expected a table of formats, got {type(made.peak).__name__}")
+    if isinstance(made, Hardware) and made.kind not in KINDS:
+        raise SinewError(f"{name}: kind: expected one of {', '.join(KINDS)}, got {made.kind!r}")
     numbers = list(made.peak.values()) if isinstance(made, Hardware) else []
     fields = ("bandwidth", "memory_gib") if isinstance(made, Hardware) else ("upload", "download")
     numbers += [getattr(made, each) for each in fields]

@@ -7,18 +7,44 @@ from dataclasses import dataclass
 
 from sinew.core import SinewError
 
-from sinew_perf.hardware import Hardware
-from sinew_perf.memory import memory_report
+from sinew_perf.hardware import Hardware, Kind
+from sinew_perf.memory import Device, memory_report
 from sinew_perf.operators import Component
 from sinew_perf.program import PublishedProgram
 from sinew_perf.request import AS_THE_POLICY, TracedRequest
-from sinew_perf.roofline import timing
+from sinew_perf.roofline import seconds, timing
+from sinew_perf.shares import UsedShare, others, used
 
-# Vision and language in each; the action expert, whose steps add up errors, stays in bf16.
-PRECISIONS = {
-    "bf16": "bf16",
-    "fp8 vision and language": "fp8/fp8/bf16",
-    "int4 vision and language": "int4//bf16",
+
+@dataclass(frozen=True, slots=True)
+class _Precision:
+    """Formats of a policy. name: the format of vision and language, as in ``data/shares.toml``. narrow: the same with
+    activations and cache. head: the action expert adds up the errors of its steps, so it keeps a float."""
+
+    title: str
+    name: str
+    narrow: str
+    head: str
+
+    def runs_on(self, machine: Hardware) -> bool:
+        """Return True if the machine has a rate for it. Weights of 4 bits on a GPU are widened to bf16."""
+        rate = "bf16" if self.name == "int4" else self.name
+        return self.head in machine.peak and rate in machine.peak
+
+
+# The first of a kind is the one that the others have to beat.
+PRECISIONS: dict[Kind, tuple[_Precision, ...]] = {
+    "gpu": (
+        _Precision("bf16", "bf16", "bf16", "bf16"),
+        _Precision("fp8 vision and language", "fp8", "fp8/fp8/bf16", "bf16"),
+        _Precision("int4 vision and language", "int4", "int4//bf16", "bf16"),
+    ),
+    "cpu": (
+        _Precision("fp32", "fp32", "fp32", "fp32"),
+        _Precision("bf16", "bf16", "bf16", "bf16"),
+        _Precision("int8 vision and language", "int8", "int8/int8", "fp32"),
+    ),
+    "npu": (),
 }
 
 
@@ -76,13 +102,22 @@ def budget(control_hz: float, replan: int, task: str = "") -> Budget:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """steps: the most solver steps, of those asked for, with which the rate is still reached; hz: with them."""
+    """A machine and precision that reach the rate.
+
+    Attributes:
+        steps: the most solver steps, of those requested, with which the rate is still reached.
+        hz: chunks per second with them.
+        others_hz: the same at the share of the roofline that other engines reached.
+        share: of the roofline, which ``hz`` assumes.
+    """
 
     machine: str
     title: str
     precision: str
     steps: int
     hz: float
+    others_hz: float
+    share: UsedShare
 
 
 def reach(
@@ -104,41 +139,68 @@ def needs(
     source: str,
     machines: Mapping[str, Hardware],
     rate_hz: float,
-    efficiency: float,
+    efficiency: float | None = None,
     request: TracedRequest = AS_THE_POLICY,
 ) -> list[Reached]:
-    """Return, by machine and precision, what reaches the rate and fits the memory that the system leaves, the machine
-    that is just enough first.
+    """Return what reaches the rate and fits the memory that the system leaves, the machine that is just enough first.
 
-    Machines without a half-precision rate are left out, those without an FP8 rate for FP8, and a narrower precision
-    that wins nothing.
+    Machines without a rate for a precision are left out, and a narrower precision that wins nothing.
+
+    Args:
+        source: Policy, as of :meth:`PublishedProgram.load`.
+        machines: The machines to judge, by name.
+        rate_hz: Required chunks per second.
+        efficiency: Share of the roofline that the software reaches. None is what Sinew's
+            engines reached (:func:`sinew_perf.shares.used`).
+        request: Sizes of the request.
+
+    Returns:
+        A row for each machine and precision.
     """
-    found = []
-    for name, narrow in PRECISIONS.items():
-        program = PublishedProgram.load(
-            source,
-            request,
-            dtypes={"vision": narrow, "language": narrow, "head": "bf16"},
-            engine="plan",
-        )
-        parts, total = program.components(), memory_report(program, "cuda", whole_tables=True).total
-        for machine in machines.values():
-            narrowest = narrow.split("/")[0]
-            if "bf16" not in machine.peak or (narrowest == "fp8" and narrowest not in machine.peak):
-                continue
-            if total > machine.free_bytes:
-                continue
-            reached = reach(parts, machine, rate_hz, efficiency)
-            if reached is not None and program.fixed.get("steps") in (None, reached[0]):
-                found.append(Reached(machine.name, machine.title, name, *reached))
-    wide = {row.machine: row for row in found if row.precision == "bf16"}
-    found = [
+    rows: list[Reached] = []
+    for kind, precisions in PRECISIONS.items():
+        ours = [machine for machine in machines.values() if machine.kind == kind]
+        for precision in precisions if ours else ():
+            rows += _with(source, ours, precision, rate_hz, efficiency, request)
+    widest = {precisions[0].title for precisions in PRECISIONS.values() if precisions}
+    wide = {row.machine: row for row in rows if row.precision in widest}
+    rows = [
         row
-        for row in found
+        for row in rows
         if row is (plain := wide.get(row.machine, row))
         or (row.steps, row.hz) > (plain.steps, 1.01 * plain.hz)
     ]
     best: dict[str, float] = {}
-    for row in found:
+    for row in rows:
         best[row.machine] = max(row.hz, best.get(row.machine, 0.0))
-    return sorted(found, key=lambda row: (best[row.machine], row.title, row.precision))
+    return sorted(rows, key=lambda row: (best[row.machine], row.title, row.precision))
+
+
+def _with(
+    source: str,
+    machines: Sequence[Hardware],
+    precision: _Precision,
+    rate_hz: float,
+    efficiency: float | None,
+    request: TracedRequest,
+) -> list[Reached]:
+    """Return the rows of machines of one kind at one precision."""
+    machines = [machine for machine in machines if precision.runs_on(machine)]
+    if not machines:
+        return []
+    dtypes = {"vision": precision.narrow, "language": precision.narrow, "head": precision.head}
+    program = PublishedProgram.load(source, request, dtypes=dtypes, engine="plan")
+    parts = program.components()
+    device: Device = "cpu" if machines[0].kind == "cpu" else "cuda"
+    total = memory_report(program, device, whole_tables=device == "cuda").total
+    rows = []
+    for machine in machines:
+        if total > machine.free_bytes:
+            continue
+        share = used(program.family, precision.name, machine, seconds(parts, machine), efficiency)
+        found = reach(parts, machine, rate_hz, share.share)
+        if found is not None and program.fixed.get("steps") in (None, found[0]):
+            steps, hz = found
+            by_others = hz * others().share / share.share
+            rows.append(Reached(machine.name, machine.title, precision.title, steps, hz, by_others, share))
+    return rows

@@ -57,6 +57,7 @@ class PublishedProgram:
     engine: Engine = "eager"
     prepared: Plan | None = None  # by an engine that already runs one
     like: PublishedProgram | None = None  # the same calls under other labels, which has the trace
+    family: str = ""  # the architecture's name; empty for a model in memory
 
     @classmethod
     def load(
@@ -169,6 +170,13 @@ class PublishedProgram:
             return self.like.trace
         return trace(self.model, self.shapes, self.plan)
 
+    @property
+    def number_format(self) -> str:
+        """Return the format of the vision tower's weights, or of the first weights if the model has none."""
+        if self.precision is not None:
+            return self.precision["vision"].weights
+        return as_traced(next(call for call in self.trace.calls if call.is_product)).weights
+
     def precision_of(self, call: TracedCall) -> Precision:
         return as_traced(call) if self.precision is None else self.precision[call.stage]
 
@@ -264,7 +272,8 @@ def of_opened(bundle: Bundle) -> PublishedProgram:
     if not bundle.infos:
         raise SinewError(f"{bundle.path}: expected a bundle with weights, got the head of exported graphs")
     model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
-    return PublishedProgram(bundle.manifest.spec.name, model, Shapes.of(bundle.manifest))
+    name, family = bundle.manifest.spec.name, bundle.manifest.architecture
+    return PublishedProgram(name, model, Shapes.of(bundle.manifest), family=family)
 
 
 def of_model(model: Model, shapes: Shapes, name: str = "model") -> PublishedProgram:
@@ -309,6 +318,5 @@ def preset(name: str) -> PublishedProgram:
     else:
         found = described(_MODELS / f"{name}.json" if name in DESCRIBED else Path(name))
     model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
-    return PublishedProgram(
-        name, model, Shapes(found.views, found.side, found.width or found.side, found.tokens, found.steps)
-    )
+    shapes = Shapes(found.views, found.side, found.width or found.side, found.tokens, found.steps)
+    return PublishedProgram(name, model, shapes, family=found.architecture)

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 from sinew.cli import terminal
 from sinew.cli.options import Count, PositiveIfAny
 from sinew.core import SinewError
 
-from sinew_perf.cli.options import Asked
+from sinew_perf.cli.options import Asked, EfficiencyIfAny, print_sources
 from sinew_perf.request import AS_THE_POLICY
 
 
@@ -24,12 +24,13 @@ def need(
     model: str = "pi0.5",
     hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
     request: Asked = AS_THE_POLICY,
-    efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
+    efficiency: EfficiencyIfAny = None,
     data: Path | None = None,
 ) -> int:
     """Find the machines, precisions and numbers of solver steps that reach a rate and fit the memory.
 
-    The exit status is 1 if none does.
+    The prediction uses the share of the roofline that Sinew's engine reached in the nearest measurement, and prints
+    that measurement. The exit status is 1 if no machine reaches the rate.
 
     Args:
         rate: Required chunks per second. Default: it follows from the task or the control rate.
@@ -38,12 +39,14 @@ def need(
         replan: Control steps between two inferences, which is the number of actions executed per chunk.
         model: Policy, as for `sinew infer`, or a family's preset.
         hardware: Names of machines, separated by commas. Repeatable. Default: all of `sinew perf machines`.
-        efficiency: Fraction of the roofline that the software reaches. Well-tuned engines reach 0.6 to 0.85.
+        efficiency: Fraction of the roofline that the software reaches. Default: what Sinew's engine reached in the
+            nearest measurement. Other projects reached 0.7 and more.
         data: File with further machines.
     """
     from sinew_perf.hardware import hardware as known
     from sinew_perf.hardware import load_machines
     from sinew_perf.needs import budget, needs
+    from sinew_perf.shares import others
 
     if (rate is None) == (task is None and control_hz is None):
         raise SinewError("expected either --rate, or --task or --control-hz with --replan")
@@ -54,21 +57,41 @@ def need(
         terminal.console().print(asked.why)
     among = {each.name: each for each in load_machines(hardware or known(data), data)}
     among_what = f"of {', '.join(among)}" if hardware else "in the table"
-    found = [asdict(row) for row in needs(model, among, wanted, efficiency, request)]
-    columns = ("machine", "precision", ">solver steps at most", ">rate with them, Hz")
-    title = f"{model}, {wanted:.3g} chunks a second with {efficiency:.0%} of the roofline"
-    table = terminal.table(title, *columns)
+    found = needs(model, among, wanted, efficiency, request)
+    console = terminal.console()
+    by_others = others()
+    columns = (
+        *("machine", "precision", ">solver steps at most", ">rate with them, Hz", ">share of roofline"),
+        *("share measured with", f">at {by_others.share:.0%}, Hz"),
+    )
+    table = terminal.table(f"{model}, {wanted:.3g} chunks a second", *columns)
     for row in found:
-        table.add_row(row["title"], row["precision"], str(row["steps"]), f"{row['hz']:.1f}")
-    terminal.console().print(table if found else f"nothing {among_what} reaches {wanted:.3g} Hz")
-    if any("int4" in row["precision"] for row in found):
-        terminal.console().print("int4: a bound alone, as engine cuda widens 4 bits when it loads them")
+        numbers = (str(row.steps), f"{row.hz:.1f}", f"{row.share.share:.1%}", row.share.why)
+        table.add_row(row.title, row.precision, *numbers, f"{row.others_hz:.1f}")
+    console.print(table if found else f"nothing {among_what} reaches {wanted:.3g} Hz")
+    if efficiency is None:
+        print_sources(row.share for row in found)
+        here = {(row.machine, row.precision) for row in found}
+        more = [
+            f"{row.machine} ({row.precision}, {row.steps} steps)"
+            for row in needs(model, among, wanted, by_others.share, request)
+            if (row.machine, row.precision) not in here
+        ]
+        also = f"with {by_others.share:.0%}, which others reached ({by_others.source})"
+        console.print(f"{also}, also: {', '.join(more) or 'none'}", soft_wrap=True, markup=False)
+    if any("int4" in row.precision for row in found):
+        console.print("int4: a bound alone, as engine cuda widens 4 bits when it loads them")
     if asked is None:
-        terminal.console().print(
+        console.print(
             f"chunks, not actions: of a robot at {wanted:g} Hz say --control-hz {wanted:g} --replan K, the actions that"
             " it executes of each"
         )
-    record = {"rate": wanted, "budget_ms": 1e3 / wanted, "model": model, "found": found}
+    record = {
+        "rate": wanted,
+        "budget_ms": 1e3 / wanted,
+        "model": model,
+        "found": [asdict(row) for row in found],
+    }
     terminal.emit({"schema": "sinew.perf.need/1", **record})
     return 0 if found else 1
 

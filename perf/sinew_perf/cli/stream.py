@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 from sinew.cli import terminal
 from sinew.cli.options import NotNegative, Positive
 
-from sinew_perf.cli.options import Asked, dtypes
+from sinew_perf.cli.options import Asked, EfficiencyIfAny, dtypes, print_sources
 from sinew_perf.request import AS_THE_POLICY
 
 
@@ -22,7 +23,7 @@ def stream(
     hz: Positive = 480.0,
     request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
-    efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
+    efficiency: EfficiencyIfAny = None,
     camera_ms: NotNegative = 0.0,
     actuation_ms: NotNegative = 0.0,
     data: Path | None = None,
@@ -40,7 +41,8 @@ def stream(
         camera_hz: Frames per second, which is also the number of prefixes per second.
         hz: Required head runs per second.
         dtype: Data types, as for `sinew perf run`.
-        efficiency: Fraction of the roofline that the software reaches. Well-tuned engines reach 0.6 to 0.85.
+        efficiency: Fraction of the roofline that the software reaches. Default: what Sinew's engine reached in the
+            nearest measurement of a whole chunk. Other projects reached 0.7 and more.
         camera_ms: Milliseconds from light to the frame in memory: exposure, read-out and transfer. They count
             in the reaction time.
         actuation_ms: Milliseconds from a command to its effect. They count in the reaction time.
@@ -52,13 +54,16 @@ def stream(
     machines = load_machines(names, data)  # before torch
     from sinew_perf.memory import missing, too_large
     from sinew_perf.program import PublishedProgram
+    from sinew_perf.roofline import seconds
+    from sinew_perf.shares import UsedShare, others, used
     from sinew_perf.streams import loops
 
     program = PublishedProgram.load(source, request, dtypes=dtypes(dtype), engine="plan")
     parts = program.components()
     rows: list[dict[str, Any]] = []
+    shares: dict[str, UsedShare] = {}
     table = terminal.table(
-        f"{source}: a stream at {camera_hz:g} frames a second, {efficiency:.0%} of the roofline",
+        f"{source}: a stream at {camera_hz:g} frames a second",
         *(
             "machine",
             ">prefix, ms",
@@ -67,16 +72,19 @@ def stream(
             ">in turns with prefixes, Hz",
             ">at once, Hz",
             ">image to motion, ms",
+            ">share of roofline",
             "",
         ),
     )
     for machine in machines:
         if excess := missing(program, machine):
             rows.append({"machine": machine.name, "fits": False, "missing_bytes": excess, "reached": False})
-            table.add_row(machine.title, *[""] * 6, too_large(excess))
+            table.add_row(machine.title, *[""] * 7, too_large(excess))
             continue
+        share = used(program.family, program.number_format, machine, seconds(parts, machine), efficiency)
+        shares[machine.name] = share
         found = loops(
-            parts, machine, camera_hz, efficiency, sensing_s=camera_ms / 1e3, actuation_s=actuation_ms / 1e3
+            parts, machine, camera_hz, share.share, sensing_s=camera_ms / 1e3, actuation_s=actuation_ms / 1e3
         )
         in_turns, at_once = found.beside_hz >= hz, found.overlapped_hz >= hz
         row = {
@@ -88,6 +96,7 @@ def stream(
             "beside_hz": found.beside_hz,
             "overlapped_hz": found.overlapped_hz,
             "image_reaction_ms": 1e3 * found.image_reaction_s,
+            "share": asdict(share),
             "reached": in_turns or at_once,
         }
         rows.append(row)
@@ -99,6 +108,7 @@ def stream(
             f"{found.beside_hz:,.0f}",
             f"{found.overlapped_hz:,.0f}",
             f"{row['image_reaction_ms']:.1f}",
+            f"{share.share:.1%}",
             f"{hz:g} Hz" if in_turns else f"{hz:g} Hz at once" if at_once else f"less than {hz:g} Hz",
         )
     console = terminal.console()
@@ -109,11 +119,17 @@ def stream(
         highlight=False,
         soft_wrap=True,
     )
+    if efficiency is None:
+        for name, share in shares.items():
+            console.print(f"{name}: {share.share:.1%} {share.why}", soft_wrap=True)
+        print_sources(shares.values())
+        console.print(
+            f"{others().share:.0%}, --efficiency {others().share:g}: {others().source}", soft_wrap=True
+        )
     record = {
         "source": source,
         "camera_hz": camera_hz,
         "hz": hz,
-        "efficiency": efficiency,
         "camera_ms": camera_ms,
         "actuation_ms": actuation_ms,
         "machines": rows,

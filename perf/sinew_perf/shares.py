@@ -1,0 +1,172 @@
+"""How much of the roofline Sinew's engines reached: ``data/shares.toml``, and what a prediction takes from it.
+
+An engine also waits for launches and for the latency of memory, which a roofline does not have. These weigh more where
+the work itself is short, so the share follows the roofline's own time: for a request that was not measured it lies
+between the two measurements whose rooflines take a little less and a little longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from sinew_client.untrusted import parse_toml
+
+from sinew_perf.hardware import Hardware, hardware
+
+NEAR = 4.0  # a policy's own measurement counts if its roofline takes between a quarter and four times as long
+RULE = (
+    f"A family's own measurement on the machine counts if its roofline is within {NEAR:g} times this one. Otherwise "
+    "the share lies between the two measurements with the next rooflines, on a log scale. Beyond all of them the share "
+    "of the longest counts, or the time of the shortest. Measurements of the same precision, kind of machine and kind "
+    "of ceilings come first."
+)
+_FORMATS = {
+    "fp8": "fp8/fp8/bf16",
+    "int8": "int8/int8",
+    "int4": "int4/int8",
+}  # as sinew_perf.precision reads them
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredShare:
+    """One measurement of an inference. See ``data/shares.toml`` for the attributes. None stands for the model's own."""
+
+    family: str
+    model: str
+    machine: str
+    engine: str
+    precision: str
+    ms: float
+    share: float
+    source: str
+    head: str = ""
+    cameras: int | None = None
+    prompt_tokens: int | None = None
+    chunk: int | None = None
+    steps: int | None = None
+
+    @property
+    def roofline_ms(self) -> float:
+        return self.share * self.ms
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Formats by component, as :func:`sinew_perf.precision.by_stage` reads them."""
+        narrow = _FORMATS.get(self.precision, self.precision)
+        head = self.head or self.precision
+        return {"vision": narrow, "language": narrow, "head": _FORMATS.get(head, head)}
+
+    @property
+    def request(self) -> tuple[Any, ...]:
+        """Return all in which measurements of two engines have to agree to be compared."""
+        sizes = (self.cameras, self.prompt_tokens, self.chunk, self.steps)
+        return self.model, self.machine, self.precision, self.head, *sizes
+
+    def __str__(self) -> str:
+        precision = f"{self.precision}, head {self.head}" if self.head else self.precision
+        return f"{self.model} on {self.machine} ({self.engine}, {precision})"
+
+
+@dataclass(frozen=True, slots=True)
+class OthersShare:
+    """The share that other projects' engines reached, and its source."""
+
+    share: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsedShare:
+    """The share of the roofline that one prediction uses.
+
+    Attributes:
+        share: above 0, at most 1.
+        rows: the measurements behind it: one, or the two that it lies between. Empty if there is none.
+        why: how the share follows from them, in words.
+    """
+
+    share: float
+    rows: tuple[MeasuredShare, ...]
+    why: str
+
+    @property
+    def engine(self) -> str:
+        return ", ".join(dict.fromkeys(row.engine for row in self.rows))
+
+
+@cache
+def measured() -> tuple[MeasuredShare, ...]:
+    """Return all measurements of the package."""
+    return tuple(MeasuredShare(**row) for row in _packaged()["measured"])
+
+
+@cache
+def others() -> OthersShare:
+    return OthersShare(**_packaged()["others"])
+
+
+def used(
+    family: str, precision: str, machine: Hardware, roofline_s: float, fixed: float | None = None
+) -> UsedShare:
+    """Return the share of the roofline that a prediction uses, by ``RULE``.
+
+    Args:
+        family: Architecture of the policy.
+        precision: Format of vision and language: fp32, bf16, fp8, int8 or int4.
+        machine: Where it shall run.
+        roofline_s: Seconds of the inference by the roofline.
+        fixed: The share, if the user sets it.
+
+    Returns:
+        The share with the measurements behind it. A kind of machine that nobody measured gets the share of others.
+    """
+    if fixed is not None:
+        return UsedShare(fixed, (), "--efficiency")
+    pool = _pool(precision, machine)
+    if not pool:
+        return UsedShare(others().share, (), f"of others: no machine of kind {machine.kind} was measured")
+    roofline_ms = 1e3 * roofline_s
+
+    def apart(row: MeasuredShare) -> float:
+        return abs(math.log(row.roofline_ms / roofline_ms))
+
+    own = [row for row in pool if (row.family, row.machine) == (family, machine.name)]
+    if own and apart(nearest := min(own, key=apart)) <= math.log(NEAR):
+        return UsedShare(nearest.share, (nearest,), str(nearest))
+    shorter = [row for row in pool if row.roofline_ms <= roofline_ms]
+    longer = [row for row in pool if row.roofline_ms > roofline_ms]
+    if not longer:
+        row = min(shorter, key=apart)
+        return UsedShare(row.share, (row,), f"as {row}, the longest")
+    high = min(longer, key=apart)
+    if not shorter:  # what is left of so short a request is waiting, which gets no shorter
+        return UsedShare(roofline_ms / high.ms, (high,), f"as long as {high}, the shortest")
+    low = min(shorter, key=apart)
+    part = math.log(roofline_ms / low.roofline_ms) / math.log(high.roofline_ms / low.roofline_ms)
+    share = math.exp((1 - part) * math.log(low.share) + part * math.log(high.share))
+    return UsedShare(share, (low, high), f"between {low} and {high}")
+
+
+def _pool(precision: str, machine: Hardware) -> Sequence[MeasuredShare]:
+    """Return the measurements that may stand for a machine: of its kind, then of its kind of ceilings and of the
+    precision, if there are any. Those of another precision join if they are shorter than all of these. Of several
+    engines in equal measurements the quickest counts."""
+    known = hardware()
+    rows = [row for row in measured() if known[row.machine].kind == machine.kind]
+    rows = [row for row in rows if known[row.machine].measured == machine.measured] or rows
+    same = [row for row in rows if row.precision == precision] or rows
+    shortest = min((row.roofline_ms for row in same), default=0.0)
+    rows = same + [row for row in rows if row.roofline_ms < shortest]
+    quickest: dict[tuple[Any, ...], MeasuredShare] = {}
+    for row in sorted(rows, key=lambda row: row.ms):
+        quickest.setdefault(row.request, row)
+    return list(quickest.values())
+
+
+def _packaged() -> Mapping[str, Any]:
+    return parse_toml((files("sinew_perf") / "data" / "shares.toml").read_text("utf-8"))  # own file
