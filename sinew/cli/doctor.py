@@ -35,6 +35,7 @@ def doctor(
     seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
     learn: Path | None = None,
     out: Path | None = None,
+    effects: bool = True,
     runs: Runs = RUNS,
 ) -> int:
     """Check the installation and this machine.
@@ -43,8 +44,8 @@ def doctor(
         bundle: Policy to load and run once: a bundle, a folder of `sinew export`, a checkpoint or a hub name.
         verify: Read the whole bundle and compare every tensor with its stored hash.
         observe: Robot to watch, as for `sinew run --robot`, or a folder of `sinew serve --record`. The robot
-            gets no commands. Sinew reports what is wired differently from the training data, and checks
-            nothing else.
+            gets no commands. Sinew reports what is wired differently from the training data, and which inputs
+            the policy ignores.
         robot_options: Options of the robot that --observe watches, as for `sinew run`.
         rename: Camera names for --observe, as NEW=CAMERA. Repeatable.
         rename_joint: Joint names for --observe, as NEW=JOINT. Repeatable.
@@ -55,6 +56,8 @@ def doctor(
         learn: Folder of `sinew serve --record` from the correctly wired robot. Sinew writes the bundle to
             --out with the appearance of its cameras and joints, for --observe to compare with.
         out: Bundle that --learn writes.
+        effects: With --observe, load the policy and measure by how much its actions change if one input changes:
+            the instruction, each camera, the state. --no-effects loads no policy.
     """
     if observe is not None or learn is not None:
         from sinew.cli import doctor_observe as wiring
@@ -63,9 +66,11 @@ def doctor(
             raise SinewError(
                 "--observe, --learn: expected a policy, as in `sinew doctor POLICY --observe ROBOT`"
             )
-        if verify or runs != RUNS or (observe is not None and learn is not None):
+        if verify or (observe is not None and learn is not None):
+            raise SinewError("--observe, --learn: expected one of them, without --verify")
+        if runs != RUNS and (learn is not None or not effects):
             raise SinewError(
-                "--observe, --learn: expected one of them, without --verify and flags of engines"
+                "flags of engines: expected none with --learn and --no-effects, which load no policy"
             )
         if observe is not None:
             from sinew.cli.run_robot import RobotFlags
@@ -73,7 +78,7 @@ def doctor(
             on = RobotFlags(
                 observe, robot_options, rename, rename_joint, kinematics, kinematics_options, seconds=seconds
             )
-            return wiring.observe(bundle, on, seconds)
+            return wiring.observe(bundle, on, seconds, runs if effects else None)
         if out is None:
             raise SinewError("--learn: expected --out, the bundle to write")
         assert learn is not None

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sinew_client.control.facts import facts_of
+
 from sinew.cli import terminal
-from sinew.core import SinewError, progress
+from sinew.core import ObservationError, SinewError, progress
 
 if TYPE_CHECKING:
-    from sinew.bundle.schema import Manifest
-    from sinew.checks.wiring import Finding
-    from sinew.cli.run_robot import RobotFlags
+    from rich.table import Table
 
+    from sinew.bundle.schema import Manifest
+    from sinew.checks.effects import Effects
+    from sinew.checks.wiring import Finding
+    from sinew.cli.options import Runs
+    from sinew.cli.run_robot import RobotFlags
+    from sinew.core import Observation
+
+OBSERVATIONS = 3  # records of which the effects of the inputs are measured
+PROMPT = "pick up the object"  # if neither the robot nor the policy has an instruction
 MARKS = {
     "wrong": "[bold red]wrong[/]",
     "looks wrong": "[red]looks wrong[/]",
@@ -22,10 +33,18 @@ MARKS = {
 }
 
 
-def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
-    """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does."""
+def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> int:
+    """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does.
+
+    Args:
+        policy: The policy's bundle.
+        on: The robot.
+        seconds: How long to look at it.
+        runs: How to load the policy to measure the effects of its inputs; None measures none.
+    """
     from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle
+    from sinew.records.recorder import read_records
 
     manifest, robot = open_bundle(policy).manifest, on.robot
     if records(robot):
@@ -36,9 +55,10 @@ def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
             )
         with progress.task(f"reading {robot}"):
             looks, found = looking.recorded(Path(robot), manifest)
+            seen = list(islice((each.observation for each in read_records(Path(robot))), OBSERVATIONS))
         what = f"{looks} records of {robot}"
     else:
-        looks, found = _live(on, manifest, seconds)
+        looks, found, seen = _live(on, manifest, seconds)
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
     wrong = sum(each.amiss for each in found)
     untold = sum(each.level == "cannot tell" for each in found)
@@ -50,8 +70,45 @@ def observe(policy: Path, on: RobotFlags, seconds: float) -> int:
     console.print(f"{what}; {manifest.spec.name} was trained with: {compared}")
     console.print(f"{wrong} wrong, {untold} that nothing here can tell")
     checks = [asdict(each.check()) | asdict(each) for each in found]
-    terminal.emit({"ok": not wrong, "observed": robot, "looks": looks, "checks": checks})
+    result = {"ok": not wrong, "observed": robot, "looks": looks, "checks": checks}
+    if runs is not None:
+        measured = _effects(policy, seen, runs)
+        result["effects"] = None if measured is None else measured.to_dict()
+    terminal.emit(result)
     return 1 if wrong else 0
+
+
+def _effects(policy: Path, seen: Sequence[Observation], runs: Runs) -> Effects | None:
+    """Measure and print the effects of the policy's inputs; None if nothing that was seen can be answered."""
+    import sinew
+    from sinew.checks.effects import measure
+
+    console = terminal.console(markup=False)
+    with sinew.load(policy, **runs.keywords()) as loaded:
+        usable = []
+        for each in seen:
+            try:
+                loaded.check(each)
+                usable.append(each)
+            except ObservationError as error:
+                reason = str(error)
+        if not usable:
+            why = reason if seen else "the robot showed nothing"
+            console.print(f"effects of the inputs: not measured, because {why}")
+            return None
+        with progress.task("measuring the effects of the inputs"):
+            found = measure(loaded, usable)
+    terminal.console().print(effects_table(found))
+    console.print(found.text())
+    return found
+
+
+def effects_table(found: Effects) -> Table:
+    """Return the effects of the inputs as a table for people."""
+    rows = [(each.input, each.change, f"{100 * each.share:.3g} %", each.verdict) for each in found.effects]
+    return terminal.table(
+        "actions change by, in % of their spread", "input", "change", "actions", "verdict", rows=rows
+    )
 
 
 def records(robot: str) -> bool:
@@ -59,7 +116,7 @@ def records(robot: str) -> bool:
     return Path(robot).is_dir()
 
 
-def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list[Finding]]:
+def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list[Finding], list[Observation]]:
     from sinew.checks.wiring import observe as looking
 
     opener = on.opener()
@@ -67,7 +124,10 @@ def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list
         looking.closing(opener(manifest.spec.to_dict())) as machine,
         progress.task(f"looking at {on.robot}"),
     ):
-        return looking.live(machine, manifest, seconds)
+        seen: list[Observation] = []
+        looks, found = looking.live(machine, manifest, seconds, kept=seen)
+        prompt = facts_of(machine).task() or manifest.spec.default_prompt or PROMPT
+        return looks, found, [each if each.prompt else replace(each, prompt=prompt) for each in seen]
 
 
 def learn(policy: Path, folder: Path, out: Path) -> int:

@@ -413,7 +413,7 @@ def test_the_verb(
 ) -> None:
     (tmp_path / "wired_for_observe.py").write_text(WIRED)
     monkeypatch.chdir(tmp_path)
-    short = ("--seconds", "0.1")
+    short = ("--seconds", "0.1", "--no-effects")
     assert main(["doctor", "blocks", "--observe", "wired_for_observe:Right", *short, "--json"]) == 0
     found = last_json(capsys)
     assert found["ok"]
@@ -487,7 +487,7 @@ def test_records_are_looked_at_after_the_fact_and_learnt_from(
     count, found = recorded(right, manifest)
     assert count > 90
     assert wrong(found) == []
-    assert main(["doctor", "blocks", "--observe", str(right)]) == 0
+    assert main(["doctor", "blocks", "--observe", str(right), "--no-effects"]) == 0
     assert main(["doctor", "blocks", "--observe", str(turned), "--json"]) == 1
     assert [check["kind"] for check in last_json(capsys)["checks"] if check["status"] == "fail"] == ["BGR"]
     for number, name in enumerate(sorted(path.name for path in turned.glob("*.npz"))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,8 +17,9 @@ from sinew_client.control.facts import facts_of
 from sinew.bundle.schema import Manifest, Seen
 from sinew.checks.wiring import WRONG, Finding, WiringWatch, findings, mismatch
 from sinew.checks.wiring.thumbnails import Gathering
-from sinew.core import SinewError
+from sinew.core import Observation, SinewError
 from sinew.processing import Processor
+from sinew.processing.given import observation as as_given
 from sinew.records import parts
 from sinew.records.recorder import Record, read_records
 
@@ -27,11 +29,16 @@ MAX_LOOKS = 1000
 
 
 def live(
-    robot: Any, manifest: Manifest, seconds: float, patience: float = PATIENCE_S
+    robot: Any,
+    manifest: Manifest,
+    seconds: float,
+    patience: float = PATIENCE_S,
+    kept: list[Observation] | None = None,
 ) -> tuple[int, list[Finding]]:
     """Look at a robot for so many seconds, and return the number of looks and what was found. Calls ``observe`` alone.
 
     patience: seconds after which a look that has not returned ends it; it goes on in a thread that nobody waits for.
+    kept: gets the first and the last observation, if the policy can answer them.
     """
     watch, processor = WiringWatch(), Processor(manifest)
     first: list[Finding] = []
@@ -52,6 +59,8 @@ def live(
                 if not watch.looks and (refused := mismatch(processor, seen)) is not None:
                     first.append(refused)
                 watch.add(seen, now, now - started)
+                if kept is not None and not first:
+                    kept[1:] = [_copied(seen, manifest)]
             except Stopped:
                 break
             except Exception as error:  # noqa: BLE001 - whatever a driver raises is what is looked for
@@ -76,6 +85,12 @@ def live(
             return watch.looks, [Finding("robot", WRONG, "blocks", text, "a look", advice), *first]
         beat.clear()
     return watch.looks, first + findings(watch, manifest, manifest.spec.control_hz)
+
+
+def _copied(seen: Mapping[str, Any], manifest: Manifest) -> Observation:
+    """Return an observation whose frames are its own: a driver may write the next one into the same memory."""
+    given = {key: copy.deepcopy(seen[key]) for key in ("images", "state", "prompt") if key in seen}
+    return as_given(given, manifest.spec)
 
 
 def recorded(folder: Path, manifest: Manifest) -> tuple[int, list[Finding]]:
