@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import subprocess
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -141,9 +142,15 @@ def test_commit_subjects_have_one_form() -> None:
 
 # ----------------------------------------------------------------------------- docstrings
 
-PLAIN = (  # folders whose docstrings have been rewritten
+PLAIN = (  # folders whose docstrings and comments have been rewritten
+    "packages/lerobot_policy_sinew/src",
     "packages/sinew-client/src/sinew_client",
+    "packages/sinew_ros/sinew_ros",
+    "perf/sinew_perf",
+    "sinew/bench",
     "sinew/bundle",
+    "sinew/checks",
+    "sinew/cli",
     "sinew/convert",
     "sinew/core",
     "sinew/engine",
@@ -180,6 +187,19 @@ def test_a_docstring_names_its_result_with_a_noun(folder: str) -> None:
     texts = list(docstrings(folder))
     assert texts
     assert [(place, doc[:80]) for place, doc in texts if CLAUSE.search(doc)] == []
+
+
+@pytest.mark.parametrize("folder", PLAIN)
+def test_a_trailing_comment_has_a_subject(folder: str) -> None:
+    """It is a clause or a noun, and not a preposition that continues the code."""
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        with tokenize.open(path) as file:
+            for token in tokenize.generate_tokens(file.readline):
+                behind = token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()
+                if behind and HEADLESS.match(token.string.lstrip("# ")):
+                    found.append((f"{path.relative_to(ROOT)}:{token.start[0]}", token.string))
+    assert found == []
 
 
 def exports() -> list[tuple[str, Any]]:

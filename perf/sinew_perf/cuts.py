@@ -65,7 +65,7 @@ class Cut:
         return where | at | ms | {"up_bytes": self.up, "down_bytes": self.down, "refused": self.refused}
 
     def against(self, best: Cut) -> str:
-        """Say what this one takes more, and less, than ``best``."""
+        """Return the differences to ``best``, for people."""
         parts = {
             name: getattr(self, f"{name}_ms") - getattr(best, f"{name}_ms")
             for name in (ROBOT, SERVER, "network")

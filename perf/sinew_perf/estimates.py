@@ -94,7 +94,7 @@ def cost(bundle: Bundle) -> dict[str, Any]:
 
 
 def plan(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
-    """Return what each rewrite of the plan does to a bundle's model, and what it saves."""
+    """Return the effect and the saving of each rewrite for a bundle's model."""
     from sinew_perf.rewrites import plan_record
 
     return plan_record(bundle, dtype)

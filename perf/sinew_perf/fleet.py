@@ -23,8 +23,8 @@ from sinew.serve.request import Request
 from sinew_perf.operators import Component
 
 MOST = 1024  # robots that are tried
-PERIODS = 25  # of each robot, played out
-WARM = 5  # of them, before anything counts
+PERIODS = 25  # simulated periods of each robot
+WARM = 5  # periods before anything counts
 KIND = "one"  # all robots ask for the same kind of batch
 
 

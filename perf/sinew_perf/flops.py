@@ -39,7 +39,7 @@ FUSED_ATTENTION = (
 
 LOW_BIT = ("lowbit_linear", "lowbit_linears")  # they round their rows to 8 bits and multiply whole numbers
 
-PRODUCTS: dict[str, Count] = {  # by ATen's names, and our own
+PRODUCTS: dict[str, Count] = {  # names of ATen and our own
     "mm": lambda args, _: _mm(args[0], args[1]),
     "addmm": lambda args, _: _mm(args[1], args[2]),
     "bmm": lambda args, _: _bmm(args[0], args[1]),

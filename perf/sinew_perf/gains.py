@@ -74,7 +74,7 @@ class _Option:
     line: str
     fidelity: str
     apply: Callable[[_Setting], _Setting]
-    group: str = field(default="")  # of it one is taken
+    group: str = field(default="")  # one option of a group is taken
 
 
 def order(
@@ -83,9 +83,17 @@ def order(
     server: Hardware | None = None,
     route: Sequence[Network] = (),
 ) -> Order:
-    """Return what makes ``source`` faster on ``machine``, in order. server, route: another machine, and the way there.
+    """Return the options that make ``source`` faster on ``machine``, in order.
 
-    Raises :class:`SinewError` for a machine that no engine of Sinew computes on."""
+    Args:
+        source: The policy.
+        machine: The machine.
+        server: Another machine, for inference there.
+        route: The networks to it.
+
+    Raises:
+        SinewError: No engine of Sinew runs on the machine.
+    """
     if machine.kind != "cpu" and (machine.kind == "npu" or "bf16" not in machine.peak):
         raise SinewError(
             f"hardware {machine.name}: expected a CPU or a GPU with a rate for bf16, got {machine.title}:"
@@ -130,7 +138,7 @@ def order(
 
 
 def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[list[_Option], dict[str, str]]:
-    """Return what every request gains from, and what is not to be had here: its name and why."""
+    """Return the options that make every request faster, and those that this machine lacks, with the reasons."""
     without: dict[str, str] = {}
     options = []
     on_cpu = machine.kind == "cpu"
@@ -206,9 +214,11 @@ def _bits(on_cpu: bool, machine: Hardware, without: dict[str, str]) -> list[_Opt
 def _under(
     program: PublishedProgram, traffic: Traffic, machine: Hardware, without: dict[str, str]
 ) -> list[Gain]:
-    """Return what helps where something holds: observations that repeat, a stream, several robots."""
+    """Return the options that help under a condition: repeated observations, a stream, several robots."""
     if machine.kind != "cpu":
-        without["a stream"] = "engine cuda refuses it: both of its loops would share one stream of the GPU"
+        without["a stream"] = (
+            "engine cuda does not support it: both of its loops would share one stream of the GPU"
+        )
         without["batches, --reuse"] = "engine cuda answers one request at a time, and keeps nothing"
         return []
     parts = program.components(traffic)

@@ -156,6 +156,6 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
 
 def _find(table: dict[str, Entry], name: str, what: str) -> Entry:
     if name not in table:
-        plain = "".join(filter(str.isalnum, name.lower()))  # of "RTX 4090"
+        plain = "".join(filter(str.isalnum, name.lower()))  # a name such as "RTX 4090"
         raise SinewError(f"{what} {name!r}: expected one of {', '.join(table)}{did_you_mean(plain, table)}")
     return table[name]

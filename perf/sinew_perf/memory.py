@@ -44,7 +44,7 @@ WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 MAPPED = (128 << 10, 32 << 20)
 PAGE = 4096  # bytes of a page of a mapped file
 DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}  # engine -> the one that it runs on
-CHUNKS = 2  # of actions that a robot's side holds: the one that it executes and the one that arrives
+CHUNKS = 2  # chunks that a robot stores: the one that it executes and the one that arrives
 
 AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}  # what `fits` searches
 
@@ -190,7 +190,7 @@ def missing(program: PublishedProgram, machine: Hardware, stages: Collection[str
 
 
 def too_large(nbytes: int) -> str:
-    """Return what a table says where a placement was refused: ``sinew perf fit`` has the details."""
+    """Return a table's text for a placement that does not fit; ``sinew perf fit`` has the details."""
     return f"does not hold it: {nbytes / 2**20:,.0f} MiB too much"
 
 
@@ -278,7 +278,7 @@ def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) ->
 
 
 def _root(known: Mapping[int, int], low: int, high: int) -> int:
-    """Return where the parabola through the points around [low, high] crosses zero; with two points, the line."""
+    """Return the zero of the parabola through the points around [low, high]; with two points, of the line."""
     nearest = sorted(known, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
     coefficients = np.polyfit(nearest, [known[n] for n in nearest], len(nearest) - 1)
     roots = [root.real for root in np.roots(coefficients) if abs(root.imag) < 1 and low <= root.real <= high]

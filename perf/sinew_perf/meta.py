@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENTRIES = 1 << 15  # of a hundred programs; then it begins anew
+ENTRIES = 1 << 15  # entries of about a hundred programs; then the cache starts again
 PLAIN = (Tensor, torch.nn.Parameter)
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -47,7 +47,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Return what decides the shapes of a result. Raises ``_UnknownError`` where that is more."""
+    """Return the properties that decide the shapes of a result. Raises ``_UnknownError`` if there are others."""
     found: list[Hashable] = []
     for value in values:
         if isinstance(value, Tensor):

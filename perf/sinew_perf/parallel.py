@@ -26,9 +26,9 @@ HEADS = frozenset({"attention", "logits", "attend"})
 
 
 def cut(component: Component, devices: int) -> Component:
-    """Return what each of the devices computes of a component.
+    """Return one device's share of a component.
 
-    Raises :class:`SinewError` where no layer of it can be cut, or a width is no multiple of ``devices``.
+    Raises :class:`SinewError` if none of its layers can be split, or a width is not a multiple of ``devices``.
     """
     found = tuple(_cut(each, devices) for each in component.operators)
     if found == component.operators:
@@ -56,8 +56,14 @@ def _cut(operator: Operator, devices: int) -> Operator:
 
 
 def exchange(components: Sequence[Component], devices: int, link: float, turn_s: float) -> StageTiming:
-    """Return what adding up takes for one observation. link: bytes/s of one device to the next; turn_s: seconds that
-    each turn of the ring takes beside."""
+    """Return the time to add up the devices' results for one observation.
+
+    Args:
+        components: The components.
+        devices: Number of devices.
+        link: Bytes/s from one device to the next.
+        turn_s: Additional seconds of each turn of the ring.
+    """
     nbytes = turns = 0.0
     for component in components:
         for each in component.operators:

@@ -47,10 +47,13 @@ def placements(
     camera_ms: float = 0.0,
     actuation_ms: float = 0.0,
 ) -> Placements:
-    """Return what ``source`` takes with its stages on the robot's machine ``near``, on ``far`` behind a route, and on
-    both. replan: actions executed per request, half a chunk if absent. cap_hz: of System 2, where there are two.
-    camera_ms, actuation_ms: from light to a frame in memory, from a command to its effect. A row says why where a
-    machine's memory does not hold what would run there."""
+    """Return the latency of ``source`` with its stages on the robot's machine ``near``, on ``far`` behind a route,
+    and on both.
+
+    A row has the reason if a machine's memory is too small. replan: Actions executed per request; half a chunk if
+    absent. cap_hz: Rate of System 2, if there are two systems. camera_ms, actuation_ms: From light to a frame in
+    memory, from a command to its effect.
+    """
     parts = program.components()
     size, chunk, between = payload(source, program, codec), program.chunk, crossing(program)
     cache = between["vision", "head"] + between["prefix", "head"]

@@ -14,7 +14,7 @@ from sinew_perf.roofline import StageTiming
 COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
 check = figures.check  # before what is to be drawn is computed
 
-CALLED = {"prefix": "language", "head": "action"}  # of the figures' readers
+CALLED = {"prefix": "language", "head": "action"}  # names for readers of the figures
 PLACES = ("network", "vision", "language", "action")
 
 

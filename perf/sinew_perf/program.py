@@ -55,7 +55,7 @@ class PublishedProgram:
     shapes: Shapes
     precision: Mapping[str, Precision] | None = None
     engine: Engine = "eager"
-    prepared: Plan | None = None  # by an engine that already runs one
+    prepared: Plan | None = None  # the plan of an engine that already runs one
     like: PublishedProgram | None = None  # the same calls under other labels, which has the trace
     family: str = ""  # the architecture's name; empty for a model in memory
 

@@ -21,8 +21,8 @@ from sinew_perf.request import TracedRequest
 from sinew_perf.roofline import StageTiming, timing
 from sinew_perf.trace import STAGES
 
-BOARDS = ("rtx3060", "agx-orin", "orin-nano")  # of their hardware tiers
-SHARES_ON = "rtx5070"  # of their table of shares
+BOARDS = ("rtx3060", "agx-orin", "orin-nano")  # boards of the paper's hardware tiers
+SHARES_ON = "rtx5070"  # board of the paper's table of shares
 
 
 @dataclass(frozen=True, slots=True)

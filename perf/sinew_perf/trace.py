@@ -88,7 +88,7 @@ class TracedCall:
     stage: str
     flops: int
     is_product: bool
-    dtype: torch.dtype  # of the arithmetic
+    dtype: torch.dtype  # dtype of the arithmetic
     operands: tuple[TracedOperand, ...] = ()
 
     @property
@@ -141,7 +141,7 @@ class ProgramTrace:
 
     calls: tuple[TracedCall, ...]
     events: tuple[Event, ...]
-    cache_nbytes: int  # of the blocks that hold the prefix's keys and values
+    cache_nbytes: int  # bytes of the blocks that contain the prefix's keys and values
     steps: int
 
     def of(self, stage: str) -> list[TracedCall]:

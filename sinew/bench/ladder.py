@@ -42,7 +42,9 @@ class Rung:
         return float(np.median(self.totals_ms))
 
     def record(self, reference: Rung | None) -> dict[str, Any]:
-        """Return what a report shows, ready for JSON. reference: whose time and actions it is held against."""
+        """Return the result for a report, ready for JSON. reference: The result with which time and actions are
+        compared.
+        """
         if self.reason:
             return {"engine": self.engine, "reason": self.reason}
         found: dict[str, Any] = {"engine": self.engine, "about": self.about, "p50_ms": round(self.p50_ms, 3)}
@@ -62,10 +64,14 @@ def ladder(
     observe: Observe,
     advance: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Rung]:
-    """Yield what each engine takes for ``runs`` inferences, the reference first.
+    """Yield the time of each engine for ``runs`` inferences, the reference first.
 
-    options: of ``sinew.load``, but for the engine. observe: makes the observation that is sent, in another process.
-    advance: is called with the name of each.
+    Args:
+        bundle: The bundle.
+        runs: Number of inferences.
+        options: Options of ``sinew.load``, without the engine.
+        observe: Makes the observation that is sent, in another process.
+        advance: Called with the name of each engine.
     """
     from sinew.engine.backend import BACKENDS, choose
     from sinew.policy import open_bundle

@@ -185,7 +185,7 @@ def line_over_steps(
 
 
 def hardware() -> dict[str, Any]:
-    """Return what computes, ready for JSON."""
+    """Return the hardware, ready for JSON."""
     found = machine.cores()
     return {
         "cpu": machine.cpu_model(),
@@ -205,7 +205,7 @@ def software() -> dict[str, str]:
 
 
 def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
-    """Return what was timed: the policy, its engine, and the sizes of an observation."""
+    """Return the subject of a measurement: the policy, its engine, and the sizes of an observation."""
     spec = policy.spec
     return {
         "architecture": spec.architecture,

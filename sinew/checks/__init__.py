@@ -29,7 +29,7 @@ MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
 MINIMUM_TEMPORARY_BYTES = 4 << 30  # a converted 450M-parameter policy in float32 is 1.8 GB
 ROUND_TRIPS = 200
-LOOPBACK_S = 2.0  # that one of them may take
+LOOPBACK_S = 2.0  # longest wait for one of them, seconds
 
 # module -> distribution, of the core dependencies besides torch
 PACKAGES = {

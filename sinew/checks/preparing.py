@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
 
 ROUNDS = 5  # in turn, behind one that warms up
-MOST_ROUNDS, LONG_ENOUGH_S = (
-    25,
-    2.0,
-)  # of short chunks, whose times differ more: until so many seconds have passed
-SHORTEST_S = 0.05  # of a measurement; shorter chunks are computed several times
+MOST_ROUNDS, LONG_ENOUGH_S = 25, 2.0  # rounds of short chunks, whose times vary more: until so many seconds
+SHORTEST_S = 0.05  # shortest measurement; shorter chunks are computed several times
 # Times the weights in float32: in memory while they are exported, on the disk while they are quantised
 ROOM = 2
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as `sinew perf fit` counts it
@@ -162,7 +159,7 @@ def _time(
 def _prepare(
     bundle: Bundle, choice: EngineChoice, candidate: EngineChoice, observations: int, episodes: Episodes
 ) -> EngineFinding:
-    """Return what was found. The form is where it will be looked for, if it is taken, and nowhere else."""
+    """Return the finding. If the form is taken, it is at the place where it is looked for, and nowhere else."""
     from sinew.engine.backend import ready
     from sinew.engine.measured import stored
     from sinew.engine.prepared import EngineFinding
@@ -200,8 +197,11 @@ def _prepare(
 
 @contextlib.contextmanager
 def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield what the engine opens, and what publishes it: the graphs of an export lie in a folder that is removed
-    unless that is called; other engines open the bundle."""
+    """Yield the file that the engine opens, and a function that publishes it.
+
+    The graphs of an export are in a folder that is removed unless the function is called. Other engines open the
+    bundle.
+    """
     from sinew.bundle import EXPORTED
     from sinew.engine.backend import BACKENDS
     from sinew.engine.onnx.borrowed import shipped
@@ -228,7 +228,7 @@ def _form(bundle: Bundle, candidate: EngineChoice) -> Iterator[tuple[Path, Calla
 def _prove(
     bundle: Bundle, form: Path, candidate: EngineChoice, observations: int, episodes: Episodes
 ) -> tuple[str, str]:
-    """Return what is wrong with the form, "" if nothing is, and its proof in words; keeps the record."""
+    """Return the error of the form, "" if there is none, and its verification in words. Stores the record."""
     from sinew.engine import proofs
     from sinew.policy import Policy
 

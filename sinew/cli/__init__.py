@@ -136,7 +136,7 @@ def _words(error: Exception) -> str:
     if isinstance(error, SinewError):
         return str(error)
     if isinstance(error, ImportError) and isinstance(error.__cause__, ModuleNotFoundError):
-        error = error.__cause__  # of a verb's file, which the parser imports
+        error = error.__cause__  # error of a command's file, which the parser imports
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("sinew."):
         return str(MissingPackageError("this command", error.name))
     if isinstance(error, OSError):

@@ -116,7 +116,7 @@ def bench(
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
-    """Return what an earlier run wrote. Raises :class:`SinewError` for a file that is none."""
+    """Read the report of an earlier run. Raises :class:`SinewError` for a file that is not such a report."""
     try:
         found = read_json(path, MAX_BASELINE)
         _work(found)
@@ -154,7 +154,7 @@ def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bo
 
 
 def _work(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what two runs must have in common to be compared."""
+    """Return the properties that two comparable runs share."""
     policy, machine = record["policy"], record["hardware"]
     names = ("architecture", "device", "frames", "chunk_size", "solver_steps", "prompt_tokens")
     return {"cpu": machine["cpu"], "cores": machine["cores"], "threads": record["threads"]} | {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.serve.replay import Replay
 
-ROWS = 10  # of a chunk that are printed
+ROWS = 10  # actions of a chunk that are printed
 
 
 def infer(

@@ -20,7 +20,7 @@ from sinew.engine.backend import BACKENDS
 from sinew.serve.wires import WIRES
 
 TEMPLATES = Path(__file__).parent / "templates"
-SUFFIX = "-tpl"  # of a template's programs, so that nothing takes them for modules of this package
+SUFFIX = "-tpl"  # suffix of a template's programs, so that they are not taken for modules of this package
 FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 MOST = 50  # characters of a name, which families and classes carry
 

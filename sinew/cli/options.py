@@ -103,12 +103,12 @@ RUNS, CAMERAS = Runs(), Cameras()
 
 
 def motion_of(text: str | None) -> dict[str, Any] | None:
-    """Return what --motion says: a kind that needs no numbers, by its name, else a JSON object."""
+    """Return the value of --motion: a kind without numbers, by its name, else a JSON object."""
     return {"kind": text} if text in ("absolute", "as is") else json_object("--motion", text)
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any] | None:
-    """Return what a flag says as JSON; None where it is absent. Raises :class:`SinewError`."""
+    """Return the JSON object of an option; None if it is absent. Raises :class:`SinewError`."""
     if text is None:
         return None
     with SinewError.at(f"{name}: expected a JSON object", ValueError):

@@ -44,9 +44,16 @@ def open_connection(
     frames: str = "raw",
     timeout: float = TIMEOUT,
 ) -> Connection:
-    """Return what the policy says about itself, what is said about what runs it, and what opens a connection to it.
-    split: the server of the first half of a policy whose head runs here. key: of the server. frames: how they travel
-    to it. timeout: seconds to wait for its first answer, where the user sets another than :data:`TIMEOUT`."""
+    """Return the policy's description, notes about what runs it, and a function that opens a connection to it.
+
+    Args:
+        target: The policy.
+        runs: Options of an engine.
+        split: Server of the first half of a policy whose head runs here.
+        key: Key of the server.
+        frames: Encoding of the frames for it.
+        timeout: Seconds to wait for its first answer, if the user chose another time than :data:`TIMEOUT`.
+    """
     try:
         travelling = Frames(frames)
     except ValueError as error:
@@ -58,7 +65,9 @@ def open_connection(
             )
         served = ask_server(target, runs, key, FIRST_TIMEOUT if timeout == TIMEOUT else timeout)
         policy = served["policy"]
-        most = max(MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK))  # of an answer
+        most = max(
+            MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK)
+        )  # most actions of an answer
         opener = Servers(target.split(","), key, max_rows=most, frames=travelling, policy=policy)
         return policy, served["server"], opener
     if frames != "raw":
@@ -100,10 +109,10 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
 def conditioned(
     connect: Callable[[], Call], about: dict[str, Any], advantage: str | None, scale: float | None
 ) -> Callable[[], Call]:
-    """Return what opens the same connections, over which each request names an advantage and a scale of guidance.
+    """Return a function that opens the same connections, with an advantage and a guidance scale in each request.
 
-    Raises :class:`SinewError` for what this policy, or what runs it, does not follow: before the robot moves. A server
-    that does not say is asked as it comes.
+    Raises :class:`SinewError`, before the robot moves, if the policy or its engine does not support them. A server
+    that does not state its support gets the requests.
     """
     said = {"advantage": advantage, "guidance_scale": scale}
     said = {name: value for name, value in said.items() if value is not None}
@@ -130,8 +139,10 @@ def conditioned(
 def asking(
     connect: Callable[[], Call], more: Callable[[], dict[str, Any]], latencies: list[float] | None = None
 ) -> Callable[[], Call]:
-    """Return what opens the same connections, over which each request says more. latencies: gets the milliseconds of
-    each answer."""
+    """Return a function that opens the same connections, with further fields in each request.
+
+    latencies: A list that receives the milliseconds of each answer.
+    """
 
     def opened() -> Call:
         call = connect()
@@ -176,7 +187,9 @@ def open_assist(
     settings: Settings,
     key: str = "",
 ) -> Assist:
-    """Return what opens connections to ``near`` with the policy at ``address`` beside it. key: of its server."""
+    """Return a function that opens connections to ``near`` together with the policy at ``address``. key: Key of its
+    server.
+    """
     from sinew_client.arm.assist import Assist
 
     try:
@@ -208,8 +221,10 @@ def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str
 def ask_server(
     target: str, runs: Runs = RUNS, key: str = "", timeout: float = FIRST_TIMEOUT
 ) -> dict[str, Any]:
-    """Return what a server says about itself and its policy, after ``timeout`` seconds at most. Raises
-    :class:`SinewError` for flags of what runs a policy, which are the server's own."""
+    """Return a server's description of itself and its policy, after at most ``timeout`` seconds.
+
+    Raises :class:`SinewError` for options of an engine, which belong to the server.
+    """
     if (flag := changed(runs)) is not None:
         raise SinewError(f"{flag}: expected a policy that is run here, got the server {target}")
     with Client(target.split(","), timeout=timeout, api_key=key) as client:
@@ -217,7 +232,7 @@ def ask_server(
 
 
 def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:
-    """Return what opens connections to the other half, which has to be there and of the same file."""
+    """Return a function that opens connections to the other half, which must be available and of the same file."""
     from sinew.stream.split import SplitCalls
 
     opener = SplitCalls(local, address, key)

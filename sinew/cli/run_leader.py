@@ -26,7 +26,7 @@ from sinew.core.hints import pairs
 if TYPE_CHECKING:
     from sinew_client.arm.takeover import Takeover
 
-SPARE_BYTES = 1 << 30  # of the disk, that frames leave free
+SPARE_BYTES = 1 << 30  # bytes of the disk that frames leave free
 
 
 @Parameter(name="*", group="Take-over")
@@ -189,12 +189,12 @@ def _seconds(texts: Iterable[str]) -> dict[str, float]:
 
 
 def _bounds(limits: Limits) -> str:
-    """Return what bounds the step of a hand-over, for people."""
+    """Return a note for people about the limits of the step at a hand-over."""
     if not (free := limits.unpaced()):
         return "take-over: limits of velocity, acceleration, jerk or jump bound the step at each hand-over"
     return (
-        f"take-over: nothing bounds the step at a hand-over of {', '.join(free)}; the largest is in the report, and"
-        " --limits bounds it"
+        f"take-over: no limit bounds the step of {', '.join(free)} at a hand-over; set one with --limits. The report"
+        " has the largest step"
     )
 
 

@@ -93,13 +93,13 @@ class RobotFlags:
     adapter: str = ""
 
     def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Any]:
-        """Return what opens the robot, given a policy's description.
+        """Return a function that opens the robot, given a policy's description.
 
         Args:
             substeps: Commands in each control step.
 
         Raises:
-            SinewError: A flag is wrong, whatever the policy is.
+            SinewError: An option is wrong for every policy.
         """
         given = json_object("--robot-options", self.robot_options) or {}
         cameras = _of_policy("--rename", "camera", parse_renames(self.rename))
@@ -142,8 +142,10 @@ class RobotFlags:
     def _posed(
         self, text: str, kinematics: Path, joints: Mapping[str, str], substeps: int
     ) -> Callable[[dict[str, Any]], Any]:
-        """Return what opens a robot of joints for a policy of poses, which become joints by ``kinematics``; with a
-        policy of joints the arm is only shown."""
+        """Return a function that opens a robot of joints for a policy of poses, by ``kinematics``.
+
+        With a policy of joints, the kinematics only show the arm.
+        """
         from sinew_client.arm.end_effector import (
             EndEffector,
             KinematicsOptions,
@@ -336,7 +338,9 @@ def episodes_row(facts: RobotFacts) -> list[tuple[str, str]]:
 
 # ----------------------------------------------------------------------------- what does not fit
 
-_HINT = re.compile(r" \([^()]*(?:maps it|runs without)\)")  # of the policy, which may be a server's
+_HINT = re.compile(
+    r" \([^()]*(?:maps it|runs without)\)"
+)  # hint in a policy's message, which may come from a server
 
 
 def refusal(text: str, machine: Any, policy: Mapping[str, Any]) -> str:

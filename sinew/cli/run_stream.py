@@ -123,7 +123,7 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
 
 
 def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """Return what the policy says about itself, and what opens a stream to it."""
+    """Return the policy's description, and a function that opens a stream to it."""
     if is_address(target):
         addresses, served = target.split(","), ask_server(target, runs, key)
         if reason := served["server"].get("unstreamed"):

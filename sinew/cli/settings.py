@@ -45,9 +45,9 @@ def take_config(tokens: list[str]) -> Path | None:
 
 
 def sources(file: Path | None, verbs: Iterable[str]) -> tuple[Callable[..., None], ...]:
-    """Return where flags come from that the command line does not give, in order of preference.
+    """Return the sources of options that the command line does not have, in order of preference.
 
-    Raises :class:`SinewError` for a file that does not read, or that names something else than verbs.
+    Raises :class:`SinewError` for a file that cannot be read, or with a section that is not a command.
     """
     return (from_environment,) if file is None else (from_environment, SettingsFile.read(file, verbs))
 

@@ -16,7 +16,7 @@ PAUSED = "paused"
 
 
 def text_of(faults: Mapping[str, Any]) -> str:
-    """Return what failed in one line, "" where nothing did. faults: of a report, as ``Faults.to_dict`` gives them."""
+    """Return the errors of a report in one line; "" without any. faults: From ``Faults.to_dict``."""
     kinds = ", ".join(f"{count} x {kind}" for kind, count in faults.get("kinds", {}).items())
     return f"{faults['total']} errors ({kinds}); the first: {faults['first']}" if faults.get("total") else ""
 
@@ -41,7 +41,7 @@ def problems(
 
 
 def ended(found: list[str]) -> int:
-    """Say what went wrong in a run that came to its end; return its exit code."""
+    """Print the errors of a run that has ended, and return its exit code."""
     for text in found:
         terminal.console(stderr=True).print(f"[bold red]failed:[/] {escape(text)}")
     return EXIT_FAULTS if found else 0

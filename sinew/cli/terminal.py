@@ -212,8 +212,9 @@ def emit(record: dict[str, Any]) -> None:
 
 
 def drawn(picture: Callable[[], RenderableType], rate: float) -> Live:
-    """Return what draws a picture ``rate`` times a second while it is entered, on a thread of its own: a loop waits for
-    nothing."""
+    """Return a context that draws a picture ``rate`` times a second, on its own thread, so that no loop waits
+    for it.
+    """
     return Live(get_renderable=picture, refresh_per_second=rate, transient=True)
 
 

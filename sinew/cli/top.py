@@ -87,7 +87,7 @@ def top(
 
 
 def _other_scheme(error: Exception, tls: bool) -> str:
-    """Return what to say where the port seems to be encrypted, or not to be."""
+    """Return the hint for a port that seems to be encrypted, or not to be."""
     if isinstance(error, ssl.SSLError) if tls else isinstance(error, http.client.RemoteDisconnected):
         return f" ({'http' if tls else 'https'}:// if the port is {'not ' if tls else ''}encrypted)"
     return ""

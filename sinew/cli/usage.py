@@ -1,4 +1,4 @@
-"""Say what is wrong with the words of a command line as every other error does: what was expected, what came."""
+"""Print errors of the command line in the form of all other errors: the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shown(error: CycloptsError) -> Text:
 
 
 def said(error: CycloptsError) -> str:
-    """Return what was expected and what came; what happens rarely stays in the parser's words."""
+    """Return the error message with the expected and the actual value. Rare errors keep the parser's message."""
     given = getattr(error, "token", None)
     verb = " ".join(("sinew", *(error.command_chain or ())))
     if isinstance(error, UnknownOptionError):
@@ -72,7 +72,7 @@ def said(error: CycloptsError) -> str:
 
 
 def _no_verb(word: str, known: list[str], within: bool) -> str:
-    """Say what a word is not that stands for a verb. No verb is imported for it, as the parser's own words would."""
+    """Return the error for a word that is not a command. No command is imported for it."""
     if word.startswith("-"):
         hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")
         return f"unknown flag {word}: {hint or 'those of a verb stand behind it, `sinew VERB --help`'}"
@@ -93,7 +93,7 @@ def _meaning(error: MissingArgumentError, argument: Argument) -> str:
 
 
 def _kind(hint: Any) -> str:
-    """Return what a value of a type looks like."""
+    """Return the form of a type's values."""
     if get_origin(hint) is not None and (left := [each for each in get_args(hint) if each is not type(None)]):
         return f"one of {', '.join(map(str, left))}" if isinstance(left[0], str) else _kind(left[0])
     return KINDS.get(hint, "a value")

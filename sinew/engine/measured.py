@@ -25,8 +25,9 @@ from sinew.engine.prepared import conditions, folder
 
 MARGIN = 1.05  # times as fast, at least, by a chunk: below it, the order of engines decides
 PRODUCT_MARGIN = 1.5  # the same by a small product, which is only a part of a chunk
-TRIES = 10  # of a small product, in turn
-ROWS, WIDTH = 64, 768  # of its activations and of its square weight: 75 million multiplications and additions
+TRIES = 10  # measurements of a small product, in turn
+# Rows of its activations and width of its square weight: 75 million multiplications and additions
+ROWS, WIDTH = 64, 768
 MAX_RECORD = 1 << 16  # bytes of a file
 CHUNKS = "of a chunk"
 PRODUCTS = "of a small product"

@@ -13,7 +13,7 @@ from sinew.core.fields import from_builtins
 from sinew.core.registry import PUBLISHED, model_class, presets
 
 REQUIRED = ("architecture", "title", "config", "views", "side", "tokens", "steps")
-MOST = 1 << 20  # of a size in a file
+MOST = 1 << 20  # largest size in a file
 
 
 class Published(NamedTuple):

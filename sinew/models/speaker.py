@@ -17,7 +17,7 @@ from sinew.models.base import Speaker
 class ReadPrompt(NamedTuple):
     """The prompt as the next tokens read it."""
 
-    kv: tuple[KeyValue, ...]  # of each layer, [B, P, Hkv, D]
+    kv: tuple[KeyValue, ...]  # for each layer, [B, P, Hkv, D]
     valid: Tensor  # bool [B, P]
     length: Tensor  # int64 [B]: the position of the next token
     last: Tensor  # [B, 1, C]: the last layer's output at the last token of the prompt
@@ -26,7 +26,7 @@ class ReadPrompt(NamedTuple):
 class SpokenTokens(NamedTuple):
     token: Tensor  # int64 [B]: the newest
     before: Tensor  # int64 [1]: how many were said before it, which have keys and values
-    kv: tuple[KeyValue, ...]  # of each layer, [B, T, Hkv, D], of which ``before`` rows are said
+    kv: tuple[KeyValue, ...]  # for each layer, [B, T, Hkv, D], with ``before`` generated rows
 
 
 class DecoderSpeaker(Speaker):

@@ -22,7 +22,7 @@ TOLERANCES = {
     "fp16": 2.0**-6,
     "bf16": 2.0**-3,
     "int8": 2.0**-3,
-}  # of the model's output of size 1
+}  # tolerance for a model output of size 1
 LOWER = {"int8-rows": "int8", "fp8": "int8"}
 
 

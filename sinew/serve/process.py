@@ -25,7 +25,7 @@ PREPARED_S = 5.0  # how long stopping waits for the process that makes a faster 
 TEND_S = 0.5  # between two looks at the health of the server
 HOPELESS = 70  # exit code of a server that ends itself so that another is started in its place
 DESCRIPTORS = 8192  # file descriptors that a server requests from the system
-RESERVED = 128  # of them are not connections: weights, records, threads' wake-up calls, sockets that listen
+RESERVED = 128  # descriptors that are not connections: weights, records, wake-up calls, listening sockets
 
 
 class Process:

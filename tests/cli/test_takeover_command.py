@@ -207,7 +207,7 @@ def test_a_leader_that_is_elsewhere_is_waited_for(capsys: pytest.CaptureFixture[
     report = json.loads(said.out.strip().splitlines()[-1])
     assert report["held"]["taking over: the leader moves to the robot's position"] >= 8
     assert report["handed"] == {}
-    assert "nothing bounds the step at a hand-over of" in said.err
+    assert "no limit bounds the step of" in said.err
 
 
 def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(

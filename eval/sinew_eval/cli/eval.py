@@ -61,7 +61,7 @@ EPISODES, SEED = 100, 5000
 @Parameter(name="*", group=Group("Episodes", sort_key=-1))
 @dataclass(frozen=True)
 class EpisodeFlags:
-    """Say what is played, which follows from these alone.
+    """The options that alone decide what is played.
 
     Attributes:
         env: Gymnasium id, module:Class, or the name of an installed task package. Default: the built-in task
@@ -303,7 +303,7 @@ def _asked(
 
 
 def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Variant:
-    """Return what an evaluation plays. more: further fields of it."""
+    """Return the variant that an evaluation plays. more: Further fields of it."""
     return Variant(
         target,
         dtype=runs.dtype,
@@ -317,7 +317,7 @@ def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Varian
 
 
 def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None = None) -> Foreign | None:
-    """Return where the environment is played, if not here."""
+    """Return the separate Python environment that plays the environment; None if it is played here."""
     simulator = "" if (found := suites.find(task.env)) is None else found[0].simulator
     if interpreter is None and not simulator:
         return None

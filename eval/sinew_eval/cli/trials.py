@@ -40,12 +40,19 @@ if TYPE_CHECKING:
     from sinew_eval.trials.sitting import DueTrial, Sitting
 
 KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
-HELP = {  # by the state of the trial
+HELP = {  # state of the trial -> keys
     "waits": "space begins   q stops",
     "runs": "space pauses or goes on   s success   f failure   d discard   q stops",
     "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
 }
-VARIED = ("replan", "handover", "solver_steps", "dtype", "device", "engine")  # that --compare may change
+VARIED = (
+    "replan",
+    "handover",
+    "solver_steps",
+    "dtype",
+    "device",
+    "engine",
+)  # options that --compare may change
 MOST = 999  # scenes
 # How a trial is driven, and when it ends: alike in all of a sitting
 DRIVEN = ("hz", "seconds", "prompt", "stale")
@@ -362,7 +369,7 @@ class Room(Keys):
             terminal.say(f"{self._where}: {text}".strip())
 
     def picture(self) -> Panel:
-        """Return what a person sees: nothing of it tells one policy from another."""
+        """Return the panel for the judge. It does not reveal which policy runs."""
         desk, loop = self.desk, self.loop
         limit = "" if self.on.seconds is None else f" of {self.on.seconds:g} s"
         said = f"{desk.state} {desk.verdict} {desk.by and f'({desk.by})'}".strip()

@@ -21,7 +21,7 @@ from sinew_ros.messages import time_of
 if TYPE_CHECKING:
     from sinew_ros.goals import Goals
 
-KEPT_S = 10  # that a result can be asked for after its goal's end, as rcl_action has it
+KEPT_S = 10  # seconds after a goal's end for which its result is available, as in rcl_action
 NONE, REJECTED, UNKNOWN_GOAL, TERMINATED = range(
     4
 )  # what came of a call to cancel: action_msgs/srv/CancelGoal

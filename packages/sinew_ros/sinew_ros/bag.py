@@ -20,7 +20,7 @@ from sinew_client import ClientError
 logger = logging.getLogger(__name__)
 
 STORAGES = ("mcap", "sqlite3")
-DEFINITIONS = {  # that rosbags does not bring
+DEFINITIONS = {  # definitions that rosbags lacks
     "interbotix_xs_msgs/msg/JointGroupCommand": "string name\nfloat32[] cmd",
     "interbotix_xs_msgs/msg/JointSingleCommand": "string name\nfloat32 cmd",
     "control_msgs/msg/GripperCommand": "float64 position\nfloat64 max_effort",
@@ -161,7 +161,7 @@ class Recorded:
         self._thread.join()
 
     def report(self) -> dict[str, Any]:
-        """Return what was written of each topic, and what could not be."""
+        """Return the number of written messages of each topic, and the failures."""
         return {"path": str(self.path), "written": dict(self.written), "failed": self.failed}
 
     def _put(self, topic: str, kind: str, message: Any) -> None:
@@ -210,7 +210,7 @@ def _field(store: Any, form: Any, value: Any) -> Any:
         return build(store, inner, value)
     if node.name == "BASE":
         return value[0] if inner[0] in ("octet", "byte") and isinstance(value, bytes) else value
-    of = inner[0]  # of an array or a sequence
+    of = inner[0]  # element type of an array or a sequence
     if of[0].name == "BASE" and of[1][0] != "string":
         if isinstance(value, (bytes, bytearray, memoryview)):
             return np.frombuffer(value, np.uint8)

@@ -61,7 +61,7 @@ class Bond:
         if message.active and not self._sister:
             self._sister = message.instance_id
             logger.info("the manager keeps a bond")
-        if message.instance_id != self._sister:  # of a bond before
+        if message.instance_id != self._sister:  # an earlier bond
             return
         self._heard, self._patience = time.monotonic(), message.heartbeat_timeout
         self._left = not message.active

@@ -52,7 +52,7 @@ class Transport(Protocol):
         """Call ``callback`` with every message, from any thread."""
 
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        """Return what publishes a mapping of a message's fields; may be called from any thread."""
+        """Return a function that publishes a mapping of a message's fields. It may be called from any thread."""
 
     def now(self) -> float:
         """Return seconds of ROS time."""
@@ -103,7 +103,7 @@ class Bridge:
         servers = Servers(
             contract.servers,
             key,
-            without=("time",),  # of another clock: only the loop reads it
+            without=("time",),  # the time is of another clock, and only the loop reads it
             max_rows=max(MAX_ROWS, plan.settings.chunk_size),
             policy=policy,
         )
@@ -118,7 +118,7 @@ class Bridge:
         if not self._enabled:
             self.loop.pause()
         self._chunk: int | None = None  # whose rows the trajectory topics have
-        self._target: np.ndarray | None = None  # of the last command, in the numbers of a trajectory
+        self._target: np.ndarray | None = None  # target of the last command, in the numbers of a trajectory
         self._reason = ""
         self._status = transport.publisher(contract.names["status"], STATUS)
         for camera in contract.cameras:

@@ -64,8 +64,11 @@ class Dds:
         return lambda fields: writer.write(dds_types.build(dds_types.TYPES[kind], fields))
 
     def _goals(self, name: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        """Return what sends an action the fields of a goal; one that is refused is told, and no result is asked for.
-        It raises ClientError for a server of another DDS than CycloneDDS, which would read other numbers in a call."""
+        """Return a function that sends the fields of a goal to an action. A rejected goal is logged, and no result is
+        requested.
+
+        It raises ClientError for a server of another DDS than CycloneDDS, which would read other numbers in a call.
+        """
         from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsSubscription
 
         from sinew_ros import dds_types
@@ -147,7 +150,7 @@ class Dds:
         return None
 
     def _caller(self, name: str, request: Any, response: Any) -> tuple[Any, Any]:
-        """Return what writes the calls of a service, and what reads their replies."""
+        """Return a writer for the calls of a service, and a reader for their replies."""
         from cyclonedds.pub import DataWriter
         from cyclonedds.sub import DataReader
 

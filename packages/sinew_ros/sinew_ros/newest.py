@@ -13,7 +13,7 @@ from sinew_ros.messages import Refused, stamp
 
 AHEAD = 0.1  # seconds that a stamp may be in the future: clocks of two machines differ a little
 KEPT = 10_000  # ages that are remembered
-REASONS = 32  # that are told apart
+REASONS = 32  # most different reasons
 
 
 class Newest:

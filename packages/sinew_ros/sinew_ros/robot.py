@@ -140,7 +140,7 @@ class TopicRobot:
 
 
 def _reading(kind: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return what reads a camera's messages and what checks them on arrival."""
+    """Return the function that reads a camera's messages, and the one that checks them on arrival."""
     if kind == COMPRESSED:
         return messages.compressed, messages.compressed
     return messages.picture, messages.check_picture

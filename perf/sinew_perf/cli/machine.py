@@ -256,8 +256,8 @@ def print_calibration(found: Calibration, console: Console) -> None:
 
 
 def too_wide(found: Calibration) -> str:
-    """Return what a band says that bounds nothing from above."""
-    return f"a band of {found.band:.0%} bounds no time from above: calibrate again when nothing else computes"
+    """Return the message for a band that bounds no time from above."""
+    return f"a band of {found.band:.0%} bounds no time from above: calibrate again when the machine is idle"
 
 
 def _mib(count: int) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sinew_perf.program import PublishedProgram
 
-SIDE, RUNS = 2048, 5  # of the product that is the peak
+SIDE, RUNS = 2048, 5  # side and runs of the product that defines the peak
 
 
 def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:

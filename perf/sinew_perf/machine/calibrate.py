@@ -171,7 +171,7 @@ def random_weights(model: Model) -> Model:
 
 
 def disturbed(found: Calibration) -> str:
-    """Return what speaks against a calibration: that others computed beside it; "" for nothing."""
+    """Return the reason against a calibration: other processes used the machine; "" without one."""
     note = machine.busy(found.speeds.load)
     return note and f"{note}; calibrate again when idle"
 

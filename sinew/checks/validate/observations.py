@@ -23,12 +23,12 @@ Episodes = Callable[[Policy], "tuple[str, Iterator[Observation]] | None"]
 def observations(
     reference: Policy, records: Path | None, episodes: Episodes
 ) -> tuple[str, Iterator[Observation]]:
-    """Return where observations come from, and the observations.
+    """Return the origin of observations, and the observations.
 
     Args:
-        reference: The policy that sees them.
+        reference: The policy that gets them.
         records: A folder that `sinew serve --record` wrote, to take them from.
-        episodes: Plays a task. Where it has none for this policy, frames are random.
+        episodes: Plays a task. If it has none for this policy, frames are random.
     """
     if records is not None:
         return f"records of {records}", recorded_observations(records, reference)
@@ -64,7 +64,9 @@ def _random_moment(policy: Policy, rng: np.random.Generator) -> Moment:
 
 
 def recorded_observations(folder: Path, policy: Policy) -> Iterator[Observation]:
-    """Yield what ``sinew serve --record`` wrote. Raises :class:`SinewError` for what the policy cannot take."""
+    """Yield the observations of ``sinew serve --record``. Raises :class:`SinewError` for those that the policy
+    rejects.
+    """
     found = False
     for record in read_records(folder):
         if record.actions is not None:

@@ -25,7 +25,7 @@ from sinew.processing.image import larger
 __all__ = ["CANNOT_TELL", "LOOKS_WRONG", "WRONG", "Finding", "WiringWatch", "findings", "mismatch"]
 
 ORDER = (WRONG, LOOKS_WRONG, CANNOT_TELL, SPARE)
-SHAPE = 0.1  # of the aspect ratio
+SHAPE = 0.1  # largest relative difference of the aspect ratio
 NOTHING = Seen("nothing", 0)
 
 
@@ -53,7 +53,7 @@ def mismatch(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
 
 
 def findings(watch: WiringWatch, manifest: Manifest, hz: float | None = None) -> list[Finding]:
-    """Return what looks wrong about what was seen, then what cannot be told. hz: looks that are wanted each second."""
+    """Return the suspicious findings, then those that cannot be decided. hz: Required observations per second."""
     spec, seen = manifest.spec, manifest.seen or NOTHING
     names, cameras, joints = [each.name for each in spec.cameras], CameraFit(seen), JointFit.of(manifest)
     lit = {name: sum(each.mean) / 3 for name, each in seen.cameras.items()}

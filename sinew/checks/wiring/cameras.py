@@ -17,12 +17,12 @@ from sinew.bundle.schema import Seen, SeenCamera
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, Finding
 from sinew.checks.wiring.thumbnails import FLOOR, distance, level, opponent, unpacked
 
-TOWARDS = 0.7  # of the way from the camera's own mean to the other's, from which on the other is believed
-CERTAIN = 0.4  # of that way: what the spread may amount to if all cells vary together, at most
-BETTER = 0.5  # of the distance from its own mean that may be left
+TOWARDS = 0.7  # share of the way from the camera's own mean to another's from which the other is taken
+CERTAIN = 0.4  # largest share of that way that the spread may explain if all cells vary together
+BETTER = 0.5  # largest remaining share of the distance from its own mean
 UNLIKE = 4.0  # times the farthest frame of training
-SIMPLER = 0.05  # of the distance: worth less than one change less in the explanation
-COLOUR = 20.0  # of 255: red less blue in training, below which means alone decide nothing
+SIMPLER = 0.05  # share of the distance that one change less in the explanation is worth
+COLOUR = 20.0  # red less blue in training, out of 255, from which means alone decide
 
 TURNS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "": (lambda t: t, ""),
@@ -34,7 +34,7 @@ TURNS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
 }
 BGR = "red and blue exchanged (BGR)"
 BGR_ADVICE = "give RGB: frame[..., ::-1], or cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)"
-_EXCHANGED = np.array([1.0, -1.0, 1.0], np.float32)  # of opponent colours
+_EXCHANGED = np.array([1.0, -1.0, 1.0], np.float32)  # signs of exchanged opponent colours
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class CameraFit:
         self._records = seen.cameras
 
     def findings(self, shown: Mapping[str, np.ndarray]) -> list[Finding]:
-        """Return what looks wrong. shown: camera -> the mean thumbnail of its frames, RGB [8, 8, 3]."""
+        """Return the suspicious findings. shown: Camera -> mean thumbnail of its frames, RGB [8, 8, 3]."""
         found, best = [], {}
         for name, thumb in shown.items():
             if name in self.places:
@@ -116,7 +116,9 @@ class CameraFit:
         return found
 
     def explain(self, own: str, shown: np.ndarray) -> Explanation | None:
-        """Return what explains a camera's frames better than its own place; None where that does. shown: opponent."""
+        """Return the explanation of a camera's frames that is better than its own place; None if its own is best.
+        shown: opponent.
+        """
         place, found = self.places[own], []
         for camera, turn, exchanged in itertools.product(self.places, TURNS, (False, True)):
             tried = Explanation(camera, turn, exchanged)
@@ -138,7 +140,7 @@ class CameraFit:
         return replace(best, others=tuple(turn for turn in TURNS if turn in turns and turn != best.turn))
 
     def undecided(self, names: list[str]) -> list[Finding]:
-        """Return what cannot be told of cameras, because the training data look the same either way."""
+        """Return the findings that cannot be decided, because the training data look the same either way."""
         found = []
         for name in names:
             if name not in self.places:
@@ -179,10 +181,11 @@ class CameraFit:
 
 
 def _between(own: Place, other: Place, shown: np.ndarray) -> tuple[float, float, float, float]:
-    """Return where frames lie on the way from one place to another (0: own, 1: other), how much of that way the spread
-    may amount to, and the distances from either place, less what the spread alone gives.
+    """Return the position of frames between two places (0: own, 1: other), the share of it that the spread may
+    explain, and the distances from either place, less what the spread alone gives.
 
-    The mean lightness counts nowhere: a room may be brighter. Weights are the inverse of what varies in either place.
+    The mean lightness does not count, because a room may be brighter. Weights are the inverse of the variation in
+    either place.
     """
     weights = 1.0 / (own.spread**2 + other.spread**2 + FLOOR**2)
     way = level(other.mean - own.mean)
@@ -228,7 +231,7 @@ def _told(name: str, found: Explanation, swapped: Mapping[str, str]) -> Finding:
 
 
 def _colours(name: str, mean: np.ndarray, seen: SeenCamera) -> list[Finding]:
-    """Return what means alone say of a camera: the order of its colours, where they were far from grey."""
+    """Return the findings from means alone: the order of a camera's colours, if they were far from grey."""
     wanted, got = seen.mean[0] - seen.mean[2], float(mean[0] - mean[2])
     if abs(wanted) < COLOUR or -got / wanted < TOWARDS:
         return []

@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def told(self) -> str:
-        """Return what was seen, and what was expected, in words."""
+        """The observed and the expected value, in words."""
         return f"{self.seen}; expected {self.expected}" if self.expected else self.seen
 
     def check(self) -> Check:

@@ -17,12 +17,12 @@ from sinew.processing.limits import DEVIATIONS, ranges
 from sinew.processing.normalize import normalizer
 from sinew.processing.processor import turned_state
 
-GAIN = 12.0  # of the sum of squared deviations that an explanation has to save,
-LEFT = 0.5  # of the sum before it, that it may leave at most,
-FITS = 3.0  # and standard deviations within which a number fits its place
-OUTSIDE = 2.0  # half ranges from their middle beyond which a joint is where it never was
-REFUSED = 20.0  # beyond which a server refuses it (sinew.processing.safety)
-NARROW = 0.1 / DEVIATIONS  # of the mean or of 1: spread of joints that never moved in training
+GAIN = 12.0  # smallest reduction of squared deviations by an explanation
+LEFT = 0.5  # largest remaining share of their sum
+FITS = 3.0  # standard deviations within which a number fits its place
+OUTSIDE = 2.0  # half ranges from the middle beyond which a joint is outside the training data
+REFUSED = 20.0  # half ranges beyond which a server rejects a state (sinew.processing.safety)
+NARROW = 0.1 / DEVIATIONS  # spread of joints that never moved in training, relative to the mean or to 1
 SCALES = {  # what values are multiplied by -> words
     np.pi / 180: "degrees, where training has radians",
     180 / np.pi: "radians, where training has degrees",
@@ -31,8 +31,8 @@ SCALES = {  # what values are multiplied by -> words
     1e-2: "hundredths (percent), where training has whole units",
     1e2: "whole units, where training has hundredths (percent)",
 }
-PART = 0.15  # of its largest value in training, times the scale: what one number in another unit has at least
-MAX_JOINTS = 64  # of which exchanges are looked for
+PART = 0.15  # smallest share of its largest training value, times the scale, of a number in another unit
+MAX_JOINTS = 64  # most joints among which exchanges are searched
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,11 @@ class JointFit:
 
     @classmethod
     def of(cls, manifest: Manifest) -> JointFit:
-        """Return what the frames of training say of the state, or else what its normalisation does. A number is outside
-        only where it is beyond both ranges: a few episodes do not show all that a policy was trained on."""
+        """Return the statistics of the state in the training frames, or else in its normalisation.
+
+        A number counts as outside only if it is beyond both ranges, because a few episodes do not cover all training
+        data.
+        """
         spec, recipe, seen = manifest.spec, manifest.processing, manifest.seen
         names = spec.state.names or tuple(map(str, range(spec.state.dim)))
         made = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
@@ -91,7 +94,7 @@ class JointFit:
         return np.where(self.known, found, 0.0)
 
     def findings(self, states: np.ndarray) -> list[Finding]:
-        """Return what looks wrong about states float [n, D] as the robot gives them, finite."""
+        """Return the suspicious findings about finite states, float [n, D] in the robot's units."""
         if not self.known.any() or not len(states):
             return []
         before = self.mismatch(states)
@@ -103,7 +106,7 @@ class JointFit:
         return found + self._outside(states, explained)
 
     def undecided(self) -> list[Finding]:
-        """Return what cannot be told of a state."""
+        """Return the findings about a state that cannot be decided."""
         if not self.known.all():
             names = [name for name, known in zip(self.names, self.known, strict=True) if not known]
             text = f"the bundle has no statistics of {', '.join(names[:8])}{' ...' * (len(names) > 8)}"
@@ -134,7 +137,7 @@ class JointFit:
         return found
 
     def _gain(self, i: int, j: int) -> float:
-        """Return what squared deviations an exchange of two numbers costs on average."""
+        """Return the average increase of squared deviations by an exchange of two numbers."""
         apart, (a, b) = (self.mean[i] - self.mean[j]) ** 2, (self.std[i] ** 2, self.std[j] ** 2)
         return float((apart + a) / b + (apart + b) / a - 2)
 
@@ -148,7 +151,7 @@ class JointFit:
         size = len(before)
         if not 2 <= size <= MAX_JOINTS:
             return None
-        cost = np.empty((size, size))  # of the robot's number i in the place j
+        cost = np.empty((size, size))  # cost of the robot's number i in the place j
         for i in range(size):
             full = np.repeat(states[:, i : i + 1], size, axis=1)
             cost[i] = self.mismatch(full)

@@ -132,7 +132,7 @@ def _in_session(found: Finding, session: str) -> Finding:
 
 
 def learnt(folder: Path, manifest: Manifest) -> Seen:
-    """Return what the records of the right robot say of its cameras and joints. Raises :class:`SinewError`."""
+    """Return the record of cameras and joints in recordings of the right robot. Raises :class:`SinewError`."""
     gathering, names, dim = (
         Gathering(),
         {camera.name for camera in manifest.spec.cameras},

@@ -12,7 +12,7 @@ import numpy as np
 from sinew.bundle.schema import SIDE, Seen, SeenCamera, SeenState, cells
 
 SAMPLES = 64  # rows and columns of a frame that are looked at, whatever its size
-FLOOR = 4.0  # of 255: noise, compression and rounding, below which cells do not differ
+FLOOR = 4.0  # difference of cells, out of 255, that noise, compression and rounding explain
 UNLIKE_FLOOR = 8.0  # the same, where frames are compared with all of the training data
 
 # RGB to lightness, red less blue, and green less the mean of the two: BGR turns the second's sign, and nothing else.

@@ -15,10 +15,10 @@ from sinew.checks.wiring.joints import JointFit
 from sinew.checks.wiring.thumbnails import imprint, is_frame, thumbnail
 
 ENOUGH = 10  # looks from which on "it never changed" says something
-DARK = 6.0  # of 255, on average: black
-LIT = 20.0  # of 255: the training data were not black
-FLAT = 2.0  # of 255 between the darkest and the lightest pixel that was looked at: one colour everywhere
-STALE_S = 0.5  # as of `sinew run --stale`
+DARK = 6.0  # mean, out of 255, below which a frame is black
+LIT = 20.0  # mean, out of 255, above which the training data were not black
+FLAT = 2.0  # range of pixels, out of 255, below which a frame has one colour
+STALE_S = 0.5  # the default of `sinew run --stale`
 AHEAD_S = 0.1
 MAX_STATES = 20_000
 UINT8 = "frames in 0..1 that became uint8 lose everything: (frame * 255).astype(np.uint8)"
@@ -109,8 +109,10 @@ class WiringWatch:
     # ------------------------------------------------------------------------- findings
 
     def pictures(self, names: Sequence[str], cameras: CameraFit, lit: Mapping[str, float]) -> list[Finding]:
-        """Return what looks wrong about the frames of the cameras ``names``. lit: camera -> the mean of its pixels in
-        training, where it is known."""
+        """Return the suspicious findings about the frames of the cameras ``names``.
+
+        lit: Camera -> mean of its pixels in training, if known.
+        """
         found, usable = [], {}
         for name in names:
             if (shown := self.cameras.get(name)) is None:
@@ -122,7 +124,7 @@ class WiringWatch:
         return found + cameras.findings(usable)
 
     def numbers(self, joints: JointFit) -> list[Finding]:
-        """Return what looks wrong about the states."""
+        """Return the suspicious findings about the states."""
         bad = sum(not np.isfinite(each).all() for each in self.states)
         found = []
         if bad:
@@ -185,7 +187,7 @@ class WiringWatch:
         return found
 
     def clock(self, hz: float | None) -> list[Finding]:
-        """Return what looks wrong about times, and about how fast the robot can be looked at."""
+        """Return the suspicious findings about times and the rate of observations."""
         found = []
         times = np.array(self.times)
         if len(times) and not np.isfinite(times).all():
@@ -236,7 +238,7 @@ class WiringWatch:
 
 
 def _blind(name: str, shown: Shown, lit: float) -> Finding | None:
-    """Return what is wrong with a camera that shows nothing."""
+    """Return the finding about a camera without a picture."""
     subject, mean = f"camera {name}", float(shown.mean.mean())
     usual = f"; {lit:.3g} in training" if math.isfinite(lit) else ""
     if shown.whole and shown.high <= 1:

@@ -33,7 +33,7 @@ STATISTICS = (
     "stats.json",
     "dataset_statistics.json",
     "norm_stats.json",
-)  # of a folder with them
+)  # folders with such files
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class CudaEngine(Engine):
             for key in [Key.of(whole, bucket, steps)]
             for count in range(
                 views, min(views, each) - 1, -each
-            )  # of fewer moments too, as an episode begins
+            )  # an episode begins with fewer observation steps
         ]
         for key in keys[: self.options.max_graphs]:
             self.prepare(key)

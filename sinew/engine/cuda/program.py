@@ -37,7 +37,7 @@ class Key:
 
     views: int
     sizes: tuple[Size, ...]
-    tokens: int  # of the prompt, padded
+    tokens: int  # tokens of the prompt, with padding
     steps: int
 
     @classmethod
@@ -86,7 +86,7 @@ class Program:
         self.staging = Staging(fields, device)
         self.places = (
             [] if self.patches is None else self.patches.places
-        )  # of each view: its field, and the row
+        )  # for each view: its field, and the row
         first = self.staging.part("frames.0" if self.patches else "pixels").start
         self.small = slice(0, first)  # bytes of everything but frames
         shape = (1, *self.model.noise_shape)

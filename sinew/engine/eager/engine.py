@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sinew.engine.backend import EngineOptions
 
 WORDS = {long: word for word, long in DTYPES.items()}
-TRIES = 3  # of one thread and of many
+TRIES = 3  # measurements of one thread and of many
 TOO_LONG_S = 1.0  # an inference of this length gains from all cores, and trying would cost seconds
 _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
 

@@ -257,7 +257,7 @@ class OnnxEngine(Engine):
         for words in self.graphs.speaks:
             return self._speak(context, words, watch)
         begun = drawn(noise, 0)
-        rows = getattr(guidance, "rows", None)  # of the context, where it has several for each of x
+        rows = getattr(guidance, "rows", None)  # rows of the context, if it has several for each of x
         act = self._act(context, begun if rows is None else begun[rows], table[:1])
         if watch.trace is not None:
             act = _noted(act, watch.trace)

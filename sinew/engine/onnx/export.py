@@ -159,7 +159,7 @@ def _write(
     gc.disable()  # a sixth of the time: the exporter makes objects by the million, and hardly any of them is garbage
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")  # of the exporter's own deprecations
+            warnings.simplefilter("ignore")  # hides the exporter's own deprecations
             program = torch.export.export(
                 stage,
                 arguments,

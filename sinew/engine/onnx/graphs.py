@@ -27,7 +27,7 @@ FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")  #
 CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that may run for ever
 # How ``reads`` begin; of a speaker those that no token renews
 CONTEXT, PROMPT = "context.", "context.prompt."
-NEWEST = "context.spoken.token"  # of ``said``: the newest token, int64 [B]
+NEWEST = "context.spoken.token"  # entry of ``said``: the newest token, int64 [B]
 Count = Annotated[int, within(0, 1000)]  # a count of views, steps or bits
 # What is looked at of an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
 _PROTO = """

@@ -25,7 +25,15 @@ from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, table_path
 
-KEPT = ("architecture", "views", "reads", "steps", "rewrites", "said", "speaks")  # of a record
+KEPT = (
+    "architecture",
+    "views",
+    "reads",
+    "steps",
+    "rewrites",
+    "said",
+    "speaks",
+)  # fields of a record that are copied
 OURS = ("int8", "int8-rows")  # the others: weights that were widened when the graphs were exported
 
 

@@ -21,7 +21,7 @@ from sinew.engine.plan.plan import Plan
 from sinew.engine.traced import place
 from sinew.models.base import Context, Model, Speaker, Spoken
 
-SAID = "context.spoken."  # of :class:`Begun`
+SAID = "context.spoken."  # prefix of the names in :class:`Begun`
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,9 @@ def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]
         raise ConvertError(f"{where}: vit_weight_bits, vit_act_bits: expected 1, 8 or 32, 32, got {bits}")
     checkpoint.config.expect(vision_feature_select_strategy="full", projector_hidden_act="gelu")
     total = config["num_hidden_layers"]
-    depth = total + 1 + checkpoint.config["vision_feature_layer"]  # of [embeddings, output of each block]
+    depth = (
+        total + 1 + checkpoint.config["vision_feature_layer"]
+    )  # index in [embeddings, output of each block]
     if not 0 < depth <= total:
         raise ConvertError(f"{where}: vision_feature_layer: expected -1 to -{total}, got {depth - total - 1}")
     with named(f"{where}: vision_config"):

@@ -53,14 +53,14 @@ SETTINGS = {
 # The same towers and language model
 BASES = ("prism-dinosiglip-224px+7b", "prism-dinosiglip-224px-controlled+7b")
 SIDE = 224
-MEAN, STD = (  # of the towers: timm's for DINOv2 and SigLIP
+MEAN, STD = (  # statistics of the towers: timm's for DINOv2 and SigLIP
     (0.485, 0.456, 0.406, 0.5, 0.5, 0.5),
     (0.229, 0.224, 0.225, 0.5, 0.5, 0.5),
 )
-LLAMA_HEADS, LLAMA_EPS = 32, 1e-5  # of meta-llama/Llama-2-7b-hf; OpenVLA's own files fall back to 1e-6
+LLAMA_HEADS, LLAMA_EPS = 32, 1e-5  # meta-llama/Llama-2-7b-hf; OpenVLA's own files fall back to 1e-6
 DIT_HEADS = {"DiT-S": 4, "DiT-B": 12, "DiT-L": 16}
 DIT_WIDTHS = {384: "DiT-S", 768: "DiT-B", 1024: "DiT-L"}  # where config.json does not name it
-STEPS, GUIDANCE = 10, 1.5  # of upstream's examples and servers
+STEPS, GUIDANCE = 10, 1.5  # defaults of CogACT's examples and servers
 GRIPPER, OPEN_AT = 6, 0.5  # the number that upstream makes 0 or 1, and where
 PADDED_TO = 64  # a multiple that the table of tokens is filled up to: Llama's 32000, <PAD>, and rows to spare
 SECTIONS = ("vision_backbone", "projector", "llm_backbone", "action_model")

@@ -30,7 +30,7 @@ from sinew.layers.vit import BlockConfig, ViTLayer
 from sinew.models.solvers import NoiseLevels, Solver
 
 NORM_EPS = 1e-6  # epsilon of the head's norms
-TIME_CHANNELS = 256  # of the sinusoids that the time embedding starts from
+TIME_CHANNELS = 256  # channels of the sinusoids at the start of the time embedding
 LONGEST = 10_000.0
 LEVELS = NoiseLevels(100, spacing="even")
 

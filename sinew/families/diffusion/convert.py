@@ -50,7 +50,7 @@ SCHEMA = Schema(
     steps={"normalizer_processor": NORMALIZER},
 )
 ENCODER, UNET = "diffusion.rgb_encoder.", "diffusion.unet."
-INSIDE = (  # of a stage: N is the number of a block there, B its name here
+INSIDE = (  # modules of a stage: N is the number of a block there, B its name here
     "N.conv1.block.0=B.conv1.conv N.conv1.block.1=B.conv1.norm N.conv2.block.0=B.conv2.conv"
     " N.conv2.block.1=B.conv2.norm N.residual_conv=B.shortcut "
 )

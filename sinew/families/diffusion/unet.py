@@ -19,7 +19,7 @@ from sinew.layers.norm import GroupNorm
 from sinew.layers.sizes import check_sizes
 
 NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
-LAST_GROUPS = 8  # of the last norm, whatever the others have
+LAST_GROUPS = 8  # groups of the last norm, which does not follow the others
 MAX_STAGES = 8
 # A convolution in float32 on a CPU is one product where it has so few rows, or its weight so many numbers: PyTorch's
 # convolution brings the weight into another order in each call, which takes longer than to multiply by it.

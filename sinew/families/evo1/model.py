@@ -36,7 +36,7 @@ from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
 SOLVER = Solver(start=0.0, end=1.0, noise="uniform")
-NORM_EPS = 1e-5  # of the head's norms
+NORM_EPS = 1e-5  # epsilon of the head's norms
 TIMES = 1000  # rows of the head's table of times
 
 

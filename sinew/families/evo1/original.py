@@ -17,7 +17,7 @@ from sinew.families.evo1.parts import Parts
 from sinew.steps.image.resize import Resize
 
 WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
-LAYERS = 14  # of the language model, whatever the configuration says
+LAYERS = 14  # layers of the language model, independent of the configuration
 SIDE, VIEWS, TOKENS, STEPS = 448, 3, 1024, 50  # fixed in the server and the embedder
 VECTOR = 24  # numbers of every normalised vector of the server
 RESIZE = Resize(height=SIDE, width=SIDE, method="cv_bilinear")

@@ -19,7 +19,7 @@ from sinew.steps.image.resize import Resize
 from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
 
-DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # of the processors' signatures, where the key is absent
+DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # defaults of the processors' signatures
 
 
 def image_recipe(

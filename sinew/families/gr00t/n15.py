@@ -63,7 +63,7 @@ SCHEMA = Schema(
     },
 )
 LEROBOT_ASSETS = "lerobot/eagle2hg-processor-groot-n1p5"
-CROP = 0.95  # of the video transforms in NVIDIA's data configurations
+CROP = 0.95  # crop of the video transforms in NVIDIA's data configurations
 TASK = "annotation.human.task_description"
 
 

@@ -75,7 +75,7 @@ SCHEMA = Schema(
         "device_processor": DEVICE,
     },
 )
-GEOMETRY = {  # of ENCODE, where the key is absent
+GEOMETRY = {  # defaults of ENCODE
     "image_crop_size": None,
     "image_target_size": None,
     "shortest_image_edge": None,

@@ -35,7 +35,7 @@ def head_rules(embodiment: int) -> Rules:
             f"{BLOCK} norm1 norm3=norm2",
         ),
         *renames(HEAD, "head.", "vlln=vl_norm"),
-        Rule(HEAD + r"mask_token"),  # of training
+        Rule(HEAD + r"mask_token"),  # used in training only
     )
 
 

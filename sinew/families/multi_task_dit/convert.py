@@ -146,7 +146,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def clip_of(checkpoint: LeRobotCheckpoint) -> Clip:
-    """Return what the checkpoint's CLIP models are made of. Raises :class:`ConvertError`."""
+    """Return the parts of the checkpoint's CLIP models. Raises :class:`ConvertError`."""
     options, path = checkpoint.options, checkpoint.path
     names = [str(checkpoint[key]) for key in ("vision_encoder_name", "text_encoder_name")]
     if options.vlm is not None and names[0] != names[1]:
@@ -166,7 +166,7 @@ def clip_of(checkpoint: LeRobotCheckpoint) -> Clip:
 
 
 def image_recipe(checkpoint: LeRobotCheckpoint) -> ImageRecipe:
-    """Return what is done to a frame. A cut that does not fit is left out, as LeRobot does with a warning."""
+    """Return the recipe of a frame. A crop that does not fit is left out, as LeRobot does with a warning."""
     resized, cut = checkpoint.sides("image_resize_shape"), checkpoint.sides("image_crop_shape")
     height, width = resized or checkpoint.frame_size
     if cut is not None and (cut[0] > height or cut[1] > width):
@@ -273,7 +273,7 @@ def tensors(
 
 
 def tower(number: int, separate: bool) -> str:
-    """Return what stands before the names of a vision tower's tensors."""
+    """Return the prefix of a vision tower's tensors."""
     return f"observation_encoder.vision_encoder{f's.{number}' if separate else ''}.model.vision_model."
 
 

@@ -30,7 +30,7 @@ from sinew.models.base import Model
 from sinew.models.solvers import NoiseLevels, Solver
 
 NORM_EPS = 1e-6
-PARTS = 6  # of a block's modulation: shift, scale and gate of the attention, then of the MLP
+PARTS = 6  # parts of a block's modulation: shift, scale and gate of the attention, then of the MLP
 
 
 @dataclass(frozen=True)

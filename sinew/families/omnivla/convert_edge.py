@@ -48,14 +48,22 @@ SETTINGS = {
 }
 FILE, VLM = "omnivla-edge.pth", "openai/clip-vit-base-patch32"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-SIDE, LARGE = 96, 224  # of frames, and of the newest one beside words: imgsize and imgsize_clip of the runner
+SIDE, LARGE = (
+    96,
+    224,
+)  # sides of frames, and of the newest one with text: imgsize and imgsize_clip of the runner
 HEADS, HEAD_DIM = (
     4,
     64,
-)  # of the transformer, mha_num_attention_heads; and of CLIP, as its model.py divides any width
-PARTS = ("weight", "bias", "running_mean", "running_var")  # of a batch norm, in the order of :func:`folded`
+)  # mha_num_attention_heads of the transformer; CLIP's model.py divides any width
+PARTS = (
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+)  # tensors of a batch norm, in the order of :func:`folded`
 TOWERS = {"obs_encoder": "frames", "goal_encoder_img": "image", "goal_encoder": "satellite"}
-CONVS = {  # of an EfficientNet: a convolution, the norm behind it, and our name of both as one
+CONVS = {  # EfficientNet: a convolution, the norm after it, and our name of both as one
     "_conv_stem": ("_bn0", "stem"),
     "_expand_conv": ("_bn0", "expand"),
     "_depthwise_conv": ("_bn1", "depthwise"),

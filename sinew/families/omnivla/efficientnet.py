@@ -17,10 +17,10 @@ from sinew.layers.sizes import check_sizes
 
 DEPTHS = (1, 2, 2, 3, 3, 4, 1)  # blocks of each stage; table 1 of the paper
 KERNELS = (3, 3, 5, 3, 5, 5, 3)
-STRIDES = (1, 2, 2, 2, 1, 2, 1)  # of a stage's first block
+STRIDES = (1, 2, 2, 2, 1, 2, 1)  # stride of a stage's first block
 EXPAND = 6  # channels inside a block for each that comes in; as many as come in the first stage
 SQUEEZE = 4  # channels that come in for each of the gate
-NORM_EPS = 1e-3  # of the norms that are folded
+NORM_EPS = 1e-3  # epsilon of the folded norms
 
 
 @dataclass(frozen=True)

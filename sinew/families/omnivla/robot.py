@@ -16,7 +16,7 @@ from sinew.steps.vector.one_of import OneOf
 from sinew.steps.vector.reach import Reach
 
 SPACING, REACH, HZ = 0.1, 30.0, 3.0  # metric_waypoint_spacing, thres_dist and tick_rate
-FRAME = (480, 640)  # of cameras, which nothing says
+FRAME = (480, 640)  # size of the cameras' frames, which no file states
 SETTINGS = {
     "waypoint_spacing": Setting(float, "metres of one unit of a path (0.1)", 1e-4, 100),
     "reach": Setting(float, "metres within which a goal's pose is taken to lie (30)", 1e-3, 1e6),

@@ -74,7 +74,7 @@ SETTINGS = {
         values=("in_turn", "parallel"),
     ),
 }
-MAX_TOKENS = 128  # of the instruction with its frame; upstream has no limit of its own
+MAX_TOKENS = 128  # most tokens of the instruction with its frame; OpenVLA has no limit of its own
 CROP_AREA = 0.9
 FRAME = 256  # pixels: the side of LIBERO's and Bridge's frames; others are resized
 BOTH = {

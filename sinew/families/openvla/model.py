@@ -280,4 +280,4 @@ class OpenVLA(PrismaticVLM, DecoderSpeaker):
         return self.language.embed_tokens(token)
 
     def logits(self, h: Tensor) -> Tensor:
-        return self.lm_head(h)  # of the whole vocabulary
+        return self.lm_head(h)  # scores of the whole vocabulary

@@ -25,11 +25,11 @@ from sinew.convert.tensors import Rule, join, pick, renames, reshape
 from sinew.core import ConvertError
 from sinew.layers.vit import ViTConfig
 
-HEADS = {  # of the timm models that published checkpoints name; no config says it
+HEADS = {  # heads of the timm models in published checkpoints, which no configuration states
     "vit_large_patch14_reg4_dinov2.lvd142m": 16,
     "vit_so400m_patch14_siglip_224": 16,
 }
-EPS = 1e-6  # of the towers' norms: timm's default for these models
+EPS = 1e-6  # epsilon of the towers' norms: timm's default for these models
 TOWERS = ("vision_backbone.featurizer.", "vision_backbone.fused_featurizer.")
 
 
@@ -47,7 +47,7 @@ ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/cons
     (14, 14): RobotConstants(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
     (7, 7): RobotConstants(5, "bounds_q99", ("full_image",)),  # Bridge
 }
-OPENVLA = RobotConstants(1, "bounds_q99", ("full_image",))  # of OpenVLA itself, whatever the robot
+OPENVLA = RobotConstants(1, "bounds_q99", ("full_image",))  # OpenVLA itself, for every robot
 
 
 class PrismaticCheckpoint:

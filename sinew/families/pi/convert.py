@@ -80,7 +80,7 @@ UNREAD = (  # dtype: of upstream's computation
     "dtype time_sampling_beta_alpha time_sampling_beta_beta time_sampling_scale time_sampling_offset"
 )
 PREPARE = "pi05_prepare_state_tokenizer_processor_step"
-MEMORY: dict[str, Any] = {  # of pi0.5 since LeRobot 0.6.2
+MEMORY: dict[str, Any] = {  # memory of pi0.5 since LeRobot 0.6.2
     "use_visual_memory": False,
     "use_proprioceptive_memory": False,
     "memory_frames": 6,

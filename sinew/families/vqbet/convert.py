@@ -65,7 +65,7 @@ SCHEMA = Schema(
     unread="crop_is_random pretrained_backbone_weights n_vqvae_training_steps dropout mlp_hidden_dim"
     " offset_loss_weight primary_code_loss_weight secondary_code_loss_weight optimizer_vqvae_lr"
     " optimizer_vqvae_weight_decay",
-    features=("STATE", "VISUAL", "ENV", "LANGUAGE"),  # of which `check_inputs` accepts two
+    features=("STATE", "VISUAL", "ENV", "LANGUAGE"),  # `check_inputs` accepts two of them
     steps={"normalizer_processor": NORMALIZER},
 )
 RULES = (

@@ -28,8 +28,8 @@ from sinew.models.base import Model
 from sinew.models.solvers import Solver
 
 NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
-TOKENS = 3  # of an observation step: frame, state, action
-LAYERS = 2  # of codes: the second corrects what the first leaves
+TOKENS = 3  # tokens of an observation step: frame, state, action
+LAYERS = 2  # layers of codes: the second corrects the error of the first
 SOLVER = Solver("single", noise="exponential")
 
 

@@ -181,7 +181,7 @@ RULES = (
     Rule(r"model\.transformer\.pos_emb", ("places",), lambda source: pick(source, 0)),
 )
 HEAD = "model.transformer."
-TABLES = tuple(  # of tokens: one, under either name
+TABLES = tuple(  # names of the token table, which is stored once
     f"model.vlm.language_model.{middle}{name}.weight"
     for middle in ("model.", "")
     for name in ("encoder.embed_tokens", "shared")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 PANELS = "int8-panels"  # int8 as :func:`lay_out` orders it, for kernels that multiply it so
 BF16_PANELS = "bf16-panels"  # bfloat16 likewise
-CHANNELS, TOGETHER = 16, 4  # of a panel; values of k that lie together in it
+CHANNELS, TOGETHER = 16, 4  # channels of a panel; values of k that are adjacent in it
 LARGEST = 127  # largest int8 activation
 TINY = 1e-30  # rows smaller than this count as this large
 

@@ -171,7 +171,7 @@ class Listen:
         try:
             context.load_cert_chain(cert, self.tls_key)
         except (OSError, ValueError) as error:
-            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(error)  # by algorithm
+            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(error)  # another algorithm of the key
             why = "the key is another certificate's" if other else error
             raise SinewError(f"TLS: {', '.join(files)}: {why}") from error
         if (end := _end(cert)) < time.strftime("%Y%m%d%H%M%S", time.gmtime()):

@@ -25,7 +25,7 @@ from sinew.serve.transport.listen import AddressError, Listen
 logger = logging.getLogger(__name__)
 
 ROUTER_S = 10.0  # how long a router may take to answer
-MAX_QUERIES = 64  # that wait at once
+MAX_QUERIES = 64  # most waiting queries
 MAX_QUERY = 1 << 20  # bytes of one
 USER = "sinew"  # robots send it with the first key; sinew2 with the second, and so on
 
@@ -194,7 +194,7 @@ class ZenohNode:
         """Have Zenoh require a user and a password. It reads them from a file, which this user alone may read."""
         if any(":" in key or "\n" in key for key in keys):
             raise SinewError(f"--api-key-file: for --wire {self._name} a key may not contain a colon")
-        handle, name = tempfile.mkstemp(prefix="sinew-zenoh-")  # of mode 0600
+        handle, name = tempfile.mkstemp(prefix="sinew-zenoh-")  # the file has mode 0600
         self._dictionary = Path(name)
         with os.fdopen(handle, "w") as file:
             for index, key in enumerate(keys):

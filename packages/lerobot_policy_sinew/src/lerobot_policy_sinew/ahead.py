@@ -23,7 +23,7 @@ from lerobot_policy_sinew.rtc import LONGEST, refuse_unguided, said
 
 logger = logging.getLogger(__name__)
 
-HZ = 30.0  # of LeRobot's loop where the policy states no rate; the wait for a first chunk is counted with it
+HZ = 30.0  # rate of LeRobot's loop if the policy states none, for the wait for a first chunk
 LONGEST_ANSWER = 2.0  # seconds, after which a request has failed and another one is sent
 
 

@@ -29,7 +29,7 @@ from lerobot_policy_sinew.rtc import AGAIN_S, Continued, said
 
 logger = logging.getLogger(__name__)
 
-LONGEST_NAME = 256  # of a policy, in messages
+LONGEST_NAME = 256  # longest name of a policy in messages
 SLACK = 0.1  # beyond [0, 1], as resizing overshoots; what lies further is 0 to 255 or -1 to 1
 
 

@@ -26,7 +26,7 @@ SAME_S = 1.0  # after which an observation that stays the same to the bit is wha
 
 
 def said(backend: Any) -> Mapping[str, Any]:
-    """Return what a policy says of what runs it: a server in its metadata, one in this process itself."""
+    """Return a policy's description of its engine: a server's is in its metadata."""
     if hasattr(backend, "metadata"):
         found = backend.metadata().get("server")
     else:
@@ -81,7 +81,7 @@ class Continued:
             raise ValueError(
                 "inference.rtc.debug: expected false, got true: the steps of the solver are the server's"
             )
-        self._kind = ""  # of the guidance; none: chunks are played one after another
+        self._kind = ""  # kind of the guidance; "" plays chunks one after another
         if settings.enabled:
             self._kind = "trained" if spec.committed_rows else "no-jacobian"
             refuse_unguided(spec, about, self._kind, "inference.rtc.enabled: expected false, got true")
@@ -116,10 +116,11 @@ class Continued:
             return self._fresh
 
     def fields(self, given: np.ndarray | None, delay: int | None, state: np.ndarray) -> dict[str, Any]:
-        """Return what goes with an observation of ``state`` [D]; nothing where there is no chunk to continue.
+        """Return the fields of real-time chunking for an observation of ``state`` [D]; {} if there is no chunk to
+        continue.
 
-        given: ``prev_chunk_left_over``, float [R, A]. delay: rows that LeRobot expects to execute until the answer; of
-        more than are left, those.
+        given: ``prev_chunk_left_over``, float [R, A]. delay: Actions that LeRobot expects to execute until the
+        answer, at most the remaining ones.
         """
         if not self._kind or given is None:
             return {}

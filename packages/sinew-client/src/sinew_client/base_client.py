@@ -65,7 +65,7 @@ class BaseClient:
         self.max_rows = max_rows
         self._warned: set = set()
         self._ids = itertools.count(1)  # a server answers with id 0 if it could not read the id
-        self._spec: PolicySpec | None = None  # of the server at the other end of the connection
+        self._spec: PolicySpec | None = None  # specification of the connected server's policy
         self._answered = 0  # deployment number in the newest answer; 0: not stated
         self.deployment = 0  # deployment number in the newest metadata
         self._link: Any = None

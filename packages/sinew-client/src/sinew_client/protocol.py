@@ -25,7 +25,7 @@ OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")
 MAX_ROWS, MAX_DIM = (
     1024,
     1024,
-)  # of an answer: rows where nobody says what its policy states, numbers of a row
+)  # bounds of an answer: actions, if the policy states no number, and numbers of an action
 
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(

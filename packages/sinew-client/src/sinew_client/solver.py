@@ -233,7 +233,9 @@ class Solver:
         times = [self.start + k * span / count for k in range(count)]
         if self.kind == "euler":
             return [Step(time, 1.0, span / count) for time in times]
-        left = [(time - self.end) / -span for time in [*times[1:], self.end]]  # of the noise, after each step
+        left = [
+            (time - self.end) / -span for time in [*times[1:], self.end]
+        ]  # share of the noise after each step
         return [Step(time, 0.0, 1.0 - part, fresh=part) for time, part in zip(times, left)]
 
     def times(self, count: int) -> list[float]:

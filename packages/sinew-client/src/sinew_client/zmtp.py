@@ -72,10 +72,10 @@ class Framing:
         self.left = (
             0  # bytes of the present frame that are still to come: until then ``next`` has nothing to say
         )
-        self._body: memoryview | None = None  # of the present frame; None where it is dropped
+        self._body: memoryview | None = None  # body of the present frame; None if it is dropped
         self._filled = 0
         self._frames: list[Frame] = []
-        self._kept = self._count = self._size = 0  # of the present message: bytes held, frames, bytes
+        self._kept = self._count = self._size = 0  # present message: stored bytes, frames, all bytes
 
     @property
     def arriving(self) -> int:

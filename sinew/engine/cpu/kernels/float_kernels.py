@@ -83,7 +83,8 @@ def _attend(
 ) -> Tensor:
     B, Lq, H, D = q.shape
     before, Hkv = k.shape[1:3]
-    own = (k, v) if own_k is None or own_v is None else (own_k, own_v)  # of no key where there are none
+    # An empty second part has the form of the first
+    own = (k, v) if own_k is None or own_v is None else (own_k, own_v)
     Lk = before + (0 if own_k is None else own_k.shape[1])
     if mask is not None:
         mask = mask.contiguous()

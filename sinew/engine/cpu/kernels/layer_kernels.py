@@ -32,8 +32,8 @@ from sinew.layers.rope import Rotation
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, codes, together
 
-PANELS_NUMBERS = {lowbit.PANELS: 4, lowbit.BF16_PANELS: 5}  # of kernels.h, after those of FORMATS
-ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # of product.h
+PANELS_NUMBERS = {lowbit.PANELS: 4, lowbit.BF16_PANELS: 5}  # numbers in kernels.h, after those of FORMATS
+ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # numbers in product.h
 
 
 def number_of(order: str) -> int:

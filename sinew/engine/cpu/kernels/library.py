@@ -37,7 +37,7 @@ class Extension:
     kernels: str
     reason: str
     available: tuple[str, ...] = ()
-    panels: tuple[str, ...] = ()  # of lowbit.PANELS and BF16_PANELS, those that it multiplies
+    panels: tuple[str, ...] = ()  # layouts that it multiplies, of lowbit.PANELS and BF16_PANELS
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
     lay_out: lowbit.LayOut = lowbit.lay_out_into
     frames: compiled.FrameKernels | None = None  # None: numpy resizes

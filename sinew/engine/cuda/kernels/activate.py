@@ -35,7 +35,7 @@ MOST_WARPS = 16
 @kernel
 def activate_kernel(
     x,  # [M, 2 N]: gate, then up; or [M, N]
-    bias,  # of x's width, or None
+    bias,  # as wide as x, or None
     x_scale,  # float32 [1] or None: each row's own
     out,  # [M, N]
     scales,  # float32 [M] where out is e4m3, else None
@@ -47,7 +47,7 @@ def activate_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # of one row; 1 where its scale is to be found
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # blocks of one row; 1 if its scale is computed
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -98,7 +98,7 @@ class Specialised:
 
     kernel: Any
     signature: dict[str, str]
-    values: dict[tuple[int], Any]  # of constants, by the position of the parameter
+    values: dict[tuple[int], Any]  # constants, by the position of the parameter
     aligned: dict[tuple[int], bool]
     options: dict[str, Any]
 

@@ -29,7 +29,7 @@ from sinew.engine.cuda.kernels.lang import (
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 
-LEAST_COLUMNS = 32  # of given squares that are read at once
+LEAST_COLUMNS = 32  # columns of given squares that are read at once
 
 
 @kernel

@@ -41,7 +41,7 @@ def fold_keys(
     query,  # [BLOCK_M, D]
     k,
     v,
-    mask,  # of this segment's first key
+    mask,  # mask of this segment's first key
     first,  # key of this block
     row_ok,
     mask_rows,
@@ -122,7 +122,7 @@ def packed_attention_kernel(
     sums,  # float32 [2, SPLIT, tiles, BLOCK_M]: largest scores, denominators
     arrivals,  # int32 [tiles]
     M,
-    scale,  # of the scores, times log2(e)
+    scale,  # scale of the scores, times log2(e)
     q_row,
     kv_row,
     own_row,
@@ -202,7 +202,7 @@ def join_kernel(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # of a tile, in one program
+    ROWS: tl.constexpr,  # rows of a tile, in one program
 ):
     tile = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)

@@ -59,7 +59,9 @@ def qkv_rope_kernel(
 ):
     HALF: tl.constexpr = D // 2
     PARTS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N  # blocks of columns per head
-    DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of one program
+    DEPTH: tl.constexpr = (
+        ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
+    )  # depth of one program
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
     rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)

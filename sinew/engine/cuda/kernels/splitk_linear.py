@@ -54,7 +54,9 @@ def splitk_linear_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of one program
+    DEPTH: tl.constexpr = (
+        ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
+    )  # depth of one program
     WHOLE: tl.constexpr = K % (DEPTH * SPLIT) == 0  # nothing to mask, which the compiler cannot see by itself
     blocks_m = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)

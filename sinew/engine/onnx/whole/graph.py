@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sinew.steps.image.base import ImageRecipe
 
 WHOLE = "policy.onnx"
-DOMAIN = "sinew"  # of the functions
-NEAR = 1e-4  # of the largest value: how far a linear map may be from what it stands for
+DOMAIN = "sinew"  # domain of the functions
+NEAR = 1e-4  # largest error of a linear map, relative to the largest value
 CHECKED = 4  # random inputs that it is held against
 
 

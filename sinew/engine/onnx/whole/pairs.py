@@ -224,7 +224,7 @@ def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float],
             paired[activation] = f"{activation}.paired"
         values = numpy_helper.to_array(constants[weight])
         turned = any(each.name == "transB" and each.i for each in node.attribute)
-        axis = 0 if node.op_type == "Conv" or turned else 1  # of the output channels
+        axis = 0 if node.op_type == "Conv" or turned else 1  # axis of the output channels
         rows = values.reshape(len(values), -1) if axis == 0 else values.T  # [channels, K]
         bias = node.input[2] if len(node.input) > 2 and node.input[2] in constants else ""
         offset = numpy_helper.to_array(constants[bias]).reshape(-1) if bias else np.zeros(1, np.float32)

@@ -47,7 +47,7 @@ from sinew.steps.vector.add_state import AddState
 
 SIDE, ACTION_DIM = 224, 32
 STATISTICS = "norm_stats.json"
-PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
+PROMPT_TOKENS = {False: 48, True: 200}  # pi05 -> prompt tokens
 SOLVER_STEPS = 10  # openpi's sample_actions
 PERIODS = {"min_period": 4e-3, "max_period": 4.0}
 

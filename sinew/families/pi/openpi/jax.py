@@ -67,7 +67,7 @@ def flat(x: np.ndarray) -> np.ndarray:
 
 
 # The rank of openpi's own variants, whose alpha equals it: gemma_2b_lora and gemma_300m_lora (``models/gemma.py``)
-PUBLISHED_RANKS = {"": 16, "_1": 32}  # by the suffix of the language model and of the action expert
+PUBLISHED_RANKS = {"": 16, "_1": 32}  # suffix of the language model and of the action expert -> rank
 ATTENTION = re.compile(r"PaliGemma\.llm\.layers\.attn\.(?P<einsum>\w+?_einsum)(?P<suffix>_1)?\.w")
 FACTORS = ("lora_a", "lora_b")
 

@@ -34,7 +34,7 @@ class Widths:
     vision_layers: int = 12
     image_size: int = 512
     patch_size: int = 16
-    scale_factor: int = 4  # of the pixel shuffle between vision tower and language model
+    scale_factor: int = 4  # factor of the pixel shuffle between vision tower and language model
     expert_width_multiplier: float = 0.75
     num_expert_layers: int = -1  # 0 or less: as many as ``num_vlm_layers``
     self_attn_every_n_layers: int = 2

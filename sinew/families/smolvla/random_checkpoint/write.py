@@ -39,7 +39,7 @@ class RandomCheckpoint:
     policy: Path
     vlm: Path
     parameters: int
-    nbytes: int  # of model.safetensors
+    nbytes: int  # bytes of model.safetensors
 
 
 def write_checkpoint(

@@ -284,7 +284,9 @@ class LeRobotWire:
             decode = self._loop.run_in_executor(self._decoder, _decode, data, agreed, budget)
             timed, seen, agreement = await decode
         self._sessions.recognize(client, session, agreement)
-        decoded = sum(frame.nbytes for frame in seen.images.values())  # of float16 twice what came
+        decoded = sum(
+            frame.nbytes for frame in seen.images.values()
+        )  # float16 frames take twice the received bytes
         if not session.offer(Waiting(timed.timestep, seen, max(len(data), decoded), arrived), timed.must_go):
             logger.debug("lerobot: %s: timestep %d has its actions already", client, timed.timestep)
         return b""

@@ -43,7 +43,7 @@ CURSORS = ("observation_cursor", "cursor")
 ACTION_S = 5.0  # from an observation's arrival to its answer, as LeRobot's client waits
 LANGUAGE_S = 60.0
 GRACE_S = 10.0  # how long a session outlives the robot's liveliness token
-MAX_CHARS = 4096  # of an instruction, a question and an answer: in four bytes each they fit a string
+MAX_CHARS = 4096  # most characters of a text; at four bytes each they fit a string
 
 Kind = Literal["vqa", "next_subtask"]
 KINDS = {"vqa": "question", "next_subtask": "subtask"}  # the protocol's word -> the observation's field

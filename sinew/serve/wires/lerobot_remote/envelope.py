@@ -23,15 +23,15 @@ from sinew.serve.decode.frames import PixelBudget, compressed_frame, raw_frame
 VERSION = 1
 MAX_MESSAGE = 32 << 20  # bytes of one message, and of one array
 MAX_ARRAYS = 64 << 20  # bytes of all arrays of a message, once they are decoded
-MAX_PIXELS = 4096 * 4096  # of one picture
+MAX_PIXELS = 4096 * 4096  # most pixels of one picture
 MAX_TEXT = 16_384  # bytes of one string
-MAX_ITEMS = 4096  # of one list or map
+MAX_ITEMS = 4096  # most entries of one list or map
 MAX_NODES = 32_768  # values of one message
 MAX_DEPTH = 16
-MAX_SIZE = 16_384  # of one dimension
+MAX_SIZE = 16_384  # largest size of one dimension
 MAX_RANK = 8
 MAX_ERROR = 2048  # characters of an error's message
-MAX_COUNTER = (1 << 63) - 1  # of a generation or a sequence
+MAX_COUNTER = (1 << 63) - 1  # largest generation or sequence number
 
 MARK = "__lerobot_type__"
 TYPES = ("describe", "descriptor", "open", "accepted", "control", "ack", "observation", "action",
@@ -39,7 +39,7 @@ TYPES = ("describe", "descriptor", "open", "accepted", "control", "ack", "observ
 SESSION_TYPES = ("control", "ack", "observation", "action", "language_request", "language_result")
 IDENTIFIER = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
-)  # of a deployment, an instance, a session and a request
+)  # ids of a deployment, an instance, a session and a request
 DTYPES = {
     name: np.dtype(name)
     for name in ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",

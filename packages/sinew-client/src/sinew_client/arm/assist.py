@@ -124,7 +124,7 @@ class Assist:
         self._lock = threading.Lock()
         self.asked: Counter = Counter()  # reason -> requests
         self.failed: Counter = Counter()  # reason -> requests without an answer
-        self.faults = Faults()  # of these, errors
+        self.faults = Faults()  # failures that are errors
         self.answered = self.late = self.near_chunks = self.far_chunks = 0
 
     def __call__(self) -> Call:

@@ -99,7 +99,7 @@ class BaseController:
         self.listeners: list[Callable[[str, dict], None]] = []
         self._fault = ""  # reason of the hold until the next answer
         self._chunk = -1
-        self._step: int | None = None  # of the last command
+        self._step: int | None = None  # step of the last command
         self.driver = POLICY
         self.shadow = False  # True if the policy plans without driving, for a comparison
         self.handed = HandedOver()

@@ -209,7 +209,7 @@ def _failed(error: BaseException) -> Outcome:
     reason = f"{type(error).__name__}: {said}"
     if isinstance(error, ClientError):
         return Outcome(reason=reason, kind=kind)
-    if isinstance(error, SinewError):  # of a policy in this process
+    if isinstance(error, SinewError):  # an error of a policy in this process
         return Outcome(reason=said or kind or type(error).__name__, kind=kind)
     logger.error("the request failed", exc_info=error)
     return Outcome(reason=f"internal error: {reason}", kind=kind)

@@ -271,7 +271,7 @@ class RestPose(LoopListener):
             logger.exception("the robot failed on its way to its %s", self._name())
             self._ends(f"the robot failed: {type(error).__name__}: {error!s:.200}")
         finally:
-            if self._goes:  # by a signal that nothing here takes
+            if self._goes:  # a signal that no handler takes
                 self._ends("it was stopped")
             loop.returning = False
             if loop.controller.driver == RETURNING:
