@@ -143,6 +143,7 @@ def test_commit_subjects_have_one_form() -> None:
 # ----------------------------------------------------------------------------- docstrings
 
 PLAIN = (  # folders whose docstrings and comments have been rewritten
+    "eval/sinew_eval",
     "packages/lerobot_policy_sinew/src",
     "packages/sinew-client/src/sinew_client",
     "packages/sinew_ros/sinew_ros",
@@ -203,13 +204,13 @@ def test_a_trailing_comment_has_a_subject(folder: str) -> None:
 
 
 def exports() -> list[tuple[str, Any]]:
-    """Return (name, object) of everything that sinew_client and sinew export, but for the evaluation."""
+    """Return (name, object) of everything that sinew_client and sinew export."""
     found = [(f"sinew_client.{name}", getattr(sinew_client, name)) for name in sinew_client.__all__]
     for name in sinew.__all__:
         value = getattr(sinew, name)
         if isinstance(value, ModuleType):  # sinew.convert and sinew.serve are called as a function
             value = {"convert": getattr(value, "convert", None), "serve": sinew.Server}[name]
-        if callable(value) and not value.__module__.startswith("sinew_eval"):
+        if callable(value):
             found.append((f"sinew.{name}", value))
     return found
 

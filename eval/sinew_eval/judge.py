@@ -25,14 +25,14 @@ REPLAN = 8
 
 
 def observations(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
-    """Return what a policy sees when it plays, to measure what another engine or precision costs.
+    """Play a task and yield the policy's observations, to measure the cost of another engine or precision.
 
     Args:
-        policy: The policy, which is asked for chunks.
+        policy: The policy, which computes the chunks.
 
     Returns:
-        The embedded task that the policy fits, and the observations of its episodes without end, one for each chunk
-        that the policy is asked for. None if it fits no task, or if no simulator is installed.
+        The built-in task that the policy fits, and the observations of its endless episodes, one for each chunk. None
+            if it fits no task, or if no simulator is installed.
     """
     try:
         from sinew_eval.episodes.adapters import make_env

@@ -142,7 +142,7 @@ def needs(
     efficiency: float | None = None,
     request: TracedRequest = AS_THE_POLICY,
 ) -> list[Reached]:
-    """Return what reaches the rate and fits the memory that the system leaves, the machine that is just enough first.
+    """Return the machines that reach the rate and have enough free memory, the smallest sufficient one first.
 
     Machines without a rate for a precision are left out, and a narrower precision that wins nothing.
 

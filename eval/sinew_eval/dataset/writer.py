@@ -23,7 +23,7 @@ from sinew.core.extras import MissingPackageError
 from sinew_eval.dataset.statistics import Statistics
 
 VERSION = "v3.0"
-FILE_BYTES = 100 << 20  # of a parquet file, as LeRobot's
+FILE_BYTES = 100 << 20  # size of a parquet file, as in LeRobot
 FILES_PER_CHUNK = 1000
 MAX_FPS = 10_000
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"

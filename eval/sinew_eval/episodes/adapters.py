@@ -367,6 +367,8 @@ def time_limit(env: gymnasium.Env) -> int | None:
     if not limit and env.spec is not None:
         limit = env.spec.max_episode_steps
     while not limit and isinstance(env, gymnasium.Wrapper):
-        limit = getattr(env, "_max_episode_steps", None)  # of TimeLimit, which has no other name for it
+        limit = getattr(
+            env, "_max_episode_steps", None
+        )  # attribute of TimeLimit, which has no public name for it
         env = env.env
     return limit

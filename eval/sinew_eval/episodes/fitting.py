@@ -64,7 +64,7 @@ class MisfitError(SinewError):
 
 
 def _advice(env: str, error: MisfitError) -> str:
-    """Return what to do about it, in words of the command line."""
+    """Return the next step for a policy that does not fit, with options of the command line."""
     spec, (cameras, state, action) = error.spec, error.shown
     plays = [task for task in TASKS if task != env and _plays(spec, task)]
     others = [f"this policy plays {plays[0]}"] if plays else []

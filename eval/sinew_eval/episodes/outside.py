@@ -202,10 +202,11 @@ def _adapter_key(adapter: str) -> str:
 def _table(
     typed: TypedNames, variants: Sequence[Variant], facts: Sequence[PolicyFacts]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return what was typed, by flag and by what is compared.
+    """Return the typed values, by option and by the text that is compared.
 
-    Files are hashed if a record has a hash to compare. A file whose whole path is the recorded one is not hashed: it is
-    that of a run which was typed on this machine."""
+    Files are hashed if a record has a hash to compare. A file whose whole path equals the recorded one is not hashed,
+    because that run was typed on this machine.
+    """
     policies: dict[str, Any] = dict(
         typed_values(each for each in typed.policies if Target.parse(each).remote)
     )

@@ -107,7 +107,7 @@ class EpisodePolicy:
 
 
 def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
-    """Return what ``infer`` of a policy returned. Raises SinewError for what is no chunk of its actions."""
+    """Return the result of a policy's ``infer``. Raises SinewError if it is not a chunk of the policy's actions."""
     dim = policy.spec.action.dim
     wanted = f"expected sinew_client.ActionChunk(actions) with actions of [rows, {dim}]"
     actions = getattr(answer, "actions", None)
@@ -122,7 +122,7 @@ def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
 
 
 def _caught(call: Callable[[Any], Any], what: Any) -> Any:
-    """Return what a call returns, or the error that it raises."""
+    """Return the result of a call, or its error."""
     try:
         return call(what)
     except SinewError as error:
@@ -200,15 +200,17 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
 
 
 def _computing(variant: Variant) -> dict[str, Any]:
-    """Return what computes a variant's bundle, for :func:`sinew.load` and for the choice of an engine. One thread, as
-    in workers: sums are divided among threads, so their number decides the last bits."""
+    """Return the engine options of a variant's bundle, for :func:`sinew.load` and for the choice of an engine.
+
+    One thread, as in workers: sums are divided among threads, so their number affects the last bits.
+    """
     names = ("engine", "device", "dtype", "ignore_recipe")
     threads = None if variant.device.startswith("cuda") else 1
     return {name: getattr(variant, name) for name in names} | {"threads": threads}
 
 
 def chosen(variant: Variant) -> EngineChoice:
-    """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
+    """Return the engine choice for a variant's bundle. Raises :class:`SinewError` if no engine runs it."""
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.policy import open_bundle
 
@@ -228,7 +230,7 @@ STATED = (
 
 
 def stated_facts(target: str, env_id: str) -> dict[str, Any]:
-    """Return what a policy states of how its chunks are executed, without loading it."""
+    """Return a policy's own statements about the execution of its chunks, without loading it."""
     if target == EXPERT:
         found = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
         whole: Mapping[str, Any] = next(found, {})

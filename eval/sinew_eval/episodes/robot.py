@@ -54,7 +54,7 @@ class SimulatedRobot:
     actions: what the environment was given in this episode, one for each of its ``steps``. info: what it said last.
     """
 
-    _seen: dict[str, Any] | None  # of this step, once somebody has looked
+    _seen: dict[str, Any] | None  # observation of this step, once it was requested
 
     def __init__(
         self,
@@ -96,8 +96,7 @@ class SimulatedRobot:
         return ExpertLeader(self, **options)
 
     def observe(self) -> dict[str, Any]:
-        """Return what the environment shows, drawn once per step. ``age`` is that of what a chunk counts its rows
-        from."""
+        """Return the environment's observation, drawn once per step. ``age`` counts from the frame of a chunk."""
         return dict(self._look())
 
     def _look(self) -> dict[str, Any]:
@@ -190,7 +189,7 @@ class ExpertLeader:
         return self._after is not None and self._robot.steps >= self._after
 
     def read(self) -> np.ndarray:
-        """Return what the expert does in the environment's present state, float32 [D]."""
+        """Return the expert's command in the environment's present state, float32 [D]."""
         if self._episode != self._robot.finished:
             self._expert.start(self._robot.env)
             self._episode = self._robot.finished

@@ -53,18 +53,38 @@ Watcher = Callable[[int, dict[str, Any], bool], None]  # control step, observati
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What happened. ``steps``: control steps until the end. ``held``: of these, steps after the first chunk
-    in which there was nothing to execute. ``misses``: chunks that came after the actions at hand had run out.
-    ``delays``: control steps from request to chunk, ``latency_ms``: of each inference, on the clock.
-    ``seam``: the largest change of a command from the last row of a chunk to the first of the next. ``jerk``: the
-    root mean square of the commands' third difference. Both in units of the action, over its numbers.
-    clipped: commands that a limit changed. ages: control steps since the frame -> executed rows. Of a trial on a
-    robot (:mod:`sinew_eval.trials`): trial is its number, with which attempt it was behind it, as in "007-2";
-    prompt the instruction; judge who said how it ended ("key", "file", "robot", "time"); note what was written;
-    counted is False for one that was discarded.
-    digest: of all commands, bit for bit (:func:`digest_of`); "" of a stream. peak_bytes: the most memory that the
-    policy's process had until the end of the episode, the simulator's included where that is the same one; 0 where a
-    server does not say it.
+    """The record of one episode.
+
+    Attributes:
+        seed: Seed of the reset.
+        task: Name of the task.
+        success: True if it succeeded.
+        steps: Control steps until the end.
+        chunks: Chunks that were received.
+        executed: Control steps with an action.
+        held: Steps after the first chunk without an action.
+        misses: Chunks that came after the remaining actions had run out.
+        delays: Control steps from request to chunk.
+        latency_ms: Time of each inference, on the clock.
+        chunk_size: Actions in a chunk.
+        late_ticks: Ticks that began late.
+        wall_s: Duration in seconds.
+        seam: Largest change of a command from the last action of a chunk to the first of the next, in units of the
+            action.
+        jerk: Root mean square of the commands' third difference, in units of the action.
+        reactions_ms: For streams: reaction times, by loop.
+        faults: Answers that could not be executed, by kind.
+        reasons: Reason of a hold -> control steps.
+        digest: Digest of all commands, bit for bit (:func:`digest_of`); "" for a stream.
+        peak_bytes: Largest memory of the policy's process until the end of the episode, with the simulator if it is
+            the same process; 0 if a server does not state it.
+        clipped: Commands that a limit changed.
+        ages: Control steps since the frame -> executed actions.
+        trial: For a trial on a robot (:mod:`sinew_eval.trials`): its number and attempt, such as "007-2".
+        prompt: For a trial: the instruction.
+        judge: For a trial: the origin of its outcome ("key", "file", "robot", "time").
+        note: For a trial: the judge's note.
+        counted: False for a discarded trial.
     """
 
     seed: int
@@ -82,9 +102,9 @@ class Episode:
     wall_s: float = 0.0
     seam: float = 0.0
     jerk: float = 0.0
-    reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # of streams, by loop
+    reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # streams only, by loop
     faults: dict[str, int] = field(default_factory=dict)  # answers that could not be executed, by kind
-    reasons: dict[str, int] = field(default_factory=dict)  # of holds -> control steps
+    reasons: dict[str, int] = field(default_factory=dict)  # reason of a hold -> control steps
     digest: str = ""
     peak_bytes: int = 0
     clipped: int = 0
@@ -96,14 +116,21 @@ class Episode:
     counted: bool = True
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the record, ready for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Episode:
-        """Return the episode of a record.
+        """Build an episode from a record.
+
+        Args:
+            values: The record.
+
+        Returns:
+            The episode.
 
         Raises:
-            SinewError: a field is unknown, missing, or has another type.
+            SinewError: A field is unknown, missing, or has another type.
         """
         types = {field.name: str(field.type) for field in fields(cls)}
         for name, value in values.items():
@@ -244,7 +271,7 @@ def ages_of(loop: Loop) -> dict[str, int]:
 
 
 def _description(policy: EvalPolicy) -> dict[str, Any]:
-    """Return what a policy states about itself. A foreign server may state nothing but its chunks."""
+    """Return a policy's description. A foreign server may state nothing except its chunks."""
     own = {"motion": policy.motion, "chunk_size": policy.chunk_size, "committed_rows": policy.committed_rows}
     return {**policy.served, **own}
 

@@ -21,7 +21,7 @@ from sinew_client.untrusted import named, shown
 TASKS_GROUP = "sinew.tasks"  # entry points of other distributions: name -> "module:Class"
 ADAPTERS = {"direct": "sinew_eval.episodes.adapters:Direct"}  # name -> place of an adapter of this package
 MOST_DELAY = 1_000_000  # control steps or milliseconds of a latency
-MOST_WHOLE = 1 << 53  # of a whole number in a record
+MOST_WHOLE = 1 << 53  # largest whole number in a record
 MOST_TEXT = 4096  # characters of a text in a record
 MOST_SOLVER_STEPS, MOST_BATCH = 10_000, 65_536  # in a record
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
@@ -77,7 +77,7 @@ class Latency:
         return mean if found["unit"] else 1e3 * mean / control_hz
 
 
-NONE = "none"  # of a sweep, for what is a file or a form
+NONE = "none"  # value of a sweep that means no file or form
 
 
 _COSTS = re.compile(
@@ -189,7 +189,7 @@ class Variant:
         return {name: value for name, value in record.items() if value or name not in later}
 
     def record(self) -> dict[str, Any]:
-        """Return what a report keeps: ``to_dict`` without the folders of this machine."""
+        """Return the record for a report: ``to_dict`` without the folders of this machine."""
         values = self.to_dict()
         if self.edge_adapter:
             values["edge_adapter"] = file_name(self.edge_adapter)
@@ -421,7 +421,7 @@ class Task:
         return cls(**_checked("task", values, _TASK_FIELDS))
 
     def record(self) -> dict[str, Any]:
-        """Return what a report keeps: ``to_dict`` without the folders of this machine."""
+        """Return the record for a report: ``to_dict`` without the folders of this machine."""
         values: dict[str, Any] = portable(self.to_dict())
         return {
             **values,

@@ -56,8 +56,9 @@ def usual_workers(alone: bool = False) -> int:
 
 
 def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] = ()) -> list[Variant]:
-    """Return what is to be played. Raises :class:`SinewError` for a variant that is there twice, and for an edge
-    adapter that is none."""
+    """Return the variants to play. Raises :class:`SinewError` for a repeated variant, and for an invalid edge
+    adapter.
+    """
     found = parse_sweep(base, sweeps)
     for text in compares:
         if "=" in text and not Path(text).exists():

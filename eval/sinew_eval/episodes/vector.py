@@ -118,7 +118,7 @@ class Part(gymnasium.Env):
 
 
 def _of(infos: Mapping[str, Any], part: int) -> dict[str, Any]:
-    """Return what infos say of one part: those under whose mask it is."""
+    """Return the entries of infos that belong to one part, by their masks."""
     found = {}
     for name, value in infos.items():
         mask = infos.get(f"_{name}")

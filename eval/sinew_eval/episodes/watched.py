@@ -142,7 +142,7 @@ def write_moments(path: Path, moments: Sequence[WatchedMoment]) -> None:
 
 
 def read_moments(path: Path) -> list[WatchedMoment]:
-    """Return what :func:`write_moments` wrote."""
+    """Read a file of :func:`write_moments`."""
     found = read_npz(path, max_unpacked=MAX_FILM)
     scenes = found.get("scene", [None] * len(found["step"]))
     cameras = {name.removeprefix(CAMERA): each for name, each in found.items() if name.startswith(CAMERA)}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SIDE = 240  # pixels of the scene
 FPS = 10  # pictures per second of the episode's own time, at most
-PAUSE_S = 1.5  # at the end
+PAUSE_S = 1.5  # pause after the last frame
 QUALITY = 60
 MOST_VARIANTS = 4
 

@@ -30,8 +30,8 @@ from sinew_eval.report.stats import mcnemar, paired_difference, pairs_needed, su
 SCHEMA = "sinew.leaderboard/1"
 MAX_REPORTS = 1000
 MAX_STANDINGS = 200  # rows of a board: each two are compared
-MAX_TASKS = 10_000  # of a variant
-MAX_NUMBER = 1e18  # of what a report has measured
+MAX_TASKS = 10_000  # most tasks of a variant
+MAX_NUMBER = 1e18  # largest measured number in a report
 FEW = 10  # pairs that a page shows unfolded
 # What a row's name says where rows of one policy differ in it.
 TOLD = (
@@ -119,7 +119,7 @@ def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a board is about. Raises :class:`SinewError`."""
+    """Return the task of a board. Raises :class:`SinewError`."""
     task = _object("task", record.get("task"))
     return {
         "env": _text("task.env", task.get("env")),
@@ -134,11 +134,14 @@ def _task(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _standings(name: str, record: Mapping[str, Any]) -> Iterator[Standing]:
-    """Yield what a report says of each variant. Reports of before there were outcomes say which seeds failed.
+    """Yield the standing of each variant in a report. Older reports list failed seeds in place of outcomes.
 
     Args:
-        name: of the report, on the board.
-        record: its content; each field that is used is checked. Raises :class:`SinewError`.
+        name: Name of the report on the board.
+        record: Its content. Each used field is checked.
+
+    Raises:
+        SinewError: A field is wrong.
     """
     entries = variant_entries(record)
     outcomes = checked_outcomes(record, len(entries)) if "outcomes" in record else None
@@ -207,7 +210,7 @@ def _wins_of_failures(record: Mapping[str, Any], entry: Mapping[str, Any]) -> di
 
 
 def _plan(values: Any) -> dict[str, Any]:
-    """Return what a sitting of trials had planned."""
+    """Return the plan of a session of trials."""
     plan = _object("plan", values)
     always = _number_or_none("plan.p_anytime", plan.get("p_anytime"))
     return {**plan, "said": _text("plan.said", plan.get("said")), "p_anytime": always}
@@ -424,7 +427,7 @@ def task_rows(board: Mapping[str, Any]) -> list[list[str]]:
 
 
 def plans(board: Mapping[str, Any]) -> list[str]:
-    """Return what each sitting of trials had planned, and whether that was kept, a sentence each."""
+    """Return the plan of each session of trials, and whether it was kept, a sentence each."""
     found = {
         entry["report"]: f"{entry['report']}: {entry['plan']['said']}"
         for entry in board["entries"]

@@ -22,8 +22,8 @@ from sinew_eval.evidence.page import record_in
 from sinew_eval.report.report import SCHEMA
 from sinew_eval.report.stats import mcnemar
 
-REPORT = "report.json"  # of `sinew eval --out`
-MAX_EPISODES = 1_000_000  # of a variant
+REPORT = "report.json"  # file of `sinew eval --out`
+MAX_EPISODES = 1_000_000  # most episodes of a variant
 MAX_VARIANTS = 1000
 MAX_SEED = 1 << 63
 KINDS = ("bundle", "server", "expert")
@@ -200,7 +200,7 @@ def _facts(entry: Mapping[str, Any]) -> PolicyFacts:
 
 
 def policy_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a report says of a variant's policy: its kind and its id. Raises :class:`SinewError`."""
+    """Return the kind and the id of a variant's policy in a report. Raises :class:`SinewError`."""
     about = entry.get("policy")
     if not isinstance(about, dict) or about.get("kind") not in KINDS or not isinstance(about.get("id"), str):
         raise SinewError(
@@ -219,11 +219,12 @@ def _place(name: str) -> str:
 def compare(
     recorded: Recorded, report: Mapping[str, Any], results: Sequence[Sequence[Episode]]
 ) -> dict[str, Any]:
-    """Return what is equal and what differs between a recorded run and its repetition.
+    """Compare a recorded run with its repetition.
 
-    conditions: name -> what it was there and is here, where the two differ. variants: of each the episodes whose every
-    command was equal, those with the same outcome after as many steps, those with the same outcome, and the trials
-    whose outcome changed. passed: no outcome changed.
+    Returns:
+        conditions: name -> (then, now), for conditions that differ. variants: for each, the episodes with equal
+            commands, those with the same outcome after the same steps, those with the same outcome, and the trials
+            whose outcome changed. passed: True if no outcome changed.
     """
     variants = []
     for index, (entry, episodes) in enumerate(zip(report["variants"], results, strict=True)):
@@ -309,7 +310,7 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def sentences(found: Mapping[str, Any]) -> list[str]:
-    """Return what differs, a line each, and that nothing does where that is so."""
+    """Return the differences, a line each, or a line that there are none."""
     said = [f"differs: {name}: {was} there, {now} here" for name, (was, now) in found["conditions"].items()]
     for each in found["variants"]:
         for trial in each["changed"]:

@@ -21,7 +21,7 @@ SHOWN = 400  # trials that are listed at once; the others are folded away
 
 
 def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]:
-    """Return what came of each episode of each variant, and what tells whether another one was the same."""
+    """Return the outcome of each episode of each variant, with the fields by which episodes are compared."""
     names = ("seed", "task", "success", "steps", "digest")
     return [[{name: getattr(each, name) for name in names} for each in episodes] for episodes in results]
 
@@ -120,7 +120,7 @@ def trials_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _said(trial: Mapping[str, Any]) -> str:
-    """Return who judged a trial on a robot, and what was written; "" of an episode."""
+    """Return the judge and the note of a trial on a robot; "" for an episode."""
     note = f": {trial['note']}" if trial.get("note") else ""
     return f" ({trial['judge']}{note})" if "judge" in trial else ""
 

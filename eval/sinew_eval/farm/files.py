@@ -36,9 +36,9 @@ from sinew_eval.episodes.settings import Task, Variant
 FOLDER = "episodes.farm"  # within the folder of a run, beside the log
 PLAN, LEASES, PLAYED, LOGS = "plan.json", "leases", "played", "logs"
 FORMAT = 1
-LEASE_S = 15.0  # of a plan
-MAX_BYTES = 64 << 20  # of a file that is read here
-MAX_VALUES = 1 << 23  # of a plan
+LEASE_S = 15.0  # lease of a plan, seconds
+MAX_BYTES = 64 << 20  # largest file that is read here
+MAX_VALUES = 1 << 23  # most values of a plan
 MAX_SEED = 1 << 63
 MAX_LEASE_S = 3600.0
 MAX_WORKER = 1024  # bytes of a worker's name
@@ -157,7 +157,7 @@ class FarmPlan:
         return task, tuple(variants)
 
     def facts(self) -> list[PolicyFacts]:
-        """Return what the keys say of each variant's policy. Raises :class:`SinewError`."""
+        """Return the facts about each variant's policy, from the keys. Raises :class:`SinewError`."""
         return [_facts(variant, text) for variant, text in zip(self.variants, self.keys, strict=True)]
 
     def check(self, index: int, variant: Variant | None = None) -> None:
@@ -221,7 +221,7 @@ class EpisodeQueue:
             file.write(self.worker)
         with self._lock:
             self._held.add(job.name)
-        if self.played(job):  # by somebody who gave the lease back in between
+        if self.played(job):  # another worker gave the lease back in between
             self.give_back(job)
             return False
         return True
@@ -317,7 +317,9 @@ class EpisodeQueue:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Return what changes with every sign of life. A file that is opened is looked up anew on a network file system."""
+    """Return a value that changes with every sign of life. Opening a file refreshes its state on a network file
+    system.
+    """
     try:
         with open_regular(path) as file:
             found = os.fstat(file.fileno())

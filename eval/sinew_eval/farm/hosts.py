@@ -56,7 +56,9 @@ AWAY_S = 60.0  # without one, until a worker gives up
 AGAIN_S = 0.2  # between two tries
 TOLD_S = 3.0  # for workers to hear that all is played
 BLOCK = 1 << 20  # bytes of a bundle that are in memory
-MOST_THREADS = 256  # of this process, each connection has one; others are closed, and try again
+MOST_THREADS = (
+    256  # threads of this process, one per connection; further connections are closed, and try again
+)
 KEY_HEADER = "X-API-Key"
 KEY_FILE = "key"  # in the queue's folder, for this user alone: a run that is begun again has the same
 WORKER = re.compile(r"[\w.-]{1,100}")
@@ -192,7 +194,7 @@ class QueueServer:
         with self._lock:
             if worker not in self._queues:
                 self._queues[worker] = EpisodeQueue(self._folder, worker, self._plan.lease_s)
-                self._queues[worker].adopt()  # of an earlier head
+                self._queues[worker].adopt()  # leases of an earlier head
                 self._untold.add(worker)
             return self._queues[worker]
 

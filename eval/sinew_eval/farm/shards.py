@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 MAX_LOG = 1 << 28  # bytes of a shard's log
 BEATS = 5  # signs of life in the time of a lease
 LOOK_S = 0.05  # between two looks at the queue
-DEATHS = 5  # of shards in the same group, or before their first one, until the run gives up
+DEATHS = 5  # deaths of shards in the same group, or before their first one, that end the run
 REFUSED, FAULT = 65, 70  # exit status of a shard that ends with an error for people, and with one of Python's
-LINES = 15  # of a shard's last words
+LINES = 15  # log lines shown when a shard fails
 HEAD = "head"  # how the names of a run's own shards begin
 # Modules that play, here and on the hosts of a cluster
 SHARD, CLUSTER = "sinew_eval.farm.shards", "sinew_eval.foreign.cluster"
@@ -54,7 +54,7 @@ NOTHING = (
 
 
 def left_over(folder: Path) -> dict[tuple[str, int], Episode]:
-    """Return what was played in a queue whose head has died, whole groups and others."""
+    """Return the played episodes of a queue whose head has died, from whole groups and others."""
     found: dict[tuple[str, int], Episode] = {}
     if (folder / PLAYED).is_dir():
         for path in sorted((folder / PLAYED).iterdir()):
@@ -88,7 +88,7 @@ def play(
     """
     queue, plan = EpisodeQueue(folder, HEAD), FarmPlan.of(task, variants, todo)
     queue.make()
-    queue.release(HEAD)  # of an earlier head, whose shards have ended with it
+    queue.release(HEAD)  # lease of an earlier head, whose shards have ended with it
     plan.write(folder)
     left: dict[str, list[Job]] = {}
     for job in plan.jobs:
@@ -173,7 +173,7 @@ class Crew:
 
     def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str]):
         self.folder, self.name, self._logs, self._how = folder, name, logs, how
-        self.episodes = 0  # by processes that have come to their end
+        self.episodes = 0  # episodes of processes that have ended
         self._queue = EpisodeQueue(folder, name)
         self._begun = 0
         self._deaths = Deaths(folder)

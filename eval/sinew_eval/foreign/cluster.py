@@ -223,7 +223,7 @@ class HostSeat:
     def __init__(self, actor: Any):
         self.actor, self.node, self.name = actor, "", ""
         self.life: Life
-        self.ref: Any = None  # of the answer that comes next; None: nothing to do
+        self.ref: Any = None  # reference of the next answer; None without a request
         self.held: deque[tuple[Job, Any]] = deque()
 
 
@@ -242,7 +242,7 @@ class Hosts:
         self._plan.local(folder / files.PLAN, typed)
         self._left = list(self._plan.jobs)
         self._deaths = shards.Deaths(folder)
-        self._refused: dict[str, str] = {}  # by the id of a node
+        self._refused: dict[str, str] = {}  # id of a node -> reason
         self._fed: dict[str, HostSeat] = {}  # the actor of a node that gets bundles for all of it
         self._class, self._begun, self._told = _actor(), time.monotonic(), False
         self.episodes = 0
@@ -307,7 +307,7 @@ class Hosts:
         self._begun = time.monotonic()
 
     def _live(self, seat: HostSeat) -> Life:
-        """Yield what an actor is asked for, one after the other; get the answers."""
+        """Yield the requests to an actor, one after the other, and receive the answers."""
         while True:
             found = yield seat.actor.open.remote(self._text, self._release)
             seat.node, seat.name = found["node"], found["name"]

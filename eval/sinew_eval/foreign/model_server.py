@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1  # its ``protocol_version``
 TIMEOUT_S = 60.0
-MAX_BYTES = 1 << 20  # of an answer, which bounds the values in it as well
-MAX_NUMBERS = 1 << 16  # of an action
-MAX_VALUES = 1 << 17  # of an answer
-KINDS = "biuf"  # of numpy's types
+MAX_BYTES = 1 << 20  # largest answer, which bounds its values as well
+MAX_NUMBERS = 1 << 16  # most numbers of an action
+MAX_VALUES = 1 << 17  # most values of an answer
+KINDS = "biuf"  # kinds of numpy's types
 
 
 class ModelServer:
@@ -177,7 +177,7 @@ def _array(value: Any) -> Any:
 
 
 def said(address: str) -> dict[str, Any]:
-    """Return what a server says of itself. Raises :class:`SinewError`."""
+    """Return a server's description. Raises :class:`SinewError`."""
     policy = ModelServer(address)
     try:
         return policy.hello

@@ -40,7 +40,7 @@ from sinew_eval.foreign.server import serving
 PACKAGES = tuple(Path(str(each.__file__)).resolve().parent for each in (sinew_client, sinew, sinew_eval))
 VERSIONS = Path(__file__).parent / "simulators"
 STAMP = "sinew-versions"
-DEATHS = 3  # by signals, of a simulator's process in the same episode, until the run gives up
+DEATHS = 3  # deaths of a simulator's process by signals in the same episode that end the run
 logger = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------- interpreters
@@ -209,7 +209,9 @@ class Foreign:
 
 
 def _flags(variant: Variant) -> tuple[str, ...]:
-    """Return what `sinew serve` is told of a variant: all that says how its policy is run. The rest is the robot's."""
+    """Return the options of `sinew serve` for a variant: those that define how its policy runs. The others belong to
+    the robot.
+    """
     found = ["--device", variant.device]
     for name in ("engine", "dtype"):
         if value := getattr(variant, name):
@@ -334,7 +336,7 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # of what was written and nobody reads any more
+                with suppress(BrokenPipeError):  # the other end no longer reads
                     pipe.close()
 
     def __enter__(self) -> Worker:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-PYTHON = (3, 10)  # of the evaluation's code; what sinew itself needs is newer
+PYTHON = (3, 10)  # version for the evaluation's code; sinew itself needs a newer one
 
 
 def _adopt(name, folder):

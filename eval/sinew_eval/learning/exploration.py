@@ -38,10 +38,16 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class Exploration:
-    """How actions are drawn. ``kind``: of flow policies as above, or "tokens".
+    """How actions are sampled for learning.
 
-    level: of a flow's noise, above 0 (of flow-cps at most 1; of flow-noise in model units); of tokens the temperature.
-    step: the only step that has noise, as in pi_RL's mixed sampling; None: all of them.
+    Attributes:
+        kind: A kind for flow policies, or "tokens" for autoregressive ones.
+        level: Level of a flow's noise, above 0 (for flow-cps at most 1; for flow-noise in model units); the
+            temperature of tokens.
+        step: The only step with noise, as in pi_RL's mixed sampling; None adds noise in all steps.
+
+    Raises:
+        SinewError: A value is out of its range.
     """
 
     kind: Kind
@@ -60,7 +66,12 @@ class Exploration:
             )
 
     def of_flow(self, s: float, d: float) -> tuple[float, float, float]:
-        """Return (keep, gain, fresh) of the step from a share of noise ``s`` to ``s - d``, of dx / ds."""
+        """Return (keep, gain, fresh) of a solver step.
+
+        Args:
+            s: Share of noise before the step.
+            d: Decrease of that share in the step, for dx / ds.
+        """
         if self.kind == "flow-noise":
             return 1.0, -d, self.level
         if self.kind == "flow-cps":

@@ -34,14 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutSample:
-    """A chunk that was drawn, and what its probability is computed from.
+    """A sampled chunk, with all that its probability is computed from.
 
-    chain: of a flow, float32 [K + 1, H, A] in model units: noise, what each step led to, the solution (pi_RL's chains);
-        of tokens, int64 [n].
-    log_probs: of each number that was drawn, float32 [K, H, A], 0 in steps that draw nothing; of tokens, [n]. That of
-        the noise at the start is no part of it: no weight changes it. Later rows of a chunk that were never executed
-        may be left out of a sum, as pi_RL does.
-    version: how often weights had been exchanged.
+    Attributes:
+        chunk: The chunk.
+        chain: For a flow, float32 [K + 1, H, A] in model units: the noise, the result of each step, the solution
+            (pi_RL's chains). For tokens, int64 [n].
+        log_probs: Log-probability of each sampled number, float32 [K, H, A], 0 in steps without sampling; for tokens,
+            [n]. The initial noise is not part of it, because no weight changes it. A sum may leave out later actions
+            that were never executed, as in pi_RL.
+        version: How often weights had been replaced.
+        prepared: The model inputs.
     """
 
     chunk: ActionChunk
@@ -52,20 +55,28 @@ class RolloutSample:
 
     @property
     def log_prob(self) -> float:
-        """Return the chunk's log-probability, given the noise at its start."""
+        """Log-probability of the chunk, given the initial noise."""
         return float(self.log_probs.sum(dtype=np.float64))
 
 
 class RolloutPolicy(Policy):
-    """A policy whose actions are drawn, reproducibly by an observation's seed. It is one like others: ``infer``,
-    ``sinew.evaluate`` and servers take it.
+    """A policy that samples its actions, reproducibly by an observation's seed. ``infer``, ``sinew.evaluate`` and
+    servers accept it like any policy.
 
-    path: what :func:`sinew.load` takes. exploration: None for a policy that draws noise at its steps anyway.
-    solver_steps: K; None: the bundle's.
-    batch: observations of one inference, always as many: fewer are filled up. In the same place of a batch an
-        observation's actions have the same bits, whatever the others are. In another place, or with another ``batch``,
-        they differ by rounding: by up to 1e-5 of the largest action in float32. With 1 they always repeat to the bit.
-    options: those of :func:`sinew.load`; the engine is eager, the one whose weights can be exchanged.
+    Args:
+        path: A source as for :func:`sinew.load`.
+        exploration: How actions are sampled; None for a policy that draws noise in its steps anyway.
+        batch: Observations of one inference. Smaller batches are filled up to it. At the same place of a batch, an
+            observation's actions have the same bits, independent of the others. At another place, or with another
+            ``batch``, they differ by rounding: by up to 1e-5 of the largest action in float32. With 1 they always
+            repeat to the bit.
+        solver_steps: K, number of solver steps; None for the bundle's.
+        device: As for :func:`sinew.load`.
+        dtype: As for :func:`sinew.load`.
+        **options: Further options of :func:`sinew.load`. The engine is eager, whose weights can be replaced.
+
+    Raises:
+        SinewError: An option does not fit the policy.
     """
 
     def __init__(
@@ -106,16 +117,32 @@ class RolloutPolicy(Policy):
     def sample(
         self, observations: Sequence[Observation | Mapping[str, Any]]
     ) -> list[RolloutSample | SinewError]:
-        """Return a drawn chunk for each observation; an error of one of them (a sentence that spells no chunk) in its
-        place. Raises :class:`ObservationError` for what is no observation of this policy."""
+        """Sample a chunk for each observation.
+
+        Args:
+            observations: As in :meth:`infer`.
+
+        Returns:
+            One entry per observation: its sample, or its error, such as a token sequence that encodes no chunk.
+
+        Raises:
+            ObservationError: An observation does not fit the policy.
+        """
         return self._sampled([self.prepare(each) for each in observations])
 
     def log_probs(self, samples: Sequence[RolloutSample], model: nn.Module | None = None) -> Tensor:
-        """Return the log-probabilities of samples under other weights, float32 [B, K, H, A], or [B, n] of tokens, 0
-        behind a sentence's end. Autograd goes through them to the weights of ``model``. With the weights that drew the
-        samples they equal ``RolloutSample.log_probs`` up to rounding, also in a batch of another size.
+        """Compute the log-probabilities of samples under other weights. Autograd goes through them to the weights of
+        ``model``.
 
-        samples: of one form: cameras, prompt length, K. model: one of :meth:`learner`; None: what computes here.
+        With the weights that drew the samples, they equal ``RolloutSample.log_probs`` up to rounding, also in a batch
+        of another size.
+
+        Args:
+            samples: Samples with equal cameras, prompt length and K.
+            model: A model of :meth:`learner`; None for the policy's own.
+
+        Returns:
+            float32 [B, K, H, A], or [B, n] for tokens, 0 after a sequence's end.
         """
         found = self.engine.model if model is None else model
         inputs = stack_prompts([each.prepared for each in samples], self.processor.recipe.prompt)
@@ -125,9 +152,10 @@ class RolloutPolicy(Policy):
         return flow_log_probs(found, inputs, np.stack([each.chain for each in samples]))
 
     def learner(self) -> Any:
-        """Return a copy of the model whose weights can be trained: its ``state_dict`` is what :meth:`exchange` takes.
+        """Return a copy of the model with trainable weights. :meth:`exchange` accepts its ``state_dict``.
 
-        Raises :class:`SinewError` for weights that are no floats.
+        Raises:
+            SinewError: A weight is not in floats.
         """
         learner = copy.deepcopy(self.engine.model)
         for name, weight in learner.state_dict().items():
@@ -136,14 +164,23 @@ class RolloutPolicy(Policy):
         return learner.requires_grad_(True)
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
+        """Replace weights between two inferences.
+
+        Args:
+            weights: Name in the bundle -> tensor or array.
+        """
         with self.lock:
             self.engine.exchange(weights)
             self.version += 1
 
     def save(self, path: str | Path) -> None:
-        """Write a bundle with the weights of now, each stored as it was, and without the exploration.
+        """Write a bundle with the present weights, each in its stored type, without the exploration.
 
-        Raises :class:`SinewError` for a bundle with low-bit weights.
+        Args:
+            path: The new bundle.
+
+        Raises:
+            SinewError: The bundle has low-bit weights.
         """
         import torch
 
@@ -161,6 +198,15 @@ class RolloutPolicy(Policy):
         write_bundle(Path(path), lambda: self._stored, tensors)
 
     def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
+        """Prepare an observation, with a seed. Raises ObservationError for a request that cannot be combined with
+        sampling.
+
+        Args:
+            observation: As in :meth:`infer`.
+
+        Returns:
+            The inputs for :meth:`run_batch`.
+        """
         observation = given_as(observation, self.spec)
         found = super().prepare(observation)
         if self._speaks and found.seed is None:  # such a policy draws no noise otherwise
@@ -179,6 +225,16 @@ class RolloutPolicy(Policy):
     def run_batch(
         self, members: Sequence[Prepared], *, cancel: Any = None, between: Any = None
     ) -> list[ActionChunk | SinewError]:
+        """Sample the chunks of several prepared observations.
+
+        Args:
+            members: Results of :meth:`prepare`.
+            cancel: An event that cancels the inference.
+            between: Not used, because one generator serves the whole run.
+
+        Returns:
+            One entry per member: its chunk, or its error.
+        """
         found = self._sampled(members, cancel)
         return [each if isinstance(each, SinewError) else each.chunk for each in found]
 

@@ -44,8 +44,15 @@ WIDTH = 160  # pixels of a bar in a notebook
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What :func:`evaluate` has found. episodes: a row for each seed, in their order. batch: episodes that were played
-    at once, and one_by_one why they were answered one after the other all the same, "" where they were not.
+    """The result of :func:`evaluate`.
+
+    Attributes:
+        policy: Name of the policy.
+        env: Name of the environment.
+        control_hz: Control steps per second.
+        episodes: One entry for each seed, in their order.
+        batch: Episodes that were played at once.
+        one_by_one: Why they were still answered one after the other; "" if they were not.
     """
 
     policy: str
@@ -61,12 +68,12 @@ class Evaluation:
 
     @property
     def success(self) -> float:
-        """Return the share of episodes that succeeded."""
+        """Share of episodes that succeeded."""
         return self.successes / len(self.episodes)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the 95 % score interval of the success (Wilson 1927)."""
+        """95 % score interval of the success (Wilson 1927)."""
         return statistics.wilson(self.successes, len(self.episodes))
 
     @property
@@ -81,7 +88,14 @@ class Evaluation:
         return {task: replace(self, episodes=tuple(found[task])) for task in sorted(found)}
 
     def compare(self, other: Evaluation) -> stats.McNemar:
-        """Return McNemar's exact test of two evaluations over the seeds that both have."""
+        """Compare two evaluations by McNemar's exact test, over the seeds that both have.
+
+        Args:
+            other: The other evaluation.
+
+        Returns:
+            The test's result.
+        """
         first, second = ({e.seed: e.success for e in each.episodes} for each in (self, other))
         return stats.mcnemar(first, second)
 
@@ -90,7 +104,7 @@ class Evaluation:
         return [episode.to_dict() for episode in self.episodes]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it ready for JSON."""
+        """Return the whole result, ready for JSON."""
         found = {"policy": self.policy, "env": self.env, "control_hz": self.control_hz, "batch": self.batch}
         return {**found, **stats.success([e.success for e in self.episodes]), "rows": self.rows()}
 
@@ -157,29 +171,47 @@ def evaluate(
     out: str | os.PathLike[str] | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> Evaluation:
-    """Play a policy in closed loop, by the robot's own controller, and return what came of it.
+    """Play a policy in closed loop, with the robot's own controller.
 
-    The environment is reset with the episode's seed, and the noise of its k-th chunk follows from (noise, seed, k): the
-    same call gives the same outcomes, and two policies over the same seeds are paired (``Evaluation.compare``).
+    The environment is reset with the episode's seed, and the noise of its k-th chunk follows from (noise, seed, k).
+    So the same call gives the same outcomes, and two policies over the same seeds are paired
+    (``Evaluation.compare``).
 
-    policy: a bundle, a checkpoint, a name of the hub, the address of a server, ``expert``; or an open one, of
-        ``sinew.load``, ``sinew.connect``, or anything with its ``spec``, ``infer``, ``reset`` and ``close``
-        (:class:`sinew_client.Policy`). ``infer`` returns ``sinew_client.ActionChunk(actions)``: numbers of
-        ``[rows, action.dim]`` in world units. What is given open stays open.
-    env: a gymnasium id, which may be a suite's such as ``gym_pusht/PushT-v0`` if its package is installed here; an
-        environment; a vectorised one, whose parts ask for actions in one batch; or what makes an environment, called as
-        often as ``batch`` says. None: of a policy by name, the embedded task that it fits.
-    episodes: how many, one per seed from ``seed`` on; or the seeds.
-    adapter: what the parts of the environment's observation are: a mapping as in docs/eval.md, its .json file, or a
-        class as in ``package.module:Class``; None for an environment whose observation is images, state and prompt.
-    replan, latency, handover, motion, solver_steps: as ``sinew eval`` has them.
-    noise: a number that enters every noise seed. reset_options: of every reset. env_options: of an id's constructor.
-    batch: episodes that are played in lockstep, so that one inference answers them all.
-    workers: processes that play (:mod:`sinew_eval.farm`). out: a folder for the log of episodes, from which a run that
-        was killed goes on. Both need a policy and an environment by name.
-    on_episode: called for each episode that is over.
+    Args:
+        policy: A bundle, a checkpoint, a hub name, the address of a server or ``expert``; or an open policy of
+            ``sinew.load`` or ``sinew.connect``, or your own object with ``spec``, ``infer``, ``reset`` and ``close``
+            (:class:`sinew_client.Policy`). ``infer`` returns ``sinew_client.ActionChunk(actions)``, numbers of
+            ``[rows, action.dim]`` in robot units. An open policy stays open.
+        env: A gymnasium id, which may be a suite's such as ``gym_pusht/PushT-v0`` if its package is installed; an
+            environment; a vectorised one, whose parts request actions in one batch; or a function that makes an
+            environment, called ``batch`` times. None takes the built-in task that fits a policy by name.
+        episodes: Number of episodes, one per seed from ``seed`` on; or the seeds.
+        seed: First seed.
+        adapter: Meaning of the environment's observation: a mapping as in docs/eval.md, its .json file, or a class as
+            ``package.module:Class``. None for an environment whose observation is images, state and prompt.
+        replan: Actions executed per inference, or another rule, as ``sinew eval --replan``.
+        latency: Simulated time from request to chunk, as ``sinew eval --latency``.
+        handover: Chunk merging, as ``sinew eval --handover``.
+        motion: Reference of the actions, as ``sinew eval --motion``; None takes the policy's.
+        solver_steps: Number of solver steps; None for the bundle's.
+        noise: A number that enters every noise seed.
+        env_options: Arguments of an id's constructor.
+        reset_options: Options of every reset.
+        batch: Episodes that are played in lockstep, so that one inference answers them all.
+        workers: Processes that play (:mod:`sinew_eval.farm`). Needs a policy and an environment by name.
+        out: A folder for the log of episodes, from which a killed run continues. Needs a policy and an environment by
+            name.
+        on_episode: Called for each episode that has ended.
 
-    Raises :class:`sinew.core.SinewError` for what does not fit, with what was expected, and what an episode raises.
+    Returns:
+        The evaluation.
+
+    Raises:
+        SinewError: An argument does not fit. Errors of an episode are raised too.
+
+    Example:
+        >>> result = sinew.evaluate("blocks", episodes=20)
+        >>> print(result)
     """
     try:
         return _evaluate(
@@ -299,7 +331,7 @@ def _single(
             made: Any
             made, own = make_env(env, "", task.env_options)
             if adapter is None:
-                return made, own  # of a suite that of its simulator
+                return made, own  # a suite uses its simulator's
         else:
             made = env if isinstance(env, gymnasium.Env) else env()
         if not isinstance(made, gymnasium.Env):

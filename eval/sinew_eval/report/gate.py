@@ -23,11 +23,11 @@ from sinew_eval.episodes.settings import Task, checked_protocol
 from sinew_eval.report import stats
 
 SCHEMA = "sinew.gate/1"
-TASK = ("env", "env_options", "reset_options", "adapter", "noise")  # of a protocol
-MAX_BYTES = 1 << 24  # of a gate file
+TASK = ("env", "env_options", "reset_options", "adapter", "noise")  # task fields of a protocol
+MAX_BYTES = 1 << 24  # largest gate file
 MAX_EPISODES = 1_000_000
 MAX_SEED = 1 << 63
-GATES = Path(__file__).parents[1] / "gates"  # of the embedded tasks
+GATES = Path(__file__).parents[1] / "gates"  # gates of the built-in tasks
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
 
 
 def edge(variant: Variant) -> dict[str, Any]:
-    """Return what a report says of an edge adapter: its file and the SHA-256 of its bytes; nothing without one."""
+    """Return the file and the SHA-256 of an edge adapter, for a report; {} without one."""
     if not variant.edge_adapter:
         return {}
     return {
@@ -105,7 +105,7 @@ def edge(variant: Variant) -> dict[str, Any]:
     }
 
 
-PACKAGES = ("numpy", "torch", "onnxruntime", "gymnasium", "mujoco")  # that an outcome may depend on
+PACKAGES = ("numpy", "torch", "onnxruntime", "gymnasium", "mujoco")  # packages that may affect an outcome
 
 
 def versions() -> dict[str, str]:
@@ -118,8 +118,11 @@ def versions() -> dict[str, str]:
 
 
 def facts(variant: Variant) -> dict[str, Any]:
-    """Return what a bundle is: its name, architecture and backbone, its file's name and bytes and its parameters; less
-    of a server, nothing of an expert."""
+    """Return the facts about a bundle: its name, architecture and backbone, its file's name and bytes and its
+    parameters.
+
+    Fewer for a server, none for an expert.
+    """
     about = identity(variant.target)
     if about["kind"] != "bundle":
         known = {name: about[name] for name in ("name", "architecture") if name in about}

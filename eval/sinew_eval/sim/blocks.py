@@ -226,7 +226,7 @@ class BlocksEnv(gymnasium.Env):
         return scene.block_boxes(poses[:, :3], rotation_from_quaternion(poses[:, 3:]))
 
     def pose(self) -> np.ndarray:
-        """Return where everything is, float64 [nq]: the generalised positions, from which a film is drawn."""
+        """The generalised positions of everything, float64 [nq], from which a video is drawn."""
         return self._data.qpos.copy()
 
     def render(self) -> np.ndarray:

@@ -28,7 +28,7 @@ FIELD = np.array([0.08, 0.12])
 SPACING = 0.075
 
 FINGER_HALF = np.array([0.005, 0.010, 0.032])
-FINGER_RISE = 0.022  # of the finger's centre above the point between the fingertips
+FINGER_RISE = 0.022  # height of the finger's centre above the point between the fingertips
 PALM_HALF = np.array([0.045, 0.014, 0.010])
 PALM_RISE = 0.064
 STEM_HALF = np.array([0.010, 0.010, 0.050])

@@ -153,7 +153,7 @@ class EggEnv(gymnasium.Env):
 
 
 def look(rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """Return where an egg lies in the picture (x, y), its length, and the light."""
+    """Return a random position of an egg in the picture (x, y), its length, and the light."""
     return (
         float(rng.uniform(-0.08, 0.08)),
         float(rng.uniform(-0.05, 0.05)),
@@ -163,8 +163,9 @@ def look(rng: np.random.Generator) -> tuple[float, float, float, float]:
 
 
 def picture(there: bool, look: tuple[float, float, float, float], size: int) -> np.ndarray:
-    """Return what the camera sees along the jaws' way, uint8 [size, size, 3]: the far jaw, and the egg if it is
-    there."""
+    """Return the camera's picture along the jaws' way, uint8 [size, size, 3]: the far jaw, and the egg if it is
+    there.
+    """
     x, y, length, light = look
     rows, cols = np.mgrid[0:size, 0:size] / size - 0.5  # [size, size] each
     image = np.where((rows > 0.25)[..., None], _FLOOR, _WALL)

@@ -38,7 +38,7 @@ class Expert(OpenPolicy):
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return what to do now. The observation is not read, nor ``timeout``: nothing here takes long."""
+        """Return the expert's action. The observation and ``timeout`` are not used, because nothing here takes long."""
         self._refuse_closed()
         if self._act is None:
             raise SinewError(f"{self.spec.name}: expected start(env) before the first observation")
@@ -54,7 +54,7 @@ class Expert(OpenPolicy):
 def expert_spec(
     name: str, action: VectorSpec, chunk_size: int = 1, motion: MotionSpec | None = None
 ) -> PolicySpec:
-    """Return what an expert says of itself: no cameras and no state, for it reads neither."""
+    """Return an expert's specification, without cameras and state, because it reads neither."""
     return PolicySpec(
         "expert", name, (), VectorSpec(0), action, chunk_size, 0, 1, 0, solver=SINGLE, motion=motion
     )

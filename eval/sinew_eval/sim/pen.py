@@ -27,9 +27,9 @@ PEN_LENGTH = 0.16
 PEN_WIDTH = 0.014
 DROP = (0.26, 0.34)  # height of the pen's lower end above the jaws before release, metres
 RELEASE = (0.40, 0.90)  # when it is let go, seconds
-CLOSING_TIME = 0.075  # of the jaws, fully open to fully closed, seconds
+CLOSING_TIME = 0.075  # time for the jaws to close, fully open to fully closed, seconds
 TOUCH = 0.2  # opening at which the jaws touch the pen
-MARGIN = 0.005  # of the pen that must be on either side of the jaws, metres
+MARGIN = 0.005  # length of the pen that must be on either side of the jaws, metres
 PROMPT = "catch the pen"
 
 _VIEW = (-0.07, 0.37)  # heights that the camera sees, metres
@@ -110,7 +110,7 @@ class PenEnv(gymnasium.Env):
             camera_scale=float(rng.uniform(0.97, 1.03)),
         )
         self._slot = 0
-        self._openings = [1.0]  # at the start of each slot so far
+        self._openings = [1.0]  # openings at the start of each slot so far
         self.outcome = "waiting"  # then "caught", "early", "late"
         return self._observation(), self._info()
 

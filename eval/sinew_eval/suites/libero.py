@@ -140,7 +140,7 @@ class Simulator(Tasks):
             context.data = now
 
     def expert(self) -> Expert:
-        """Return what plays for ``sinew eval expert``: proof that success can be reached, and is seen."""
+        """Return the policy of ``sinew eval expert``, which proves that success is possible and detected."""
         return Expert(expert_spec("LIBERO's scripted expert", VectorSpec(7)), libero_expert.begin)
 
     @property

@@ -17,7 +17,7 @@ from sinew_client.rotations import from_vector, to_vector
 
 from sinew_eval.sim.experts import Act
 
-METRES, RADIANS = 0.05, 0.5  # of an action of 1
+METRES, RADIANS = 0.05, 0.5  # movement by an action of 1
 OPEN, CLOSE = -1.0, 1.0
 GAIN = 2.0
 FINGER = 0.04  # metres from the object's top to the pads
@@ -39,7 +39,9 @@ SQUEEZE = 8  # control steps to close the fingers, or open them
 
 
 def begin(simulator: Any) -> Act:
-    """Return what is asked once in every control step, float32 [1, 7]. Raises SinewError for other tasks."""
+    """Return the function that computes the action of every control step, float32 [1, 7]. Raises SinewError for other
+    tasks.
+    """
     env = simulator.robosuite
     goals = env.parsed_problem["goal_state"]
     on = [goal[2] for goal in goals if goal[0] == "on"]
@@ -114,7 +116,7 @@ def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.
 
 
 def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
-    """Return where a thing is put: xy, and the height that it has to pass, in metres."""
+    """Return the target of a thing: xy, and the height that it has to pass, in metres."""
     state = env.object_states_dict[place]
     body = env.obj_body_id.get(getattr(state, "parent_name", None) or place)
     if body is None:  # a part of the table

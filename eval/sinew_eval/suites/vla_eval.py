@@ -107,7 +107,7 @@ class Simulator(gymnasium.Env):
         return {} if done else self._seen(), 0.0, done, False, self._info
 
     def hold_action(self, last: np.ndarray | None) -> np.ndarray:
-        """Return what holds its robot. Raises :class:`SinewError` where it does not say it."""
+        """Return the action that holds the benchmark's robot. Raises :class:`SinewError` if the benchmark has none."""
         try:
             held = self.benchmark.get_hold_action(None if last is None else {"actions": last})
         except NotImplementedError:

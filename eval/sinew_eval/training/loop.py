@@ -60,7 +60,7 @@ class Task(Protocol):
     """What the loop needs to know of a task and of the policy that learns it."""
 
     auxiliary_outputs: int
-    things: int  # of the auxiliary head on image tokens; 0 for none
+    things: int  # outputs of the auxiliary head on image tokens; 0 for none
     objective: type[nn.Module]  # Objective, or one with its constructor
 
     def model(self, folder: Path, seed: int) -> nn.Module:
@@ -114,7 +114,7 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
     noise = torch.Generator().manual_seed(recipe.seed * 1000 + rank)
     history: list[dict[str, float]] = []
     began, step, spent, evaluated, shown = time.process_time(), 0, 0.0, 0, 0.0
-    progress = 0.0  # of the budget
+    progress = 0.0  # share of the budget
     sums: dict[str, float] = {}
 
     while progress < 1.0:

@@ -201,7 +201,7 @@ class TrialTally(Tally):
 
 
 def scene_noise(seed: int, solver_steps: int | None) -> Callable[[], dict[str, Any]]:
-    """Return what the k-th request of a trial says beside its observation, as that of an episode with this seed."""
+    """Return a function with the further fields of the k-th request of a trial, as for an episode with this seed."""
     asked = count()
     more = {} if solver_steps is None else {"solver_steps": solver_steps}
     return lambda: {"seed": chunk_seed(0, seed, next(asked)), **more}

@@ -23,7 +23,7 @@ from sinew_eval.evidence.repeat import REPORT
 from sinew_eval.report.report import conditions, document, tables
 from sinew_eval.trials.sitting import Sitting
 
-PICTURES = 60  # of a film, at most
+PICTURES = 60  # most pictures of a video
 
 
 def write_report(sitting: Sitting, control_hz: float, command: str) -> dict[str, Any] | None:

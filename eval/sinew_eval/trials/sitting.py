@@ -173,7 +173,7 @@ class Sitting:
         self.episodes.append((turn.variant, episode))
 
     def take(self, trial: str) -> str:
-        """Return what the frames of a trial are kept under, in a folder that may have those of other sittings."""
+        """Return the name of a trial's frames, in a folder that may have those of other sessions."""
         return f"trial {trial} of {self.order}"
 
     def _append(self, line: bytes) -> None:
@@ -182,7 +182,7 @@ class Sitting:
             os.fsync(file.fileno())
 
     def plan(self, labels: Sequence[str]) -> dict[str, Any]:
-        """Return what was planned, whether that was kept, and which trials do not count."""
+        """Return the plan, whether it was kept, and the trials that do not count."""
         ended = {each.trial for _, each in self.episodes}
         played, kept = len(self.pairs()), self.due() is None
         if self.sequential:
