@@ -25,7 +25,6 @@ FOLDERS = ("packages/sinew-client", ".")
 # Tests of the core that need no simulated task, one file or folder for each part of the path of a request.
 TESTS = (
     "tests/bundle",
-    "tests/contract/test_policy_kinds.py",
     "tests/contract/test_targets.py",
     "tests/processing",
     "tests/serve/test_fair_queue.py",
