@@ -6,6 +6,7 @@ LeRobot 0.7 was not on the package index when this was written. The client follo
 
 from __future__ import annotations
 
+import atexit
 import json
 import queue
 import time
@@ -60,6 +61,11 @@ def array(record: Mapping[str, Any]) -> np.ndarray:
     )  # type: ignore[call-overload]
 
 
+def direct(callback: Any) -> Any:
+    """Return a callback without a thread of its own, which would keep the process of a test that failed."""
+    return zenoh.handlers.Callback(callback, indirect=False)
+
+
 def opened(
     endpoint: str, key: str = "", mode: str = "peer", user: str = "sinew", **settings: Any
 ) -> zenoh.Session:
@@ -78,7 +84,9 @@ def opened(
     }.items():
         config.insert_json5(at, json.dumps(value))
     try:
-        return zenoh.open(config)
+        session = zenoh.open(config)
+        atexit.register(session.close)  # one that a failed test left open would keep the process for ever
+        return session
     except zenoh.ZError as error:
         raise ConnectionError(f"cannot connect, or the key is not accepted: {error}") from error
 
@@ -155,7 +163,7 @@ class RemoteRobot:
         self.presence = queue.SimpleQueue[bool]()
         self._watch = self.session.liveliness().declare_subscriber(
             f"{self.at}/alive",
-            lambda sample: self.presence.put(sample.kind == zenoh.SampleKind.PUT),
+            direct(lambda sample: self.presence.put(sample.kind == zenoh.SampleKind.PUT)),
             history=True,
         )
         return body
@@ -206,7 +214,7 @@ class RemoteRobot:
         self.texts: queue.Queue[bytes] = queue.Queue()
         self._heard = [
             self.session.declare_subscriber(
-                f"{self.key}/{end}", lambda sample, into=into: into.put(sample.payload.to_bytes())
+                f"{self.key}/{end}", direct(lambda sample, into=into: into.put(sample.payload.to_bytes()))
             )
             for end, into in (("act", self.answers), ("language/result", self.texts))
         ]

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 ARRIVAL_S = 10.0  # seconds for a request to arrive; robots are faster
 CERTIFICATE = r"(?s)-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----"
 TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # those of two digits a year are of this century
+AUTHORITY = (
+    rb"\x06\x03\x55\x1d\x13(\x01\x01\xff)?\x04.\x30.\x01\x01\xff"  # basicConstraints, CA:TRUE (RFC 5280)
+)
 KEY = r"-----BEGIN (?!ENCRYPTED)[A-Z ]*PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYPTED)"
 
 
@@ -185,10 +188,19 @@ def _pem(path: Path) -> str:
         return read_bytes(path).decode("utf-8", "replace")
 
 
+def is_authority(cert: Path) -> bool:
+    """Return True if a file's first certificate is an authority's, with which rustls lets no server identify itself."""
+    return re.search(AUTHORITY, _der(cert), re.DOTALL) is not None
+
+
+def _der(cert: Path) -> bytes:
+    first = re.search(CERTIFICATE, _pem(cert))
+    return ssl.PEM_cert_to_DER_cert(first[0] if first else "")
+
+
 def _end(cert: Path) -> str:
     """Return when a file's first certificate ends, as %Y%m%d%H%M%S in UTC (RFC 5280: the second time in it)."""
-    first = re.search(CERTIFICATE, _pem(cert))
-    times = re.findall(TIMES, ssl.PEM_cert_to_DER_cert(first[0] if first else ""))
+    times = re.findall(TIMES, _der(cert))
     return f"20{times[1].decode()}"[-14:]
 
 

@@ -1,16 +1,18 @@
 """One Zenoh session of a server: its address, its certificates, who may send what, and how much it receives.
 
-Zenoh calls back on threads of its own, which also receive. So a callback only puts what came into a bounded inbox, and
+Zenoh calls back on the threads that receive. So a callback only puts what came into a bounded inbox, and
 one thread of the server takes it out. Transports know no wire: keys and rules are arguments.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
 import os
 import queue
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,7 @@ from typing import Any
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.serve.transport.ledger import HELD_REQUESTS
-from sinew.serve.transport.listen import AddressError, Listen
+from sinew.serve.transport.listen import AddressError, Listen, is_authority
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +56,25 @@ class ZenohNode:
         self._session: Any = None
         self._dictionary: Path | None = None
         listen.tls()  # rejects unusable files before Zenoh reads them
-        self._config()  # and a wrong --zenoh-config
+        if listen.tls_cert is not None and is_authority(listen.tls_cert):
+            raise SinewError(
+                f"--tls-cert {listen.tls_cert}: this is the certificate of an authority, which Zenoh's clients reject;"
+                " make it with `openssl req -x509 ... -addext basicConstraints=critical,CA:FALSE`"
+            )
+        self._socket: socket.socket | None = None
         if self._router:
             scheme, slash, place = self._router.partition("/")
             if not slash or scheme not in ("tcp", "tls", "quic") or ":" not in place:
                 raise SinewError(f"--router: expected tcp/HOST:PORT or tls/HOST:PORT, got {self._router!r}")
-            self._socket = None
+            self.endpoint = self._router
+            self._config()
         else:
+            self.endpoint = "tcp/127.0.0.1:0"
+            self._config()  # rejects a wrong --zenoh-config before the port is claimed
             self._socket = listen.tcp_socket()
             host, port = self._socket.getsockname()[:2]
-            scheme, place = (
-                "tls" if listen.tls_cert else "tcp",
-                f"{f'[{host}]' if ':' in host else host}:{port}",
-            )
+            scheme = "tls" if listen.tls_cert else "tcp"
+            place = f"{f'[{host}]' if ':' in host else host}:{port}"
         self.endpoint, self.address = f"{scheme}/{place}", f"{scheme}://{place}"
 
     def open(self, keys: Sequence[str], rules: Sequence[Mapping[str, Any]]) -> Any:
@@ -103,6 +111,7 @@ class ZenohNode:
         except self.zenoh.ZError as error:
             where = f"--router {self._router}" if self._router else f"{self._listen.host}: {self.endpoint}"
             raise AddressError(f"--wire {self._name}: cannot use {where}: {str(error)[:200]}") from error
+        atexit.register(self.close)  # its threads must not call an interpreter that ends
         return self._session
 
     def close(self) -> None:
@@ -113,13 +122,19 @@ class ZenohNode:
         if self._session is not None:
             self._session.close()
             self._session = None
+            atexit.unregister(self.close)
         if self._dictionary is not None:
             self._dictionary.unlink(missing_ok=True)
             self._dictionary = None
 
     # ------------------------------------------------------------------------- what comes
 
-    def queries(self, made: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def direct(self, callback: Callable[[Any], None]) -> Any:
+        """Return a callback that Zenoh calls on the thread that receives. By default it has a thread for each, which
+        keeps the process until the session is closed, and a queue before it. callback: it must not wait."""
+        return self.zenoh.handlers.Callback(callback, indirect=False)
+
+    def queries(self, made: Callable[[Any], Any]) -> Any:
         """Return a callback for queries. made: what it puts into the inbox for one. ``answered`` frees its place."""
 
         def enqueue(query: Any) -> None:
@@ -131,14 +146,14 @@ class ZenohNode:
                 return
             self.inbox.put(made(query))
 
-        return enqueue
+        return self.direct(enqueue)
 
     def answered(self) -> None:
         """Free the place of a query that was taken out of the inbox."""
         with self._lock:
             self._queries -= 1
 
-    def samples(self, made: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def samples(self, made: Callable[[Any], Any]) -> Any:
         """Return a callback for samples. made: what it puts into the inbox for one; None drops it. ``taken`` frees its
         bytes."""
 
@@ -152,7 +167,7 @@ class ZenohNode:
                 self._held += size
             self.inbox.put(entry)
 
-        return enqueue
+        return self.direct(enqueue)
 
     def taken(self, size: int) -> None:
         """Free the bytes of a sample that was taken out of the inbox."""
@@ -177,7 +192,7 @@ class ZenohNode:
             ("transport/link/rx/max_message_size", self.limit),
             ("transport/unicast/max_sessions", listen.max_connections),
             ("mode", "client" if self._router else "peer"),
-            ("listen/endpoints", [] if self._router else [getattr(self, "endpoint", "tcp/127.0.0.1:0")]),
+            ("listen/endpoints", [] if self._router else [self.endpoint]),
             ("connect/endpoints", [self._router] if self._router else []),
             ("connect/exit_on_failure", True),
             ("connect/timeout_ms", int(1e3 * ROUTER_S)),

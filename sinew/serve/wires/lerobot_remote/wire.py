@@ -14,7 +14,7 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -150,10 +150,10 @@ class LeRobotRemoteWire:
         instance = f"{ROOT}/{deployment}/instances/{self._instance}"
         each = f"{instance}/sessions/*"
 
-        def asked(kind: str) -> Callable[[Any], None]:
+        def asked(kind: str) -> Any:
             return node.queries(lambda query: (kind, deployment, query))
 
-        def sent(kind: str) -> Callable[[Any], None]:
+        def sent(kind: str) -> Any:
             return node.samples(partial(self._arriving, kind))
 
         def alive(sample: Any) -> None:
@@ -170,7 +170,7 @@ class LeRobotRemoteWire:
             zenoh.declare_queryable(f"{each}/control", asked("control"), complete=True),
             zenoh.declare_subscriber(f"{each}/obs", sent("observation")),
             zenoh.declare_subscriber(f"{each}/language/request", sent("language_request")),
-            zenoh.liveliness().declare_subscriber(f"{each}/alive", alive, history=True),
+            zenoh.liveliness().declare_subscriber(f"{each}/alive", node.direct(alive), history=True),
             zenoh.liveliness().declare_token(f"{instance}/alive"),  # the last: robots take it for ready
         ]
 
