@@ -1350,6 +1350,21 @@ def protocol_lerobot(walk: Walk) -> None:
     assert len(seen["executed"]) == 40, seen
 
 
+def protocol_lerobot_remote(walk: Walk) -> None:
+    """The page's program; LeRobot 0.7 was not on the index, and tests/serve/lerobot_remote_client.py stands for it."""
+    for line in walk.lines:
+        if line.startswith("lerobot-rollout "):
+            walk.leaves(line, "LeRobot 0.7 was not on the index")
+    walk.run("python -m pip install -q eclipse-zenoh msgpack")
+    with walk.serving("sinew serve blocks-rtc --wire lerobot-remote") as server:
+        flags = [word.partition("=")[0] for word in shlex.split(line.replace("\\\n", " "))]
+        (printed,) = re.findall(r"lerobot-rollout (\S+ \\\n(?:.*\\\n)*.*)", server.text)
+        assert [word.partition("=")[0] for word in shlex.split(printed.replace("\\\n", " "))] == flags[1:], (
+            printed
+        )
+        walk.program(0, after="assert offered['modes'] == ['chunk', 'rtc_guided', 'rtc_trained']")
+
+
 def protocols(walk: Walk) -> None:
     blocks(walk)
     walk.write("key.txt", "a key of twenty letters")
@@ -1472,6 +1487,7 @@ STORIES: dict[str, Story] = {
     "docs/protocol-groot.md": protocol_groot,
     "docs/protocol-http.md": protocol_http,
     "docs/protocol-lerobot.md": protocol_lerobot,
+    "docs/protocol-lerobot-remote.md": protocol_lerobot_remote,
     "docs/protocol-native.md": protocol_native,
     "docs/protocol-openpi.md": protocol_openpi,
     "docs/protocol-others.md": protocol_others,

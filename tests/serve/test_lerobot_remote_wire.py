@@ -280,6 +280,25 @@ def test_c36_a_second_observation_at_once_is_busy(at: SimpleNamespace, robot: Re
     assert (array(robot.receive(first)["body"]["canonical_actions"]) == 0.5).all()
 
 
+def test_the_bytes_of_a_request_are_counted_until_its_answer(at: SimpleNamespace, robot: RemoteRobot) -> None:
+    ledger, node = at.opened[WIRE]._ledger, at.opened[WIRE]._node
+    robot.start()
+    waiting = robot.envelope("observation", robot.body(features(), "wait"))
+    robot.send(waiting)
+    until(lambda: at.scheduler.stats()["running"])
+    assert FRAME.nbytes < ledger.held < 2 * FRAME.nbytes
+    assert fault(lambda: asked(robot, robot.envelope("observation", robot.body(features())))).code == "busy"
+    assert ledger.held < 2 * FRAME.nbytes
+    at.puppet.release.set()
+    robot.receive(waiting)
+    fault(lambda: robot.infer(features(), capture_time="now"))
+    assert (ledger.held, node._held) == (0, 0)
+    robot.send(bytes(33 << 20))  # which Zenoh drops on the way
+    robot.actions(features())
+    robot.control("close", 0)
+    assert (ledger.held, node._held, len(ledger.open)) == (0, 0, 0)
+
+
 def test_c37_another_robots_session_is_out_of_reach(at: SimpleNamespace, robot: RemoteRobot) -> None:
     robot.start()
     other = RemoteRobot(at.address, "puppet")

@@ -35,13 +35,18 @@ USER = "sinew"  # robots send it with the first key; sinew2 with the second, and
 class ZenohNode:
     """Claims an address when created. :meth:`open` lets robots in.
 
+    Args:
+        name: Of the wire.
+        listen: The address.
+        limit: Bytes of one message. Zenoh drops larger ones while they arrive.
+
     Attributes:
         address: What a robot connects to, with its scheme.
         endpoint: The same as Zenoh writes it.
         inbox: What came, in its order: the tuples that the callbacks of :meth:`queries` and :meth:`samples` made.
     """
 
-    def __init__(self, name: str, listen: Listen):
+    def __init__(self, name: str, listen: Listen, limit: int):
         try:
             import zenoh
         except ImportError as error:
@@ -49,7 +54,7 @@ class ZenohNode:
         self.zenoh = zenoh
         zenoh.init_log_from_env_or("error")
         self._name, self._listen, self._router = name, listen, listen.remote.router
-        self.limit = listen.max_message_bytes
+        self.limit = limit
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queries = self._held = 0

@@ -70,7 +70,7 @@ class LeRobotRemoteWire:
                 f"--deployment: expected letters, digits and _.- (at most 128), got {name[:200]!r}"
             )
         self._limit = min(listen.max_message_bytes, MAX_MESSAGE)
-        self._node = ZenohNode(NAME, listen)
+        self._node = ZenohNode(NAME, listen, self._limit)
         self.address = self._node.address
         self._instance = uuid4().hex
         self._sessions: dict[str, RemoteSession] = {}
@@ -177,7 +177,7 @@ class LeRobotRemoteWire:
     def _arriving(self, kind: str, sample: Any) -> Any:
         """Return the inbox entry of a robot's message, on a thread of Zenoh; None drops the message."""
         name = _session_in(sample.key_expr)
-        if name not in self._sessions or name in self._inbound or len(sample.payload) > self._limit:
+        if name not in self._sessions or name in self._inbound:
             return None
         self._inbound.add(name)
         return kind, name, sample
@@ -393,16 +393,12 @@ class LeRobotRemoteWire:
         size = self._ledger.whole(session)
         message = envelope_of(payload)
         try:
-            if message is None:
-                decode(payload)  # which states why
-                return
             self._submit(session, kind, payload, size)
-            return
         except SinewError as error:
+            self._ledger.answered(session, size)
             self._service.refused(NAME, session.name[:8], error)
             if message is not None:
                 self._send(session, kind, message.error(error))
-        self._ledger.answered(session, size)
 
     def _submit(self, session: RemoteSession, kind: str, payload: bytes, size: int) -> None:
         message = decode(payload)
