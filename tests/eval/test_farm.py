@@ -382,6 +382,29 @@ def _shards_of(queue: Path) -> Iterator[int]:
 
 
 @needs_pen
+def test_a_run_on_another_machine_is_not_sent_the_key_unencrypted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SINEW_API_KEY", "the key")
+    monkeypatch.delenv("SINEW_ALLOW_UNENCRYPTED_KEY", raising=False)
+    with socket.create_server(("", 0)) as server:
+        # Only 127.0.0.0/8, ::1 and localhost count as this machine.
+        address = f"http://{socket.gethostname()}:{server.getsockname()[1]}"
+        assert main(["eval", "--join", address, "--shards", "1"]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert "expected encryption for the API key" in said
+        assert "ssh -N -L" in said
+        assert "SINEW_ALLOW_UNENCRYPTED_KEY=1" in said
+        assert "--tls-cert" not in said  # a run has none
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    monkeypatch.setenv("SINEW_ALLOW_UNENCRYPTED_KEY", "1")
+    hosts.RemoteQueue(address, "worker", 1.0)
+    monkeypatch.delenv("SINEW_ALLOW_UNENCRYPTED_KEY")
+    hosts.RemoteQueue("http://127.0.0.1:1", "worker", 1.0)
+
+
 def test_hosts_that_see_no_folder_join_by_address(
     tmp_path: Path, few: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ from sinew.core import SinewError
 from sinew.serve.access import UnauthorizedError, check_key, is_loopback, key_in, refused_page
 from sinew.serve.transport.listen import AddressError, Listen
 from sinew_client.auth import KEY_VARIABLE, key_from_environment
+from sinew_client.tls import check_key_is_private
 from sinew_client.untrusted import open_regular, parse_json, read_text
 
 from sinew_eval.episodes.episode_log import line
@@ -238,10 +239,12 @@ class _Server(ThreadingHTTPServer):
 class RemoteQueue:
     """Ask a queue elsewhere for a shard; see :class:`sinew_eval.farm.files.EpisodeQueue`.
 
-    Raises :class:`SinewError` after AWAY_S without an answer, and for a refusal.
+    Raises :class:`SinewError` after AWAY_S without an answer, and for a refusal. Raises
+    :class:`~sinew_client.errors.ClientError` if the key would travel unencrypted to another machine.
     """
 
     def __init__(self, address: str, worker: str, lease_s: float):
+        check_key_is_private([address], key_from_environment(), serves_tls=False)
         self.address, self.worker, self.lease_s = address, worker, lease_s
         self.over = False
         self._local = threading.local()

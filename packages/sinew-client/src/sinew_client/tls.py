@@ -84,13 +84,14 @@ def is_loopback(host: str | None) -> bool:
     return (mapped or address).is_loopback
 
 
-def check_key_is_private(addresses: Sequence[str], key: str) -> None:
+def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = True) -> None:
     """Raise :class:`ClientError` if a key would travel unencrypted to another machine and the user has not allowed it.
 
     Args:
         addresses: Each with its scheme: ``tcp://``, ``tls://``, ``ipc://``, ``http://``, ``https://``. A name other
             than localhost counts as another machine.
         key: The API key; "" if nothing is sent.
+        serves_tls: False if what listens there has no TLS, so that the error does not name it as a remedy.
     """
     if not key or os.environ.get(ALLOW_VARIABLE) == "1":
         return
@@ -100,9 +101,13 @@ def check_key_is_private(addresses: Sequence[str], key: str) -> None:
         if scheme in ("ipc", "tls", "https") or is_loopback(host):
             continue
         secure = f"{'tls' if scheme == 'tcp' else 'https'}://{place}"
+        ways = [f"start the server with --tls-cert and --tls-key, and use {secure}"] if serves_tls else []
+        ways += [
+            f"run `ssh -N -L {port}:127.0.0.1:{port} {host.strip('[]')}` and use {scheme}://127.0.0.1:{port}",
+            f"on a network that you trust, set {ALLOW_VARIABLE}=1",
+        ]
+        choices = "; ".join(f"({number}) {way}" for number, way in enumerate(ways, 1))
         raise ClientError(
             f"{address}: expected encryption for the API key, got a plain connection to another machine; nothing was"
-            " sent. Choose one: (1) start the server with --tls-cert and --tls-key, and use"
-            f" {secure}; (2) run `ssh -N -L {port}:127.0.0.1:{port} {host.strip('[]')}` and use"
-            f" {scheme}://127.0.0.1:{port}; (3) on a network that you trust, set {ALLOW_VARIABLE}=1"
+            f" sent. Choose one: {choices}"
         )
