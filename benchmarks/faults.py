@@ -913,11 +913,49 @@ def robot() -> Iterator[Fault]:
     yield Fault("robot: no more memory for 3 s", told("limit", "RLIMIT_AS", 0, 3.0))
 
 
+# ----------------------------------------------------------------------------- the end of a run
+
+
+def ended(before: Callable[[Place], None], after: Callable[[Place], None], *call: Any) -> Act:
+    """End the run between two acts on the server or the network, and begin it again."""
+
+    def act(at: Place) -> None:
+        before(at)
+        try:
+            at.tell("end", *(call or ("",)))
+        finally:
+            after(at)
+
+    return act
+
+
+def _nothing(_at: Place) -> None: ...
+
+
+def rest() -> Iterator[Fault]:
+    """The robot returns to its first pose, or stays where its state is not known; then the run goes on."""
+    yield Fault("rest: the run ends", ended(_nothing, _nothing), own=True)
+    yield Fault(
+        "rest: the server is killed, and the run ends",
+        ended(lambda at: at.end(), lambda at: at.start()),
+        own=True,
+    )
+    yield Fault("rest: the network breaks, and the run ends",
+                ended(lambda at: at.network.cut(), lambda at: at.network.heal()), own=True)  # fmt: skip
+    yield Fault("rest: observe blocks 0.3 s on the way", ended(_nothing, _nothing, "late", "late", {"observe": 0.3}),
+                own=True)  # fmt: skip
+    yield Fault(
+        "rest: its state is nan", ended(_nothing, _nothing, "strange", "strange", float("nan")), own=True
+    )
+    yield Fault("rest: its cameras stand still", ended(_nothing, _nothing, "frozen", "frozen", 0.0), own=True)
+    yield Fault("rest: it is stopped twice", ended(_nothing, _nothing, "twice"), own=True)
+
+
 # ----------------------------------------------------------------------------- all of them
 
 
 def faults() -> list[Fault]:
-    return [*network(), *server(), *peers(), *robot(), *machine()]
+    return [*network(), *server(), *peers(), *robot(), *rest(), *machine()]
 
 
 class Bystander:

@@ -16,12 +16,13 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from sinew_client import Client
-from sinew_client.control import Loop, Servers, Settings
+from sinew_client.control import Run, RunPlan, Servers, Settings
 from sinew_client.control.robots import Dry
 
 from tests.control.test_loop_faults import PROMPT, Witness
@@ -63,13 +64,44 @@ class Arm(Dry):
         time.sleep(self.late.pop("hold", 0.0))
 
 
+WAIT_S = 60.0  # for a return
+STAYS = ("twice", "strange", "frozen")  # ends of a run at which the robot stays where it is
+
+
 class Faults:
     """What may be called by name; each returns when the fault is over."""
 
-    def __init__(self, loop: Loop, arm: Arm):
-        self.loop, self.arm = loop, arm
+    def __init__(self, driving: Run, arm: Arm, begin: Callable[[], threading.Thread]):
+        self.driving, self.loop, self.arm, self._begin = driving, driving.loop, arm, begin
+        self.thread = begin()
 
     def look(self) -> None: ...
+
+    def end(self, fault: str, *given: Any) -> None:
+        """End the run with a fault that lasts through the return to the first pose, and begin it again.
+
+        Raises:
+            RuntimeError: The robot has moved although its state is not known, or has not returned although it is.
+        """
+        moves, known = fault not in STAYS, dict(vars(self.arm))
+        start = self.arm.state.copy()
+        if fault == "twice":
+            self.driving.stop()
+        elif fault:
+            setattr(self.arm, *given)
+        sent = self.arm.commands
+        self.driving.stop()
+        self.thread.join(WAIT_S)
+        if fault:
+            vars(self.arm).update({name: known[name] for name in ("late", "strange", "frozen")})
+        outcome = self.driving.rest.outcome
+        if self.thread.is_alive() or outcome["returned"] != moves:
+            raise RuntimeError(f"the end of the run: {outcome.get('text', 'it goes on')}")
+        # The command of the tick in which the run ended may be one of them.
+        if not moves and self.arm.commands > sent + 1:
+            raise RuntimeError(f"{self.arm.commands - sent} commands from {start}, {outcome['text']}")
+        self.loop.stopped = self.loop.at_once = False
+        self.thread = self._begin()
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -155,20 +187,29 @@ def main() -> None:
         policy = client.metadata()["policy"]
     arm = Arm(policy)
     settings = Settings(HZ, "aligned", "6", deadline=2.0, max_age=MAX_AGE_S)
-    loop = Loop(arm, Servers(address, without=("time",)), settings, int(policy["action"]["dim"]), PROMPT)
+    servers = Servers(address, without=("time",))
+    chosen = {name: getattr(settings, name) for name in ("hz", "handover", "replan", "deadline", "max_age")}
+    chosen |= {"motion": {"kind": "absolute"}, "limits": {}, "rest": "first"}
+    driving = Run(RunPlan.of(policy, arm, chosen, prompt=PROMPT), servers, server=servers)
+    loop = driving.loop
     witness = Witness(int(MAX_AGE_S * HZ))
     loop.controller.listeners.append(witness.hear)
     failures: list[str] = []
 
     def run() -> None:
         try:
-            loop.run()
-            failures.append("the loop ended")
+            driving.run()
+            if not driving.rest.outcome:
+                failures.append("the loop ended")
         except BaseException as error:  # noqa: BLE001 - told to who asks
             failures.append(f"{type(error).__name__}: {error}")
 
-    threading.Thread(target=run, daemon=True).start()
-    faults = Faults(loop, arm)
+    def begin() -> threading.Thread:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    faults = Faults(driving, arm, begin)
     begun = first = 0
     for line in sys.stdin:
         name, *given = json.loads(line)

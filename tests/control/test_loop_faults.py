@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from sinew_client import Client
 from sinew_client.control import Command, Loop, Outcome, Settings
+from sinew_client.control.authority import RETURNING
 from sinew_client.control.robots import Dry
 
 from tests import processes
@@ -62,6 +63,10 @@ class Witness:
 
     def check(self, command: Command) -> None:
         assert not self.commands or command.step > self.commands[-1].step  # one command per period
+        if command.by == RETURNING:  # of no chunk, and answers do not matter
+            assert command.row is None or np.isfinite(command.row).all()
+            self.commands.append(command)
+            return
         if self.trouble:
             assert command.row is None  # held within the period in which it is known
         if command.row is None:

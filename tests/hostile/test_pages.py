@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from sinew_client import Client, ClientError
 from sinew_eval.evidence import leaderboard, run_page
+from sinew_eval.trials import report as trials
 
 from sinew.cli import main
 from sinew.core import ActionChunk, CameraSpec, Observation, ObservationError, VectorSpec
@@ -219,3 +220,17 @@ def test_a_leaderboard_shows_hostile_text_as_text(
     record = {"boards": leaderboard.boards([run]), "date": "2026-01-01", "sinew": "1.0"}
     assert spoil(record, text, lambda found: leaderboard.markup(found, paths)) > 10
     show(leaderboard.markup(record, paths), away, tmp_path)
+
+
+def test_a_page_of_trials_shows_hostile_text_as_text(away: tuple[str, list[str]], tmp_path: Path) -> None:
+    """Also in what a person types: the instruction, the note of a trial, and why one was discarded."""
+    words = ["trials", "pen", "--compare", "replan=4", "--robot", "pen", "--replan", "8", "--scenes", "1"]
+    assert main([*words, "--out", str(tmp_path / "trials")]) == 0
+    text = "".join(MARKS).replace("ADDRESS", away[0])
+    record = json.loads((tmp_path / "trials" / "report.json").read_text())
+    record["plan"]["discarded"] = [{"trial": "001", "seed": 5000, "label": "pen", "note": "the cup fell"}]
+    record["plan"]["interrupted"] = ["002"]
+    assert spoil(record, text, lambda found: trials.markup(found, [])) > 20
+    for names in (record["plan"]["discarded"][0], record["outcomes"][0][0]):
+        assert names["note"] == text
+    show(trials.markup(record, []), away, tmp_path)

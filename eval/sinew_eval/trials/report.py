@@ -61,9 +61,13 @@ def write_page(sitting: Sitting, record: dict[str, Any], frames: Path | None) ->
     path = sitting.out / run_page.PAGE
     kept = frames is not None and any(frames.glob("*.npz"))
     found = [] if frames is None or not kept else films(sitting, frames, record["control_hz"])
-    text = page.page(f"Trials: {record['task']['env']}", _parts(record, found), record)
-    episode_log.write_whole(path, text.encode())
+    episode_log.write_whole(path, markup(record, found).encode())
     return path
+
+
+def markup(record: dict[str, Any], films: Sequence[Film]) -> str:
+    """Return the page of a report as HTML."""
+    return page.page(f"Trials: {record['task']['env']}", _parts(record, films), record)
 
 
 def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
