@@ -4,7 +4,7 @@
 
 A [r, inputs] and B [outputs, r] belong to W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the
 root). The sum is computed in float32 and rounded to the base's type. Whole weights of ``modules_to_save`` and biases
-replace the base's. Names and fields are those of PEFT 0.18. Each changed weight records its change
+replace the base's. Names and fields are those of PEFT 0.18 to 0.21. Each changed weight records its change
 (:class:`Changed`), so that an adapter can be written without its base (``unmerged.py``).
 """
 

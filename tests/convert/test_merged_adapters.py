@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
+from sinew.convert.adapter import read_config
 from sinew.core import ConvertError
 from sinew.policy import load
 from tests.cases import cases
@@ -163,6 +164,36 @@ def test_what_is_no_adapter_of_its_base(adapter: Adapter, tmp_path: Path, what: 
         convert(folder, tmp_path / "out.gguf", **options)
     assert message in str(caught.value)
     assert not (tmp_path / "out.gguf").exists()
+
+
+# What PEFT 0.21 writes beside the fields of 0.18 where nothing is enabled -> a value with which another is computed.
+NEWER: dict[str, tuple[Any, Any]] = {
+    "arrow_config": (None, {"top_k": 3}),
+    "kasa_config": (None, {"beta": 1e-4}),
+    "layer_replication": (None, [[0, 4], [2, 5]]),
+    "lora_ga_config": (None, {"direction": "ArB2r"}),
+    "monteclora_config": (None, {"num_samples": 8}),
+    "target_parameters": (None, ["feed_forward.experts.gate_up_proj"]),
+    "trainable_token_indices": (None, [3]),
+    "use_bdlora": (None, {"nblocks": 2}),
+    "use_qalora": (False, True),
+    "velora_config": (None, {"rank": 1}),
+    "alora_invocation_tokens": (None, [7]),
+    "lora_bias": (False, True),
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_the_fields_of_newer_peft_are_empty_or_rejected_by_name(tmp_path: Path, name: str) -> None:
+    """LeRobot 0.7 writes them when a policy is trained with --policy.use_peft=true alone."""
+    file = tmp_path / "adapter_config.json"
+    usual = {"peft_type": "LORA", "peft_version": "0.21.2", "r": 16, "lora_alpha": 8}
+    usual |= {key: empty for key, (empty, _other) in NEWER.items()}
+    file.write_text(json.dumps(usual))
+    assert read_config(file)["r"] == 16
+    file.write_text(json.dumps(usual | {name: NEWER[name][1]}))
+    with pytest.raises(ConvertError, match=f"{name}=.* is not supported; merge the adapter with PEFT"):
+        read_config(file)
 
 
 def test_the_base_of_another_type(adapter: Adapter, tmp_path: Path, golden: Path) -> None:
