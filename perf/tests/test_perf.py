@@ -267,8 +267,8 @@ def test_two_devices_share_every_layer_and_exchange_its_sums(capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--parallel", "2"], "--link: expected a rate beside --parallel 2 or more, got None and 2"),
-        (["--link", "450"], "--link: expected a rate beside --parallel 2 or more, got 450.0 and 1"),
+        (["--parallel", "2"], "--link: expected a rate with --parallel 2 or more, got None and 2"),
+        (["--link", "450"], "--link: expected a rate with --parallel 2 or more, got 450.0 and 1"),
         (["--parallel", "7", "--link", "450"], "--parallel: expected a divisor of 3456"),
     ],
 )

@@ -89,9 +89,11 @@ def bench(
             "--fit-steps": fit_steps, "--deadline-ms": deadline_ms, "--baseline": baseline
         }.items():  # fmt: skip
             if other is not None:
-                raise SinewError(f"{flag}: expected none beside --ladder, got {other}")
+                raise SinewError(f"{flag}: cannot be combined with --ladder, got {other}")
         if options.pop("engine") != AUTO:
-            raise SinewError(f"--engine: expected none beside --ladder, which times all, got {load.engine}")
+            raise SinewError(
+                f"--engine: cannot be combined with --ladder, which measures all engines, got {load.engine}"
+            )
         observe = partial(make_observation, size=size, prompt=prompt, solver_steps=solver_steps)
         return print_ladder(Path(target), runs, options, observe)
     with progress.task("import", PHASES + runs) as advance:
@@ -127,7 +129,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):
         pass
     raise SinewError(
-        f"--baseline {path}: expected what `sinew bench BUNDLE --json {path}` wrote, got something else"
+        f"--baseline {path}: expected a report of `sinew bench BUNDLE --json {path}`, got another file"
     )
 
 

@@ -91,7 +91,7 @@ def write(kind: str, name: str, folder: Path) -> None:
     """Write the template of a kind under a name, all of it or nothing. Raises :class:`SinewError` for a folder that is
     there."""
     if os.path.lexists(folder):
-        raise SinewError(f"{folder}: expected a new folder, got one that is there; --out names another")
+        raise SinewError(f"{folder}: the folder already exists; choose another with --out")
     group, point = KINDS[kind]
     project = (TEMPLATES / "pyproject.toml").read_text("utf-8")  # own file: in an installed package
     extras = "torch,sim" if kind == "task" else "torch"

@@ -87,7 +87,9 @@ class LeaderFlags:
         machine: Any = robot
         if self.takeover is None:
             if plan.facts.episodes is not None:
-                raise SinewError("--shadow needs --takeover with a simulated robot, which nobody else drives")
+                raise SinewError(
+                    "--shadow needs --takeover with a simulated robot, because no other driver commands it"
+                )
             machine = leader = Onlooker(robot, motion, plan.dim)
         else:
             leader = self._leader(plan)

@@ -259,7 +259,9 @@ def _replayer(
             "--replay: engine, provider, device and dtype compute, and a replay computes nothing"
         )
     if bundle is None and cameras.rename:
-        raise SinewError("--rename: expected the bundle beside --replay, which knows its cameras")
+        raise SinewError(
+            "--rename: needs the bundle together with --replay, because a recording does not name its cameras"
+        )
     manifest = None
     if bundle is not None:
         manifest = open_bundle(bundle).manifest
@@ -285,5 +287,5 @@ def say(text: str) -> None:
         sys.stdout.write(f"{terminal.shown(text)}\n")
         sys.stdout.flush()
     except OSError as error:
-        logger.warning("nobody reads what this server prints: %s", error)
+        logger.warning("the output of this server is not read any more: %s", error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more

@@ -119,7 +119,7 @@ class SettingsFile:
             where = f"{self.path}: [{'.'.join(commands)}] {key}"
             name = key.replace("_", "-")
             if name in taken:
-                raise SinewError(f"{where}: expected once, it stands there with - and with _")
+                raise SinewError(f"{where}: expected one spelling, got it with - and with _")
             if name not in known:
                 raise SinewError(
                     f"{where}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(name, known)}"

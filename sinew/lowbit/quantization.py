@@ -147,14 +147,16 @@ def quantize(
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
     searched = bool(budget or target_ms)
     if searched and recipe != DEFAULT_RECIPE:
-        raise SinewError(f"--recipe {recipe}: expected none beside --search, which chooses it")
+        raise SinewError(f"--recipe {recipe}: cannot be combined with --search, which chooses the recipe")
     if not searched and set(chosen.values()) == {"fp32"}:
         raise SinewError(f"recipe: expected a component in fewer bits, got {recipe}")
     if size >= stored_bytes(opened, {}) and not target_ms:
         raise SinewError(f"--budget {budget}: the bundle fits as it is; nothing was written")
     follows = {*BACKENDS[engine].follows, "fp32"} if engine else set()
     if engine and searched and engine != "cpu":
-        raise SinewError(f"--engine {engine}: expected none or cpu beside --search, which measures on it")
+        raise SinewError(
+            f"--engine {engine}: expected none or cpu with --search, which measures on engine cpu"
+        )
     if engine and not searched and not set(chosen.values()) <= follows:
         raise SinewError(f"--engine {engine}: expected {', '.join(sorted(follows))}, got {_asked(chosen)}")
     samples = Samples(observations, calibration, None if records is None else Path(records))

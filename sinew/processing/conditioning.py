@@ -26,7 +26,9 @@ def advantage_of(observation: Observation, recipe: PromptRecipe) -> str:
             "advantage", "none for this policy, whose prompt has no place for it", given[:80]
         )
     if observation.tokens is not None:
-        raise ObservationError("advantage", "none beside tokens, which hold it or not", given[:80])
+        raise ObservationError(
+            "advantage", "no advantage together with tokens; send `prompt` instead", given[:80]
+        )
     if given and given not in known:
         shown = ", ".join(known[:MAX_SHOWN]) + (", ..." if len(known) > MAX_SHOWN else "")
         raise ObservationError("advantage", f"one of {shown}, or an empty text for none", repr(given[:80]))
@@ -52,5 +54,5 @@ def scale_of(observation: Observation, recipe: PromptRecipe, advantage: str) -> 
         raise ObservationError("guidance_scale", expected, f"{scale:g}")
     if not advantage:
         shown = ", ".join(recipe.advantages[:MAX_SHOWN])
-        raise ObservationError("guidance_scale", f"an advantage beside it, as {shown}", "none")
+        raise ObservationError("guidance_scale", f"an advantage with it, such as {shown}", "none")
     return float(scale)

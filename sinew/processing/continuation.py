@@ -37,7 +37,7 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
     if observation.previous is None:
         for name, value in given.items():
             if value is not None:
-                raise ObservationError(name, "previous beside it, the rows that are to be continued", "none")
+                raise ObservationError(name, "`previous` with it, the actions to continue", "none")
         return
     rows = numbers("previous", observation.previous)
     if rows.ndim != 2 or rows.shape[1] != spec.action.dim:
@@ -80,7 +80,7 @@ def _check_trained(observation: Observation, spec: PolicySpec) -> None:
         )
     for name in ("schedule", "beta"):
         if (value := getattr(observation, name)) is not None:
-            raise ObservationError(name, "none beside rtc trained, which has nothing to weigh", repr(value))
+            raise ObservationError(name, "no value with rtc trained, which has no weights", repr(value))
     if (delay := int(observation.delay or 0)) > spec.committed_rows:
         expected = f"at most the {spec.committed_rows} rows that this checkpoint was trained to continue"
         raise ObservationError("delay", expected, str(delay))

@@ -128,9 +128,7 @@ class Policies:
         with self._lock:
             scheduler = self.get(name).scheduler
             if name == DEFAULT:
-                raise RequestError(
-                    f"policy: expected another than {DEFAULT}, which is exchanged and not unloaded"
-                )
+                raise RequestError(f"policy: {DEFAULT} can be replaced but not unloaded; name another policy")
             self._deployed = {each: found for each, found in self._deployed.items() if each != name}
             self._leaving.append(scheduler)
         self._tell(scheduler)

@@ -341,7 +341,7 @@ def compiling_frames() -> Iterator[None]:
     """
     if not frame_kernels.missing():
         if not frame_kernels.compiled.in_use:
-            logger.info("no compiled kernels resize frames; `sinew doctor` says why there are none")
+            logger.info("no compiled kernels resize frames; `sinew doctor` prints the reason")
         yield
         return
     logger.info("kernels that resize frames are compiled in the background; --no-prepare does without")
@@ -355,7 +355,7 @@ def compiling_frames() -> Iterator[None]:
             frame_kernels.take_kept_resize.cache_clear()
             frame_kernels.take_kept_resize()
         elif status == 1:  # it was not ended with the server
-            logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` says why")
+            logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` prints the reason")
 
     threading.Thread(target=take, name="sinew-frames", daemon=True).start()
     try:

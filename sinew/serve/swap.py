@@ -129,7 +129,9 @@ class Swapper:
             **({"changed": changed} if changed else {}),
         }
         if changed:
-            logger.warning("the policy %s is of another form, as was asked for: %s", name, "; ".join(changed))
+            logger.warning(
+                "the policy %s has another form, which `accept` allows: %s", name, "; ".join(changed)
+            )
         logger.info("the policy %s is %s: %s", name, source, took)
         return took
 

@@ -34,7 +34,7 @@ def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
     than a context.
     """
     if prepared.words is not None:
-        raise SinewError("context: expected an observation without words to be said, got one with them")
+        raise SinewError("context: expected an observation without a request for text, got one with it")
     if policy.facts.chooses_tokens and form != "fp32":
         kind = policy.spec.architecture
         raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")

@@ -47,7 +47,7 @@ def untiled(data: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     codes = tiles >> (2 * np.arange(4, dtype=np.uint8)) & 3
     values = codes.transpose(0, 3, 5, 1, 2, 4, 7, 6).reshape(channels, padded)[:, :k].astype(np.int8) - 2
     if values.min(initial=0) < -1:
-        raise ConvertError("a ternary matrix of the file has a code 0, which stands for no weight")
+        raise ConvertError("a ternary matrix of the file has the invalid code 0")
     return values
 
 

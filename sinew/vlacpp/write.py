@@ -106,7 +106,7 @@ def export_vlacpp(
             f" {', '.join(ARCHITECTURES)} only{f'; {why}' if why else ''}"
         )
     if out.exists():
-        raise ConvertError(f"{out}: expected a new file, got one that is there")
+        raise ConvertError(f"{out}: the file already exists; choose a new one")
     family = FAMILIES.get(manifest.architecture)
     if family is not None:
         tensors, keys = _of_family(family, bundle), family.keys(bundle)

@@ -370,7 +370,7 @@ def test_bench_fails_where_it_is_slower_than_before(tmp_path: Path, capsys) -> N
     capsys.readouterr()
     for other, message in (
         (before | {"threads": 7}, "--baseline: expected the same threads, 1, got 7"),
-        ([], f"--baseline {out}: expected what `sinew bench BUNDLE --json {out}` wrote"),
+        ([], f"--baseline {out}: expected a report of `sinew bench BUNDLE --json {out}`"),
     ):
         out.write_text(json.dumps(other))
         assert main(again) == 1

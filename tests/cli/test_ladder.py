@@ -49,4 +49,4 @@ def test_what_is_of_one_engine_is_refused_by_name(
     more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "pen", "--ladder", *more]) == 1
-    assert f"{more[0]}: expected none beside --ladder" in capsys.readouterr().err
+    assert f"{more[0]}: cannot be combined with --ladder" in capsys.readouterr().err

@@ -179,7 +179,7 @@ def test_all_of_it_or_nothing(
     folder = tmp_path / "my-arm"
     folder.mkdir()
     assert main(["new", "family", NAME]) == 1
-    assert "my-arm: expected a new folder, got one that is there" in capsys.readouterr().err
+    assert "my-arm: the folder already exists" in capsys.readouterr().err
     folder.rmdir()  # empty as before
     written = Path.write_text
 

@@ -83,7 +83,7 @@ def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (np.abs(rows) <= 0.2 + 1e-6).all()
     before = journal.read_bytes()
     assert main(["run", str(BLOCKS), *options]) == 1
-    said = f"error: {journal}: expected the name of a new file, got one that is there already\n"
+    said = f"error: {journal}: the file already exists; choose a new name\n"
     assert said in capsys.readouterr().err
     assert journal.read_bytes() == before
 

@@ -514,7 +514,7 @@ def test_units_are_taken_from_the_bundle() -> None:
         ({"rotation": "keep", "action": "joints"}, "action: expected poses, got 'joints'"),
         ({"action": "xyz,rpy"}, "action: expected 7 numbers, as the policy has, got 6"),
         ({"state": "dxyz,rotvec,gripper"}, "state: expected no offsets"),
-        ({"action": "xyz*1,gripper,gripper,gripper,gripper"}, "expected 4 numbers beside the arm's"),
+        ({"action": "xyz*1,gripper,gripper,gripper,gripper"}, "expected 4 numbers besides the arm's"),
         ({"state": "xyz,gripper,gripper,gripper,gripper"}, "state: expected at most 1 grippers"),
     ],
 )
@@ -893,7 +893,7 @@ def test_where_an_arm_is_is_known_of_any_robot() -> None:
             KnownArm(robot, planar(), ("b", "jaw", "a"), units=units)
     assert facts_of(KnownArm(robot, planar(), ("b.pos", "jaw", "a.pos"), spare=1)).points is not None
     for spare, got in ((0, "jaw"), (2, "jaw")):
-        with pytest.raises(RobotError, match=f"expected {spare} numbers beside the arm's.*, got {got}$"):
+        with pytest.raises(RobotError, match=f"expected {spare} numbers besides the arm's.*, got {got}$"):
             KnownArm(robot, planar(), ("b", "jaw", "a"), spare=spare)
     with pytest.raises(RobotError, match="got none$"):
         KnownArm(robot, planar(), ("b", "a"), spare=1)

@@ -1198,10 +1198,12 @@ def test_a_run_that_is_on_the_disk_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "more" / "new" / "run.jsonl"
     Journal(path, Settings(20.0), 1).close()
     kept = path.read_bytes()
-    with pytest.raises(JournalError, match="expected the name of a new file, got one that is there already$"):
+    with pytest.raises(JournalError, match="the file already exists; choose a new name$"):
         Journal(path, Settings(20.0), 1)
     assert path.read_bytes() == kept
-    with pytest.raises(JournalError, match=f"{tmp_path}: Is a directory|got one that is there already$"):
+    with pytest.raises(
+        JournalError, match=f"{tmp_path}: Is a directory|the file already exists; choose a new name$"
+    ):
         Journal(tmp_path, Settings(20.0), 1)
 
 

@@ -320,7 +320,7 @@ def test_the_verb(smolvla_bundle, tmp_path, capsys):
     assert main(["export", bundle, "--vlacpp", str(tmp_path / "theirs.gguf")]) == 0
     assert "for vla.cpp" in capsys.readouterr().out
     assert main(["export", bundle, "--vlacpp", str(tmp_path / "theirs.gguf")]) == 1
-    assert "expected a new file" in capsys.readouterr().err
+    assert "the file already exists" in capsys.readouterr().err
     assert main(["export", bundle]) == 1
     assert "either --onnx FOLDER or --vlacpp FILE" in capsys.readouterr().err
 

@@ -443,8 +443,11 @@ def test_graphs_read_two_prompts_too(
         ({"advantage": "good", "guidance_scale": 10**400}, "guidance_scale: expected a number from 0 to 100"),
         ({"advantage": "good", "guidance_scale": True}, "guidance_scale: expected a number, got bool"),
         ({"advantage": "good", "guidance_scale": "2"}, "guidance_scale: expected a number, got str"),
-        ({"guidance_scale": 2.0}, "guidance_scale: expected an advantage beside it, as good, bad, got none"),
-        ({"advantage": "", "guidance_scale": 1.0}, "guidance_scale: expected an advantage beside it"),
+        (
+            {"guidance_scale": 2.0},
+            "guidance_scale: expected an advantage with it, such as good, bad, got none",
+        ),
+        ({"advantage": "", "guidance_scale": 1.0}, "guidance_scale: expected an advantage with it"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(
@@ -491,7 +494,7 @@ def test_tokens_of_the_client_hold_an_advantage_or_not(
     told = {**observation, "prompt": "", "tokens": tokens}
     wanted = policy.infer({**observation, "advantage": "good"}).actions
     assert np.array_equal(policy.infer(told).actions, wanted)
-    with pytest.raises(ObservationError, match="advantage: expected none beside tokens"):
+    with pytest.raises(ObservationError, match="advantage: expected no advantage together with tokens"):
         policy.check({**told, "advantage": "good"})
     with pytest.raises(ObservationError, match="guidance_scale: expected none beside tokens"):
         policy.check({**told, "guidance_scale": 2.0})

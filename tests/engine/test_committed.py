@@ -118,7 +118,7 @@ def test_what_a_policy_was_not_trained_for_is_refused(
     with pytest.raises(ObservationError, match=rf"delay: expected at most the {COMMITTED} rows"):
         policy.check(ask(policy, previous=previous, delay=COMMITTED + 1))
     policy.check(ask(policy, previous=previous, delay=COMMITTED + 1, rtc="guided"))
-    with pytest.raises(ObservationError, match="beta: expected none beside rtc trained"):
+    with pytest.raises(ObservationError, match="beta: expected no value with rtc trained"):
         policy.check(ask(policy, previous=previous, delay=1, beta=2.0))
     other = load(smolvla_bundle("smolvla-2cam"), engine="eager", threads=1)
     with pytest.raises(ObservationError, match="was not trained on committed rows"):

@@ -277,8 +277,8 @@ def test_guided_policy_equals_an_oracle_in_the_papers_time(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"delay": 3}, "delay: expected previous beside it"),
-        ({"rtc": "guided"}, "rtc: expected previous beside it"),
+        ({"delay": 3}, "delay: expected `previous` with it"),
+        ({"rtc": "guided"}, "rtc: expected `previous` with it"),
         ({"previous": np.zeros((3, 2))}, r"previous: expected numbers of shape \[R, 4\]"),
         ({"previous": np.zeros((0, 4))}, "previous: expected 1 to"),
         ({"previous": np.full((3, 4), np.nan)}, "previous: expected finite numbers"),

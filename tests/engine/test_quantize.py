@@ -356,8 +356,8 @@ def test_what_quantize_refuses(quantised, tmp_path, capsys):
             for line, words in (
                 ("--recipe head=fp32", "recipe: expected a component in fewer bits, got head=fp32"),
                 ("--recipe vision=q4_0 --engine onnx", "expected fp32, int8, int8-rows, got vision=q4_0"),
-                ("--search --budget 1MB --engine onnx", "expected none or cpu beside --search"),
-                ("--search --budget 1MB --recipe vision=int8", "expected none beside --search"),
+                ("--search --budget 1MB --engine onnx", "expected none or cpu with --search"),
+                ("--search --budget 1MB --recipe vision=int8", "cannot be combined with --search"),
                 ("--search --budget 9GB", "--budget 9GB: the bundle fits as it is"),
                 ("--search --budget lots", "budget: expected a size such as"),
             )

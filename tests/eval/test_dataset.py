@@ -142,7 +142,7 @@ def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     with pytest.raises(SinewError, match="whole number of frames"):
         DatasetWriter(tmp_path / "a", 12.5)
-    with pytest.raises(SinewError, match="is there already"):
+    with pytest.raises(SinewError, match="the folder already exists"):
         DatasetWriter(tmp_path, 20)
     writer = DatasetWriter(tmp_path / "b", 20)
     with pytest.raises(SinewError, match="no episode"):
@@ -376,12 +376,12 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     """Also a link to nowhere, and what came while episodes were played."""
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(SinewError, match="is there already"):
+    with pytest.raises(SinewError, match="the folder already exists"):
         DatasetWriter(tmp_path / "link", 20)
     with DatasetWriter(tmp_path / "out", 20) as writer:
         writer.add(frames(2))
         (tmp_path / "out").mkdir()
-        with pytest.raises(SinewError, match="is there already"):
+        with pytest.raises(SinewError, match="the folder already exists"):
             writer.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "out"]
     assert not list((tmp_path / "out").iterdir())

@@ -487,7 +487,7 @@ def test_mapping_file(tmp_path: Path) -> None:
         (("expert", "--env", "sinew/Blocks-v0", "--env-options", "[1]"), "expected a JSON object"),
         (("expert", "--replan", "often"), "--replan"),
         (("expert", "--adapter", "nope"), "adapter: expected one of direct"),
-        (("expert", "--realtime", "--latency", "3"), "--latency is simulated"),
+        (("expert", "--realtime", "--latency", "3"), "--latency simulates a latency"),
         (("tcp://127.0.0.1:1", "--dtype", "float32"), "belong to the server"),
         (("expert", "--compare", "replan=queue:0.75"), "already there"),
     ],

@@ -188,7 +188,11 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
     for recipe, fields, message in (
         (known, {"advantage": 1}, "advantage: expected text, got int"),
         (without, {"advantage": ""}, "advantage: expected none for this policy, whose prompt has no place"),
-        (known, {"advantage": "bin3", "tokens": tokens}, "advantage: expected none beside tokens"),
+        (
+            known,
+            {"advantage": "bin3", "tokens": tokens},
+            "advantage: expected no advantage together with tokens",
+        ),
         (known, {"advantage": "x"}, f"advantage: expected one of {shown}, ..., or an empty text"),
         (
             PromptRecipe(8, 9, 0, (Advantage(names[:8]),)),
@@ -208,7 +212,7 @@ def test_an_advantage_and_its_scale_are_taken_or_refused_by_name():
             scale_of(asked(**fields), recipe, advantage_of(asked(**fields), recipe))
         assert message in str(error.value)
         assert len(str(error.value)) < 200
-    with pytest.raises(ObservationError, match=f"an advantage beside it, as {shown}, got none"):
+    with pytest.raises(ObservationError, match=f"an advantage with it, such as {shown}, got none"):
         scale_of(asked(guidance_scale=0.0), known, "")
 
 
@@ -328,7 +332,7 @@ def test_whole_numbers_are_taken_from_the_lowest_to_the_highest():
         ({"time": np.nan}, "time: expected finite numbers, got nan at index 0"),
         ({"time": [1.0]}, "time: expected shape [], got shape [1]"),
         ({"adapter": "x"}, "adapter: expected none here, got 'x'"),
-        ({"delay": 1}, "delay: expected previous beside it, the rows that are to be continued, got none"),
+        ({"delay": 1}, "delay: expected `previous` with it, the actions to continue, got none"),
         ({**CONTINUED, "beta": -1.0}, "beta: expected a number from 0 to 1000, got -1.0"),
     ):
         assert refusal(partial(PLAIN.check, seen(**fields))) == message

@@ -208,7 +208,7 @@ def test_goals_drive_one_at_a_time(domain: int, capsys: pytest.CaptureFixture[st
         until(lambda: it.robot.arm, "a trajectory")
         assert not caller.send(2)  # refused: one runs
         assert main(["goal", "go"]) == 1
-        assert f"{NAME}: the goal is refused; the node's log says why" in capsys.readouterr().err
+        assert f"{NAME}: the goal was rejected; the node's log has the reason" in capsys.readouterr().err
         assert not caller.send(1)  # and that number is taken
         until(lambda: caller.feedback and caller.feedback[-1].feedback.command, "a feedback")
         said = caller.feedback[-1].feedback

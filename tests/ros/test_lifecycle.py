@@ -249,7 +249,7 @@ def test_the_program_is_a_managed_node(domain: int, tmp_path: Path) -> None:  # 
         (tmp_path / "robot.yaml").write_text(json.dumps(contract(server.native)))
         manager = Manager(transport)
         for wrong, said in (
-            (("--transport", "dds", "--steps", "3"), "--steps: expected none beside --lifecycle"),
+            (("--transport", "dds", "--steps", "3"), "--steps: cannot be combined with --lifecycle"),
             (("--transport", f"bag:{tmp_path}"), "expected a rosbag of ROS 2"),
         ):
             with begun(*wrong) as refused:

@@ -56,7 +56,7 @@ def test_a_skeleton_is_a_contract_that_fits() -> None:
         (("hz",), None, "hz: expected a number above 0"),
         (("cameras", "front", "topik"), "/x", "cameras.front.topik: unknown; known are max_age, rate, topic, type"),
         (("cameras", "front", "type"), "Image", "cameras.front.type: expected sensor_msgs/msg/Image or"),
-        (("state", "joints"), ["a", "a"], "state.joints: a is there twice"),
+        (("state", "joints"), ["a", "a"], "state.joints: a is listed twice"),
         (("state", "scale"), [1, 2], "state.scale: expected a number or 6 of them"),
         (("state", "scale"), [".nan"], "state.scale: expected a number or 6"),
         (("action",), [], "action: expected at least one topic"),

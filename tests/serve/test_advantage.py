@@ -169,7 +169,7 @@ def test_the_fields_other_name_is_taken(server: Any, policy: Policy, wire: str) 
         ),
         (
             {"advantage": "", "guidance_scale": 2.0},
-            "guidance_scale: expected an advantage beside it, as good, bad",
+            "guidance_scale: expected an advantage with it, such as good, bad",
         ),
         ({"advantage": 3}, "advantage: expected "),
         ({"guidance_scale": "much"}, "guidance_scale: expected "),

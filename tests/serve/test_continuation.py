@@ -57,7 +57,7 @@ def test_a_served_chunk_is_continued_as_in_process_and_replayed(tmp_path: Path) 
                 np.testing.assert_allclose(served, policy.infer(observation(**fields)).actions, atol=1e-5)
             with pytest.raises(ServerError, match="rtc: expected guided, no-jacobian or ramp"):
                 client.infer(observation(previous=ROWS, rtc="trained"))
-            with pytest.raises(ServerError, match="delay: expected previous beside it"):
+            with pytest.raises(ServerError, match="delay: expected `previous` with it"):
                 client.infer(observation(delay=2))
             with pytest.raises(InvalidObservation, match="previous: expected 2 dimension"):
                 client.infer(observation(previous=ROWS[0]))
@@ -141,7 +141,7 @@ def test_fields_are_taken_to_their_bounds_and_refused_beyond() -> None:
     ):
         check_continuation(asking(**fields), spec)
     many = "at most the 2 rows that this checkpoint was trained to continue"
-    weigh = "none beside rtc trained, which has nothing to weigh"
+    weigh = "no value with rtc trained, which has no weights"
     for spec, fields, message in (
         (PLAIN, {"rows": 0}, "previous: expected 1 to 16 rows, got 0"),
         (PLAIN, {"rows": 17}, "previous: expected 1 to 16 rows, got 17"),
@@ -186,7 +186,7 @@ def test_fields_are_taken_to_their_bounds_and_refused_beyond() -> None:
         assert str(error.value) == message
     for name in ("delay", "horizon", "rtc", "schedule", "beta"):
         with pytest.raises(
-            ObservationError, match=f"^{name}: expected previous beside it, the rows that are"
+            ObservationError, match=f"^{name}: expected `previous` with it, the actions to continue"
         ):
             check_continuation(Observation({}, np.zeros(2), **{name: 0}), PLAIN)  # type: ignore[arg-type]
     check_continuation(Observation({}, np.zeros(2)), PLAIN)

@@ -240,7 +240,7 @@ def test_the_server_says_what_it_is(server: tuple[ServerProcess, dict[str, int]]
         ((), "expected a bundle, or --replay RECORDS"),
         (("--replay", "."), "no records"),
         (("--replay", ".", "--engine", "eager"), "a replay computes nothing"),
-        (("--replay", ".", "--rename", "front=camera1"), "--rename: expected the bundle beside --replay"),
+        (("--replay", ".", "--rename", "front=camera1"), "--rename: needs the bundle together with --replay"),
     ],
 )
 def test_mistakes(

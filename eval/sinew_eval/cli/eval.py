@@ -254,7 +254,9 @@ def _refuse_together(on: EpisodeFlags, runs: Runs, workers: int | None) -> None:
             "--stream: expected simulated time and no gate; `sinew run --stream` runs by the clock"
         )
     if on.realtime and (on.latency is not None or any(text.startswith("latency") for text in on.sweep)):
-        raise SinewError("--latency is simulated; with --realtime the latency is what it is")
+        raise SinewError(
+            "--latency simulates a latency and cannot be combined with --realtime, which uses the measured one"
+        )
     if runs.provider:
         raise SinewError(
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"

@@ -227,7 +227,7 @@ class DatasetWriter:
     @staticmethod
     def _refuse_existing(out: Path) -> None:
         if os.path.lexists(out):
-            raise SinewError(f"{out}: is there already; a data set is written into a new folder")
+            raise SinewError(f"{out}: the folder already exists; choose a new one")
 
     # ------------------------------------------------------------------------- one episode
 

@@ -130,7 +130,7 @@ def _recorded(path: Path, record: dict[str, Any]) -> Recorded:
     if "plan" in record:
         raise SinewError("expected episodes that follow from their seeds, got trials on a robot in real time")
     if "outcomes" not in record:
-        raise SinewError("expected the outcome of each episode, got none; play the run anew with --out")
+        raise SinewError("expected the outcome of each episode, got none; repeat the run with --out")
     task = Task.from_dict(record.get("task"))
     variants, facts = [], []
     for index, entry in enumerate(variant_entries(record)):

@@ -219,7 +219,7 @@ class RolloutPolicy(Policy):
             ("adapter", found.adapter or None),
         ):
             if given is not None:
-                raise ObservationError(name, "none of a policy that explores", "one")
+                raise ObservationError(name, "no value for a policy that samples its actions", "one")
         return found
 
     def run_batch(

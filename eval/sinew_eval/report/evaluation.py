@@ -276,7 +276,7 @@ def _evaluate(
     target = _target(policy) if named else type(policy).__name__
     if env is None:
         if not named:
-            raise SinewError("env: expected an environment beside a policy that is open, got none")
+            raise SinewError("env: expected an environment together with an open policy, got none")
         env = default_env(target)
     label = env if isinstance(env, str) else _name(env)
     task = Task(

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 def drive(given: argparse.Namespace, ros: list[str]) -> int:
     """Run the bridge until a signal, or a manager's shutdown, and print its report as one line of JSON."""
     if given.lifecycle and given.steps is not None:
-        raise ClientError("--steps: expected none beside --lifecycle, whose manager ends the node")
+        raise ClientError("--steps: cannot be combined with --lifecycle, whose manager ends the node")
     contract(given)  # where it says nothing good, before a topic is made
     transport = served = opened(given.transport, ros)
     recorded, driver, goals = None, None, Goals() if given.action else None

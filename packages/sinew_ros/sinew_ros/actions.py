@@ -172,7 +172,7 @@ def ask(
     if answer is None:
         raise ClientError(f"{name}: expected a server of this action, got no answer in {seconds:g} s")
     if not answer.accepted:
-        raise ClientError(f"{name}: the goal is refused; the node's log says why")
+        raise ClientError(f"{name}: the goal was rejected; the node's log has the reason")
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     while thread.is_alive():

@@ -260,7 +260,7 @@ def _consistent(contract: Contract) -> None:
     if any(each.type == TRAJECTORY for each in contract.outputs):
         if contract.settings.substeps > 1:
             raise ContractError(
-                "control.substeps: expected 1 beside a JointTrajectory, whose controller interpolates"
+                "control.substeps: expected 1 with a JointTrajectory, whose controller interpolates"
             )
         offsets = (contract.settings.motion or {}).get("kind") == "offsets" and contract.kinematics is None
         if offsets and contract.settings.limits is not None:
@@ -442,7 +442,7 @@ class _Fields:
             raise ContractError(f"{self._name('joints')}: expected a list of names, got {shown(value)}")
         if len(set(value)) < len(value):
             twice = next(x for x in value if value.count(x) > 1)
-            raise ContractError(f"{self._name('joints')}: {named(twice)} is there twice")
+            raise ContractError(f"{self._name('joints')}: {named(twice)} is listed twice")
         return tuple(value)
 
     def vector(self, key: str, default: float, size: int) -> np.ndarray:

@@ -68,7 +68,7 @@ def run(
     from sinew_perf.hardware import load_machines
 
     if (parallel > 1) != bool(link):
-        raise SinewError(f"--link: expected a rate beside --parallel 2 or more, got {link} and {parallel}")
+        raise SinewError(f"--link: expected a rate with --parallel 2 or more, got {link} and {parallel}")
     machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
     from sinew_perf import plots
 

@@ -80,7 +80,7 @@ def fetch(name: HubName) -> Path:
             return _cached(
                 name, f"the hub {constants.ENDPOINT} answers with status {status} ({_words(error)})"
             )
-        raise SinewError(f"{name}: no file or folder here, and the hub says: {_words(error)}") from None
+        raise SinewError(f"{name}: no file or folder here, and the hub answers: {_words(error)}") from None
     except Exception as error:  # noqa: BLE001 - what cannot be reached: many types across versions
         return _cached(name, f"the hub {constants.ENDPOINT} cannot be reached ({_words(error)})")
     bundle = _bundle_of(name, list(files))
@@ -140,7 +140,7 @@ def push(name: HubName, files: Mapping[str, Path | bytes], message: str, private
                 ).commit_url
             )
     except HfHubHTTPError as error:  # it answers, and refuses
-        raise SinewError(f"{name}: the hub says: {_words(error)}") from None
+        raise SinewError(f"{name}: the hub answers: {_words(error)}") from None
     except Exception as error:  # noqa: BLE001 - what cannot be reached or read: many types across versions
         raise SinewError(f"{name}: not uploaded to {constants.ENDPOINT} ({_words(error)})") from None
 

@@ -77,7 +77,7 @@ class RerunLog:
         self.target = target
         self.counts: dict[str, int] = {}
         if isinstance(target, Path) and target.exists():
-            raise SinewError(f"{target}: is there already")
+            raise SinewError(f"{target}: the file already exists; choose a new one")
         try:
             self._open()
         except OSError as error:
@@ -203,7 +203,7 @@ class RerunLog:
                 ) from None
         stream = self._rerun.RecordingStream("sinew", recording_id=self._id)
         if not stream.is_enabled():
-            raise SinewError("rerun: RERUN in the environment says that nothing is recorded")
+            raise SinewError("rerun: the environment variable RERUN turns recording off; unset it")
         if isinstance(self.target, Path):
             self.target.open("xb").close()  # Rerun's own words for a folder that is not there are no help
             stream.save(self.target)

@@ -241,7 +241,7 @@ def events(
         reply = connection.getresponse()
         if reply.status == 401:
             raise SinewError(
-                f"{host}:{port} wants a key: --api-key-file, or SINEW_API_KEY in the environment"
+                f"{host}:{port} requires a key; pass --api-key-file, or set SINEW_API_KEY in the environment"
             )
         if "text/event-stream" not in reply.headers.get("Content-Type", ""):
             if reply.status >= 500:

@@ -132,7 +132,7 @@ def test_a_bundle_is_pushed_and_pulled(bundle: Path, tmp_path: Path) -> None:
 
         refused = sinew("hub", "push", bundle, "lab/pick", **{**environment, "HF_TOKEN": "another"})
         assert refused.returncode == 1
-        assert refused.stderr.startswith("error: hf://lab/pick: the hub says: ")
+        assert refused.stderr.startswith("error: hf://lab/pick: the hub answers: ")
         assert "Traceback" not in refused.stderr
     gone = sinew("hub", "push", bundle, "lab/pick", **environment)
     assert gone.returncode == 1

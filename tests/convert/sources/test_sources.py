@@ -363,7 +363,8 @@ def test_repositories_of_a_hub(run: Path, tmp_path: Path, smolvla_bundle: Callab
         missing = ask("lab/none", online)
         assert missing.returncode == 1
         assert (
-            "hf://lab/none: no file or folder here, and the hub says: Repository Not Found" in missing.stderr
+            "hf://lab/none: no file or folder here, and the hub answers: Repository Not Found"
+            in missing.stderr
         )
     gone = {**environment, "HF_ENDPOINT": server.url}  # nobody listens there any more
     again = ask("lab/pick", gone)

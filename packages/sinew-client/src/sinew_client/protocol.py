@@ -240,7 +240,7 @@ def decode_reply(payload: bytes, request_id: int):
         raise ClientError(f"the reply is not a PredictResponse: {error}") from error
     raise_error(reply)
     if reply.request_id != request_id:
-        raise ClientError(f"asked with request id {request_id}, answered {reply.request_id}")
+        raise ClientError(f"the reply: expected request id {request_id}, got {reply.request_id}")
     return reply
 
 

@@ -146,7 +146,9 @@ def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]
         raise MissingPackageError("one graph of the whole policy", "onnx") from None
     graphs, spec = GraphSet.load(folder), manifest.spec
     if graphs.said:
-        raise SinewError("one graph: expected a policy of a fixed number of steps, got one that says tokens")
+        raise SinewError(
+            "one graph: expected a policy with a fixed number of steps, got an autoregressive one"
+        )
     if spec.history > 1:
         raise SinewError(f"one graph: expected a policy that reads one moment, got one of {spec.history}")
     if graphs.borrows:

@@ -111,7 +111,7 @@ def write_pairs(
         raise MissingPackageError("quantisation", "onnx") from None
     graphs = GraphSet.load(folder)
     if graphs.said:
-        raise SinewError("--qdq: expected a policy of a fixed number of steps, got one that says tokens")
+        raise SinewError("--qdq: expected a policy with a fixed number of steps, got an autoregressive one")
     if graphs.recipe or graphs.borrows:
         got = graphs.recipe or "some that borrow their weights"
         raise SinewError(f"{folder}: expected graphs in float32 with weights, got {got}")

@@ -534,7 +534,7 @@ class EndEffector(KnownArm):
                 at = next(others, None)
                 if at is None:
                     raise RobotError(
-                        "state: expected as many grippers as the robot has numbers beside the arm's"
+                        "state: the pose layout needs one gripper for each of the robot's numbers besides the arm's"
                     )
                 numbers.append([whole[at]])
             elif part.form == "joints":

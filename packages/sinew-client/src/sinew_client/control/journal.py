@@ -49,9 +49,7 @@ class Journal:
             self._file = path.open("x", encoding="utf-8")  # a run that is on the disk is not written over
         except OSError as error:
             there = isinstance(error, FileExistsError)
-            why = (
-                "expected the name of a new file, got one that is there already" if there else error.strerror
-            )
+            why = "the file already exists; choose a new name" if there else error.strerror
             raise JournalError(f"{path}: {why}") from error
         self._events: SimpleQueue = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sinew-journal", daemon=True)
