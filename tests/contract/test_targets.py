@@ -48,12 +48,15 @@ def test_lists_are_of_addresses() -> None:
     assert not is_address(3)
 
 
-def test_each_kind_is_opened_or_rejected_by_name(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
+def test_an_expert_is_opened_by_its_environment() -> None:
+    pytest.importorskip("sinew_eval.sim")
     with connect("expert:sinew/Pen-v0") as expert:
         assert expert.spec.chunk_size > 0
     with pytest.raises(SinewError, match="expert: expected expert:ENV"):
         connect("expert")
+
+
+def test_each_kind_is_opened_or_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ClientError, match="only `sinew eval` supports model servers"):
         connect("vla-eval://127.0.0.1:9")
     with pytest.raises(SinewError, match="absent.gguf"):
@@ -68,11 +71,14 @@ from importlib import metadata
 sys.modules["sinew"] = None
 metadata.entry_points = lambda: {}
 import sinew_client
-try:
-    sinew_client.connect("blocks")
-except sinew_client.ClientError as error:
-    print(error)
+for text in ("blocks", "expert:sinew/Pen-v0"):
+    try:
+        sinew_client.connect(text)
+    except sinew_client.ClientError as error:
+        print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert "blocks: expected tcp://HOST:PORT" in done.stdout
-    assert "needs the package sinew-vla" in done.stdout
+    own, expert = done.stdout.splitlines()
+    assert own.endswith("install the package sinew-vla")
+    assert expert.endswith("install the package sinew-vla-eval")
