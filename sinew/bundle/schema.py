@@ -531,6 +531,8 @@ def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[s
         yield f"processing.optional_cameras: expected fewer than there are, got {processing.optional_cameras}"
     if len(image.cameras) not in (0, len(spec.cameras)):
         yield f"processing.image.cameras: expected one for each camera, or none, got {len(image.cameras)}"
+    if len(image.sizes) not in (0, len(spec.cameras)):
+        yield f"processing.image.sizes: expected one for each camera, or none, got {len(image.sizes)}"
     # Sizes that are believable one by one and not together
     if (read := (spec.views + processing.empty_cameras) * image.height * image.width) > MAX_PIXELS:
         yield f"processing.image: expected at most {MAX_PIXELS} pixels of all views, got {read}"

@@ -35,6 +35,7 @@ FAMILIES = (
     "diffusion",
     "vqbet",
     "multi_task_dit",
+    "eo1",
     "xvla",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs

@@ -28,3 +28,12 @@ class Rotation(NamedTuple):
         """x: [B, L, H, D] -> the same, rotated; float32 inside, x's dtype outside."""
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1).to(x.dtype)
+
+
+def rotate_axes(positions: Tensor, head_dim: int, theta: float, axes: tuple[int, ...]) -> Rotation:
+    """Return the rotation in which frequency f turns with positions[..., axes[f]]. positions: int [B, L, axes]."""
+    exponents = (2.0 / head_dim) * torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device)
+    columns = positions.float().unbind(-1)
+    picked = torch.stack([columns[axis] for axis in axes], dim=-1)  # [B, L, head_dim / 2]
+    radians = picked / theta**exponents
+    return Rotation(radians.cos()[..., None, :], radians.sin()[..., None, :])

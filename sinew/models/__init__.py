@@ -87,8 +87,8 @@ def _disagreements(spec: PolicySpec, processing: Any, model: Model) -> Iterator[
             for each in (model.moments, moments)
         )
         yield f"sinew.spec: expected {wanted}, as sinew.config says, got {got}"
-    for camera in spec.cameras if model.grid is not None else ():
-        size = processing.image.size_after(camera.height, camera.width)
+    for index, camera in enumerate(spec.cameras if model.grid is not None else ()):
+        size = processing.image.of_camera(index).size_after(camera.height, camera.width)
         if (found := model.grid_of(*size)) != model.grid:
             frames = f"camera {camera.name}, whose frames become {size[0]}x{size[1]} pixels"
             got = "x".join(map(str, model.grid or ()))

@@ -152,7 +152,9 @@ class Processor:
         if self.recipe.all_cameras:
             self.may_miss = 0
         self._cameras = [camera.name for camera in self.spec.cameras]
-        self._fitting: set[tuple[int, ...]] = set()  # shapes of bytes that ``check_frame`` took
+        self._fitting: set[tuple[str, tuple[int, ...]]] = (
+            set()
+        )  # cameras and shapes of bytes that ``check_frame`` took
         self._images = {c.name: self.recipe.image.of_camera(i) for i, c in enumerate(self.spec.cameras)}
         opened = None if beside is None else beside.prompter.tokenizer
         self.prompter: Prompter = Prompter(manifest.tokenizer, self.recipe.prompt, opened, allow_empty_prompt)
@@ -415,10 +417,10 @@ class Processor:
                     f"{prefix}images.{name}", f"one of the cameras {known}", f"an unknown camera{hint}"
                 )
             plain = type(frame) is np.ndarray and frame.dtype == np.uint8
-            if not (plain and frame.shape in self._fitting):
-                check_frame(frame, f"{prefix}images.{name}", self.recipe.image)
+            if not (plain and (name, frame.shape) in self._fitting):
+                check_frame(frame, f"{prefix}images.{name}", self._images[name])
                 if plain and len(self._fitting) < MOST_SHAPES:
-                    self._fitting.add(frame.shape)
+                    self._fitting.add((name, frame.shape))
         if not images:
             raise ObservationError(f"{prefix}images", f"at least one of the cameras {known}", "none")
         missing = [name for name in known if name not in images]

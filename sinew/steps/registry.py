@@ -12,6 +12,7 @@ IMAGE = {
     "grid": "sinew.steps.image.grid:Grid",
     "letterbox": "sinew.steps.image.letterbox:Letterbox",
     "scales": "sinew.steps.image.scales:Scales",
+    "corner": "sinew.steps.image.corner:Corner",
 }
 VECTOR = {
     "affine": "sinew.steps.vector.affine:Affine",

@@ -46,6 +46,7 @@ TWICE = [
     ("onnx", "xvla-auto"),
     ("onnx", "vqbet-sequential"),
     ("onnx", "mtdit-ddpm"),
+    ("onnx", "eo1-fast"),
 ]  # as another case of its family
 PACKED = {"fold-norms", "pack-qkv", "pack-gate-up"}
 HEADED = PACKED | {"tabulate-time"}
@@ -61,6 +62,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("xvla-ee6d", "xvla-auto")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("mtdit-ddim", "mtdit-ddpm")},
+    **dict.fromkeys(("eo1-2cam", "eo1-fast"), HEADED),
     **{case: {"fold-norms", "pack-qkv"} for case in ("vqbet-parallel", "vqbet-sequential")},
 }
 

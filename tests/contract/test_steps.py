@@ -27,6 +27,7 @@ from sinew.processing.prompt import Prompter
 from sinew.steps import registry
 from sinew.steps.image.base import ImageRecipe, ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
+from sinew.steps.image.corner import Corner
 from sinew.steps.image.crop import Crop
 from sinew.steps.image.grid import Grid
 from sinew.steps.image.jpeg import Jpeg
@@ -196,6 +197,17 @@ IMAGES = {
         (24, 20),
         "letterbox to 24x20, pil_bilinear, bars center = 0",
         on_host="",
+    ),
+    "corner": Frame(
+        Corner(48, 60, 40, 50),
+        "681c8faa0d765350",
+        (48, 60),
+        "40x50 in the corner of 48x60",
+        {
+            "no height": ({"height": 0}, "height: expected 1 to 8192, got 0"),
+            "too high": ({"own_height": 49}, "own_height: expected 1 to 48, got 49"),
+            "too wide": ({"own_width": 61}, "own_width: expected 1 to 60, got 61"),
+        },
     ),
     "scales": Frame(
         Scales((24, 10)),

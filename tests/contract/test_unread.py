@@ -28,6 +28,7 @@ NEW = "brand_new"
 ALIKE = (
     "act-env",
     "diffusion-ddpm",
+    "eo1-fast",
     "mtdit-ddpm",
     "pi05-mem",
     "smolvla-3cam-padded",

@@ -41,6 +41,7 @@ CASES = (
     *("cogact", "omnivla", "omnivla-edge"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
     *("vqbet-parallel", "vqbet-sequential", "mtdit-ddim", "mtdit-ddpm"),
+    *("eo1-2cam", "eo1-fast"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
 
@@ -553,6 +554,47 @@ def multi_task(policy: Policy, g: Golden, given: Observation, run: Run) -> Itera
         yield Stage(f"model_output.{step}", found, g["model_output"][step])
 
 
+# ----------------------------------------------------------------------------- EO-1
+
+
+def eo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """The reference sorts the patches of all views by window; ours are view after view, in the order of tokens."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    area, frames = model.config.vision.merge**2, model.config.frames
+    counts = [rows * cols for rows, cols in model.config.grids]
+    order = torch.argsort(g["vision.window_index"])
+    for view, (height, width) in enumerate(frames):
+        with Outputs(model.vision.layers) as outputs:
+            run(model.vision, pixels[:, view, :, :height, :width])
+        first = sum(counts[:view])
+        for index, output in enumerate(outputs):
+            stored = g[f"vision.block.{index}"].unflatten(0, (-1, area))[order]
+            own = stored[first : first + counts[view]].flatten(0, 1)
+            yield Stage(f"vision.block.{index}.{view}", output[0], own)
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", model.flat(image_tokens)[0], g["image_tokens"])
+    count = g["prefix_embeds"].shape[1]
+    assert tokens.tolist() == g["input_ids"][:, :count].tolist()
+    x = run(model.embed, image_tokens, tokens, mask, state)
+    yield Stage("prefix_embeds", x, g["prefix_embeds"])
+    positions, following = model.positions(tokens, mask)
+    assert torch.equal(positions.permute(2, 0, 1), g["prefix_position_ids"])
+    assert int(following) == int(g["action_position_ids"][0, 0, 0])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    for index, (keys, values) in enumerate(context.kv if "prefix.key.0" in g.tensors else ()):
+        yield Stage(f"prefix.key.{index}", keys.transpose(1, 2), g[f"prefix.key.{index}"])
+        yield Stage(f"prefix.value.{index}", values.transpose(1, 2), g[f"prefix.value.{index}"])
+    for step, t in enumerate(g["t"][:, 0]):
+        time, x_t = embed_time(model, float(t), run), g["x_t"][step]
+        suffix = run(model.embed_actions, x_t, time)
+        yield Stage(f"suffix_embeds.{step}", suffix, g["suffix_embeds"][step])
+        with Outputs([*model.language.layers, model.language.norm]) as outputs:
+            velocity = run(model.act, x_t, time, context)
+        yield Stage(f"action_hidden.{step}", outputs[-1], g["action_hidden"][step])
+        yield Stage(f"v_t.{step}", velocity, g["v_t"][step])
+
+
 # ----------------------------------------------------------------------------- X-VLA
 
 
@@ -753,5 +795,6 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "diffusion": diffusion,
     "vqbet": vqbet,
     "mtdit": multi_task,
+    "eo1": eo1,
     "xvla": xvla,
 }

@@ -23,7 +23,7 @@ from sinew.layers.decoder import Decoder, DecoderConfig
 from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Linear
 from sinew.layers.qwen_vit import QwenViT, QwenViTConfig
-from sinew.layers.rope import Rotation
+from sinew.layers.rope import Rotation, rotate_axes
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import ResizedPositions, VisionTransformer, ViTConfig
 from sinew.models.base import Model
@@ -230,12 +230,3 @@ class Gr00tQwen(Gr00t):
         return tuple(
             1 if f % 3 == 1 and f < 3 * rows else 2 if f % 3 == 2 and f < 3 * cols else 0 for f in range(half)
         )
-
-
-def rotate_axes(positions: Tensor, head_dim: int, theta: float, axes: tuple[int, ...]) -> Rotation:
-    """Return the rotation in which frequency f turns with positions[..., axes[f]]. positions: int [B, L, axes]."""
-    exponents = (2.0 / head_dim) * torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device)
-    columns = positions.float().unbind(-1)
-    picked = torch.stack([columns[axis] for axis in axes], dim=-1)  # [B, L, head_dim / 2]
-    radians = picked / theta**exponents
-    return Rotation(radians.cos()[..., None, :], radians.sin()[..., None, :])

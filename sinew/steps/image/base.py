@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -87,6 +87,8 @@ class ImageRecipe:
 
     mean, std: three numbers per group of channels; each group is the same picture in another normalisation.
     cameras: in their place, one for each camera of the policy, where cameras differ in them.
+    sizes: height and width of each camera's picture after the steps, where cameras differ in them. A picture is then in
+        the top left corner of ``height`` x ``width``, and the model does not read the rest.
     """
 
     height: Side
@@ -95,6 +97,7 @@ class ImageRecipe:
     mean: tuple[Finite, ...] = (0.5, 0.5, 0.5)
     std: tuple[Positive, ...] = (0.5, 0.5, 0.5)
     cameras: tuple[CameraScale, ...] = ()
+    sizes: tuple[tuple[Side, Side], ...] = ()
 
     @property
     def channels(self) -> int:
@@ -103,9 +106,15 @@ class ImageRecipe:
 
     def of_camera(self, index: int) -> ImageRecipe:
         """Return the recipe of one camera, counted as the policy counts them, which is the same for all frames."""
-        if not self.cameras:
-            return self
-        return replace(self, mean=self.cameras[index].mean, std=self.cameras[index].std, cameras=())
+        own = self
+        if self.cameras:
+            own = replace(own, mean=self.cameras[index].mean, std=self.cameras[index].std, cameras=())
+        if self.sizes:
+            floats = all(step.takes != "bytes" for step in self.steps)
+            kind: Any = ImageStep.registered("corner")
+            corner: ImageStep = kind(self.height, self.width, *self.sizes[index], floats)
+            own = replace(own, steps=(*own.steps, corner), sizes=())
+        return own
 
     def size_after(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of a frame of this size after the steps."""
@@ -135,6 +144,9 @@ class ImageRecipe:
             end = end if step.keeps_size else step.fixed
         if {"bytes", "floats"} <= taken:
             yield "steps: expected all of uint8 or all of floats, got both"
+        for height, width in self.sizes:
+            if height > self.height or width > self.width:
+                yield f"sizes: expected at most {self.height}x{self.width}, got {height}x{width}"
         if end not in (None, (self.height, self.width)):
             yield f"steps: expected an end of {self.height}x{self.width}, got {end[0]}x{end[1]}"
 
