@@ -115,7 +115,7 @@ def prepare(
                 done = Preparing(finding.why, finding, need=size)
         choice = choose(opened, threads=threads, prepared=True, **options)
         measured_already = done is not None and done.finding is not None and bool(done.finding.seconds)
-        if unmeasured(opened, choice) or (again and not measured_already):
+        if unmeasured(opened, choice, reference=True) or (again and not measured_already):
             with _alone(opened.path, "times"):
                 timed = _time(opened, started, choice, size, memory_gib, again)
             if timed is not None and (done is None or timed.taken):
@@ -143,7 +143,7 @@ def _time(
     others = [each for each in ready(bundle, choice) if each.engine != choice.engine]
     if not others:
         return None
-    if again or unmeasured(bundle, choice):
+    if again or unmeasured(bundle, choice, reference=True):
         _check_room_for_two(bundle, size, memory_gib)
         _store(bundle, choice, *_measure(bundle, choice, [(each, bundle.path) for each in others]))
     options = choice.options

@@ -685,9 +685,9 @@ def measured_under(bundle: Bundle, choice: EngineChoice) -> Conditions:
     return _under(bundle, choice.options, requested(choice))
 
 
-def unmeasured(bundle: Bundle, choice: EngineChoice) -> list[str]:
-    """Return the engines, other than ``choice`` and the reference, whose chunks were not measured beside it with its
-    number of threads."""
+def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) -> list[str]:
+    """Return the engines whose chunks were not measured beside ``choice`` with its number of threads. reference: also
+    the reference."""
     if choice.options.graphs or choice.ignored:
         return []
     times = measured.stored(measured_under(bundle, choice))
@@ -696,7 +696,8 @@ def unmeasured(bundle: Bundle, choice: EngineChoice) -> list[str]:
     return [
         name
         for name in others
-        if not BACKENDS[name].reference and not (complete and times.chunks.keys() >= {name, choice.engine})
+        if (reference or not BACKENDS[name].reference)
+        and not (complete and times.chunks.keys() >= {name, choice.engine})
     ]
 
 
