@@ -584,7 +584,7 @@ int main(int count, char** arguments) {
           !(check_halves(kernels, 1 + below(30), 8 * (1 + below(large ? 100 : 9)), CHANNELS * (1 + below(6)), 1 + below(3)) &&
             check_layer(kernels, BF16_PANELS)))
         return 1;
-      if (taken && !check(kernels, format, 1 + below(large ? 30 : 14), k, channels, extreme, 1 + below(3))) return 1;
+      if (taken && !check(kernels, format, 1 + below(large ? 70 : 14), k, channels, extreme, 1 + below(3))) return 1;
       if (!check_between(kernels) || !check_resize(kernels) || !check_jpeg(kernels)) return 1;
       if (!check_resample<uint8_t, uint8_t, int32_t>(kernels) || !check_resample<uint8_t, float, float>(kernels) ||
           !check_resample<float, float, float>(kernels))

@@ -830,6 +830,57 @@ def test_vnni_kernels_are_exact_where_their_instructions_are_emulated(tmp_path) 
     assert kernels == ["avx512vnni", "avxvnni", "avx2", "portable"]
 
 
+TILES = (
+    "-DTILES_EMULATED"  # the same source, with the instructions of AMX in plain C++ that gives the same bits
+)
+
+
+@needs_compiler
+@pytest.mark.kernels
+@pytest.mark.parametrize("sanitized", [True, False])
+def test_kernels_of_tiles_are_exact_where_their_instructions_are_emulated(tmp_path, sanitized: bool) -> None:
+    """With one thread and with several, on any CPU."""
+    flags = [TILES, "-O1"]
+    if sanitized:
+        flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
+    exact = program(tmp_path, build.find_compiler(), {"x86_amx": ()}, *flags)
+    done = subprocess.run([exact, "60", "5"], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["amx", "portable"]
+
+
+@needs_compiler
+@pytest.mark.kernels
+def test_a_library_with_tiles_is_checked_and_timed_before_it_is_taken(tmp_path, monkeypatch) -> None:
+    """With emulated instructions, which are slower than plain loops: what is best by name is not taken."""
+    compiler = build.find_compiler()
+    objects, left_out = build.compile_into(tmp_path, compiler, {"x86_amx": ()}, (TILES,))
+    assert left_out == []
+    path = tmp_path / build.NAME
+    subprocess.run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(path)], check=True)
+    monkeypatch.setattr(compiled, "build", lambda: build.Built(path, "a test"))
+    found = compiled._load("")
+    assert (found.kernels, found.available) == ("portable", ("amx", "portable"))
+    assert re.fullmatch(
+        r"a test; ms of a small product, measured here: amx [\d.]+, portable [\d.]+", found.reason
+    )
+    tiles = compiled._load("amx")  # equal to the reference, or it would not be there
+    assert (tiles.kernels, tiles.reason, tiles.panels) == ("amx", "a test", (lowbit.PANELS,))
+    random = torch.Generator().manual_seed(0)
+    for rows, k, channels in ((1, 8, 16), (16, 64, 32), (17, 72, 48), (33, 720, 16), (70, 1000, 80)):
+        x = torch.randn(rows, k, generator=random)
+        weight = torch.randint(0, 256, (channels, k), generator=random, dtype=torch.uint8)
+        scale, bias = torch.rand(channels, generator=random), torch.randn(channels, generator=random)
+        laid = torch.empty_like(weight)
+        tiles.lay_out(weight, laid)
+        assert torch.equal(laid, lowbit.lay_out(weight))
+        wanted = lowbit.reference(x, weight, scale, bias, "int8", lowbit.TINY)
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)  # of the kernels
+            (y,) = tiles.multiply_all(x, [laid], [scale], [bias], lowbit.PANELS, lowbit.TINY)
+            assert torch.equal(y, wanted), (rows, k, channels, threads)
+
+
 @pytest.mark.kernels
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="ARM kernels run natively here")
 def test_arm_kernels_are_exact_under_an_emulator(tmp_path) -> None:

@@ -22,10 +22,13 @@ from sinew.engine.cpu.kernels.build import build
 from sinew.engine.cpu.kernels.float_kernels import FloatKernels
 from sinew.engine.cpu.kernels.frame_kernels import SWITCH, check, kernel_names, load
 from sinew.engine.cpu.kernels.layer_kernels import PANELS_NUMBERS, LayerKernels, check_codes, number_of
+from sinew.engine.measured import ROWS, WIDTH, time_products
 from sinew.layers.stores import lowbit
 from sinew.steps.image import compiled
 
 log = logging.getLogger(__name__)
+
+TILES = "amx"  # the kernels that multiply by tiles
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def _load(asked: str) -> Extension:
     names = kernel_names(library)
     if asked and asked not in names:
         return Extension("reference", f"{SWITCH}={asked}: this CPU has {', '.join(names)}", names)
-    index = names.index(asked) if asked else 0
+    index, measured = (names.index(asked), "") if asked else _faster(library, names)
     multiply_all = partial(_multiply_all, library, index)
     takes = partial(library.lowbit_takes_panels, index)
     panels = tuple(order for order, number in PANELS_NUMBERS.items() if takes(number))
@@ -91,7 +94,33 @@ def _load(asked: str) -> Extension:
         return Extension(
             "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
-    return Extension(names[index], built.reason, names, panels, multiply_all, lay_out, frames, floats, layers)
+    reason = built.reason + measured
+    if without_tiles := library.lowbit_without_tiles().decode():
+        reason += f"; without amx: {without_tiles}"
+    return Extension(names[index], reason, names, panels, multiply_all, lay_out, frames, floats, layers)
+
+
+def _faster(library: Any, names: Sequence[str]) -> tuple[int, str]:
+    """Return the index of the kernels to take, and what was measured, in words.
+
+    The first ones are taken, except if they multiply by tiles: which of the first two is faster depends on the CPU
+    and on its hypervisor.
+    """
+    if names[0] != TILES or len(names) < 2:
+        return 0, ""
+    x, weight = torch.full((ROWS, WIDTH), 0.5), torch.full((WIDTH, WIDTH), 1, dtype=torch.uint8)
+    scale = torch.ones(WIDTH)
+    number = PANELS_NUMBERS[lowbit.PANELS]
+    products = {
+        name: partial(
+            _multiply_all, library, index, x, [weight], [scale], [None],
+            lowbit.PANELS if library.lowbit_takes_panels(index, number) else "int8", lowbit.TINY,
+        )
+        for index, name in enumerate(names[:2])
+    }  # fmt: skip
+    times = time_products(products, 1)
+    found = ", ".join(f"{name} {1e3 * took:.3g}" for name, took in times.items())
+    return int(times[names[1]] < times[names[0]]), f"; ms of a small product, measured here: {found}"
 
 
 def _multiply_all(

@@ -10,14 +10,28 @@
 namespace lowbit {
 namespace {
 
+const char* without_tiles = "";  // why no set has the tiles of this CPU
+#if defined(LOWBIT_x86_amx)
+const Tiles* const TILES = amx_tiles(&without_tiles);
+#endif
+
 // Best first. A set is there where the compiler knew both of its files.
-#if defined(__x86_64__)
+#if defined(TILES_EMULATED)  // for tests, on any CPU
+const Set ALL[] = {
+    {portable_kernels(), portable_floats(), true, nullptr, TILES},
+    {portable_kernels(), portable_floats(), true},
+};
+#elif defined(__x86_64__)
 #if defined(LOWBIT_x86_avx512bf16)
 const Halves* const HALVES = __builtin_cpu_supports("avx512bf16") ? avx512bf16_halves() : nullptr;
 #else
 const Halves* const HALVES = nullptr;
 #endif
 const Set ALL[] = {
+#if defined(LOWBIT_x86_amx) && defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_floats_avx512)
+    {avx512vnni_kernels(), avx512_floats(),
+     TILES != nullptr && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"), HALVES, TILES},
+#endif
 #if defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_floats_avx512)
     {avx512vnni_kernels(), avx512_floats(),
      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"), HALVES},
@@ -70,5 +84,8 @@ extern "C" PUBLIC int lowbit_takes_panels(int index, int format) {
 // Name of the index-th set of kernels that this CPU can run, best first; null behind the last.
 extern "C" PUBLIC const char* lowbit_kernels(int index) {
   const lowbit::Set* set = lowbit::set_here(index);
-  return set == nullptr ? nullptr : set->products->name;
+  return set == nullptr ? nullptr : set->name();
 }
+
+// Why no set multiplies by the tiles of this CPU, "" where one does, or the CPU or the library has none.
+extern "C" PUBLIC const char* lowbit_without_tiles() { return lowbit::without_tiles; }

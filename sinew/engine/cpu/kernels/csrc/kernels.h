@@ -19,7 +19,7 @@ namespace lowbit {
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 constexpr int CHANNELS = 16;  // of a panel
-constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
+constexpr int MAX_ROWS = 32;  // of a tile, over all kernels
 
 // The numbers are part of the interface (sinew/engine/cpu/kernels/library.py).
 enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, BF16_PANELS = 5, FORMATS = 6 };
@@ -136,6 +136,19 @@ struct Halves {
   void (*multiply_two)(const Tile&);
 };
 
+// Products of int8 by tiles (x86_amx.cpp), in place of Kernels::multiply where all of k has one scale and codes are unsigned, in
+// units of 4. Panels, offsets and results are those of Kernels. Blocks lie in another order.
+struct Tiles {
+  const char* name;  // of the set that has them
+  int rows;          // the most rows of a tile
+  void (*begin)();   // a thread calls it before it multiplies,
+  void (*end)();     // and this one behind
+  int64_t (*block_bytes)(int64_t k, int rows);
+  void (*pack)(const int8_t* x, int64_t k, int rows, void* block);  // int8 [rows][k] -> block
+  void (*multiply)(const Tile&);
+  void (*multiply_two)(const Tile&);
+};
+
 struct Weights {
   const uint8_t* data;  // rows as the bundle stores them
   const float* scale;   // [channels] or [1]; null where the rows hold scales
@@ -226,7 +239,11 @@ struct Set {
   const FloatKernels* floats;
   bool here;
   const Halves* halves;  // null where it does not multiply bfloat16
-  bool takes(int format) const { return format == BF16_PANELS ? halves != nullptr : products->takes_panels(); }
+  const Tiles* tiles;    // null where it has none
+  const char* name() const { return tiles == nullptr ? products->name : tiles->name; }
+  bool takes(int format) const {
+    return format == BF16_PANELS ? halves != nullptr : tiles != nullptr || products->takes_panels();
+  }
 };
 
 const Set* set_here(int index);  // the index-th that this CPU has, best first; null behind the last
@@ -236,6 +253,7 @@ const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512vnni_kernels();
 const Halves* avx512bf16_halves();
+const Tiles* amx_tiles(const char** why);  // null where this process has none, with the reason if the CPU has them
 const Kernels* neon_dotprod_kernels();
 const Kernels* neon_i8mm_kernels();
 const FloatKernels* portable_floats();

@@ -16,9 +16,10 @@ constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second cache of 512 Ki
 struct Plan : Call {
   const Kernels* kernels;
   const Halves* halves;  // what multiplies, in place of kernels; else null
+  const Tiles* tiles;    // likewise
   Traits traits;
   int wide, unit, bytes, offset, groups, units, width;
-  bool paired;
+  bool paired, even;
   int64_t padded, blocks;  // padded: bytes of a row of activations, as far as units are of bytes
   void (*one)(const Tile&);
   void (*two)(const Tile&);  // or null
@@ -27,19 +28,27 @@ struct Plan : Call {
     halves = format == BF16_PANELS ? call.set->halves : nullptr;
     traits = TRAITS[format];
     wide = traits.width >= EIGHT_BITS;
-    unit = halves ? 4 : wide ? kernels->wide_unit : kernels->unit;
+    tiles = format == INT8_PANELS || (!halves && !traits.group && (wide ? kernels->takes_panels() : kernels->unit == 4))
+                ? call.set->tiles
+                : nullptr;
+    unit = halves || tiles ? 4 : wide ? kernels->wide_unit : kernels->unit;
     bytes = unit == 2 ? 2 : 1;
-    paired = traits.width == EIGHT_BITS && kernels->pairs != nullptr;
-    offset = traits.offset + (wide ? kernels->wide_bias : 0);
+    paired = traits.width == EIGHT_BITS && kernels->pairs != nullptr && !tiles;
+    const int bias = format == INT8_PANELS ? 128 : kernels->wide_bias;
+    offset = traits.offset + (wide ? bias : 0);
     padded = round_up(k, 8) * (halves ? 2 : 1);
     groups = traits.group ? static_cast<int>(k / traits.group) : 1;
     units = static_cast<int>((traits.group ? traits.group : padded) / unit);
-    one = halves ? halves->multiply : kernels->multiply[traits.width];
-    two = halves ? halves->multiply_two : groups == 1 ? kernels->multiply_two[traits.width] : nullptr;
-    const int most = halves ? halves->rows : kernels->rows[traits.width];
+    one = halves ? halves->multiply : tiles ? tiles->multiply : kernels->multiply[traits.width];
+    two = halves       ? halves->multiply_two
+          : tiles      ? tiles->multiply_two
+          : groups == 1 ? kernels->multiply_two[traits.width]
+                       : nullptr;
+    const int most = halves ? halves->rows : tiles ? tiles->rows : kernels->rows[traits.width];
     blocks = (rows + most - 1) / most;
     width = static_cast<int>((rows + blocks - 1) / blocks);
-    if (kernels->even) width = static_cast<int>(round_up(width, 2));
+    even = kernels->even && !tiles;
+    if (even) width = static_cast<int>(round_up(width, 2));
   }
   // Blocks differ by one row at most: a small last one would leave most of the multipliers idle.
   int64_t first(int64_t block) const {
@@ -47,8 +56,8 @@ struct Plan : Call {
     return rows / blocks * block + (block < more ? block : more);
   }
   int size(int64_t block) const { return static_cast<int>(first(block + 1) - first(block)); }
-  int width_of(int64_t block) const { return kernels->even ? static_cast<int>(round_up(size(block), 2)) : size(block); }
-  int64_t block_bytes() const { return padded * bytes * width; }
+  int width_of(int64_t block) const { return even ? static_cast<int>(round_up(size(block), 2)) : size(block); }
+  int64_t block_bytes() const { return tiles ? tiles->block_bytes(padded, width) : padded * bytes * width; }
   int64_t panel_bytes() const { return padded * bytes * CHANNELS; }
   int64_t group_bytes() const { return static_cast<int64_t>(groups) * CHANNELS * 4; }  // scales or bases of a panel
 };
@@ -105,7 +114,11 @@ void quantize_block(const Plan& c, int64_t block, char* blocks, int32_t* offsets
       offsets[g * width + r] = c.offset * sum;
     }
   }
-  c.kernels->pack(values, c.padded, rows, width, c.wide, blocks + block * c.block_bytes());
+  char* to = blocks + block * c.block_bytes();
+  if (c.tiles)
+    c.tiles->pack(values, c.padded, rows, to);
+  else
+    c.kernels->pack(values, c.padded, rows, width, c.wide, to);
 }
 
 // y = add + y * gate of a tile that is done: two roundings, in this order.
@@ -142,6 +155,7 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
   const char* next = reinterpret_cast<const char*>(layer.weights.data) + behind * bytes;
   const int64_t left = (channels - behind) * bytes, most = count * CHANNELS * bytes;
   const int64_t wanted = left < 0 ? 0 : left < most ? left : most, slice = round_up(wanted / c.blocks + 1, 64);
+  if (c.tiles) c.tiles->begin();
   for (int64_t b = 0; b < c.blocks; ++b) {
     for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
@@ -162,6 +176,7 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
       }
     }
   }
+  if (c.tiles) c.tiles->end();
 }
 
 }  // namespace
@@ -309,7 +324,7 @@ PUBLIC int lowbit_jpeg(int kernels, const uint8_t* frame, const float* inverses,
 PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int64_t channels, int64_t k, int threads) {
   using namespace lowbit;
   const Set* chosen = set_here(kernels);
-  if (chosen == nullptr || !chosen->products->takes_panels() || channels < 0 || channels % CHANNELS != 0 || k < 1 ||
+  if (chosen == nullptr || !chosen->takes(INT8_PANELS) || channels < 0 || channels % CHANNELS != 0 || k < 1 ||
       k > (1 << 16) || k % 8 != 0 || threads < 1)
     return 1;
   const float none = 0;
@@ -317,7 +332,9 @@ PUBLIC int lowbit_lay_out(int kernels, const uint8_t* rows, uint8_t* panels, int
   Pool::get().run(threads, static_cast<int>(channels / CHANNELS), [&](int panel) {
     float scales[CHANNELS];
     int32_t bases[CHANNELS];
-    chosen->products->expand(weights, static_cast<int64_t>(panel) * CHANNELS, panels + panel * CHANNELS * k, scales, bases);
+    uint8_t* to = panels + panel * CHANNELS * k;
+    chosen->products->expand(weights, static_cast<int64_t>(panel) * CHANNELS, to, scales, bases);
+    for (int64_t i = 0; i < CHANNELS * k && !chosen->products->takes_panels(); ++i) to[i] ^= 128;
   });
   return 0;
 }
