@@ -246,7 +246,7 @@ def _prove(
         f" over {parity['observations']} observations"
     )
     found = kept_record(
-        bundle.path, parity, f"sinew prepare {bundle.path}", "not played: sinew validate plays it"
+        bundle.path, parity, f"sinew prepare {bundle.path}", skipped="not played: sinew validate plays it"
     )
     if not parity["passed"] or proofs.lacking(bundle.path, engine, device):  # one that played the gate stays
         with _kept_as(f"{proofs.folder()}: expected to keep the proof there"):

@@ -9,14 +9,15 @@ from typing import Any
 
 from sinew.core import SinewError
 
-COLUMNS = ("stage", "relative L2, worst", "median", "bound", "", "compared")
+COLUMNS = ("stage", "relative L2, worst", "median", "bound", "1 - cosine", "largest", "", "compared")
 
 
 def stage_rows(parity: dict[str, Any], fine: str, differs: str) -> Iterator[tuple[str, ...]]:
     """Yield the cells of :data:`COLUMNS` of each stage. fine, differs: the marks of one that passed, or did not."""
     for stage in parity["stages"]:
         median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
-        numbers = f"{stage['error']:.1e}", median, f"{stage['bound']:.0e}"
+        further = f"{stage['one_minus_cosine']:.1e}", f"{stage['largest']:.1e}"
+        numbers = f"{stage['error']:.1e}", median, f"{stage['bound']:.0e}", *further
         yield stage["name"], *numbers, fine if stage["passed"] else differs, stage["compared"]
 
 
@@ -36,6 +37,7 @@ def markdown(found: dict[str, Any]) -> str:
         lines.append(f"* indices of {name}: {'equal' if same else '**not equal**'}")
     lines += [f"* **{fault}**" for fault in parity["faults"]]
     lines.append(f"* success gate: {gate['text'] if 'text' in gate else gate['skipped']}" if gate else "")
+    lines += [f"* {line}" for line in found.get("weaker", ())]
     lines += ["", "```", found["command"], "```"]
     return "\n".join(lines) + "\n"
 
