@@ -59,8 +59,8 @@ model](adding-a-model.md).
 * **cuda references** are the PyTorch references of the CUDA kernels and the program of the CUDA graph, on a CPU.
   [On a GPU](gpu.md) lists what ran on NVIDIA GPUs.
 
-`--engine auto` selects an engine other than `eager` only if it has an entry here, or if it passed `sinew validate`
-on your machine.
+`--engine auto` selects an engine other than `eager` only if it has an entry here, or if it was verified on
+your machine (`sinew validate`, `sinew prepare`).
 
 """
 FOOT = """

@@ -49,6 +49,9 @@ PAGES = (
     "docs/perf.md",
     "docs/plan.md",
     "docs/quick-start.md",
+    "docs/sim.md",
+    "docs/tutorial-lerobot.md",
+    "docs/tutorial-openpi.md",
     "tests/README.md",
 )
 REFERENCE = (  # pages without a command whose output a reader compares

@@ -1087,6 +1087,7 @@ def ros(walk: Walk) -> None:
 
 
 def sim(walk: Walk) -> None:
+    evaluated(walk.type("sinew eval blocks --episodes 2"), 0.5)
     walk.program(0, after="assert info['is_success']")
     walk.type(
         "python -m research.policies.blocks --cpu-seconds 3000 --out runs/blocks",
