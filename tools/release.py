@@ -2,9 +2,9 @@
 
 Into ``build/release``: a wheel and a source distribution of each distribution of this repository (all of pure Python:
 CPU and GPU kernels are compiled where they run), ``sbom.cdx.json`` (CycloneDX 1.6: what the widest install brings),
-``CHANGELOG.md`` of the project's log, ``SHA256SUMS``, and ``simple``, a package index of the folder's files. ``--try``
-installs from that index into an empty environment and runs the README's lines. ``--sign KEY`` signs ``SHA256SUMS`` with
-a key of OpenSSH; its page says how that is checked.
+``CHANGELOG.md`` with the section of this version, ``SHA256SUMS``, and ``simple``, a package index of the folder's
+files. ``--try`` installs from that index into an empty environment and runs the README's lines. ``--sign KEY`` signs
+``SHA256SUMS`` with a key of OpenSSH. CONTRIBUTING.md states how to verify it.
 """
 
 from __future__ import annotations
@@ -132,28 +132,21 @@ def bill(packages: Sequence[dict[str, Any]], own: Sequence[Path]) -> dict[str, A
     }
 
 
-def changelog(log: Path = ROOT / "research" / "log") -> str:
-    """Return the days of the log, newest first: what each is about, and its topics."""
-    rows = re.findall(
-        r"^\| \[(\d{4}-\d\d-\d\d)\]\(\S+\) \| (.+) \|$", (log / "README.md").read_text(), re.MULTILINE
-    )
-    lines = [
-        f"# Sinew {__version__}",
-        "",
-        "What was tried, measured, kept and dropped: `research/log` of the source.",
-        "",
-    ]
-    for day, about in rows:
-        topics = re.findall(r"^## (.+)$", (log / f"{day}.md").read_text(), re.MULTILINE)
-        lines += [
-            f"## {day}",
-            "",
-            f"{about[0].upper()}{about[1:]}.",
-            "",
-            *[f"* {topic}" for topic in topics],
-            "",
-        ]
-    return "\n".join(lines)
+def changelog(text: str | None = None, version: str = __version__) -> str:
+    """Return what CHANGELOG.md states about a version.
+
+    Args:
+        text: the file's content. Default: CHANGELOG.md of this checkout.
+        version: the release.
+
+    Raises:
+        ValueError: the file has no section for the version.
+    """
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8") if text is None else text
+    section = re.search(rf"^## {re.escape(version)}\b.*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    if section is None:
+        raise ValueError(f"CHANGELOG.md: expected a section '## {version}'; write what changed for users")
+    return section[0].replace("## ", "# Sinew ", 1).rstrip() + "\n"
 
 
 def digest(path: Path) -> str:

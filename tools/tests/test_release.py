@@ -39,11 +39,17 @@ def test_one_version_stands_everywhere() -> None:
     assert {each for stated in found.values() for each in stated} == {__version__}
 
 
-def test_the_changelog_is_the_log() -> None:
+def test_the_changelog_has_the_section_of_this_version() -> None:
     text = release.changelog()
-    days = re.findall(r"^## (\S+)$", text, re.MULTILINE)
-    assert days == sorted(days, reverse=True)
-    assert {path.stem for path in (release.ROOT / "research" / "log").glob("20*.md")} == set(days)
+    assert text.startswith(f"# Sinew {__version__}")
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) == {"Added", "Changed", "Fixed", "Removed"}
+
+
+def test_a_release_without_a_section_is_rejected() -> None:
+    both = "# Changelog\n\n## 0.2.0\n\nnew\n\n## 0.1.0\n\nold\n"
+    assert release.changelog(both, "0.2.0") == "# Sinew 0.2.0\n\nnew\n"
+    with pytest.raises(ValueError, match=r"expected a section '## 0\.3\.0'"):
+        release.changelog(both, "0.3.0")
 
 
 def test_a_bill_of_materials(tmp_path: Path) -> None:
