@@ -26,11 +26,13 @@ SOURCES = ("sinew", "eval", "perf", "packages")
 BASE = "4ffe9301"  # commit subjects follow the form after this commit
 PAGES = (
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/adding-a-model.md",
     "docs/bundle.md",
     "docs/commands.md",
     "docs/concepts.md",
+    "docs/decisions.md",
     "docs/eval-compare.md",
     "docs/eval-evidence.md",
     "docs/eval-farm.md",
@@ -52,11 +54,14 @@ PAGES = (
     "docs/sim.md",
     "docs/tutorial-lerobot.md",
     "docs/tutorial-openpi.md",
+    "docs/tutorial-quantise.md",
     "tests/README.md",
 )
 REFERENCE = (  # pages without a command whose output a reader compares
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/concepts.md",
+    "docs/decisions.md",
     "docs/families.md",
     "docs/hardening.md",
     "docs/kernels.md",
