@@ -52,6 +52,7 @@ PAGES = (
     "docs/plan.md",
     "docs/quick-start.md",
     "docs/sim.md",
+    "docs/structure.md",
     "docs/tutorial-lerobot.md",
     "docs/tutorial-openpi.md",
     "docs/tutorial-quantise.md",
@@ -66,6 +67,7 @@ REFERENCE = (  # pages without a command whose output a reader compares
     "docs/hardening.md",
     "docs/kernels.md",
     "docs/peers.md",
+    "docs/structure.md",
     "tests/README.md",
 )
 OUTPUT = tuple(page for page in PAGES if page not in REFERENCE)  # guides that show what a command prints
