@@ -943,8 +943,8 @@ def test_parts_follow_each_other(text: str, units: tuple[str, ...], parts: list[
         ("xyz*", (), "action.xyz: expected a size above 0 behind *, got ''"),
         ("xyz*-1", (), "action.xyz: expected a size above 0 behind *, got '-1'"),
         ("quat", ("rad",) * 4, "action.quat: expected the unit none, the policy states 'rad'"),
-        ("xyz", ("m", "", "m"), "action.xyz: expected the unit m, cm or mm, the policy says ''"),
-        ("rotvec", ("1",) * 3, "action.rotvec: expected the unit rad or deg, the policy says '1'"),
+        ("xyz", ("m", "", "m"), "action.xyz: expected the unit m, cm or mm, the policy states ''"),
+        ("rotvec", ("1",) * 3, "action.rotvec: expected the unit rad or deg, the policy states '1'"),
     ],
 )
 def test_parts_that_say_nothing_are_refused(text: str, units: tuple[str, ...], message: str) -> None:
