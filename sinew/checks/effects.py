@@ -19,11 +19,11 @@ from sinew.checks.validate.parity import spread_of
 from sinew.core import Moment, Observation
 from sinew.policy import Policy
 
-OBSERVATIONS = 3  # of which changes are averaged
+OBSERVATIONS = 3  # The changes of the actions are averaged over these.
 SLOW_S = 2.0  # seconds of one inference, from which a single observation is measured
-SEEDS = (1, 2, 3)  # of the noise: its spread is that of the three pairs
+SEEDS = (1, 2, 3)  # The noise's spread is the mean of the three pairs.
 OTHER_PROMPTS = ("move back to the start", "open the gripper", "do nothing")
-BLANK = {"grey": 128, "black": 0}  # levels of blank frames, of 255
+BLANK = {"grey": 128, "black": 0}  # levels of blank frames, 0 to 255
 # A hundred chunks of an episode average the sampler's noise to a tenth of its spread. A change that is smaller does not
 # show in where the robot goes.
 NOISE_SHARE = 0.1

@@ -129,7 +129,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):
         pass
     raise SinewError(
-        f"--baseline {path}: expected a report of `sinew bench BUNDLE --json {path}`, got another file"
+        f"--baseline {path}: expected a report of `sinew bench BUNDLE --json {path}`, but the file has another format"
     )
 
 

@@ -110,8 +110,7 @@ def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
         )
     if chunking := unlike_chunking(NO_COMPENSATION, processor.spec.to_dict()):
         logger.warning(
-            "%s. The protocols LeRobot, openpi, GR00T and vla-eval execute chunks without it, unless their client asks"
-            " for it",
+            "%s. Clients of other projects execute chunks without it, unless they ask for it",
             chunking,
         )
     scale = unit_sizes(processor.action_normalizer, processor.recipe.action_steps, processor.spec)

@@ -993,7 +993,7 @@ def perf(walk: Walk) -> None:
     walk.run("sinew perf predict policy.gguf", says=("head",))
     walk.run("sinew perf calibrate policy.gguf --engine plan")  # as docs/batches.md has it
     walk.run("sinew perf fleet policy.gguf --hz 10 --deadline-ms 100", says=("robots at 10 Hz", "predicted"))
-    walk.type("sinew perf machines", says=("orin-nano", "wifi7"))
+    walk.run("sinew perf machines", says=("orin-nano", "wifi7"))
     (board,) = programs(walk.page, "toml")
     walk.write("board.toml", board)
     walk.run("sinew perf run pi0 --data board.toml --hardware my-board", says=("my-board", "end to end"))

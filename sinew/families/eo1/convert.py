@@ -40,7 +40,7 @@ SETTINGS = {"ignore": IGNORE_SETTING}
 FILES = "config.json tokenizer*.json *preprocessor_config.json vocab.json merges.txt"
 TEMPLATE, PROCESSOR = "eo1_conversation_template_processor", "eo1_qwen_processor"
 TEXT_TOKENS = 200  # most of an instruction
-ADDED = (  # by LeRobot, in this order
+ADDED = (  # LeRobot adds these tokens in this order.
     *("<|action_start|>", "<|action_pad|>", "<|action_end|>"),
     *("<|state_start|>", "<|state_pad|>", "<|state_end|>", "<|vla|>"),
 )

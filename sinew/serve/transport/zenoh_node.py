@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sinew_client.untrusted import parse_json
+
 from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.serve.transport.ledger import HELD_REQUESTS
@@ -226,5 +228,5 @@ def _set(config: Any, at: str, **values: Any) -> None:
     """Set several values of one part of the configuration; those of the user's file beside them stay."""
     current: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # Zenoh has no name for a part that is not set
-        current = json.loads(config.get_json(at)) or {}
+        current = parse_json(config.get_json(at)) or {}
     config.insert_json5(at, json.dumps({**current, **values}))
