@@ -38,7 +38,7 @@ from sinew_client.control import AS_IS, choose
 from sinew_client.control.defaults import AUTO, REPLAN
 from sinew_eval.episodes.adapters import make_env
 from sinew_eval.episodes.policies import ServerPolicy
-from sinew_eval.episodes.runner import Conduct, Episode, run_episode
+from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode
 from sinew_eval.episodes.settings import Latency
 from sinew_eval.foreign.server import serving
 from sinew_eval.report.stats import mcnemar, paired_difference
@@ -122,7 +122,7 @@ def point(
     clock = isinstance(policy, Late)
     if isinstance(policy, Late):
         policy.milliseconds = float(latency.removesuffix("ms"))
-    conduct = Conduct(
+    conduct = EpisodeSettings(
         replan,
         Latency() if clock else Latency(latency),
         "+".join([method, *halts]),
@@ -172,7 +172,7 @@ def envelope_of(bounds: list[str], task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def episode_of(task: dict[str, Any], policy: Any, conduct: Conduct) -> Callable[[int], Episode]:
+def episode_of(task: dict[str, Any], policy: Any, conduct: EpisodeSettings) -> Callable[[int], Episode]:
     """Return what plays one seed of a task."""
 
     def play(seed: int) -> Episode:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from sinew_eval.episodes.adapters import make_env
-from sinew_eval.episodes.runner import Conduct, Episode, run_episode, run_stream_episode
+from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode, run_stream_episode
 from sinew_eval.episodes.settings import Latency, StreamCosts
 from sinew_eval.report.stats import mcnemar
 from sinew_perf.hardware import Network
@@ -80,7 +80,7 @@ def simulated(added: Sequence[int], episodes: int, out: Path) -> Points:
             for seed in seeds:
                 for ms in added:
                     if ("stream", ms, seed) not in found:
-                        conduct = Conduct(latency=Latency(f"{ms}ms"))
+                        conduct = EpisodeSettings(latency=Latency(f"{ms}ms"))
                         played = run_stream_episode(env, adapter, policy, conduct, seed, COSTS)
                         note("stream", ms, seed, played.success)
                 forget()
@@ -89,7 +89,7 @@ def simulated(added: Sequence[int], episodes: int, out: Path) -> Points:
 
 def chunks(policy: Policy, added_ms: int, seeds: Sequence[int]) -> list[bool]:
     """Return the outcomes of chunks that take so much longer, many episodes beside each other."""
-    conduct = Conduct(1, Latency(f"{CHUNK_MS + added_ms:g}ms"))
+    conduct = EpisodeSettings(1, Latency(f"{CHUNK_MS + added_ms:g}ms"))
     together = SideBySide(policy)
 
     def play(seed: int) -> Episode:

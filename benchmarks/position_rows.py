@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 from sinew_eval.episodes.adapters import make_env
 from sinew_eval.episodes.policies import InProcess
-from sinew_eval.episodes.runner import Conduct, run_episode
+from sinew_eval.episodes.runner import EpisodeSettings, run_episode
 
 from sinew.cli.bench import make_observation
 from sinew.core import statistics
@@ -159,7 +159,7 @@ def play(episodes: int) -> int:
     # Eager: a plan holds the rows that it was made with.
     policy = InProcess(str(BUNDLE), device="cpu", engine="eager")
     seeds = track(range(5000, 5000 + episodes), "episodes", console=Console(stderr=True))
-    wins = sum(run_episode(env, adapter, policy, Conduct(), seed).success for seed in seeds)
+    wins = sum(run_episode(env, adapter, policy, EpisodeSettings(), seed).success for seed in seeds)
     env.close()
     return wins
 

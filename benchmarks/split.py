@@ -30,7 +30,7 @@ from benchmarks.soak import serving
 from benchmarks.wires import BUNDLE
 from sinew.core import machine
 from sinew.policy import load
-from sinew.stream.split import SplitPolicy, Trip
+from sinew.stream.split import SplitPolicy, SplitTiming
 
 FORMS = ("fp32", "bf16", "int8")
 PIECE = 16 << 10  # bytes that are sent on at once
@@ -91,7 +91,9 @@ class Link:
                 return
 
 
-def measure(robot: SplitPolicy, observation: dict[str, Any], count: int) -> tuple[list[float], list[Trip]]:
+def measure(
+    robot: SplitPolicy, observation: dict[str, Any], count: int
+) -> tuple[list[float], list[SplitTiming]]:
     """Return milliseconds of each request, and what it took; the first is left out."""
     took, trips = [], []
     for _ in range(1 + count):

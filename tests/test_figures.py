@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 pytest.importorskip("mujoco", reason="benchmarks.figures draws the task, too")
 
-from sinew_client.control.handover import Placed, parse_handover
+from sinew_client.control.handover import PlacedChunk, parse_handover
 from sinew_client.control.trajectory import Trajectory
 from sinew_perf import plots
 from sinew_perf.hardware import load_hardware
@@ -88,9 +88,9 @@ def test_the_timeline_shows_what_each_way_of_merging_executes() -> None:
     a = np.arange(10, dtype=np.float32)[:, None]
     for name, cells in documented.MERGED:
         way = parse_handover(name)
-        old = Placed(a, 0, 0, 0)
+        old = PlacedChunk(a, 0, 0, 0)
         begins = documented.FRAME if way.timed else documented.ARRIVAL
-        new = Placed(100 + a, begins, documented.FRAME, 1)
+        new = PlacedChunk(100 + a, begins, documented.FRAME, 1)
         running = Trajectory()
         running.put(old.nodes())
         merged = {

@@ -101,7 +101,7 @@ def budget(control_hz: float, replan: int, task: str = "") -> Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class MachineResult:
     """A machine and precision that reach the rate.
 
     Attributes:
@@ -141,7 +141,7 @@ def needs(
     rate_hz: float,
     efficiency: float | None = None,
     request: TracedRequest = AS_THE_POLICY,
-) -> list[Reached]:
+) -> list[MachineResult]:
     """Return the machines that reach the rate and have enough free memory, the smallest sufficient one first.
 
     Machines without a rate for a precision are left out, and a narrower precision that wins nothing.
@@ -157,7 +157,7 @@ def needs(
     Returns:
         A row for each machine and precision.
     """
-    rows: list[Reached] = []
+    rows: list[MachineResult] = []
     for kind, precisions in PRECISIONS.items():
         ours = [machine for machine in machines.values() if machine.kind == kind]
         for precision in precisions if ours else ():
@@ -183,7 +183,7 @@ def _with(
     rate_hz: float,
     efficiency: float | None,
     request: TracedRequest,
-) -> list[Reached]:
+) -> list[MachineResult]:
     """Return the rows of machines of one kind at one precision."""
     machines = [machine for machine in machines if precision.runs_on(machine)]
     if not machines:
@@ -202,5 +202,7 @@ def _with(
         if found is not None and program.fixed.get("steps") in (None, found[0]):
             steps, hz = found
             by_others = hz * others().share / share.share
-            rows.append(Reached(machine.name, machine.title, precision.title, steps, hz, by_others, share))
+            rows.append(
+                MachineResult(machine.name, machine.title, precision.title, steps, hz, by_others, share)
+            )
     return rows

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from sinew_client.control.adapter import Adapter
-from sinew_client.control.adapter_file import Eye, Form, write
+from sinew_client.control.adapter_file import CameraEncoder, Form, write
 from sinew_eval.sim.pen import CONTROL_HZ, PROMPT
 from sinew_eval.training.rollout import to_pixels
 from sinew_eval.training.shard import Shard
@@ -71,9 +71,9 @@ def from_hand(shard: Shard, frames: np.ndarray) -> np.ndarray:
     return blocks.reshape(-1, 9) / 0.1
 
 
-def eyes(*names: str) -> list[Eye]:
+def eyes(*names: str) -> list[CameraEncoder]:
     """Return cameras with frames of 64 x 64 pixels, of which a first convolution makes 16 x 16."""
-    return [Eye(name, 64, 64, [4, 1]) for name in names]
+    return [CameraEncoder(name, 64, 64, [4, 1]) for name in names]
 
 
 TASKS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from sinew_eval.episodes.adapters import make_env
-from sinew_eval.episodes.runner import Conduct, run_episode
+from sinew_eval.episodes.runner import EpisodeSettings, run_episode
 from sinew_eval.episodes.settings import Latency
 from sinew_eval.sim import pen
 from sinew_eval.sim.blocks_expert import act
@@ -132,7 +132,7 @@ def record_driven(
             asked = {"chunk": asking.last} if asks else {}
             steps.append({"images": images, "action": act(world), **facts, **asked})
 
-        conduct = Conduct(8, Latency(str(delay)), "aligned", edge_adapter=str(adapter))
+        conduct = EpisodeSettings(8, Latency(str(delay)), "aligned", edge_adapter=str(adapter))
         run_episode(env, adapter_of_env, asking, conduct, seed, watch)
         found[seed] = steps
 

@@ -20,7 +20,7 @@ Observe = Callable[[PolicySpec], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Rung:
+class EngineResult:
     """What one engine took, or ``reason``: why it does not run the bundle here.
 
     about: device, precision and recipe. totals_ms: of each inference. cpu_s: processor seconds of one. ready_s: from
@@ -41,7 +41,7 @@ class Rung:
         """Return the median of an inference."""
         return float(np.median(self.totals_ms))
 
-    def record(self, reference: Rung | None) -> dict[str, Any]:
+    def record(self, reference: EngineResult | None) -> dict[str, Any]:
         """Return the result for a report, ready for JSON. reference: The result with which time and actions are
         compared.
         """
@@ -63,7 +63,7 @@ def ladder(
     options: dict[str, Any],
     observe: Observe,
     advance: Callable[[str], None] = lambda _: None,
-) -> Iterator[Rung]:
+) -> Iterator[EngineResult]:
     """Yield the time of each engine for ``runs`` inferences, the reference first.
 
     Args:
@@ -85,12 +85,12 @@ def ladder(
                 given = (bundle, runs, options | {"engine": name}, observe, time.time())
                 yield pool.submit(_timed, *given).result()
         except SinewError as error:
-            yield Rung(name, str(error))
+            yield EngineResult(name, str(error))
         except BrokenProcessPool:
-            yield Rung(name, "its process was ended, for want of memory perhaps")
+            yield EngineResult(name, "its process was ended, for want of memory perhaps")
 
 
-def _timed(bundle: Path, runs: int, options: dict[str, Any], observe: Observe, began: float) -> Rung:
+def _timed(bundle: Path, runs: int, options: dict[str, Any], observe: Observe, began: float) -> EngineResult:
     from sinew.policy import load
 
     policy = load(bundle, **options)
@@ -103,7 +103,7 @@ def _timed(bundle: Path, runs: int, options: dict[str, Any], observe: Observe, b
         policy.infer({**observation, "seed": seed})
         totals.append((time.perf_counter() - begin) * 1e3)
     recipe = ", ".join(f"{part} {kind}" for part, kind in policy.facts.recipe.items())
-    return Rung(
+    return EngineResult(
         policy.engine_name,
         about=f"{policy.dtype} on {policy.device}" + (f"; {recipe}" if recipe else ""),
         totals_ms=tuple(totals),

@@ -35,7 +35,7 @@ def sha256(path: Path, size: int, advance: Callable[[str], object] = lambda _: N
     return digest.hexdigest()
 
 
-class Memo:
+class DigestCache:
     """Digests of one folder's files from earlier looks. A memo that does not read is an empty one.
 
     home: the folder where memos are kept. read: computes the digest of a file of so many bytes.

@@ -13,7 +13,7 @@ import numpy as np
 from sinew_client.target import is_address
 from sinew_client.untrusted import read_json
 
-from sinew.bench.ladder import Observe, Rung
+from sinew.bench.ladder import EngineResult, Observe
 from sinew.bench.ladder import ladder as climb
 from sinew.bench.measure import PHASES, PROMPT, SCHEMA, hardware, make_observation, measure
 from sinew.cli import terminal
@@ -166,7 +166,7 @@ def _work(record: dict[str, Any]) -> dict[str, Any]:
 
 def print_ladder(bundle: Path, runs: int, options: dict[str, Any], observe: Observe) -> int:
     """Time every engine and print a row for each as it comes. Return 1 where none ran."""
-    console, rungs = terminal.console(), list[Rung]()
+    console, rungs = terminal.console(), list[EngineResult]()
     with progress.task(f"timing {bundle.name}", len(BACKENDS)) as advance:
         for rung in climb(bundle, runs, options, observe, advance):
             rungs.append(rung)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from cyclopts import Parameter, validators
 from sinew_client import ClientError
-from sinew_client.control import Command, Limits, Onlooker
+from sinew_client.control import Command, Limits, ShadowListener
 from sinew_client.control.defaults import stated
 from sinew_client.control.motion import parse_motion
 from sinew_client.control.run import RunPlan
@@ -90,7 +90,7 @@ class LeaderFlags:
                 raise SinewError(
                     "--shadow needs --takeover with a simulated robot, because no other driver commands it"
                 )
-            machine = leader = Onlooker(robot, motion, plan.dim)
+            machine = leader = ShadowListener(robot, motion, plan.dim)
         else:
             leader = self._leader(plan)
         takeover = Takeover(leader, motion, plan.dim, limits, self.align, self.shadow)

@@ -81,7 +81,7 @@ CHUNKS = ChunkFlags()
 
 
 @dataclass(frozen=True)
-class Rig:
+class RunContext:
     """An open policy, and the plan of how it drives the robot.
 
     Attributes:
@@ -114,7 +114,7 @@ def open_rig(
     runs: Runs,
     key: str,
     robot_of: Callable[[dict[str, Any]], Any],
-) -> Rig:
+) -> RunContext:
     """Open a policy for a robot.
 
     Args:
@@ -138,4 +138,4 @@ def open_rig(
         settings["chunk_size"] = 0  # the far policy's chunks may be longer, and it may not be there yet
     plan = plan_run(policy, robot, settings, on.prompt, edge=edge, takeover=lead.wanted)
     check_guidance(plan.choice.handover, policy, about)
-    return Rig(plan, about, connect, server, sending, edge)
+    return RunContext(plan, about, connect, server, sending, edge)

@@ -17,7 +17,7 @@ from sinew.cli import terminal
 from sinew.cli.options import Flag, PositiveIfAny, Texts
 from sinew.core import MAX_SIZE, SinewError, hints
 from sinew.serve.process import connections_within, raise_descriptor_limit, tell_of_crashes
-from sinew.serve.renewed import Keys, Renewed
+from sinew.serve.renewed import Keys, ReloadedFile
 from sinew.serve.transport.listen import Listen, RemoteSettings
 from sinew.serve.wire import Listener
 from sinew.serve.wires import parse, servers
@@ -76,7 +76,7 @@ class Listening:
         )  # fmt: skip
         listen.tls()
         file = self.api_key_file
-        key: Keys = key_from_environment() if file is None else Renewed([file], partial(keys_in, file))
+        key: Keys = key_from_environment() if file is None else ReloadedFile([file], partial(keys_in, file))
         # Elsewhere anybody who reaches the port would see the robot's cameras.
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(key)))
         return ports, replace(listen, dashboard=shown), key

@@ -49,7 +49,7 @@ class RateLimitedLog:
         self._logger.log(level, text, *values, exc_info=cause)
 
 
-class Once:
+class LogOnce:
     """A logger that writes each sentence once, of at most ``MOST``. Thread-safe."""
 
     def __init__(self, logger: logging.Logger):

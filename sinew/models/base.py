@@ -9,7 +9,7 @@ An engine calls four functions and reads a few facts. It knows no family:
 
 The meaning of an output, and the number of steps, are data: :class:`sinew.models.solvers.Solver`.
 
-A :class:`Speaker` has no solver. It generates tokens, whose meaning is data too
+A :class:`AutoregressiveModel` has no solver. It generates tokens, whose meaning is data too
 (:class:`sinew.steps.action_tokens.base.ActionTokens`). Two other functions take the place of the last two:
 
     spoken = model.first(context)            # once per observation: the first token
@@ -39,7 +39,7 @@ from sinew.steps.action_tokens.base import ActionTokens
 Context = Any  # a named tuple of tensors, and of tuples of them; None for a tensor that a model lacks
 
 
-class Said(NamedTuple):
+class TextState(NamedTuple):
     """A prompt that a language model has read, and the text after it, P rows together.
 
     Attributes:
@@ -163,15 +163,15 @@ class Model(nn.Module):
 
     def begin_text(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Said:
+    ) -> TextState:
         """Read a prompt as :meth:`read` does, of which nothing is said yet; arguments as there."""
         raise NotImplementedError(f"{type(self).__name__} has no language head")
 
-    def continue_text(self, said: Said, tokens: Tensor) -> Said:
+    def continue_text(self, said: TextState, tokens: Tensor) -> TextState:
         """Return the text with ``tokens``, int64 [B, N], N at least 1, appended. ``said`` is not changed."""
         raise NotImplementedError(f"{type(self).__name__} has no language head")
 
-    def context_of(self, said: Said) -> Context:
+    def context_of(self, said: TextState) -> Context:
         """Return the context for :meth:`act`, in which the head reads the prompt and the text after it."""
         raise NotImplementedError(f"{type(self).__name__} has no language head")
 
@@ -285,7 +285,7 @@ class Regression(Model):
 Spoken = Any  # a named tuple of tensors and of tuples of them, whose ``token``, int64 [B], is the newest
 
 
-class Speaker(Model):
+class AutoregressiveModel(Model):
     """A model whose head generates the chunk token by token (autoregressive).
 
     The engine runs the loop: it ends at the token that ends a sequence, may be cancelled between two tokens, and

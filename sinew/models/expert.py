@@ -19,7 +19,7 @@ from sinew.layers.norm import Modulation, RMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import VisionTransformer
-from sinew.models.base import Model, Said
+from sinew.models.base import Model, TextState
 
 LMHead = Literal["", "own", "tied"]
 """The language model's head: not kept, a matrix of its own, or the token table once more."""
@@ -186,15 +186,15 @@ class ExpertModel(Model):
 
     def begin_text(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Said:
+    ) -> TextState:
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         instruction, last = _instruction(valid, opens_block)
         positions = valid.long().cumsum(dim=1) - 1
         h, cache = self.language(x, positions, self.prefix_mask(valid, opens_block))
         row = h[torch.arange(len(h), device=h.device), last]  # [B, C]
-        return Said(tuple(cache), valid, instruction, instruction.sum(dim=1), row, state)
+        return TextState(tuple(cache), valid, instruction, instruction.sum(dim=1), row, state)
 
-    def continue_text(self, said: Said, tokens: Tensor) -> Said:
+    def continue_text(self, said: TextState, tokens: Tensor) -> TextState:
         """The text is causal, and sees the views and the instruction, which do not see it: the mask of PaliGemma's
         answers (Beyer et al. 2024, arXiv 2407.07726, section 3)."""
         B, N = tokens.shape
@@ -205,9 +205,9 @@ class ExpertModel(Model):
         h, cache = self.language.extend(self.embed_text(tokens), positions, sees, said.kv)
         here = said.valid.new_ones(B, N)
         valid, seen = (torch.cat([rows, here], dim=1) for rows in (said.valid, said.sees))
-        return Said(cache, valid, seen, said.position + N, h[:, -1], said.state)
+        return TextState(cache, valid, seen, said.position + N, h[:, -1], said.state)
 
-    def context_of(self, said: Said) -> ExpertContext:
+    def context_of(self, said: TextState) -> ExpertContext:
         return self.context(self.prefix_of(said.kv, said.valid, said.state))
 
     def logits(self, h: Tensor) -> Tensor:

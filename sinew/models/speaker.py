@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinew.layers.decoder import Decoder, DecoderLayer, KeyValue
 from sinew.layers.rope import Rotation
-from sinew.models.base import Speaker
+from sinew.models.base import AutoregressiveModel
 
 
 class ReadPrompt(NamedTuple):
@@ -23,13 +23,13 @@ class ReadPrompt(NamedTuple):
     last: Tensor  # [B, 1, C]: the last layer's output at the last token of the prompt
 
 
-class SpokenTokens(NamedTuple):
+class DecodedTokens(NamedTuple):
     token: Tensor  # int64 [B]: the newest
     before: Tensor  # int64 [1]: how many were said before it, which have keys and values
     kv: tuple[KeyValue, ...]  # for each layer, [B, T, Hkv, D], with ``before`` generated rows
 
 
-class DecoderSpeaker(Speaker):
+class DecoderSpeaker(AutoregressiveModel):
     """Takes the likeliest token. Each sees the prompt and those before it."""
 
     language: Decoder
@@ -45,16 +45,16 @@ class DecoderSpeaker(Speaker):
     def chosen(self, h: Tensor) -> Tensor:  # [B, 1, C], before the final norm -> int64 [B]
         return self.choose(self.logits(self.language.norm(h)))
 
-    def first(self, context: ReadPrompt) -> SpokenTokens:
+    def first(self, context: ReadPrompt) -> DecodedTokens:
         room = max(self.action_tokens.most - 1, 1)  # nothing reads the last token
 
         def empty(x: Tensor) -> Tensor:  # [B, P, Hkv, D] -> [B, T, Hkv, D]
             return x.new_zeros(x.shape[0], room, x.shape[2], x.shape[3])
 
         kv = tuple((empty(k), empty(v)) for k, v in context.kv)
-        return SpokenTokens(self.chosen(context.last), context.length.new_zeros(1), kv)
+        return DecodedTokens(self.chosen(context.last), context.length.new_zeros(1), kv)
 
-    def next(self, spoken: SpokenTokens, context: ReadPrompt) -> SpokenTokens:
+    def next(self, spoken: DecodedTokens, context: ReadPrompt) -> DecodedTokens:
         config, count = self.language.config, spoken.before
         layers: Sequence[DecoderLayer] = self.language.layers  # type: ignore[assignment]
         h = self.embed_token(spoken.token[:, None])
@@ -67,4 +67,4 @@ class DecoderSpeaker(Speaker):
             q, k, v = layer.project(h, rotate)
             own.append((torch.where(here, k, keys), torch.where(here, v, values)))  # [B, T, Hkv, D] each
             h = layer.finish(h, layer.attn.attend(q, prompt, sees, own=own[-1]))
-        return SpokenTokens(self.chosen(h), count + 1, tuple(own))
+        return DecodedTokens(self.chosen(h), count + 1, tuple(own))

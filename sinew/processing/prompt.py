@@ -11,7 +11,7 @@ import numpy as np
 from sinew.core import BundleError, ObservationError
 from sinew.core.hints import option
 from sinew.processing.arrays import numbers
-from sinew.steps.prompt.base import HeldTokens, PromptRecipe, Sentence
+from sinew.steps.prompt.base import HeldTokens, PromptRecipe, PromptText
 from sinew.steps.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
@@ -46,7 +46,7 @@ class Prompter:
     def text(self, prompt: str, state: np.ndarray, kind: str = "prompt", advantage: str = "") -> str:
         """Return the exact string that is tokenised. ``state``: [D], normalised. kind:
         "prompt", "subtask" or "question". ``advantage``: "" for none."""
-        said = Sentence(prompt, "", state, advantage)
+        said = PromptText(prompt, "", state, advantage)
         for step in self._steps[kind]:
             said = step.forward(said)
         return said.text

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
 from sinew.core import BusyError
-from sinew.serve.job import ServingJob, Together
+from sinew.serve.job import RequestGroup, ServingJob
 
 
 class Admission:
@@ -18,7 +18,7 @@ class Admission:
         self.count = 0
         self._waiting: dict[Hashable, list[ServingJob]] = {}  # client -> its waiting requests
         self.newest: dict[Hashable | None, ServingJob] = {}  # the waiting request of each session
-        self._members: Counter[Together] = Counter()  # waiting observations of each message with several
+        self._members: Counter[RequestGroup] = Counter()  # waiting observations of each message with several
 
     def __iter__(self) -> Iterator[ServingJob]:
         return (job for jobs in self._waiting.values() for job in jobs)

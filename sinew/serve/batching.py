@@ -255,7 +255,7 @@ def _hopeless(job: ServingJob, now: float) -> bool:
     return job.cancel.is_set() or (job.deadline is not None and now > job.deadline)
 
 
-class Everyone(threading.Event):
+class AllCancelled(threading.Event):
     """An event that is set when every member of a batch is cancelled. Before that, at least one client waits."""
 
     def __init__(self, jobs: Sequence[ServingJob]):

@@ -1,6 +1,6 @@
 """One device, shared by the schedulers of several policies: they take turns, one inference at a time.
 
-Streams compute at the same time, on their own threads, and share the time with requests (:class:`Beside`).
+Streams compute at the same time, on their own threads, and share the time with requests (:class:`BackgroundTask`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class DeviceLock:
         return [ready[0] for waiting in others if (ready := waiting())]
 
 
-class Beside:
+class BackgroundTask:
     """A thread that computes in pieces while requests use a device lock.
 
     Call ``begin`` before the first piece and ``pause`` after each. Both wait for the share of time that streams have.

@@ -47,7 +47,7 @@ class Home(Protocol):
         """Let decoded jobs of one client have their turns."""
 
 
-class Together:
+class RequestGroup:
     """The jobs of one message. An inference takes those that fit together, in their order, and no other jobs.
 
     They are ready when each of them is decoded or has ended. Thread-safe.
@@ -143,7 +143,7 @@ class ServingJob:
 
     request: Request
     deadline: float | None = None
-    together: Together | None = None
+    together: RequestGroup | None = None
     deployment: Answering | None = None
 
     home: Home | None = field(default=None, init=False)

@@ -79,7 +79,7 @@ def swapper(
     from sinew.engine.backend import choose, chosen_by
     from sinew.policy import open_bundle
     from sinew.serve.deploy import deploy
-    from sinew.serve.swap import Need, Swapper
+    from sinew.serve.swap import MemoryNeed, Swapper
 
     def opened(source: str) -> Policy:
         load = loader(Path(source), options, threads)
@@ -99,7 +99,7 @@ def swapper(
     return Swapper(
         service,
         lambda source: deploy(opened(source), bounds, host),
-        lambda source: machine.beside_others(lambda: Need(*need(source, options, threads, batch))),
+        lambda source: machine.beside_others(lambda: MemoryNeed(*need(source, options, threads, batch))),
         str(bundle),
         *memory_budget(memory_gib, options),
     )

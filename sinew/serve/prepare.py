@@ -36,7 +36,7 @@ from sinew.engine.cpu.kernels import frame_kernels
 from sinew.engine.prepared import EngineFinding
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.service import STREAMED, Service
-from sinew.serve.swap import Need
+from sinew.serve.swap import MemoryNeed
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class Preparer:
             words = str(error) if isinstance(error, SinewError) else f"{type(error).__name__}: {error}"
             self._say("failed", f"engine {work.engine} was not prepared: {words}", logging.WARNING)
 
-    def _follow(self) -> tuple[EngineFinding, Need] | None:
+    def _follow(self) -> tuple[EngineFinding, MemoryNeed] | None:
         """Run the process and return what it found; None where it was ended with the server. Raises SinewError."""
         with tempfile.TemporaryFile() as errors:
             with self._lock:
@@ -213,7 +213,7 @@ class Preparer:
                 f" {number} ({name}){', as the system does where memory is short' if number == 9 else ''};"
                 f" `sinew prepare {self._work.source} --again` tries once more"
             )
-            return self._refused(why), Need(0)
+            return self._refused(why), MemoryNeed(0)
         if status or record is None:
             last = next((line for line in reversed(said) if line.strip()), f"it ended with status {status}")
             raise SinewError(last.strip().removeprefix("error: ")[:500])
@@ -224,7 +224,7 @@ class Preparer:
                 engine, against, record["taken"] is True, str(record["why"]), seconds, self._work.device,
                 self._work.threads,
             )  # fmt: skip
-            return finding, Need(int(record["need"]))
+            return finding, MemoryNeed(int(record["need"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise SinewError(
                 f"expected what was found, got {named(record.get('text', record), 300)}"
@@ -267,7 +267,7 @@ class Preparer:
         if child.returncode:
             self._work.sweep()
 
-    def _exchange(self, finding: EngineFinding, need: Need) -> None:
+    def _exchange(self, finding: EngineFinding, need: MemoryNeed) -> None:
         work, service = self._work, self._service
         if need.total > (free := machine.memory()[1]):
             raise SinewError(f"memory: expected {need} that are free beside it, got {free / 2**20:.0f} MiB")

@@ -17,7 +17,7 @@ Read = TypeVar("Read")
 Keys = str | Callable[[], tuple[str, ...]]  # one, "" for none; or those of a file, of which a client has one
 
 
-class Renewed(Generic[Read]):
+class ReloadedFile(Generic[Read]):
     """The content of files, read again whenever they change. Thread-safe.
 
     read: Reads them, or raises :class:`SinewError`, for example for a certificate whose key is not there yet. The old

@@ -28,7 +28,7 @@ from typing import Any
 from sinew.core import ActionChunk, BusyError, CancelledError, SinewError, Timing
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.admission import Admission
-from sinew.serve.batching import Batcher, Costs, Everyone
+from sinew.serve.batching import AllCancelled, Batcher, Costs
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.fair_queue import FairQueue
 from sinew.serve.job import PreparedInputs, ServingJob, release
@@ -441,7 +441,9 @@ class Scheduler:
         """
         outcomes: list[Outcome]
         try:
-            outcomes = self.policy.run_batch([_inputs(job) for job in jobs], cancel=Everyone(jobs), **around)
+            outcomes = self.policy.run_batch(
+                [_inputs(job) for job in jobs], cancel=AllCancelled(jobs), **around
+            )
         except SinewError as error:
             return [self._presentable(error) for _ in jobs]
         except BaseException as error:  # noqa: BLE001 - each request is computed alone, and fails alone

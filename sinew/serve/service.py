@@ -25,7 +25,7 @@ from sinew.processing.continuation import kind_of
 from sinew.records.background_writer import BackgroundWriter
 from sinew.serve import access
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.job import ServingJob, Together, release
+from sinew.serve.job import RequestGroup, ServingJob, release
 from sinew.serve.metrics import KeptRecords, Metrics, PolicyIdentities
 from sinew.serve.policies import DEFAULT, MAX_NAME, Deployment, Policies
 from sinew.serve.renewed import Keys
@@ -130,7 +130,7 @@ class Service:
         self._tell(job, outcome, seconds)
 
     def submit_all(self, jobs: Sequence[ServingJob], on_done: Callable[[list[Outcome]], None]) -> None:
-        """Queue the jobs of one message, to be computed at once where they fit together (``Together``).
+        """Queue the jobs of one message, to be computed at once where they fit together (``RequestGroup``).
 
         ``on_done`` is called exactly once, with the outcome of each in their order: those that are refused here have
         their error in their place, and the others are answered.
@@ -143,7 +143,7 @@ class Service:
                 on_done([bare(error)])
             return
         outcomes: dict[int, Outcome] = {}
-        lock, together = threading.Lock(), Together(count)
+        lock, together = threading.Lock(), RequestGroup(count)
 
         def settle(index: int, outcome: Outcome) -> None:
             with lock:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes of memory that a policy takes: its weights, and what it computes with."""
 
     weights: int
@@ -60,14 +60,16 @@ class Swapper:
         self,
         service: Service,
         open: Callable[[str], Deployment],  # noqa: A002 - what it does
-        need: Callable[[str], Need],
+        need: Callable[[str], MemoryNeed],
         source: str,
         budget: int | None = None,
         why: str = "--memory-gib",
     ):
         self._service, self._open, self._need = service, open, need
         self._first, self._budget, self._why = source, budget, why
-        self._needs: dict[str, Need] = {}  # name -> memory; that of the first policy is computed on request
+        self._needs: dict[
+            str, MemoryNeed
+        ] = {}  # name -> memory; that of the first policy is computed on request
         self._forms = Forms()
         self._changing = threading.Lock()
 
@@ -77,7 +79,7 @@ class Swapper:
         source: str,
         accept: Sequence[str] = (),
         *,
-        need: Need | None = None,
+        need: MemoryNeed | None = None,
         check: Callable[[Deployment], None] = lambda _: None,
     ) -> dict[str, Any]:
         """Replace a name's policy by ``source``, and return when the old one has sent its last answer.
@@ -168,7 +170,7 @@ class Swapper:
         if frozen:
             gc.freeze()
 
-    def _check_budget(self, need: Need) -> None:
+    def _check_budget(self, need: MemoryNeed) -> None:
         if self._budget is None:
             return
         if DEFAULT not in self._needs:  # to compute it takes seconds

@@ -27,7 +27,7 @@ PROMPT = {
     "clean": "sinew.steps.prompt.clean:Clean",
     "strip": "sinew.steps.prompt.strip:Strip",
     "lower": "sinew.steps.prompt.lower:Lower",
-    "words_only": "sinew.steps.prompt.words_only:WordsOnly",
+    "words_only": "sinew.steps.prompt.words_only:InstructionPrompt",
     "as_list": "sinew.steps.prompt.as_list:AsList",
     "advantage": "sinew.steps.prompt.advantage:Advantage",
     "text": "sinew.steps.prompt.text:Text",

@@ -35,7 +35,7 @@ class WindowListener(Protocol):
     def failed(self, error: SinewError) -> None: ...
 
 
-class Turn(Protocol):
+class Pausable(Protocol):
     """What a thread asks around the pieces of its work: both wait while others have a claim."""
 
     def begin(self) -> None: ...
@@ -56,7 +56,7 @@ class _Stream:
     session: Session
     listener: WindowListener
     owner: Hashable
-    turns: tuple[Turn, Turn]
+    turns: tuple[Pausable, Pausable]
     gone: bool = False
     due: list[float] = field(
         default_factory=lambda: [0.0, 0.0]
@@ -115,7 +115,7 @@ class Loops:
         session: Session,
         listener: WindowListener,
         owner: Hashable = None,
-        turns: Callable[[], Turn] = _Free,
+        turns: Callable[[], Pausable] = _Free,
     ) -> None:
         """Take a stream in. owner: streams of one share their turns; None: it has its own. turns: makes those of a
         thread."""

@@ -20,7 +20,7 @@ from sinew_client.untrusted import shown
 
 from sinew.core import MAX_SAID, RTC, Observation, ObservationError, SinewError
 from sinew.engine.capability import Capability
-from sinew.stream.text import SILENT, Speech, StreamedText
+from sinew.stream.text import SILENT, StreamedText, TextDecoder
 from sinew.stream.windows import Chunks, Rolling, Window
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Session:
         """Change the instruction. The next prefix uses it, also with a frame that has been read before."""
         self.prompt = prompt
 
-    def _speaks(self, tokens: int) -> Speech | None:
+    def _speaks(self, tokens: int) -> TextDecoder | None:
         if not tokens:
             return None
         if refusal := self.policy.facts.refusals.get(Capability.SPEAK):
@@ -233,7 +233,7 @@ class Session:
                 "text_tokens", f"0, or {refusal.expected}", f"{tokens} of {self.policy.spec.name}"
             )
         prompter = self.policy.processor.prompter
-        return Speech(tokens, prompter.words, prompter.recipe.eos_token_id)
+        return TextDecoder(tokens, prompter.words, prompter.recipe.eos_token_id)
 
     def anew(self) -> Session:
         """Return an empty session with the same settings."""

@@ -52,7 +52,7 @@ def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class SplitTiming:
     """What one request took: bytes of the context, and milliseconds on the way, in the server and here."""
 
     nbytes: int
@@ -103,7 +103,7 @@ class SplitPolicy(OpenPolicy):
         self.spec = policy.spec
         self._compare()
         self._template = template_of(policy) if template is None else template
-        self.last: Trip | None = None
+        self.last: SplitTiming | None = None
 
     def _compare(self) -> None:
         """Raise SinewError for a server of another policy, or one that sends no contexts."""
@@ -172,7 +172,7 @@ class SplitPolicy(OpenPolicy):
             raise SinewError(f"split: the head cannot use the server's context ({words})") from error
         actions = policy.processor.finish(solution, prepared.state)
         done = time.perf_counter()
-        self.last = Trip(len(data), 1e3 * (arrived - asked), timing.server_ms, 1e3 * (done - arrived))
+        self.last = SplitTiming(len(data), 1e3 * (arrived - asked), timing.server_ms, 1e3 * (done - arrived))
         times = Timing(
             preprocess_ms=prepared.milliseconds,
             prefix_ms=1e3 * (arrived - asked),

@@ -22,7 +22,7 @@ class StreamedText:
 SILENT = StreamedText()
 
 
-class Speech:
+class TextDecoder:
     """Texts one after the other, each of at most ``limit`` tokens. Belongs to the slow loop.
 
     words: ids -> what they spell. end: the token that ends a text; -1: none. A text whose instruction changes is

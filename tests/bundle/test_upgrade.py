@@ -22,7 +22,7 @@ from sinew.core.fields import from_builtins, to_json
 from sinew.models.solvers import FLOW
 from sinew.policy import Policy, load
 from sinew.steps.image.letterbox import Letterbox
-from sinew.steps.prompt.base import Sentence
+from sinew.steps.prompt.base import PromptText
 from tests.golden import Golden
 
 # As every converter wrote them.
@@ -146,7 +146,7 @@ def test_each_field_of_a_prompt_of_format_2_says_what_it_said(fields, text, rest
     """What was said before is written down here: format 2's own function is gone."""
     record = {"max_tokens": 9, "vocab_size": 10, "pad_token_id": 0, **fields}
     recipe = read_2({**RECORDS["smolvla-2cam"], "prompt": record}).prompt
-    said = Sentence("Pick_it\n up ", "", np.array([0.9, -1.5]))
+    said = PromptText("Pick_it\n up ", "", np.array([0.9, -1.5]))
     ids = [4, 1, 4]
     for step in recipe.steps:
         said, ids = step.forward(said), step.tokens(ids)

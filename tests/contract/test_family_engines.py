@@ -18,7 +18,7 @@ import pytest
 from sinew.core import Observation, SinewError
 from sinew.engine.plan.plan import REWRITES as REWRITES_OF_PLAN
 from sinew.engine.plan.plan import Plan
-from sinew.models.base import Speaker
+from sinew.models.base import AutoregressiveModel
 from sinew.policy import Policy, load
 from tests.closeness import Rounding, assert_close, rounding
 from tests.engine.cpu.test_cpu_engine import stored
@@ -149,7 +149,7 @@ def test_the_references_actions(engine, case, opened: Open, wanted) -> None:
     if engine == "eager":
         model = policy.engine.model
         steps, most = len(chunk.timing.step_ms), model.head_runs(policy.spec.solver_steps)
-        assert steps == most or (isinstance(model, Speaker) and steps < most)
+        assert steps == most or (isinstance(model, AutoregressiveModel) and steps < most)
         return
     assert_close(wanted(case, False), chunk.actions)
     if case != "bitvla":  # other words may round otherwise, in whole numbers

@@ -33,7 +33,7 @@ from sinew_client.control import (
     Stopped,
     Stream,
 )
-from sinew_client.control.adapter_file import Eye, Form
+from sinew_client.control.adapter_file import CameraEncoder, Form
 from sinew_client.errors import Refused
 from sinew_client.streams import StreamLink
 from sinew_eval.episodes.settings import Latency
@@ -192,7 +192,8 @@ class Refined(Requests):
     def __init__(self) -> None:
         super().__init__()
         self.adapter = Adapter(
-            form := Form("toy", HZ, ROWS, 1, 1, 3, 12, 1, [Eye("front", 12, 10, [2, 1])]), tensors(form)
+            form := Form("toy", HZ, ROWS, 1, 1, 3, 12, 1, [CameraEncoder("front", 12, 10, [2, 1])]),
+            tensors(form),
         )
 
 

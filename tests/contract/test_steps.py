@@ -39,7 +39,7 @@ from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
 from sinew.steps.prompt.advantage import Advantage
 from sinew.steps.prompt.as_list import AsList
-from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, PromptText
 from sinew.steps.prompt.clean import Clean
 from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.image import Image
@@ -52,7 +52,7 @@ from sinew.steps.prompt.state import State
 from sinew.steps.prompt.strip import Strip
 from sinew.steps.prompt.suffix import Suffix
 from sinew.steps.prompt.text import Text
-from sinew.steps.prompt.words_only import WordsOnly
+from sinew.steps.prompt.words_only import InstructionPrompt
 from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.base import VectorStep, apply_steps, turn_back
@@ -450,7 +450,7 @@ class Said:
     refused: Mapping[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
 
-SAID = Sentence(" Pick up_the\nred, cube ", "Do:", np.array([0.9, -1.5]), "good")
+SAID = PromptText(" Pick up_the\nred, cube ", "Do:", np.array([0.9, -1.5]), "good")
 WORDS = (("good", "\nAdvantage: good"), ("bad", "\nAdvantage: bad"))
 NO_TEXT = {"nothing": ({"text": ""}, "text: expected 1 to 16384 characters, got 0")}
 NONE = {"none": ({"count": 0}, "count: expected 1 to 8192, got 0")}
@@ -459,7 +459,9 @@ PROMPTS = {
     "clean": Said(Clean(), "underscores and line breaks as spaces", "Pick up the red, cube"),
     "strip": Said(Strip(), "stripped", "Pick up_the\nred, cube"),
     "lower": Said(Lower(), "in small letters", " pick up_the\nred, cube "),
-    "words_only": Said(WordsOnly(), "small letters, digits and spaces alone", " pick up_the\nred cube "),
+    "words_only": Said(
+        InstructionPrompt(), "small letters, digits and spaces alone", " pick up_the\nred cube "
+    ),
     "as_list": Said(AsList(), "as a list of one text", "[' Pick up_the\\nred, cube ']"),
     "advantage": Said(
         Advantage(WORDS),
@@ -553,7 +555,7 @@ def test_a_step_that_reads_the_state_says_so(said: Said) -> None:
     """What a prompt says is remembered where no step reads the state."""
     asked: list[Any] = []
 
-    class Watched(Sentence):
+    class Watched(PromptText):
         @property
         def state(self) -> Any:
             asked.append(self[2])

@@ -32,7 +32,7 @@ from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.families.published import published
 from sinew.families.smolvla.model import SmolVLA
 from sinew.models import build_on_meta
-from sinew.models.base import Model, Speaker
+from sinew.models.base import AutoregressiveModel, Model
 from sinew.models.solvers import Step
 from sinew.processing import ModelInputs
 from sinew.steps.image.base import ImageRecipe
@@ -128,7 +128,7 @@ def test_eager_runs_the_contract(model):
             *(torch.from_numpy(array)[None] for array in arrays),
         )
         x = torch.from_numpy(noise)[None]
-        if isinstance(model, Speaker):
+        if isinstance(model, AutoregressiveModel):
             spoken, said = model.first(context), []
             for _ in range(model.action_tokens.most):
                 said.append(int(spoken.token))

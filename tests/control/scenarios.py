@@ -23,12 +23,12 @@ from sinew_client.control import (
     Loop,
     NoCommand,
     NoObservation,
-    Onlooker,
     Outcome,
     Pace,
     Refinement,
     Servers,
     Settings,
+    ShadowListener,
     Stream,
 )
 from sinew_client.control.adapter_file import AdapterError
@@ -737,7 +737,7 @@ def play(seed: int, kind: str) -> Counter:
         if not np.any(motion.posed(DIM)):
             driven = False
         elif shadow and rng.random() < 0.4:
-            robot = leader = Onlooker(robot, motion, DIM)
+            robot = leader = ShadowListener(robot, motion, DIM)
             takeover = Takeover(leader, motion, DIM, world.limits, ALIGN, True)
         else:
             takeover = Takeover(leader, motion, DIM, world.limits, ALIGN, shadow)
@@ -761,7 +761,7 @@ class Director:
 
     def __init__(self, world: World, loop: Loop, source: Any, leader: Any, takeover: Takeover | None):
         self.world, self.loop, self.source, self.leader, self.takeover = world, loop, source, leader, takeover
-        self.onlooker = isinstance(leader, Onlooker)
+        self.onlooker = isinstance(leader, ShadowListener)
         self.human = self.wants_human = takeover is not None and takeover.shadow
         self.prompt = "go"
         self.fresh_from = 0  # the tick of the oldest request whose answer may be executed

@@ -25,11 +25,11 @@ from sinew_client.control import (
     repeat,
 )
 from sinew_client.control.adapter import _convolved, _norm, _points
-from sinew_client.control.adapter_file import KEY, Eye, Form, parse, write
+from sinew_client.control.adapter_file import KEY, CameraEncoder, Form, parse, write
 from sinew_client.control.robots import Dry
 
 OFFSETS = {"kind": "offsets", "action": [0], "state": [1], "scale": 0.5}
-FORM = Form("toy", 20.0, 4, 2, 2, 3, 12, 1, [Eye("front", 12, 10, [2, 1])], OFFSETS)
+FORM = Form("toy", 20.0, 4, 2, 2, 3, 12, 1, [CameraEncoder("front", 12, 10, [2, 1])], OFFSETS)
 POLICY: dict[str, Any] = {
     "chunk_size": 4,
     "cameras": [{"name": "front", "height": 12, "width": 10}],
@@ -85,7 +85,7 @@ def test_safetensors_reads_the_file(file: Path) -> None:
     from safetensors.numpy import load_file
 
     assert set(load_file(file)) == set(tensors())
-    assert Adapter.read(file).form == replace(FORM, cameras=[Eye("front", 12, 10, [2, 1])])
+    assert Adapter.read(file).form == replace(FORM, cameras=[CameraEncoder("front", 12, 10, [2, 1])])
 
 
 @pytest.mark.parametrize("name", ["blocks", "pen"])
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
         (replace(FORM, motion={**OFFSETS, "state": [2]}), "motion"),
         (replace(FORM, hz=float("nan")), "hz: expected a number above 0"),
         (
-            replace(FORM, cameras=[Eye("front", 3, 10, [2, 1])]),
+            replace(FORM, cameras=[CameraEncoder("front", 3, 10, [2, 1])]),
             r"camera\.front\.0\.weight: expected a kernel within the frame, got 4",
         ),
     ):
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_are_those_of_the_form_and_within_bounds(tmp_path: Path) -> None:
-    form = replace(FORM, cameras=[Eye("front", 16, 15, [2, 1])])
+    form = replace(FORM, cameras=[CameraEncoder("front", 16, 15, [2, 1])])
     good, first = tensors(form), "camera.front.0.weight"
     kernels = f"{first}: expected [out, 3, k, k] with k up to 15, got "
     one = {

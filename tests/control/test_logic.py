@@ -33,7 +33,7 @@ from sinew_client.control.authority import ALIGNS, SILENT
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
-from sinew_client.control.handover import Handover, Placed
+from sinew_client.control.handover import Handover, PlacedChunk
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.observer import exposed, float_of, frame_fault, sources_fault
 from sinew_client.control.replan import ReplanState, disagreement
@@ -629,11 +629,15 @@ def test_a_chunk_that_expects_the_robot_elsewhere_stops_it() -> None:
 
 
 def test_an_ensemble_goes_on_behind_its_oldest_chunk() -> None:
-    old, new = (Placed(np.full((3, 1), value, np.float32), at, at, value) for value, at in ((0, 0), (1, 2)))
+    old, new = (
+        PlacedChunk(np.full((3, 1), value, np.float32), at, at, value) for value, at in ((0, 0), (1, 2))
+    )
     nodes = parse_handover("ensemble").merge(Trajectory(), [old, new], 2)
     assert [node.step for node in nodes] == [2, 3, 4]
     assert [round(float(node.row[0])) for node in nodes[1:]] == [1, 1]
-    later, new = (Placed(np.arange(3.0)[:, None] + value, at, 2, value) for value, at in ((0, 3), (5, 2)))
+    later, new = (
+        PlacedChunk(np.arange(3.0)[:, None] + value, at, 2, value) for value, at in ((0, 3), (5, 2))
+    )
     first = parse_handover("ensemble").merge(Trajectory(), [later, new], 2)[0]
     assert first.row == 5.0  # a chunk has nothing to say of steps before its own
 

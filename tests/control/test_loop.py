@@ -32,7 +32,7 @@ from sinew_client.control import (
     Stopped,
     repeat,
 )
-from sinew_client.control.authority import HandedOver
+from sinew_client.control.authority import AuthorityChange
 from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.loop import elapsed
 from sinew_client.control.planner import newest_of
@@ -745,7 +745,7 @@ def test_a_report_counts_and_times_a_run() -> None:
         failed_requests=3,
         faults={"total": 2},
         filter={"filter": "median:3", "delay_ms": 50.0, "missing": 4},
-        handed=HandedOver(1, 2, 3, 0.5, "jaw").to_dict(),
+        handed=AuthorityChange(1, 2, 3, 0.5, "jaw").to_dict(),
         sources={name: percentiles(each) for name, each in ages.items()},
     )
     assert shown.rows() == [

@@ -21,14 +21,14 @@ from sinew_client.control import (
     Limits,
     Loop,
     NoObservation,
-    Onlooker,
     Outcome,
     Settings,
     ShadowAgreement,
+    ShadowListener,
     SimulatedPace,
     repeat,
 )
-from sinew_client.control.authority import ALIGNS, SILENT, HandedOver
+from sinew_client.control.authority import ALIGNS, SILENT, AuthorityChange
 from sinew_client.control.controller import UNKNOWN
 from sinew_client.control.facts import facts_of
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
@@ -225,7 +225,7 @@ def test_a_robot_is_looked_at_as_often_as_somebody_has_to_know() -> None:
     ticks(loop, 2)
     assert (loop.controller.driver, robot.looks) == ("human", looks)
     robot = Seen([0.0] * DIM)
-    eyes = Onlooker(robot, Absolute(), DIM)
+    eyes = ShadowListener(robot, Absolute(), DIM)
     until(loop_of(eyes, Policy(np.random.default_rng(0), 3), eyes, shadow=True, limits={}, align=9.0), 20)  # type: ignore[arg-type]
     assert robot.looks >= 20
     robot = Seen([0.0] * DIM)
@@ -408,7 +408,7 @@ def test_an_onlooker_commands_nothing() -> None:
     for action in (None, [0.5, 0.5, 0.5]):
         robot = Driven([0.0] * DIM)
         robot.looks, robot.action = [], action  # type: ignore[attr-defined]
-        eyes = Onlooker(robot, Absolute(), DIM)
+        eyes = ShadowListener(robot, Absolute(), DIM)
         loop = loop_of(eyes, Policy(np.random.default_rng(0)), eyes, shadow=True, limits={}, align=10.0)  # type: ignore[arg-type]
         until(loop, 20)
         assert robot.sent == []
@@ -568,7 +568,7 @@ def test_what_a_leader_fails_with_is_said_once_each_and_a_hundred_times(
 
 def test_an_onlooker_knows_what_was_done_where_all_of_it_is_known() -> None:
     robot = Robot([0.5] * DIM)
-    seen = Onlooker(robot, Relative((0,), (0,)), DIM)
+    seen = ShadowListener(robot, Relative((0,), (0,)), DIM)
     assert not facts_of(seen).concurrent_hold
     assert "action" not in seen.observe()
     assert seen.read() is None
@@ -602,7 +602,7 @@ def test_rows_of_chunks_are_compared_by_their_median_and_p95() -> None:
 
 
 def test_hand_overs_are_counted_and_told() -> None:
-    handed = HandedOver()
+    handed = AuthorityChange()
     handed.commanded(np.ones(2, np.float32), np.zeros(2), ())  # nobody has taken over
     assert (handed.largest, handed.to_dict()) == (0, {})
     before = np.zeros(2)
@@ -623,8 +623,8 @@ def test_hand_overs_are_counted_and_told() -> None:
     assert handed.text() == (
         "2 to a human, 2 back, 0 steps by hand; largest step at a hand-over 3.5 (a), 2 from a place that was not known"
     )
-    assert HandedOver(to_policy=1).text().endswith("0 (-)")
-    assert HandedOver(to_policy=1).to_dict()["to_policy"] == 1
+    assert AuthorityChange(to_policy=1).text().endswith("0 (-)")
+    assert AuthorityChange(to_policy=1).to_dict()["to_policy"] == 1
 
 
 class Cart(Robot):

@@ -12,7 +12,7 @@ import pytest
 from sinew_client.control import Adapter, AdapterError
 from sinew_eval.episodes.adapters import make_env
 from sinew_eval.episodes.campaign import key
-from sinew_eval.episodes.runner import Conduct, run_episode
+from sinew_eval.episodes.runner import EpisodeSettings, run_episode
 from sinew_eval.episodes.settings import Latency, Task, Variant, sweep
 from sinew_eval.episodes.variants import variants
 
@@ -61,7 +61,7 @@ def test_it_is_small_and_fits_its_policy_alone(name: str, other: str, most: int)
 def test_another_policys_adapter_plays_no_episode() -> None:
     env, adapter = make_env("sinew/Pen-v0")
     with pytest.raises(AdapterError, match="edge adapter of blocks: rows of a chunk: expected 32, got 24"):
-        run_episode(env, adapter, Late("pen", [0]), Conduct(edge_adapter=EDGE), 5000)
+        run_episode(env, adapter, Late("pen", [0]), EpisodeSettings(edge_adapter=EDGE), 5000)
 
 
 def test_it_catches_a_pen_that_falls_after_the_frame_of_the_chunk() -> None:
@@ -70,7 +70,7 @@ def test_it_catches_a_pen_that_falls_after_the_frame_of_the_chunk() -> None:
     for edge in caught:
         for seed in range(4):
             env, adapter = make_env("sinew/Pen-v0")
-            conduct = Conduct(2, Latency("30"), edge_adapter=edge)
+            conduct = EpisodeSettings(2, Latency("30"), edge_adapter=edge)
             caught[edge] += run_episode(env, adapter, Late("pen", [0]), conduct, seed).success
     assert list(caught.values()) == [0, 4]
 
@@ -81,7 +81,7 @@ def test_it_goes_on_where_rows_have_run_out() -> None:
     played = []
     for edge in ("", EDGE, EDGE):
         env, adapter = make_env("sinew/Blocks-v0", env_options={"max_episode_steps": 76})
-        conduct = Conduct(8, Latency("40"), "aligned", edge_adapter=edge)
+        conduct = EpisodeSettings(8, Latency("40"), "aligned", edge_adapter=edge)
         played.append(run_episode(env, adapter, Late("blocks", [0, 0, 0, 1]), conduct, 5000))
     plain, refined, again = played
     assert (plain.executed, plain.held) == (32, 4)

@@ -23,7 +23,7 @@ pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 from sinew_eval.episodes import campaign  # noqa: E402
 from sinew_eval.episodes.adapters import Mapped, make_env, read_mapping  # noqa: E402
 from sinew_eval.episodes.policies import ServerPolicy  # noqa: E402
-from sinew_eval.episodes.runner import Conduct, run_episode  # noqa: E402
+from sinew_eval.episodes.runner import EpisodeSettings, run_episode  # noqa: E402
 from sinew_eval.episodes.settings import Latency, Task, Variant, sweep  # noqa: E402
 from sinew_eval.episodes.sources import chunk_seed  # noqa: E402
 from sinew_eval.episodes.variants import variants  # noqa: E402
@@ -354,7 +354,7 @@ def test_handover(
     handover: str, size: int, replan: int, latency: str, age: int, expected: list[float]
 ) -> None:
     env = World(len(expected), age)
-    conduct = Conduct(replan, Latency(latency), handover)
+    conduct = EpisodeSettings(replan, Latency(latency), handover)
     episode = run_episode(env, adapter_of(env), Coded(size), conduct, seed=3)
     assert env.actions == expected
     assert episode.executed == sum(value != HOLD for value in expected)
@@ -364,7 +364,9 @@ def test_handover(
 def test_misses_count_chunks_that_came_too_late() -> None:
     for handover, size, misses, held in (("aligned", 8, 0, 0), ("aligned", 4, 1, 2), ("freeze", 8, 1, 2)):
         env = World(12)
-        episode = run_episode(env, adapter_of(env), Coded(size), Conduct(4, Latency("2"), handover), seed=3)
+        episode = run_episode(
+            env, adapter_of(env), Coded(size), EpisodeSettings(4, Latency("2"), handover), seed=3
+        )
         assert (episode.misses, episode.held) == (misses, held)
         assert set(episode.delays) == {2}
 
@@ -373,7 +375,7 @@ def test_luck_depends_on_seed_and_chunk_only() -> None:
     seeds = {}
     for handover, latency in (("aligned", "0"), ("freeze", "uniform:0-3")):
         env, policy = World(40), Coded(8)
-        run_episode(env, adapter_of(env), policy, Conduct(4, Latency(latency), handover), seed=7)
+        run_episode(env, adapter_of(env), policy, EpisodeSettings(4, Latency(latency), handover), seed=7)
         seeds[handover] = policy.seeds
     count = min(map(len, seeds.values()))
     assert seeds["aligned"][:count] == seeds["freeze"][:count] == [chunk_seed(0, 7, k) for k in range(count)]
@@ -384,7 +386,9 @@ def test_luck_depends_on_seed_and_chunk_only() -> None:
 def test_real_time_measures_instead_of_simulating() -> None:
     env = World(16)
     policy = Coded(16, seconds=0.12)  # between two and three periods of 50 ms
-    episode = run_episode(env, adapter_of(env), policy, Conduct(8, handover="aligned", realtime=True), seed=0)
+    episode = run_episode(
+        env, adapter_of(env), policy, EpisodeSettings(8, handover="aligned", realtime=True), seed=0
+    )
     assert episode.wall_s > 0.7
     assert min(episode.delays) >= 2
     first = episode.delays[0]
@@ -403,7 +407,7 @@ def test_a_world_that_is_slower_than_its_clock_misses_no_row() -> None:
             return super().step(action)
 
     env = Slow(8)
-    conduct = Conduct(16, handover="aligned", realtime=True)
+    conduct = EpisodeSettings(16, handover="aligned", realtime=True)
     episode = run_episode(env, adapter_of(env), Coded(16), conduct, seed=0)
     rows = [value for value in env.actions if value != HOLD]
     assert rows == [rows[0] + k for k in range(len(rows))]
@@ -817,7 +821,7 @@ def test_a_future_state_is_what_the_robot_will_have() -> None:
             seen.append(float(observation["state"][0]))
             return super().infer(observation, seed)
 
-    conduct = Conduct(4, Latency("2"), "aligned", motion={"kind": "absolute"}, future=True)
+    conduct = EpisodeSettings(4, Latency("2"), "aligned", motion={"kind": "absolute"}, future=True)
     adapter = adapter_of(env)
     adapter.observation = lambda _: {"state": np.float32([-5])}
     run_episode(env, adapter, Watched(8), conduct, seed=3)

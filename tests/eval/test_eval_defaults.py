@@ -14,7 +14,7 @@ import torch
 from sinew_client.control import AS_IS, Settings, choose, parse_handover, parse_rule
 from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew_eval.cli.dataset import dataset
-from sinew_eval.episodes.runner import Conduct
+from sinew_eval.episodes.runner import EpisodeSettings
 from sinew_eval.episodes.settings import Variant
 from sinew_eval.report.stats import mcnemar, paired_difference
 
@@ -35,7 +35,7 @@ OFFSETS = {"kind": "offsets", "action": [0], "state": [0], "scale": 0.5}
 
 
 def test_everybody_has_the_same_defaults() -> None:
-    for owner in (Settings, Conduct, Variant, ChunkFlags):
+    for owner in (Settings, EpisodeSettings, Variant, ChunkFlags):
         own = {field.name: field.default for field in fields(owner)}
         assert (own["handover"], own["replan"]) == (HANDOVER, REPLAN), owner
     assert inspect.signature(dataset).parameters["replan"].default == REPLAN

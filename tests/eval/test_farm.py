@@ -540,7 +540,7 @@ def test_whoever_has_no_key_is_not_read_and_a_bundle_is_never_whole_in_memory(
         server._claimed("one")
         heard.set()
 
-    def looks(queue: files.EpisodeQueue, job: files.Job) -> bool:
+    def looks(queue: files.EpisodeQueue, job: files.SeedBatch) -> bool:
         if threading.current_thread() is threading.main_thread() and not heard.is_set():
             threading.Thread(target=hears).start()
             heard.wait(0.2)

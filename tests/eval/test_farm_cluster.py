@@ -192,7 +192,7 @@ def test_a_bundle_that_came_otherwise_is_not_kept(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         files.FarmPlan, "check", lambda *_: (_ for _ in ()).throw(SinewError("another one here"))
     )
-    guest = cluster.Guest((tmp_path / files.PLAN).read_bytes())
+    guest = cluster.RemoteWorker((tmp_path / files.PLAN).read_bytes())
     assert guest.missing() == [0]  # of which the second variant is made, too
     with pytest.raises(SinewError, match=r"own.gguf: expected SHA-256 \w{64}, got \w{64}"):
         guest.receive(0, b"GGUF of somebody else", 0, True)
@@ -264,7 +264,7 @@ def test_no_cluster_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 def test_what_a_shard_says_reaches_people(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "shard"
-    crew = shards.Crew(tmp_path, 0, "", tmp_path, (shards.SHARD,))
+    crew = shards.WorkerPool(tmp_path, 0, "", tmp_path, (shards.SHARD,))
     log.write_bytes(b"noise\nsaid: one\nsaid: tw")
     crew._hear("shard")
     with log.open("ab") as file:
@@ -285,7 +285,7 @@ def test_a_process_that_ray_ended_is_begun_again(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     files.EpisodeQueue(tmp_path, "").make()
-    crew = shards.Crew(tmp_path, 1, "head", tmp_path / files.LOGS, ("as_ray", str(tmp_path / "been")))
+    crew = shards.WorkerPool(tmp_path, 1, "head", tmp_path / files.LOGS, ("as_ray", str(tmp_path / "been")))
     while crew.tend():
         time.sleep(0.01)
     assert crew.episodes == 7

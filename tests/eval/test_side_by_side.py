@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sinew_eval.episodes.policies import InProcess
-from sinew_eval.episodes.runner import Conduct
+from sinew_eval.episodes.runner import EpisodeSettings
 from sinew_eval.episodes.settings import Latency
 
 from benchmarks.handovers import TASKS, episode_of, play, point
@@ -48,7 +48,7 @@ def test_a_batch_gives_each_request_its_own_chunk(policy: Policy, kind: str) -> 
 
 def test_episodes_end_as_those_played_alone(policy: Policy) -> None:
     task = {**TASKS["blocks"], "limit": 20}
-    conduct = Conduct(8, Latency("100ms"), "rtc")
+    conduct = EpisodeSettings(8, Latency("100ms"), "rtc")
     together = SideBySide(policy)
     beside = together.play(episode_of(task, together, conduct), range(5000, 5003), width=2)
     alone = InProcess(str(BLOCKS), device="cpu", engine="plan", threads=1)

@@ -23,7 +23,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim ex
 from sinew_eval import suites  # noqa: E402
 from sinew_eval.episodes import campaign  # noqa: E402
 from sinew_eval.episodes.adapters import Mapped, read_mapping  # noqa: E402
-from sinew_eval.episodes.runner import Conduct, run_episode  # noqa: E402
+from sinew_eval.episodes.runner import EpisodeSettings, run_episode  # noqa: E402
 from sinew_eval.episodes.settings import Task, Variant  # noqa: E402
 from sinew_eval.foreign import run as foreign  # noqa: E402
 from sinew_eval.foreign import worker as foreign_worker  # noqa: E402
@@ -395,7 +395,7 @@ def test_frames_are_drawn_only_for_chunks() -> None:
 
     env = Drawing(gymnasium.spaces.Box(-1, 1, (2,), np.float32))
     adapter = Mapped(env, Mapping({"top": "frame"}, ("q",)))
-    episode = run_episode(env, adapter, Zeros(), Conduct(replan=4), seed=0)
+    episode = run_episode(env, adapter, Zeros(), EpisodeSettings(replan=4), seed=0)
     assert (episode.steps, episode.chunks) == (9, 3)
     assert drawn == [0, 4, 8]
 

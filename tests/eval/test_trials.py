@@ -32,8 +32,8 @@ from sinew_eval.episodes.runner import Episode
 from sinew_eval.episodes.settings import Task, Variant
 from sinew_eval.evidence import page
 from sinew_eval.report import stats
-from sinew_eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, Desk, TrialTally
-from sinew_eval.trials.sitting import Sitting
+from sinew_eval.trials.desk import JUDGED, OVER, PAUSED, RUNS, TrialTally, VerdictInput
+from sinew_eval.trials.sitting import TrialSession
 
 from sinew.bundle import Bundle
 from sinew.cli import main
@@ -468,12 +468,12 @@ def test_a_fault_of_the_robot_is_no_verdict(
 # ----------------------------------------------------------------------------- order and statistics
 
 
-def planned(out: Path, order: int, scenes: int = 12, **more: Any) -> Sitting:
+def planned(out: Path, order: int, scenes: int = 12, **more: Any) -> TrialSession:
     variants = [Variant("expert"), Variant("expert", replan=1)]
-    return Sitting(out, Task("sinew/Pen-v0"), variants, scenes, 5000, order, **more)
+    return TrialSession(out, Task("sinew/Pen-v0"), variants, scenes, 5000, order, **more)
 
 
-def ended(sitting: Sitting, success: bool, **more: Any) -> None:
+def ended(sitting: TrialSession, success: bool, **more: Any) -> None:
     turn = sitting.due()
     assert turn is not None
     sitting.begin(turn)
@@ -481,7 +481,7 @@ def ended(sitting: Sitting, success: bool, **more: Any) -> None:
     sitting.end(turn, Episode(turn.seed, "", success, 9, *counts, trial=turn.name, **more))
 
 
-def order_of(sitting: Sitting) -> list[tuple[int, int]]:
+def order_of(sitting: TrialSession) -> list[tuple[int, int]]:
     found = []
     while (turn := sitting.due()) is not None:
         found.append((turn.scene, turn.variant))
@@ -566,9 +566,9 @@ def test_more_than_999_trials_are_told_apart(tmp_path: Path) -> None:
 def test_a_policy_that_was_changed_is_no_policy_of_the_plan(tmp_path: Path) -> None:
     before = planned(tmp_path, 1)
     with pytest.raises(SinewError, match="with replan of policy 2 1, got 2$"):
-        Sitting(tmp_path, before.task, [before.variants[0], Variant("expert", replan=2)], 12, 5000, 1)
+        TrialSession(tmp_path, before.task, [before.variants[0], Variant("expert", replan=2)], 12, 5000, 1)
     with pytest.raises(SinewError, match="with policies 2, got 1$"):
-        Sitting(tmp_path, before.task, before.variants[:1], 12, 5000, 1)
+        TrialSession(tmp_path, before.task, before.variants[:1], 12, 5000, 1)
 
 
 def test_a_line_that_the_disk_does_not_take_is_an_error_that_names_it() -> None:
@@ -594,7 +594,7 @@ def test_a_sequential_sitting_ends_where_the_difference_is_shown(tmp_path: Path)
     assert plan["p_anytime"] == 0.035156
     assert [sum(each.success for each in one) for one in sitting.results()] == [8, 0]
     with pytest.raises(SinewError, match="--sequential: expected two policies to compare, got 1"):
-        Sitting(tmp_path / "x", Task("sinew/Pen-v0"), [Variant("expert")], 3, 0, 1, sequential=True)
+        TrialSession(tmp_path / "x", Task("sinew/Pen-v0"), [Variant("expert")], 3, 0, 1, sequential=True)
 
 
 def deceived(shown: Callable[[int, int], bool], pairs: int) -> float:
@@ -641,14 +641,16 @@ def test_what_happens_while_a_trial_is_paused_is_not_counted() -> None:
 # ----------------------------------------------------------------------------- one trial, word by word
 
 
-def laid(waits: bool, asks: bool, limit: int | None = None, judge: Path | None = None, **given: Any) -> Desk:
+def laid(
+    waits: bool, asks: bool, limit: int | None = None, judge: Path | None = None, **given: Any
+) -> VerdictInput:
     """A trial on a loop whose clock the test moves; not begun."""
-    desk = Desk(waits, asks, limit, judge)
+    desk = VerdictInput(waits, asks, limit, judge)
     desk.begin(loop_of(**given)[0])
     return desk
 
 
-def ticked(desk: Desk) -> None:
+def ticked(desk: VerdictInput) -> None:
     """Tick until the trial is over."""
     for _ in range(200):
         if desk.state == OVER:

@@ -30,7 +30,7 @@ from sinew_eval.farm.files import FORMAT, PLAN, FarmPlan
 from sinew_eval.report.gate import GATES, read_gate
 
 from sinew.bundle import Bundle
-from sinew.bundle.digests import Memo
+from sinew.bundle.digests import DigestCache
 from sinew.cli.top_view import view
 from sinew.convert.sources.card import records_of
 from sinew.core import SinewError
@@ -227,12 +227,12 @@ def own_records(work: Path) -> Case:
     }
     agreed = {"policy": "p", "hosts": {"h": [{"joints": ["a"], "cameras": {}, "rows": 3}]}}
     proof_file = proofs._path(PEN, "onnx", "cpu")
-    memo = Memo(work, work / "digests")
+    memo = DigestCache(work, work / "digests")
     memo_file = memo.path
     targets: tuple[tuple[Path, Any, Callable[[Path], object]], ...] = (
         (proof_file, proof, lambda _: (proofs.lacking(PEN, "onnx", "cpu"), proofs.records(PEN))),
         (prepared._path(PEN, "onnx"), finding, lambda _: prepared.kept(PEN, "onnx")),
-        (memo_file, {"/a": [[1, 2, 3, 4, 5], "ab"]}, lambda _: Memo(work, work / "digests").known),
+        (memo_file, {"/a": [[1, 2, 3, 4, 5], "ab"]}, lambda _: DigestCache(work, work / "digests").known),
         (work / "lerobot.json", agreed, lambda path: Agreements(2).open(path, spec)),
     )
     for path, _, _ in targets:

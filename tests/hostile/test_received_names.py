@@ -41,7 +41,7 @@ from sinew_eval.evidence import leaderboard, page, repeat
 from sinew_eval.farm import files, shards
 from sinew_eval.report.gate import GATES, read_gate
 from sinew_eval.report.report import document
-from sinew_eval.trials.sitting import Sitting
+from sinew_eval.trials.sitting import TrialSession
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
@@ -247,7 +247,7 @@ def _episodes(record: Any, folder: Path) -> object:
 def _sitting(record: Any, folder: Path) -> object:
     (folder / "sitting.json").write_text(_text(record["plan"]))
     (folder / campaign.LOG).write_text(f"{_text(record['begun'])}\n{_text(record['episode'])}\n")
-    return Sitting(folder, Task("sinew/Pen-v0"), [Variant("expert")], 2, 5000).due()
+    return TrialSession(folder, Task("sinew/Pen-v0"), [Variant("expert")], 2, 5000).due()
 
 
 def _leaderboard(record: Any, folder: Path) -> object:
@@ -339,7 +339,7 @@ def _readers(folder: Path) -> dict[str, Reader]:
     (folder / "graphs").mkdir()
     GraphSet("smolvla", 2, ("a", "b"), (10,), (), {"head": "int8"}, "", 8).save(folder / "graphs")
     (folder / "sitting").mkdir()
-    sitting = Sitting(folder / "sitting", Task("sinew/Pen-v0"), [Variant("expert")], 2, 5000)
+    sitting = TrialSession(folder / "sitting", Task("sinew/Pen-v0"), [Variant("expert")], 2, 5000)
     trial = {"key": sitting.keys[0], **_episode(5000).to_dict(), "trial": "001"}
     write_adapter(folder / "edge.safetensors", FORM, tensors())
     data = (folder / "edge.safetensors").read_bytes()

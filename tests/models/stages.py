@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sinew.core import Moment, Observation
-from sinew.models.base import Speaker
+from sinew.models.base import AutoregressiveModel
 from sinew.models.solvers import solve
 from sinew.policy import Policy
 from tests.closeness import Rounding, Run, runs
@@ -667,7 +667,7 @@ def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterat
         end, bins = model.config.action_tokens_end, g["action_logits"].shape[1]
         yield Stage("action_logits", torch.cat(outputs)[:, 0, end - bins : end], g["action_logits"])
     if "chunk_normalized" in g.tensors:
-        if isinstance(model, Speaker):
+        if isinstance(model, AutoregressiveModel):
             chunk = torch.from_numpy(model.action_tokens.chunk(run(said, model, context)[0].numpy()))
         else:
             chunk = run(model.regress, context)[0]
@@ -767,7 +767,7 @@ def fast(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
     yield Stage("step_logits", torch.cat(logits)[:, 0], g["step_logits"])
 
 
-def said(model: Speaker, context: Any, count: int = 0) -> Tensor:
+def said(model: AutoregressiveModel, context: Any, count: int = 0) -> Tensor:
     """Return so many tokens, or the longest sentence's, int64 [B, n]."""
     spoken = model.first(context)
     tokens = [spoken.token]

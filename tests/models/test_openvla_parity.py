@@ -15,7 +15,7 @@ from sinew.bundle import Bundle
 from sinew.core import Observation, ObservationError
 from sinew.families.bitvla.convert import bundle_name
 from sinew.layers.stores.lowbit import codes
-from sinew.models.base import Speaker
+from sinew.models.base import AutoregressiveModel
 from sinew.policy import Policy, load
 from sinew.steps.action_tokens.bins import bin_centres
 from tests.closeness import Rounding, assert_close, rounding
@@ -101,7 +101,7 @@ def test_padding_changes_nothing(case):
 
     def regressed(tokens, mask):
         context = model.read(image_tokens, cameras, tokens, mask, state)
-        if isinstance(model, Speaker):
+        if isinstance(model, AutoregressiveModel):
             return torch.from_numpy(model.action_tokens.chunks(policy.engine.say(context)))
         return model.regress(context)
 

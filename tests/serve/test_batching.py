@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sinew.core import ActionChunk, CancelledError, Observation, SinewError, Timing
 from sinew.serve import batching
 from sinew.serve.batching import Batcher, Costs
-from sinew.serve.job import PreparedInputs, ServingJob, Together
+from sinew.serve.job import PreparedInputs, RequestGroup, ServingJob
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
@@ -256,7 +256,7 @@ def test_a_size_is_tried_until_once_takes_too_long(monkeypatch):
 
 def test_what_came_in_one_message_is_computed_at_once_and_by_itself():
     """Whatever it costs others; what is late or of another kind is not in it."""
-    message, other = Together(5), Together(1)
+    message, other = RequestGroup(5), RequestGroup(1)
     kinds = (("a", message), ("b", message), ("a", None), ("a", other), ("a", message), (None, message))
     line = [job(kind) for kind, _ in kinds]
     for each, (_, together) in zip(line, kinds, strict=True):
@@ -325,9 +325,9 @@ def test_deadlines_of_other_policies_count():
 def test_a_batch_is_cancelled_by_all_of_it():
     line = [job("a"), job("a")]
     for each in line:
-        assert not batching.Everyone(line).is_set()
+        assert not batching.AllCancelled(line).is_set()
         each.cancel.set()
-    assert batching.Everyone(line).is_set()
+    assert batching.AllCancelled(line).is_set()
 
 
 def test_one_is_no_batch():

@@ -33,8 +33,8 @@ from sinew.processing import Processor
 from sinew.serve.dashboard import feed as feeds
 from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import BY_HAND, KEPT, VIEWERS, Answer, Feed
-from sinew.serve.dashboard.history import RATIO, SPAN_S, SPANS, Hour
-from sinew.serve.dashboard.news import News
+from sinew.serve.dashboard.history import RATIO, SPAN_S, SPANS, HourHistory
+from sinew.serve.dashboard.news import HealthBroadcast
 from sinew.serve.job import ServingJob
 from sinew.serve.request import Request
 from sinew.serve.robots import Robots
@@ -76,7 +76,7 @@ def test_nothing_is_kept_while_nobody_looks() -> None:
 
 def test_an_hour_is_counted_whether_somebody_looks_or_not() -> None:
     clock = [1000.0]
-    hour = Hour(lambda: clock[0])
+    hour = HourHistory(lambda: clock[0])
     for ms in range(1, 101):
         hour.put(float(ms), missed=ms > 98, refused=False)
     hour.put(1.0, missed=False, refused=True)
@@ -127,7 +127,9 @@ def test_an_answer_in_words() -> None:
     assert (refused["outcome"], len(refused["error"]), refused["state"]) == ("internal", 300, None)
 
 
-def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tuple[News, list[str]]:
+def told(
+    feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False
+) -> tuple[HealthBroadcast, list[str]]:
     """News of a server that is busy or not, and the events that it encodes; after one message it makes no other."""
     for name in ("EVENTS_S", "HEALTH_S", "PATIENCE_S"):
         monkeypatch.setattr(news, name, WAIT_S)
@@ -138,7 +140,7 @@ def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tup
         stats=lambda: {"waiting": 0, "running": busy}, get=lambda: SimpleNamespace(number=1)
     )
     service = SimpleNamespace(feed=feed, policies=policies, health=dict, robots=Robots())
-    return News(service, feed), encoded  # type: ignore[arg-type]
+    return HealthBroadcast(service, feed), encoded  # type: ignore[arg-type]
 
 
 async def spin() -> None:
@@ -183,7 +185,7 @@ def test_messages_wait_for_the_gap_between_two_requests(monkeypatch: pytest.Monk
     for busy in (True, False):
         said, _ = told(feed, monkeypatch, busy)
 
-        async def look(said: News = said, busy: bool = busy) -> None:
+        async def look(said: HealthBroadcast = said, busy: bool = busy) -> None:
             said.health()
             with feed.viewer(), feed.bell(lambda: said._ring(asyncio.get_running_loop())):
                 put(feed)

@@ -18,7 +18,7 @@ from sinew.core import ActionChunk, CancelledError, Observation, SinewError
 from sinew.serve import scheduler as scheduling
 from sinew.serve.batching import LARGEST
 from sinew.serve.device_lock import DeviceLock
-from sinew.serve.job import ServingJob, Together
+from sinew.serve.job import RequestGroup, ServingJob
 from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
@@ -106,7 +106,7 @@ class Machine:
 
     def _ask(self, asker: Asker) -> None:
         asker.asked, asker.left = self.now, asker.count
-        together = Together(asker.count) if asker.count > 1 else None
+        together = RequestGroup(asker.count) if asker.count > 1 else None
         for _ in range(asker.count):
             seen = Observation({"front": FRAME}, np.zeros(2, np.float32), "go", solver_steps=asker.steps)
             request = Request("", lambda _budget, seen=seen: seen, connection=asker.name)

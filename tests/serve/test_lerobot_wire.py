@@ -28,7 +28,7 @@ import pytest
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
 from sinew.core.extras import install
-from sinew.core.rate_limited_log import Once
+from sinew.core.rate_limited_log import LogOnce
 from sinew.records.recorder import read_records
 from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler
@@ -809,7 +809,7 @@ def test_state_in_the_order_of_the_features():
 
 def test_what_the_policy_does_not_read_is_told_once(caplog, monkeypatch):
     """The protocol has no place for a warning, and robots send what they have."""
-    monkeypatch.setattr(lerobot_features, "_once", Once(lerobot_features.logger))
+    monkeypatch.setattr(lerobot_features, "_once", LogOnce(lerobot_features.logger))
     agreement = agree(config("top"), spec("top"))
     raw = {**raw_observation(cameras=("top",)), "stat": 1.0}
     for _ in range(2):

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sinew.core import CameraSpec, PolicySpec, RequestError, SinewError, VectorSpec
-from sinew.core.rate_limited_log import Once
+from sinew.core.rate_limited_log import LogOnce
 from sinew.serve.wires.lerobot import types as lerobot_types
 from sinew.serve.wires.lerobot.features import Agreement, agree, observation
 from sinew.serve.wires.lerobot.pickle.arrays import ARRAY_NAMES
@@ -171,7 +171,7 @@ def test_policy_instructions_in_every_protocol(protocol, helpers):
 
 
 def test_fields_of_later_versions_are_told_once_and_missing_ones_named(caplog, monkeypatch):
-    monkeypatch.setattr(lerobot_types, "_once", Once(lerobot_types.logger))
+    monkeypatch.setattr(lerobot_types, "_once", LogOnce(lerobot_types.logger))
     late = timed()
     late.rtc_delay = 5
     for _ in range(2):

@@ -35,7 +35,7 @@ from sinew.serve.deploy import deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.limits import ServingLimits
 from sinew.serve.policies import DEFAULT, Deployment
-from sinew.serve.swap import Need, Swapper
+from sinew.serve.swap import MemoryNeed, Swapper
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import streams
 from tests.serve.puppet import WAIT_S, desk, lone, until
@@ -432,7 +432,7 @@ def test_a_stream_goes_on_with_the_policy_that_takes_its_place(rolling_bundle: P
 
     policy = load(rolling_bundle, engine="eager", threads=1)
     with serving(policy) as server, contextlib.ExitStack() as closing:
-        swapper = Swapper(server.service, stood, lambda _source: Need(1), str(rolling_bundle))
+        swapper = Swapper(server.service, stood, lambda _source: MemoryNeed(1), str(rolling_bundle))
         link = Noting(server.native, RATE)
         closing.callback(link.close)
         loop = robot_loop(link)
@@ -487,7 +487,7 @@ def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: 
         swapper = Swapper(
             server.service,
             lambda source: deploy(load(source, engine="eager", threads=1), ServingLimits()),
-            lambda _source: Need(1),
+            lambda _source: MemoryNeed(1),
             str(rolling_bundle),
         )
         swapper.load("b", str(rolling_bundle))

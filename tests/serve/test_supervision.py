@@ -27,7 +27,7 @@ from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.core.rate_limited_log import BURST, PERIOD_S, RateLimitedLog
 from sinew.serve import scheduler as scheduling
 from sinew.serve.decode.array import pack
-from sinew.serve.job import ServingJob, Together
+from sinew.serve.job import RequestGroup, ServingJob
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
@@ -653,7 +653,7 @@ def test_frames_beyond_the_bound_are_not_decoded_before_others_are_answered(
 def given(
     scheduler: Scheduler,
     told: list,
-    together: Together | None = None,
+    together: RequestGroup | None = None,
     deadline: float | None = None,
     **options,
 ):
@@ -666,7 +666,7 @@ def given(
 def test_only_what_finds_nothing_to_wait_for_is_decoded_where_it_is_computed():
     """By itself: the requests of one message are decoded side by side."""
     scheduler, told = Scheduler(Puppet()), []
-    given(scheduler, told, client="a", together=Together(1))
+    given(scheduler, told, client="a", together=RequestGroup(1))
     assert (len(scheduler._received.order()), len(scheduler._ready.order())) == (1, 0)
     scheduler = Scheduler(Puppet())
     for place in range(2):
@@ -729,7 +729,7 @@ def test_a_message_is_not_waited_for_where_no_more_frames_fit(monkeypatch: pytes
     monkeypatch.setattr(scheduling, "AHEAD", 100)
     for ahead, ready in ((99, 0), (100, 1)):
         scheduler = Scheduler(Puppet())
-        first = given(scheduler, [], client="a", together=Together(2))
+        first = given(scheduler, [], client="a", together=RequestGroup(2))
         scheduler._ahead = ahead
         scheduler._decoded(first)
         assert len(scheduler._ready.order()) == ready

@@ -37,8 +37,8 @@ from sinew.core import (
 from sinew.serve.access import is_loopback
 from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.scheduler import Scheduler
-from sinew.serve.swap import FORM, Forms, Need, Swapper
-from sinew.serve.transport.ledger import Ledger
+from sinew.serve.swap import FORM, Forms, MemoryNeed, Swapper
+from sinew.serve.transport.ledger import MemoryLedger
 from tests import processes
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
 
@@ -64,10 +64,10 @@ def exchanging(
     opened: list[Scheduler] = []
     with desk(wires, **options) as at, mock.patch("sinew.serve.swap.gc"):
 
-        def need(source: str) -> Need:
+        def need(source: str) -> MemoryNeed:
             if not (tmp_path / source).exists():
                 raise BundleError(f"{source}: no such file or folder")
-            return Need((tmp_path / source).stat().st_size, 1 << 20)
+            return MemoryNeed((tmp_path / source).stat().st_size, 1 << 20)
 
         def open_source(source: str) -> Deployment:
             puppet = Puppet() if source == "first" else Other()
@@ -195,7 +195,7 @@ def test_what_a_change_took_is_told_and_what_it_takes_is_counted(tmp_path, monke
         assert at.swapper.budget == 6 << 20
         with monkeypatch.context() as patched:
             patched.setattr("sinew.serve.swap.time", clock)
-            assert at.swapper.load("arm", "other", need=Need(1_460_000)) == {
+            assert at.swapper.load("arm", "other", need=MemoryNeed(1_460_000)) == {
                 "name": "arm",
                 "policy": "puppet",
                 "memory_mib": 1.4,
@@ -211,14 +211,14 @@ def test_what_a_change_took_is_told_and_what_it_takes_is_counted(tmp_path, monke
         with pytest.raises(
             RequestError, match=r"at most 2 MiB beside what stands \(default 2 MiB, arm 2 MiB\)"
         ):
-            at.swapper.load("arm", "other", need=Need((2 << 20) + 1))
+            at.swapper.load("arm", "other", need=MemoryNeed((2 << 20) + 1))
         at.swapper.unload("arm")
-        known = Need((2 << 20) + 1)  # of what stands there
+        known = MemoryNeed((2 << 20) + 1)  # of what stands there
         with pytest.raises(
             RequestError, match=r"\(default 2 MiB, arm 2 MiB\) within 6 MiB .* got 2 MiB of weights$"
         ):
             at.swapper.load("arm", "other", need=known)
-    assert (Need(5).total, str(Need(3 << 20))) == (5, "3 MiB of weights")
+    assert (MemoryNeed(5).total, str(MemoryNeed(3 << 20))) == (5, "3 MiB of weights")
     with exchanging(tmp_path, ()) as at:
         assert at.swapper.budget is None
 
@@ -426,13 +426,13 @@ def test_a_form_is_what_the_policy_states():
 
 def test_loading_takes_as_long_as_it_takes(tmp_path, monkeypatch):
     """The request was there as a whole: no watch over slow senders ends it."""
-    sweep, swept = Ledger.sweep, threading.Semaphore(0)
+    sweep, swept = MemoryLedger.sweep, threading.Semaphore(0)
 
-    def later(ledger: Ledger, now: float) -> None:
+    def later(ledger: MemoryLedger, now: float) -> None:
         sweep(ledger, now + 1000)
         swept.release()
 
-    monkeypatch.setattr(Ledger, "sweep", later)
+    monkeypatch.setattr(MemoryLedger, "sweep", later)
     with exchanging(tmp_path, ("web",), api_key="secret") as at:
         opened = at.swapper._open
 

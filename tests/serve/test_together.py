@@ -30,7 +30,7 @@ from sinew.serve import scheduler as scheduling
 from sinew.serve.admission import Admission
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
 from sinew.serve.deploy import deploy
-from sinew.serve.job import ServingJob, Together
+from sinew.serve.job import RequestGroup, ServingJob
 from sinew.serve.limits import ServingLimits
 from sinew.serve.policies import Deployment
 from sinew.serve.request import Request, ShuttingDownError, bare
@@ -79,7 +79,7 @@ def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
     """A message of several has one place, and all of it goes; who has a place already gets no second one."""
     queue = Admission(4, 3)
 
-    def ask(client: str, together: Together | None = None, session: str = "") -> ServingJob:
+    def ask(client: str, together: RequestGroup | None = None, session: str = "") -> ServingJob:
         return ServingJob(Request("", lambda _budget: None, client, session), together=together)  # type: ignore[arg-type, return-value]
 
     def enter(*asked: ServingJob) -> None:
@@ -87,7 +87,7 @@ def test_a_full_queue_gives_the_newest_place_of_who_has_most() -> None:
             assert queue.room(each) == []
             queue.enter(each)
 
-    message = Together(2)
+    message = RequestGroup(2)
     pair = [ask("a", message), ask("a", message)]
     first, other = ask("a", session="s"), ask("b", session="s")
     enter(first, *pair, ask("a"), other)
@@ -406,7 +406,7 @@ def test_a_message_is_ready_with_its_last_and_in_its_order() -> None:
         ServingJob(Request("native", lambda _budget: Observation({}, np.zeros(1)))) for _ in range(4)
     )
     first.accepted, second.accepted, third.accepted = 1.0, 2.0, 3.0
-    message = Together(4)
+    message = RequestGroup(4)
     assert (message.arrived(third), message.ended(left), message.arrived(first)) == ([], [], [])
     assert (message.ended(left), message.ended(third), message.arrived(left)) == (
         [],
@@ -419,7 +419,7 @@ def test_a_message_is_ready_with_its_last_and_in_its_order() -> None:
 
 def members(at: SimpleNamespace, second: threading.Event) -> tuple[ServingJob, list[Any]]:
     """Give a scheduler a message of two; return the first, in no queue until ``second`` is set, and the outcomes."""
-    both, told = Together(2), list[Any]()
+    both, told = RequestGroup(2), list[Any]()
 
     def submit(wait: float) -> ServingJob:
         def decode(_budget: Any) -> Observation:

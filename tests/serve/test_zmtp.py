@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client import Client, protocol, schema, zmtp
 
-from sinew.serve.transport.ledger import Account, Ledger
+from sinew.serve.transport.ledger import Account, MemoryLedger
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import Peer
 from tests.serve.puppet import (
@@ -143,14 +143,14 @@ def test_arbitrary_bytes():
 # ----------------------------------------------------------------------------- the ledger
 
 
-def ledger(limit: int = 4, limit_bytes: int = 1000) -> tuple[Ledger, list]:
+def ledger(limit: int = 4, limit_bytes: int = 1000) -> tuple[MemoryLedger, list]:
     closed: list = []
 
     def close(account: Account, reason: str) -> None:
         made.forget(account)
         closed.append((account, reason))
 
-    made = Ledger("test", limit, limit_bytes, close, 10.0)
+    made = MemoryLedger("test", limit, limit_bytes, close, 10.0)
     return made, closed
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sinew_eval.sim  # noqa: F401 - registers the environments
 from sinew_eval.episodes.adapters import make_env
-from sinew_eval.episodes.runner import Conduct, run_stream_episode
+from sinew_eval.episodes.runner import EpisodeSettings, run_stream_episode
 from sinew_eval.episodes.settings import Latency
 from sinew_eval.episodes.sources import SimulatedLink, StreamCosts, way
 from sinew_eval.sim.egg import CONTROL_HZ, CRUSH, SPEED, STIFFNESS, EggEnv, act
@@ -82,11 +82,11 @@ def test_moments_for_training_are_of_the_task() -> None:
 def test_the_policy_streams() -> None:
     env, adapter = make_env("sinew/Egg-v0", "", None)
     policy = load(BUNDLE, engine="eager", threads=1)
-    episode = run_stream_episode(env, adapter, policy, Conduct(), 5000, StreamCosts.parse("33:2.1"))
+    episode = run_stream_episode(env, adapter, policy, EpisodeSettings(), 5000, StreamCosts.parse("33:2.1"))
     assert episode.success
     assert episode.misses == 0
     assert episode.reactions_ms["sensor"][0] <= 2e3 / CONTROL_HZ  # two runs of the head
-    again = run_stream_episode(env, adapter, policy, Conduct(), 5000, StreamCosts.parse("33:2.1"))
+    again = run_stream_episode(env, adapter, policy, EpisodeSettings(), 5000, StreamCosts.parse("33:2.1"))
     assert (again.steps, again.reactions_ms) == (episode.steps, episode.reactions_ms)
 
 
@@ -95,7 +95,10 @@ def test_a_stream_of_20_hz_ends() -> None:
     env, adapter = make_env("sinew/Pen-v0", "", None)
     adapter.control_hz, adapter.max_steps = 20.0, 6  # type: ignore[misc]
     policy = load(BUNDLE.with_name("pen.gguf"), engine="eager", threads=1)
-    assert run_stream_episode(env, adapter, policy, Conduct(), 5000, StreamCosts.parse("33:2.1")).steps == 6
+    assert (
+        run_stream_episode(env, adapter, policy, EpisodeSettings(), 5000, StreamCosts.parse("33:2.1")).steps
+        == 6
+    )
 
 
 def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

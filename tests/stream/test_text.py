@@ -32,7 +32,7 @@ from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.session import StateSample
-from sinew.stream.text import Speech
+from sinew.stream.text import TextDecoder
 from tests.serve.puppet import until
 from tests.serve.test_streams import Asker, serving, take
 
@@ -202,7 +202,7 @@ def test_a_text_does_not_change_the_actions(
 
 
 def test_texts_end_and_follow_each_other() -> None:
-    speech = Speech(3, lambda ids: " ".join(map(str, ids)), end=9)
+    speech = TextDecoder(3, lambda ids: " ".join(map(str, ids)), end=9)
     assert speech.begin("go") == []
     assert (speech.add(9).running, speech.text.said) == ("", "")  # nothing was said
     for token, running, said in ((4, "4", ""), (5, "4 5", ""), (9, "", "4 5"), (6, "6", "4 5")):

@@ -23,7 +23,7 @@ from sinew.cli import status, terminal
 from sinew.cli.options import CAMERAS, RUNS, Count, Flag, Runs, Texts, changed, json_object, motion_of
 from sinew.cli.run_connection import asking
 from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
-from sinew.cli.run_rig import CHUNKS, ChunkFlags, Rig, open_rig
+from sinew.cli.run_rig import CHUNKS, ChunkFlags, RunContext, open_rig
 from sinew.cli.run_robot import EMBEDDED, ROBOT, RobotFlags, drive, of_robot
 from sinew.cli.run_view import Keys
 from sinew.core import SinewError
@@ -37,7 +37,7 @@ from sinew_eval.cli.eval import print_report, variant_of
 if TYPE_CHECKING:
     from sinew_eval.episodes.runner import Episode
     from sinew_eval.episodes.settings import Variant
-    from sinew_eval.trials.sitting import DueTrial, Sitting
+    from sinew_eval.trials.sitting import PendingTrial, TrialSession
 
 KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
 HELP = {  # state of the trial -> keys
@@ -120,10 +120,10 @@ def trials(
     from sinew_eval.episodes import episode_log
     from sinew_eval.episodes.settings import Task, Variant
     from sinew_eval.trials.report import write_page
-    from sinew_eval.trials.sitting import Sitting
+    from sinew_eval.trials.sitting import TrialSession
 
     with ExitStack() as stack:
-        asked, open_robot, rigs = _asked(target, by, plan, runs), on.opener(by.substeps), list[Rig]()
+        asked, open_robot, rigs = _asked(target, by, plan, runs), on.opener(by.substeps), list[RunContext]()
         variants = list[Variant]()
 
         def robot_of(policy: Any) -> Any:
@@ -147,11 +147,11 @@ def trials(
         motion, options = motion_of(on.motion), json_object("--robot-options", on.robot_options)
         name = EMBEDDED.get(on.robot, on.robot).removeprefix("gym:")
         task = Task(name, options, realtime=True, motion=dict(motion) if motion else None)
-        room = Room(stack, on, by, lead, plan, rigs, key)
+        room = TrialSetup(stack, on, by, lead, plan, rigs, key)
         plan.out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(episode_log.sole(plan.out, "a sitting has one robot"))
         rules = {name: getattr(on, name) for name in DRIVEN} | {name: getattr(by, name) for name in BY_CHUNKS}
-        sitting = Sitting(plan.out, task, variants, count, plan.seed, plan.order, plan.sequential, rules)
+        sitting = TrialSession(plan.out, task, variants, count, plan.seed, plan.order, plan.sequential, rules)
         failed = room.play(sitting)
         record, due = room.report(sitting), sitting.due()
     if due is None and record is not None:
@@ -201,10 +201,10 @@ def _same_robot(first: Mapping[str, Any], policy: Mapping[str, Any], name: str, 
         )
 
 
-class Room(Keys):
+class TrialSetup(Keys):
     """Holds what trials are played with: the robot, the policies, and the keyboard."""
 
-    turn: DueTrial
+    turn: PendingTrial
 
     def __init__(
         self,
@@ -213,10 +213,10 @@ class Room(Keys):
         by: ChunkFlags,
         lead: LeaderFlags,
         flags: TrialFlags,
-        rigs: list[Rig],
+        rigs: list[RunContext],
         key: str,
     ):
-        from sinew_eval.trials.desk import Desk
+        from sinew_eval.trials.desk import VerdictInput
 
         super().__init__(None)  # type: ignore[arg-type] # each trial brings its loop
         self.on, self.rigs, self.key = on, rigs, key
@@ -242,11 +242,11 @@ class Room(Keys):
             raise SinewError(
                 "--seconds: expected the longest time of a trial where there is no keyboard, got none"
             )
-        self.desk = Desk(waits, self.keyboard and waits, limit, flags.judge)
+        self.desk = VerdictInput(waits, self.keyboard and waits, limit, flags.judge)
         stack.callback(self.desk.close)
         self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].plan, stack)
 
-    def play(self, sitting: Sitting) -> list[str]:
+    def play(self, sitting: TrialSession) -> list[str]:
         """Play what is due; return what failed, a sentence each."""
         from sinew_eval.trials.desk import DISCARD, OVER
 
@@ -281,13 +281,13 @@ class Room(Keys):
                     break
         return failed
 
-    def report(self, sitting: Sitting) -> dict[str, Any] | None:
+    def report(self, sitting: TrialSession) -> dict[str, Any] | None:
         """Write what was played so far, and return it."""
         from sinew_eval.trials.report import write_report
 
         return write_report(sitting, self.rigs[0].plan.settings.hz, terminal.typed())
 
-    def _set_up(self, own: ExitStack, sitting: Sitting) -> Callable[[], Episode]:
+    def _set_up(self, own: ExitStack, sitting: TrialSession) -> Callable[[], Episode]:
         """Set a trial up; return what makes its episode once it is over."""
         from sinew_eval.episodes.robot import SimulatedRobot
         from sinew_eval.episodes.runner import StepByStep
@@ -324,7 +324,7 @@ class Room(Keys):
             self._tell("waits for go")
         return lambda: self.desk.episode(turn, task, int(rig.plan.policy.get("chunk_size") or 0), latencies)
 
-    def _drive(self, rig: Rig) -> list[str]:
+    def _drive(self, rig: RunContext) -> list[str]:
         """Let a trial go on until it is over, or was left before that; return what failed."""
         loop = self.loop
         while not loop.stopped:

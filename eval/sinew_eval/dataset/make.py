@@ -8,7 +8,7 @@ from typing import Any
 from sinew.core import SinewError, progress
 
 from sinew_eval.dataset.writer import DatasetFrame, DatasetWriter
-from sinew_eval.episodes.campaign import Elsewhere
+from sinew_eval.episodes.campaign import RemotePlayer
 from sinew_eval.episodes.settings import Task, Variant
 
 
@@ -51,7 +51,12 @@ def of_records(
 
 
 def of_episodes(
-    variant: Variant, task: Task, seeds: range, out: Path, successes: bool, elsewhere: Elsewhere | None = None
+    variant: Variant,
+    task: Task,
+    seeds: range,
+    out: Path,
+    successes: bool,
+    elsewhere: RemotePlayer | None = None,
 ) -> dict[str, Any]:
     """Play an episode per seed, write every control step as a frame, and return what was counted.
 

@@ -14,7 +14,7 @@ from sinew.core.figures import COLORS
 
 from sinew_eval.episodes.adapters import EnvAdapter
 from sinew_eval.episodes.policies import ServerPolicy
-from sinew_eval.episodes.runner import Conduct, run_episode
+from sinew_eval.episodes.runner import EpisodeSettings, run_episode
 from sinew_eval.episodes.watched import WatchedEpisode
 
 SIDE = 400  # pixels beside the scene
@@ -63,7 +63,7 @@ def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: 
             counts.append(len(latencies))
             poses.append(scene.pose())
 
-        episode = run_episode(recorded, adapter, policy, Conduct(), seed, watch)
+        episode = run_episode(recorded, adapter, policy, EpisodeSettings(), seed, watch)
         taken = recorded.moments
         actions = np.stack([frame.action for frame in taken])
         text = f"{'success' if episode.success else 'no success'} after {episode.steps} steps"

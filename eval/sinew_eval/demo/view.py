@@ -18,7 +18,7 @@ from sinew.core import statistics
 
 from sinew_eval.episodes.adapters import EnvAdapter
 from sinew_eval.episodes.policies import ServerPolicy
-from sinew_eval.episodes.runner import Conduct, Episode, run_episode
+from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode
 from sinew_eval.episodes.settings import Variant
 from sinew_eval.evidence.animation import compose
 
@@ -106,7 +106,7 @@ class ReportView:
         live: Live,
     ) -> Episode:
         policy, env, adapter = player
-        conduct = Conduct(variant.replan, variant.latency, variant.handover)
+        conduct = EpisodeSettings(variant.replan, variant.latency, variant.handover)
         chunks, seen = 0, {}
 
         def watch(step: int, observation: dict[str, Any], asked: bool) -> None:

@@ -27,7 +27,7 @@ FARM = "sinew_eval.farm.shards"  # what plays with several processes and hosts; 
 OnEpisode = Callable[[Variant, Episode], None]
 
 
-class Elsewhere(Protocol):
+class RemotePlayer(Protocol):
     """Plays episodes in another interpreter."""
 
     def play(
@@ -53,7 +53,7 @@ def run(
     out: Path | None = None,
     on_episode: OnEpisode | None = None,
     on_todo: Callable[[int], None] | None = None,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: RemotePlayer | None = None,
     player: Callable[[Task], EpisodePlayer] | None = None,
     listen: str | None = None,
     hosts: str | None = None,
@@ -161,7 +161,7 @@ def _play(
     todo: Sequence[tuple[int, int]],
     workers: int,
     queue: Path | None,
-    elsewhere: Elsewhere | None,
+    elsewhere: RemotePlayer | None,
     make: Callable[[Task], EpisodePlayer],
     listen: str | None,
     hosts: str | None,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sinew_eval.episodes.policies import EpisodePolicy, EvalPolicy
-from sinew_eval.episodes.runner import Conduct, Episode, peak_of, run_episode
+from sinew_eval.episodes.runner import Episode, EpisodeSettings, peak_of, run_episode
 
 if TYPE_CHECKING:
     import gymnasium
@@ -31,7 +31,7 @@ Answer = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerSlot:
     """Where one of the episodes is played: an environment of its own, or a part of a vectorised one."""
 
     env: gymnasium.Env
@@ -164,9 +164,9 @@ class _Asking:
 
 
 def play_together(
-    seats: Sequence[Seat],
+    seats: Sequence[WorkerSlot],
     policy: EpisodePolicy,
-    conduct: Conduct,
+    conduct: EpisodeSettings,
     seeds: Sequence[int],
     shared: Shared | None = None,
     on_episode: Callable[[Episode], None] | None = None,

@@ -13,7 +13,7 @@ from sinew.engine.backend import BACKENDS
 from sinew_client.target import EXPERT, LOCAL, Target
 
 from sinew_eval.episodes.adapters import EnvAdapter, make_env
-from sinew_eval.episodes.lockstep import Seat, play_together
+from sinew_eval.episodes.lockstep import WorkerSlot, play_together
 from sinew_eval.episodes.policies import (
     EpisodePolicy,
     EvalPolicy,
@@ -22,7 +22,7 @@ from sinew_eval.episodes.policies import (
     identity,
     open_policy,
 )
-from sinew_eval.episodes.runner import Conduct, Episode, run_episode, run_stream_episode
+from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode, run_stream_episode
 from sinew_eval.episodes.settings import StreamCosts, Task, Variant
 
 TURNS = 4  # episodes of a group for each that is played at once: the last ones of a group have no others beside them
@@ -82,7 +82,7 @@ class EpisodePlayer:
         if variant.batch == 1:
             return [self.play(variant, seed) for seed in seeds]
         policy, conduct = self.ready(variant), self.conduct(variant)
-        seats = [Seat(*each) for each in self.beside(min(variant.batch, len(seeds)), policy)]
+        seats = [WorkerSlot(*each) for each in self.beside(min(variant.batch, len(seeds)), policy)]
         return play_together(seats, policy, conduct, seeds)
 
     def beside(self, count: int, policy: EvalPolicy) -> list[tuple[gymnasium.Env, EnvAdapter]]:
@@ -92,9 +92,9 @@ class EpisodePlayer:
             self._fit(self._beside[-1][1], policy)
         return [(self.env, self.adapter), *self._beside][:count]
 
-    def conduct(self, variant: Variant) -> Conduct:
+    def conduct(self, variant: Variant) -> EpisodeSettings:
         """Return how the episodes of a variant are played."""
-        return Conduct(
+        return EpisodeSettings(
             variant.replan,
             variant.latency,
             variant.handover,

@@ -168,7 +168,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
+class EpisodeSettings:
     """How to play: the part of a variant that the runner needs, and what all episodes share."""
 
     replan: int | str = REPLAN  # see Variant
@@ -188,7 +188,7 @@ def run_episode(
     env: gymnasium.Env,
     adapter: EnvAdapter,
     policy: EvalPolicy,
-    conduct: Conduct,
+    conduct: EpisodeSettings,
     seed: int,
     watch: Watcher | None = None,
 ) -> Episode:
@@ -276,7 +276,7 @@ def _description(policy: EvalPolicy) -> dict[str, Any]:
     return {**policy.served, **own}
 
 
-def _settings(policy: EvalPolicy, conduct: Conduct) -> dict[str, Any]:
+def _settings(policy: EvalPolicy, conduct: EpisodeSettings) -> dict[str, Any]:
     """Return the settings that an evaluation chooses for the robot's controller."""
     replan = conduct.replan
     if isinstance(replan, int):
@@ -292,7 +292,12 @@ def _settings(policy: EvalPolicy, conduct: Conduct) -> dict[str, Any]:
 
 
 def run_stream_episode(
-    env: gymnasium.Env, adapter: EnvAdapter, policy: Policy, conduct: Conduct, seed: int, costs: StreamCosts
+    env: gymnasium.Env,
+    adapter: EnvAdapter,
+    policy: Policy,
+    conduct: EpisodeSettings,
+    seed: int,
+    costs: StreamCosts,
 ) -> Episode:
     """Play one episode on a stream, whose windows take the conduct's latency longer to arrive.
 

@@ -16,7 +16,7 @@ from sinew_eval.episodes.watched import WatchedMoment, every, watch
 from sinew_eval.evidence.animation import compose
 
 if TYPE_CHECKING:
-    from sinew_eval.episodes.campaign import Elsewhere
+    from sinew_eval.episodes.campaign import RemotePlayer
 
 SIDE = 240  # pixels of the scene
 FPS = 10  # pictures per second of the episode's own time, at most
@@ -56,7 +56,7 @@ def shoot(
     results: Sequence[Sequence[Episode]],
     count: int,
     control_hz: float,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: RemotePlayer | None = None,
 ) -> list[Film]:
     """Play the chosen seeds of the first ``MOST_VARIANTS`` variants again, and film them. elsewhere: plays them in
     another interpreter."""

@@ -46,7 +46,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SeedBatch:
     """Seeds of a variant that are played together. name: of its files, the same in every run that plays them."""
 
     name: str
@@ -54,7 +54,7 @@ class Job:
     seeds: tuple[int, ...]
 
     @classmethod
-    def of(cls, key: str, variant: int, seeds: tuple[int, ...]) -> Job:
+    def of(cls, key: str, variant: int, seeds: tuple[int, ...]) -> SeedBatch:
         digest = hashlib.sha256(json.dumps([key, seeds]).encode()).hexdigest()[:16]
         return cls(f"{seeds[0]}-{digest}", variant, seeds)
 
@@ -67,7 +67,7 @@ class FarmPlan:
     task: Task
     variants: tuple[Variant, ...]
     keys: tuple[str, ...]
-    jobs: tuple[Job, ...] = field(repr=False)
+    jobs: tuple[SeedBatch, ...] = field(repr=False)
     lease_s: float
 
     @classmethod
@@ -75,7 +75,7 @@ class FarmPlan:
         """todo: index of a variant, seed."""
         keys = [key(task, variant) for variant in variants]
         jobs = tuple(
-            Job.of(keys[index], index, seeds)
+            SeedBatch.of(keys[index], index, seeds)
             for index, variant in enumerate(variants)
             for seeds in groups(variant, [seed for which, seed in todo if which == index])
         )
@@ -141,7 +141,7 @@ class FarmPlan:
             index, *seeds = job
             if not 0 <= index < len(keys) or not all(0 <= seed < MAX_SEED for seed in seeds):
                 raise SinewError(f"jobs: expected a variant and seeds from 0, got {shown(job)}")
-            groups_.append(Job.of(keys[index], index, tuple(seeds)))
+            groups_.append(SeedBatch.of(keys[index], index, tuple(seeds)))
         variants = tuple(map(Variant.from_dict, records))
         return cls(Task.from_dict(values.get("task")), variants, tuple(keys), tuple(groups_), float(lease_s))
 
@@ -205,10 +205,10 @@ class EpisodeQueue:
         for name in (LEASES, PLAYED, LOGS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
-    def played(self, job: Job) -> bool:
+    def played(self, job: SeedBatch) -> bool:
         return (self.folder / PLAYED / job.name).exists()
 
-    def claim(self, job: Job) -> bool:
+    def claim(self, job: SeedBatch) -> bool:
         """Take a group that nobody has played or plays; say whether that was so."""
         if self.played(job):
             return False
@@ -243,7 +243,7 @@ class EpisodeQueue:
                 if read_text(path, MAX_WORKER) == self.worker:
                     self._held.add(path.name)
 
-    def take(self, left: list[Job]) -> Job | None:
+    def take(self, left: list[SeedBatch]) -> SeedBatch | None:
         """Claim the first group that nobody has played or plays; take it, and those that were played, out of ``left``.
         None where others play all of them: they may die."""
         for job in list(left):
@@ -256,7 +256,7 @@ class EpisodeQueue:
             self.expire(job)
         return None
 
-    def expire(self, job: Job) -> None:
+    def expire(self, job: SeedBatch) -> None:
         """End the lease of a group on which nobody has given a sign of life for long enough."""
         state = _state(self.folder / LEASES / job.name)
         if state is None:
@@ -270,16 +270,16 @@ class EpisodeQueue:
             (self.folder / LEASES / job.name).unlink(missing_ok=True)
             del self._seen[job.name]
 
-    def store(self, job: Job, key: str, episodes: Sequence[Episode]) -> None:
+    def store(self, job: SeedBatch, key: str, episodes: Sequence[Episode]) -> None:
         """Put the episodes of a group where they count, and give it back."""
         self.put(job, b"".join(line(key, episode) for episode in episodes))
 
-    def put(self, job: Job, lines: bytes) -> None:
+    def put(self, job: SeedBatch, lines: bytes) -> None:
         """Do that with episodes that are lines of JSON already."""
         write_whole(self.folder / PLAYED / job.name, lines)
         self.give_back(job)
 
-    def read(self, job: Job, key: str) -> list[Episode] | None:
+    def read(self, job: SeedBatch, key: str) -> list[Episode] | None:
         """Return the episodes of a group; None where it has not been played. What is not whole (a power cut) is
         removed, and the group is open again."""
         path = self.folder / PLAYED / job.name
@@ -292,7 +292,7 @@ class EpisodeQueue:
             path.unlink(missing_ok=True)
             return None
 
-    def give_back(self, job: Job) -> None:
+    def give_back(self, job: SeedBatch) -> None:
         with self._lock:
             self._held.discard(job.name)
         (self.folder / LEASES / job.name).unlink(missing_ok=True)

@@ -46,7 +46,7 @@ from sinew_eval.episodes.episode_log import line
 from sinew_eval.episodes.outside import TypedNames, allowed, own_hashes
 from sinew_eval.episodes.policies import file_hash
 from sinew_eval.episodes.runner import Episode
-from sinew_eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, Job, read_file
+from sinew_eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, SeedBatch, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class QueueServer:
                 self._untold.discard(worker)
             return {"job": None if job is None else job.name, "over": not left and job is None}
 
-    def _still(self) -> dict[str, Job]:
+    def _still(self) -> dict[str, SeedBatch]:
         queue = EpisodeQueue(self._folder, "")
         for name in [name for name, job in self._left.items() if queue.played(job)]:
             del self._left[name]
@@ -253,7 +253,7 @@ class RemoteQueue:
     def goes_on(self) -> bool:
         return not self.over
 
-    def take(self, left: list[Job]) -> Job | None:
+    def take(self, left: list[SeedBatch]) -> SeedBatch | None:
         try:
             found = parse_json(self.ask("POST", "/claim", {"worker": self.worker}))
             name, self.over = found["job"], bool(found["over"])
@@ -266,7 +266,7 @@ class RemoteQueue:
             )
         return job
 
-    def store(self, job: Job, key: str, episodes: Sequence[Episode]) -> None:
+    def store(self, job: SeedBatch, key: str, episodes: Sequence[Episode]) -> None:
         lines = b"".join(line(key, episode) for episode in episodes)
         self.ask("POST", f"/store/{job.name}?worker={self.worker}", lines)
 

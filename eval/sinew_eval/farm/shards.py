@@ -29,7 +29,7 @@ from sinew_eval.episodes.outside import TypedNames, say_names
 from sinew_eval.episodes.player import EpisodePlayer, one_thread
 from sinew_eval.episodes.runner import Episode
 from sinew_eval.episodes.settings import Task, Variant
-from sinew_eval.farm.files import FOLDER, LOGS, PLAN, PLAYED, EpisodeQueue, FarmPlan, Job, read_file
+from sinew_eval.farm.files import FOLDER, LOGS, PLAN, PLAYED, EpisodeQueue, FarmPlan, SeedBatch, read_file
 from sinew_eval.farm.hosts import SCHEME, QueueServer, RemoteQueue, fetch
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def play(
     queue.make()
     queue.release(HEAD)  # lease of an earlier head, whose shards have ended with it
     plan.write(folder)
-    left: dict[str, list[Job]] = {}
+    left: dict[str, list[SeedBatch]] = {}
     for job in plan.jobs:
         left.setdefault(job.name, []).append(job)
     server = None if listen is None else QueueServer(folder, plan, listen)
@@ -100,9 +100,9 @@ def play(
     shards = min(shards, len(left))
     names = TypedNames.of(task, variants).to_json()
     if hosts is None:
-        crew = Crew(folder, shards, HEAD, folder / LOGS, (SHARD, names, ""))
+        crew = WorkerPool(folder, shards, HEAD, folder / LOGS, (SHARD, names, ""))
     else:
-        crew = Crew(folder, 1, HEAD, folder / LOGS, (CLUSTER, names, hosts, str(shards)))
+        crew = WorkerPool(folder, 1, HEAD, folder / LOGS, (CLUSTER, names, hosts, str(shards)))
     try:
         while left:
             alive, begun = crew.tend(), time.monotonic()
@@ -151,7 +151,7 @@ def join(run: str, shards: int, typed: TypedNames | None = None) -> int:
         task, variants = plan.local(run, typed)
         say_names(run, task, variants, sum(len(job.seeds) for job in plan.jobs))
         name = f"{re.sub(r'[^a-zA-Z0-9.-]', '-', socket.gethostname())[:60]}-{secrets.token_hex(4)}"
-        crew = Crew(folder, shards, name, Path(logs), (SHARD, typed.to_json(), address))
+        crew = WorkerPool(folder, shards, name, Path(logs), (SHARD, typed.to_json(), address))
         try:
             while crew.tend():
                 time.sleep(LOOK_S)
@@ -163,7 +163,7 @@ def join(run: str, shards: int, typed: TypedNames | None = None) -> int:
     return crew.episodes
 
 
-class Crew:
+class WorkerPool:
     """Processes of this machine that play, each started anew when it dies. how: the module that they run, and its
     arguments behind the folder and a name: the typed names, and for SHARD the address of a run elsewhere.
 

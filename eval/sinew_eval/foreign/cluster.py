@@ -34,7 +34,7 @@ from sinew_eval.episodes import episode_log
 from sinew_eval.episodes.outside import TypedNames
 from sinew_eval.episodes.player import EpisodePlayer, one_thread
 from sinew_eval.farm import files, shards
-from sinew_eval.farm.files import EpisodeQueue, FarmPlan, Job
+from sinew_eval.farm.files import EpisodeQueue, FarmPlan, SeedBatch
 
 logger = logging.getLogger("sinew_eval.cluster")
 
@@ -95,7 +95,7 @@ def connected(hosts: str, patience_s: float) -> Any:
 # ----------------------------------------------------------------------------- on a host
 
 
-class Guest:
+class RemoteWorker:
     """Plays on a host what the run elsewhere asks for. plan: the bytes of its file.
 
     What was sent stays among the bundles of the cache, and the next run finds it. Raises :class:`SinewError` where this
@@ -176,7 +176,7 @@ def _actor() -> Any:
             if sinew.__version__ != release:
                 return {**said, "problem": f"expected Sinew {release} there, got {sinew.__version__}"}
             try:
-                from sinew_eval.foreign.cluster import Guest as Player
+                from sinew_eval.foreign.cluster import RemoteWorker as Player
 
                 self.guest = getattr(self, "guest", None) or Player(plan)
                 return {**said, "missing": self.guest.missing()}
@@ -217,14 +217,14 @@ class RefusedError(Exception):
 Life = Generator[Any, Any, None]
 
 
-class HostSeat:
+class RemoteWorkerSlot:
     """An actor, what it is asked for, and the groups whose leases are held for it."""
 
     def __init__(self, actor: Any):
         self.actor, self.node, self.name = actor, "", ""
         self.life: Life
         self.ref: Any = None  # reference of the next answer; None without a request
-        self.held: deque[tuple[Job, Any]] = deque()
+        self.held: deque[tuple[SeedBatch, Any]] = deque()
 
 
 class Hosts:
@@ -243,7 +243,7 @@ class Hosts:
         self._left = list(self._plan.jobs)
         self._deaths = shards.Deaths(folder)
         self._refused: dict[str, str] = {}  # id of a node -> reason
-        self._fed: dict[str, HostSeat] = {}  # the actor of a node that gets bundles for all of it
+        self._fed: dict[str, RemoteWorkerSlot] = {}  # the actor of a node that gets bundles for all of it
         self._class, self._begun, self._told = _actor(), time.monotonic(), False
         self.episodes = 0
         self._seats = [self._seat() for _ in range(count)]
@@ -263,17 +263,17 @@ class Hosts:
                 self._step(refs[ref], ref)
             self._look()
 
-    def _seat(self) -> HostSeat:
+    def _seat(self) -> RemoteWorkerSlot:
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         if any(variant.device.startswith("cuda") for variant in self._plan.variants):
             options["num_gpus"] = 1
         if self._refused:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(self._refused)})"}
-        seat = HostSeat(self._ray.remote(self._class).options(**options).remote())
+        seat = RemoteWorkerSlot(self._ray.remote(self._class).options(**options).remote())
         seat.life = self._live(seat)
         return seat
 
-    def _step(self, seat: HostSeat, ref: Any) -> None:
+    def _step(self, seat: RemoteWorkerSlot, ref: Any) -> None:
         """Give an actor the answer that it has come to, and go on to its next question."""
         try:
             answer = None if ref is None else self._ray.get(ref)
@@ -290,7 +290,7 @@ class Hosts:
             logger.warning("a shard on %s died; another one takes over", seat.name or "the cluster")
             self._again(seat)
 
-    def _again(self, seat: HostSeat) -> None:
+    def _again(self, seat: RemoteWorkerSlot) -> None:
         """Open the groups of an actor again, and start another one in its place."""
         for job, _ in reversed(seat.held):
             self._queue.give_back(job)
@@ -306,7 +306,7 @@ class Hosts:
         self._seats[self._seats.index(seat)] = self._seat()
         self._begun = time.monotonic()
 
-    def _live(self, seat: HostSeat) -> Life:
+    def _live(self, seat: RemoteWorkerSlot) -> Life:
         """Yield the requests to an actor, one after the other, and receive the answers."""
         while True:
             found = yield seat.actor.open.remote(self._text, self._release)
@@ -339,7 +339,7 @@ class Hosts:
             seat.held.popleft()
             self.episodes += len(job.seeds)
 
-    def _send(self, seat: HostSeat, index: int) -> Life:
+    def _send(self, seat: RemoteWorkerSlot, index: int) -> Life:
         path = Path(self._plan.variants[index].target)
         if not path.is_file():
             raise RefusedError(f"{path}: expected it there as well, as only bundles of one file are sent")

@@ -147,7 +147,7 @@ def _recipe_stamp(simulator: str) -> str:
 
 
 class Foreign:
-    """Plays in another interpreter; see :class:`sinew_eval.episodes.campaign.Elsewhere`. log: of the server."""
+    """Plays in another interpreter; see :class:`sinew_eval.episodes.campaign.RemotePlayer`. log: of the server."""
 
     def __init__(self, python: Path, log: Path | None = None):
         if not python.is_file():

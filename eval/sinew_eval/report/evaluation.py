@@ -24,7 +24,7 @@ from sinew_eval import suites
 from sinew_eval.episodes import campaign
 from sinew_eval.episodes.adapters import Direct, EnvAdapter, Mapped, make_env, mapping_of, named_adapter
 from sinew_eval.episodes.fitting import check_variants
-from sinew_eval.episodes.lockstep import Seat, play_together
+from sinew_eval.episodes.lockstep import WorkerSlot, play_together
 from sinew_eval.episodes.player import EpisodePlayer, groups, one_thread
 from sinew_eval.episodes.policies import EpisodePolicy, EvalPolicy, chosen
 from sinew_eval.episodes.runner import Episode
@@ -379,7 +379,7 @@ def _vectorised(
     player = GivenPlayer(task, make, policy, keeps=True)
     try:
         asked = player.ready(variant)
-        seats = [Seat(part, each) for part, each in player.beside(len(parts), asked)]
+        seats = [WorkerSlot(part, each) for part, each in player.beside(len(parts), asked)]
         rows = play_together(seats, asked, player.conduct(variant), seeds, shared, on_episode)
         hz = player.adapter.control_hz
         return Evaluation(variant.target, task.env, hz, tuple(rows), len(parts), asked.one_by_one)

@@ -25,7 +25,7 @@ from sinew_eval.episodes.sources import chunk_seed
 if TYPE_CHECKING:
     from sinew_client.control import Loop
 
-    from sinew_eval.trials.sitting import DueTrial
+    from sinew_eval.trials.sitting import PendingTrial
 
 SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
 LOST = 10  # requests without an answer after which a trial that nobody sees is given up
@@ -33,7 +33,7 @@ READ = 1 << 16  # bytes of `--judge` at once, and of a line at most
 SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
 
 
-class Desk:
+class VerdictInput:
     """Takes verdicts from any thread; one for all trials of a sitting.
 
     waits: somebody says when a trial begins. asks: and keeps a verdict, which may be changed until then. limit: control
@@ -156,7 +156,7 @@ class Desk:
         if not self.waits and self.loop.controller.unanswered >= LOST:
             self.take(f"{DISCARD} {LOST} requests in a row had no answer", "loop")
 
-    def episode(self, turn: DueTrial, task: str, chunk_size: int, latencies: list[float]) -> Episode:
+    def episode(self, turn: PendingTrial, task: str, chunk_size: int, latencies: list[float]) -> Episode:
         """Return the trial. task: its name on boards. latencies: milliseconds of each answer."""
         report, machine, tally = self.loop.report(), self.loop.robot, self.tally
         actions = machine.actions if isinstance(machine, SimulatedRobot) else None

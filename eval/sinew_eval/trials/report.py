@@ -21,12 +21,12 @@ from sinew_eval.evidence import page, run_page
 from sinew_eval.evidence.films import Film, film_of
 from sinew_eval.evidence.repeat import REPORT
 from sinew_eval.report.report import conditions, document, tables
-from sinew_eval.trials.sitting import Sitting
+from sinew_eval.trials.sitting import TrialSession
 
 PICTURES = 60  # most pictures of a video
 
 
-def write_report(sitting: Sitting, control_hz: float, command: str) -> dict[str, Any] | None:
+def write_report(sitting: TrialSession, control_hz: float, command: str) -> dict[str, Any] | None:
     """Write ``report.json`` of what was played, and return it; None before each policy has a trial that counts."""
     results = sitting.results()
     if not all(results):
@@ -56,7 +56,7 @@ def _trial(each: Episode) -> dict[str, Any]:
     }
 
 
-def write_page(sitting: Sitting, record: dict[str, Any], frames: Path | None) -> Path:
+def write_page(sitting: TrialSession, record: dict[str, Any], frames: Path | None) -> Path:
     """Write the page of a report, and return it. frames: where ``sinew run --frames`` has kept the steps."""
     path = sitting.out / run_page.PAGE
     kept = frames is not None and any(frames.glob("*.npz"))
@@ -88,7 +88,7 @@ def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
     yield from run_page.how_run(record)
 
 
-def films(sitting: Sitting, frames: Path, control_hz: float) -> list[Film]:
+def films(sitting: TrialSession, frames: Path, control_hz: float) -> list[Film]:
     """Return a film of each trial whose steps were kept, scene by scene."""
     places: dict[str, list[Path]] = defaultdict(list)
     for path in record_files(frames):

@@ -38,7 +38,7 @@ SHOWN_AT = 0.05  # p at which a sequential sitting ends
 
 
 @dataclass(frozen=True, slots=True)
-class DueTrial:
+class PendingTrial:
     """A trial that is due: the number-th of ``total``, of a variant's index in a scene (counted from 1). name: of its
     files, with the attempt. again: the scene was set up before."""
 
@@ -51,7 +51,7 @@ class DueTrial:
     again: bool
 
 
-class Sitting:
+class TrialSession:
     """The trials of a folder: those that were played, and which is due.
 
     scenes: that each policy meets. seed: of the first. order: what the order follows from; drawn if absent.
@@ -147,7 +147,7 @@ class Sitting:
         """Return the p-value of equal success of two policies that holds at any time."""
         return anytime_p([first for first, second in self.pairs() if first != second])
 
-    def due(self) -> DueTrial | None:
+    def due(self) -> PendingTrial | None:
         """Return the next trial; None where the plan is done."""
         done = {(each.seed - self.seed, index) for index, each in self.episodes if each.counted}
         for number, (scene, variant) in enumerate(self._schedule, 1):
@@ -159,15 +159,15 @@ class Sitting:
                 again = any(self._begun[each] for each in range(first, number + 1))
                 name = f"{number:03}" if attempt == 1 else f"{number:03}-{attempt}"
                 total = len(self._schedule)
-                return DueTrial(number, total, scene + 1, self.seed + scene, variant, name, again)
+                return PendingTrial(number, total, scene + 1, self.seed + scene, variant, name, again)
         return None
 
-    def begin(self, turn: DueTrial) -> None:
+    def begin(self, turn: PendingTrial) -> None:
         """Note that a trial is set up: one that is then killed is known."""
         self._append(json.dumps({"begun": turn.name, "seed": turn.seed}).encode() + b"\n")
         self._begun[turn.number].append(turn.name)
 
-    def end(self, turn: DueTrial, episode: Episode) -> None:
+    def end(self, turn: PendingTrial, episode: Episode) -> None:
         """Keep how a trial ended."""
         self._append(episode_log.line(self.keys[turn.variant], episode))
         self.episodes.append((turn.variant, episode))

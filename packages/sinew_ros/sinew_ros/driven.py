@@ -13,7 +13,7 @@ from sinew_ros.contract import Contract
 HOLDS_S = 1.0  # and three periods, within which a loop that is told to pause does
 
 
-class Driven(Protocol):
+class DrivenRobot(Protocol):
     """A robot under a policy (:class:`sinew_ros.bridge.Bridge`).
 
     Attributes:
@@ -32,7 +32,7 @@ class Driven(Protocol):
         """Begin, or hold until told to begin again."""
 
 
-def hold(driven: Driven, failed: Callable[[], bool] = lambda: False) -> None:
+def hold(driven: DrivenRobot, failed: Callable[[], bool] = lambda: False) -> None:
     """Pause a robot, and return once its robot holds. failed: whether its loop has ended with an error. Raises
     RuntimeError where it has, or does not hold in time."""
     driven.enable(False)

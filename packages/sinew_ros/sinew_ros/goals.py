@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from sinew_client.control import Command
 
 from sinew_ros.contract import GoalSettings
-from sinew_ros.driven import Driven, hold
+from sinew_ros.driven import DrivenRobot, hold
 from sinew_ros.messages import time_of
 
 logger = logging.getLogger(__name__)
@@ -141,12 +141,12 @@ class Goals:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._bridge: Driven | None = None
+        self._bridge: DrivenRobot | None = None
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
         self.count: Counter = Counter()  # outcome, or "refused" -> goals
 
-    def open(self, bridge: Driven) -> None:
+    def open(self, bridge: DrivenRobot) -> None:
         """Take goals for a bridge, which stands still until there is one."""
         with self._lock:
             self._bridge = bridge
@@ -222,7 +222,7 @@ class Goals:
 
     # ------------------------------------------------------------------------- a thread for each goal
 
-    def _drive(self, run: Run, bridge: Driven | None, before: threading.Thread | None) -> None:
+    def _drive(self, run: Run, bridge: DrivenRobot | None, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()  # what it does to the robot is done
         try:
@@ -246,7 +246,7 @@ class Goals:
                 due = time.monotonic() + every
                 run.goal.feedback(run.feedback())
 
-    def _end(self, run: Run, bridge: Driven | None) -> None:
+    def _end(self, run: Run, bridge: DrivenRobot | None) -> None:
         try:
             if bridge is not None and run.outcome != PREEMPTED:
                 hold(bridge)
@@ -268,5 +268,5 @@ def _seconds(duration: Any) -> float:
     return int(duration.sec) + 1e-9 * int(duration.nanosec)
 
 
-def _failed(bridge: Driven | None) -> int:
+def _failed(bridge: DrivenRobot | None) -> int:
     return 0 if bridge is None else bridge.loop.source.failures

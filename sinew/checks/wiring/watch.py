@@ -25,7 +25,7 @@ UINT8 = "frames in 0..1 that became uint8 lose everything: (frame * 255).astype(
 
 
 @dataclass
-class Shown:
+class CameraStatistics:
     """One camera. sums: of thumbnails, RGB. low, high: of its pixels. changes: looks unlike the one before."""
 
     sums: np.ndarray = field(default_factory=lambda: np.zeros((8, 8, 3)))
@@ -65,7 +65,7 @@ class WiringWatch:
     """times: what a robot says when its frame was taken. ages: seconds since then, where the clock is known. took:
     seconds of each look. faults: what `observe` raised, in words, and how often."""
 
-    cameras: dict[str, Shown] = field(default_factory=dict)
+    cameras: dict[str, CameraStatistics] = field(default_factory=dict)
     states: list[np.ndarray] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     ages: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ class WiringWatch:
         for name, given in images.items() if isinstance(images, Mapping) else ():
             frame = np.asarray(given)
             if is_frame(frame) and (frame.dtype == np.uint8 or frame.dtype.kind == "f"):
-                self.cameras.setdefault(str(name), Shown()).add(frame, self.exact)
+                self.cameras.setdefault(str(name), CameraStatistics()).add(frame, self.exact)
             else:
                 self.odd[str(name)] = f"{frame.dtype} {list(frame.shape)}"
         state = np.asarray(seen.get("state", ()))
@@ -237,7 +237,7 @@ class WiringWatch:
         return found
 
 
-def _blind(name: str, shown: Shown, lit: float) -> Finding | None:
+def _blind(name: str, shown: CameraStatistics, lit: float) -> Finding | None:
     """Return the finding about a camera without a picture."""
     subject, mean = f"camera {name}", float(shown.mean.mean())
     usual = f"; {lit:.3g} in training" if math.isfinite(lit) else ""

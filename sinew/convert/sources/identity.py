@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import sinew
-from sinew.bundle.digests import BLOCK, Memo
+from sinew.bundle.digests import BLOCK, DigestCache
 from sinew.bundle.digests import sha256 as digest
 from sinew.convert import readers
 from sinew.core import SinewError, machine, progress
@@ -67,7 +67,7 @@ def _counts(path: Path) -> bool:
 
 def digests(paths: list[Path], root: Path) -> list[FileIdentity]:
     """Return name, size and SHA-256 of files. Names are relative to ``root`` if the files are in it."""
-    memo = Memo(root, machine.cache_folder("digests"), sha256)
+    memo = DigestCache(root, machine.cache_folder("digests"), sha256)
     found = [FileIdentity(_name(path, root), path.stat().st_size, memo.digest(path)) for path in paths]
     memo.keep()
     return found

@@ -27,13 +27,13 @@ from sinew.engine.cuda.fused.ops import Ops, PlainOps, References
 from sinew.engine.cuda.graphs import Calls, GraphRecorder, Graphs, Kept
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
-from sinew.engine.cuda.units import WorldUnits
+from sinew.engine.cuda.units import RobotUnits
 from sinew.engine.eager.engine import precision_of
 from sinew.engine.engine import Audited, Engine, Facts
 from sinew.engine.plan.plan import Plan
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.engine.watch import Watch
-from sinew.models.base import Speaker, Spoken
+from sinew.models.base import AutoregressiveModel, Spoken
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
@@ -64,7 +64,9 @@ class CudaEngine(Engine):
         self.options = options
         self.device, self.processing = device, processing
         self.units = (
-            None if actions is None or isinstance(plan.model, Speaker) else WorldUnits(actions, device)
+            None
+            if actions is None or isinstance(plan.model, AutoregressiveModel)
+            else RobotUnits(actions, device)
         )
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_gpu else None
@@ -92,7 +94,7 @@ class CudaEngine(Engine):
             guides=BACKEND.guides,
             takes_frames=fits(processing.image, self.model),
             world_units=self.units is not None,
-            one_graph=not isinstance(self.model, Speaker),
+            one_graph=not isinstance(self.model, AutoregressiveModel),
             chooses_tokens=self.model.chooses_tokens,
             notes=(describe(device),),
         )

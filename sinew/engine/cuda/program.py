@@ -20,10 +20,10 @@ from sinew.engine.cuda.frames import Patches, Size
 from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.cuda.graphs import GraphRecorder, RecordedGraph, StageRange
 from sinew.engine.cuda.staging import Field, Staging, as_done, threads_for
-from sinew.engine.cuda.units import WorldUnits
+from sinew.engine.cuda.units import RobotUnits
 from sinew.engine.example import Inputs
 from sinew.engine.plan.plan import Plan
-from sinew.models.base import Context, Speaker
+from sinew.models.base import AutoregressiveModel, Context
 from sinew.models.solvers import drawn, solve
 from sinew.processing import ModelInputs
 
@@ -57,7 +57,7 @@ class Program:
         processing: Processing,
         recorder: GraphRecorder,
         device: torch.device,
-        units: WorldUnits | None = None,
+        units: RobotUnits | None = None,
     ):
         """units: of :attr:`actions`; those of the model if absent."""
         self.key, self.ops, self.recorder = key, ops, recorder
@@ -96,7 +96,7 @@ class Program:
         self.units, self.actions = units, self.x[0]  # what is read back
         if units is not None:
             self.actions = torch.zeros(shape[1], units.dim, dtype=units.dtype, device=device)
-        self.speaks = isinstance(model, Speaker)
+        self.speaks = isinstance(model, AutoregressiveModel)
         self._recorded: dict[str, RecordedGraph] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:

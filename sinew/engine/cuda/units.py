@@ -8,7 +8,7 @@ from torch import Tensor
 from sinew.processing.normalize import Normalizer
 
 
-class WorldUnits:
+class RobotUnits:
     """``actions * scale + offset`` of the first ``dim`` columns, in the precision of the recipe's convention: float32
     for LeRobot's, float64 for openpi's, whose transforms are numpy's."""
 

@@ -22,7 +22,7 @@ from sinew.engine.reuse import Reuse
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.engine.watch import Watch
 from sinew.layers.stores.plain import PLAIN
-from sinew.models.base import Model, Said, Speaker
+from sinew.models.base import AutoregressiveModel, Model, TextState
 from sinew.models.solvers import Guidance, solve
 from sinew.processing import ModelInputs
 
@@ -133,7 +133,7 @@ class EagerEngine(Engine):
         watch: Watch | None = None,
     ) -> np.ndarray:
         watch, model = watch or Watch(), self.model
-        if isinstance(model, Speaker):
+        if isinstance(model, AutoregressiveModel):
             chunks = model.action_tokens.chunks(self.say(context, watch))
             if watch.trace is not None:
                 watch.trace.head.append(chunks[0])
@@ -215,7 +215,7 @@ class EagerEngine(Engine):
         self._lap(watch, "text")
         return context, text
 
-    def _continued(self, said: Said, tokens: list[int]) -> Said:
+    def _continued(self, said: TextState, tokens: list[int]) -> TextState:
         return self.model.continue_text(
             said, torch.tensor(tokens, dtype=torch.int64, device=self.device)[None]
         )

@@ -31,7 +31,7 @@ from sinew.engine.plan.rewrite import RewriteOutcome, become, foreign, left_out,
 from sinew.engine.plan.stages import Vision, stages
 from sinew.layers.stores.codes import codes_of
 from sinew.layers.vit import ViTAttention
-from sinew.models.base import Model, Speaker
+from sinew.models.base import AutoregressiveModel, Model
 
 log = logging.getLogger(__name__)
 OPSET = 20  # the first with GELU as one operator
@@ -106,7 +106,7 @@ def export_graphs(
         axes | ({axis: batch} if several and axis is not None else {})
         for axes, axis in zip(growing, batch_axes, strict=True)
     )
-    if isinstance(model, Speaker):
+    if isinstance(model, AutoregressiveModel):
         names = list(reads), [renewed(name) for name in said]
         _write(step, context, {"tensors": tensors}, *names, directory / "step.onnx", component)
     else:
@@ -119,7 +119,7 @@ def export_graphs(
         names = ["x", "moment", *reads], ["output"]
         _write(step, sample, axes, *names, directory / "step.onnx", component)
     write_tables(plan, directory, steps)
-    speaks = (model.action_tokens,) if isinstance(model, Speaker) else ()
+    speaks = (model.action_tokens,) if isinstance(model, AutoregressiveModel) else ()
     record = GraphSet(architecture, views, reads, tuple(steps), plan.applied, said=said, speaks=speaks)
     record.save(directory)  # last: a folder without it is an interrupted export
     return record

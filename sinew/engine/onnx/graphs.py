@@ -11,7 +11,7 @@ from typing import Annotated
 
 from sinew_client.untrusted import UntrustedError, parse_json, read_bytes, read_json
 
-from sinew.bundle.digests import Memo
+from sinew.bundle.digests import DigestCache
 from sinew.core import BundleError, machine
 from sinew.core.fields import from_builtins, to_json, within
 from sinew.steps.action_tokens.base import ActionTokens
@@ -121,7 +121,7 @@ class GraphSet:
 def _hashes(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of an export. Raises :class:`BundleError`."""
     names = sorted(path.name for path in directory.iterdir() if FILES.fullmatch(path.name))
-    memo = Memo(directory, machine.cache_folder("digests"))
+    memo = DigestCache(directory, machine.cache_folder("digests"))
 
     def digest(name: str) -> str:
         with BundleError.at(directory / name, OSError):

@@ -19,9 +19,9 @@ from sinew.engine.clone import on_meta
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.plan import Plan
 from sinew.engine.traced import place
-from sinew.models.base import Context, Model, Speaker, Spoken
+from sinew.models.base import AutoregressiveModel, Context, Model, Spoken
 
-SAID = "context.spoken."  # prefix of the names in :class:`Begun`
+SAID = "context.spoken."  # prefix of the names in :class:`TextPrefix`
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class StepProgram(nn.Module):
         return self.model.act(x, time_embedding, self.layout.context(tensors))
 
 
-class Begun(NamedTuple):
+class TextPrefix(NamedTuple):
     """What a speaker has read, and what its first token leaves."""
 
     prompt: Context
@@ -119,13 +119,13 @@ class Begun(NamedTuple):
 
 def begun(model: Model, context: Context) -> Context:
     """Return the output of ``Read``."""
-    return Begun(context, model.first(context)) if isinstance(model, Speaker) else context
+    return TextPrefix(context, model.first(context)) if isinstance(model, AutoregressiveModel) else context
 
 
 class NextToken(nn.Module):
     """What ``Read`` returned -> of its tensors those that one more token renews, of the same shapes."""
 
-    def __init__(self, model: Speaker, layout: Layout):
+    def __init__(self, model: AutoregressiveModel, layout: Layout):
         super().__init__()
         self.model, self.layout = model, layout
 
@@ -186,9 +186,11 @@ def stages(plan: Plan, shapes: Shapes) -> Stages:
     return Stages(
         Vision(model),
         Read(model, layout),
-        NextToken(model, layout) if isinstance(model, Speaker) else StepProgram(model, layout),
+        NextToken(model, layout) if isinstance(model, AutoregressiveModel) else StepProgram(model, layout),
         layout.names,
-        tuple(name for name in layout.names if name.startswith(SAID)) if isinstance(model, Speaker) else (),
+        tuple(name for name in layout.names if name.startswith(SAID))
+        if isinstance(model, AutoregressiveModel)
+        else (),
         tuple(offsets),
         tuple(axes[0][0] if axes else None for axes in changed),
         merged[0] if merged else "",

@@ -25,7 +25,7 @@ from sinew.steps.image.base import ImageRecipe
 from sinew.steps.prompt.as_list import AsList
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.template import sentence
-from sinew.steps.prompt.words_only import WordsOnly
+from sinew.steps.prompt.words_only import InstructionPrompt
 
 # Of config.json: precisions, training, and what processor_config.json says for inference
 ASIDE = (
@@ -355,7 +355,7 @@ def token_prompt(
         vocab_size=vocab_size,
         pad_token_id=tokenizer.pad_token_id or 0,
         steps=(
-            *([WordsOnly()] if formal else []),
+            *([InstructionPrompt()] if formal else []),
             *([AsList()] if listed else []),
             *sentence(template, image=Image(image_text, image_tokens, placeholder)),
         ),

@@ -23,7 +23,7 @@ import numpy as np
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing, machine
 from sinew.processing.image import prepare_frame
-from sinew.serve.dashboard.history import Hour
+from sinew.serve.dashboard.history import HourHistory
 from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.job import Answering, ServingJob
 from sinew.serve.policies import DEFAULT
@@ -105,7 +105,7 @@ class Feed:
 
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
-        self.history = Hour()
+        self.history = HourHistory()
         self.wiring: Wiring | None = (
             None  # looks at robots; None: the bundle does not know how they should look
         )

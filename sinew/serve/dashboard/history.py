@@ -38,7 +38,7 @@ class _Span:
         return 0.0
 
 
-class Hour:
+class HourHistory:
     """Counts and latencies of the last hour, a point for every ten seconds with requests. Thread-safe.
 
     clock: seconds since the epoch.

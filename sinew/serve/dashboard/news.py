@@ -166,7 +166,7 @@ class Broadcast:
                 loop.call_soon_threadsafe(self._rung.set)
 
 
-class News(Broadcast):
+class HealthBroadcast(Broadcast):
     """``answers``, and ``health`` now and then."""
 
     def __init__(self, service: Service, feed: Feed):

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from sinew.serve.dashboard.documents import rendered
 from sinew.serve.dashboard.feed import Feed
-from sinew.serve.dashboard.news import Broadcast, News, Pictures, encoded
+from sinew.serve.dashboard.news import Broadcast, HealthBroadcast, Pictures, encoded
 from sinew.serve.dashboard.openapi import describe
 from sinew.serve.service import Service
 from sinew.serve.transport.routes import Guard, Handler
@@ -50,7 +50,7 @@ class Dashboard:
         feed.follow(service)
         self.feed = feed
         self._paths: list[str] = []
-        self._news, self._frames = News(service, feed), Pictures(service, feed)
+        self._news, self._frames = HealthBroadcast(service, feed), Pictures(service, feed)
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
         """Add the routes and return the page's handler. at_root: the page's at / as well; else clients share it."""

@@ -12,7 +12,7 @@ import logging
 from aiohttp import web
 
 from sinew.core.rate_limited_log import RateLimitedLog
-from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
+from sinew.serve.transport.ledger import SWEEP_S, Account, MemoryLedger
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +21,10 @@ CONTROL_HEADER = 6
 
 
 class Connections:
-    """See :class:`Ledger` for the limits."""
+    """See :class:`MemoryLedger` for the limits."""
 
     def __init__(self, name: str, limit: int, limit_bytes: int, limit_s: float):
-        self.ledger = Ledger(name, limit, limit_bytes, self.close, limit_s)
+        self.ledger = MemoryLedger(name, limit, limit_bytes, self.close, limit_s)
         self._loop = asyncio.get_running_loop()
         self._quiet = RateLimitedLog(logger)
 

@@ -49,7 +49,7 @@ class Account:
 A = TypeVar("A", bound=Account)  # as a transport has them
 
 
-class Ledger(Generic[A]):
+class MemoryLedger(Generic[A]):
     """limit: connections at once. limit_bytes: received and not yet answered, and kept between requests, of all of them
     together; beyond it the connection that holds most is closed, so that the ones with ordinary requests go on.
     limit_s: for one request to arrive.

@@ -17,7 +17,7 @@ from sinew_client.untrusted import UntrustedError, read_bytes
 
 from sinew.core import SinewError
 from sinew.serve.access import is_loopback
-from sinew.serve.renewed import Renewed
+from sinew.serve.renewed import ReloadedFile
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Listen:
             if self.tls_key is not None:
                 raise SinewError(f"TLS: --tls-key {self.tls_key} needs --tls-cert")
             return None
-        newest = Renewed([path for path in (self.tls_cert, self.tls_key) if path], self._tls_context)
+        newest = ReloadedFile([path for path in (self.tls_cert, self.tls_key) if path], self._tls_context)
 
         def choose(connection: ssl.SSLSocket | ssl.SSLObject, _name: str, _first: ssl.SSLContext) -> None:
             connection.context = newest()

@@ -35,7 +35,7 @@ from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.job import ServingJob
 from sinew.serve.request import Outcome, Request
 from sinew.serve.service import Service
-from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
+from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, MemoryLedger
 from sinew.serve.transport.listen import Listen
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class ZeroMQWire:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self.ledger = Ledger(
+        self.ledger = MemoryLedger(
             self.name, listen.max_connections, HELD_REQUESTS * self._limit, self.close, listen.arrival_s
         )
         self._selector = selectors.DefaultSelector()

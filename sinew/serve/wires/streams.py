@@ -27,7 +27,7 @@ from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.processing.safety import Safety
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
-from sinew.serve.device_lock import Beside
+from sinew.serve.device_lock import BackgroundTask
 from sinew.serve.policies import Deployment
 from sinew.serve.request import SupersededError
 from sinew.serve.scheduler import Scheduler
@@ -275,7 +275,7 @@ class Streams:
         with self._lock:
             self.robots[key] = robot
         peer.under_way.add(robot)  # abandoned with the connection, as requests are
-        self.loops.add(session, robot, peer, partial(Beside, deployment.scheduler.device_lock))
+        self.loops.add(session, robot, peer, partial(BackgroundTask, deployment.scheduler.device_lock))
         if self._service.policies.get(request.policy) is not deployment:  # exchanged since it was looked at
             self._end(robot)
             raise SupersededError(EXCHANGED)

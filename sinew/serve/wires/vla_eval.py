@@ -38,7 +38,7 @@ from sinew.core import (
     RequestError,
     SinewError,
 )
-from sinew.core.rate_limited_log import Once, RateLimitedLog
+from sinew.core.rate_limited_log import LogOnce, RateLimitedLog
 from sinew.processing.given import PROMPT_KEYS
 from sinew.serve.decode.array import array, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
@@ -137,7 +137,7 @@ class Conversation:
         self._session = ""
         self._task: bytes | None = None  # what the noise of an episode is drawn from
         self._chunks = 0  # chunks of this episode
-        self._once, self._quiet = Once(logger), RateLimitedLog(logger)
+        self._once, self._quiet = LogOnce(logger), RateLimitedLog(logger)
 
     def dialect(self) -> Dialect:
         """Return this connection's own dialect."""

@@ -49,7 +49,7 @@ class Mixing(NamedTuple):
         return cls(arrays, tuple(array.ctypes.data for array in arrays), reach, mixed)
 
 
-class Taps(NamedTuple):
+class ResizeWeights(NamedTuple):
     """The weights of a resize along one axis of ``size`` pixels.
 
     Pixel ``at`` of the target is the sum of the pixels from first[at] on, int32 [target], times weights [target,
@@ -67,7 +67,9 @@ class Taps(NamedTuple):
     addresses: tuple[int, ...]
 
     @classmethod
-    def of(cls, size: int, spans: Iterable[tuple[int, Sequence[Any] | np.ndarray]], bits: int = 0) -> Taps:
+    def of(
+        cls, size: int, spans: Iterable[tuple[int, Sequence[Any] | np.ndarray]], bits: int = 0
+    ) -> ResizeWeights:
         """Return those of spans: for each target pixel its first source pixel, and the weights from there on."""
         given = list(spans)
         taps = max(len(weights) for _, weights in given)
@@ -85,7 +87,7 @@ class FrameKernels(NamedTuple):
     [2, 8, 8], to as many bytes, dense."""
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
-    resample: Callable[[np.ndarray, int, Taps, np.ndarray], None]
+    resample: Callable[[np.ndarray, int, ResizeWeights, np.ndarray], None]
     jpeg: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sinew.steps.image import compiled
-from sinew.steps.image.compiled import Mixing, Size, Taps, scratch
+from sinew.steps.image.compiled import Mixing, ResizeWeights, Size, scratch
 
 LINEAR_BITS = 11  # binary places of OpenCV's fixed-point weights
 MAX_WEIGHT_BITS = 22  # torch keeps as many bits of a weight as int16 has room for, up to this
@@ -26,7 +26,7 @@ Neighbours = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Table = Callable[[int, int], Neighbours]  # (size, target) -> neighbours and their weights
 
 
-def resample(image: np.ndarray, passes: Iterable[tuple[int, Taps]]) -> np.ndarray:
+def resample(image: np.ndarray, passes: Iterable[tuple[int, ResizeWeights]]) -> np.ndarray:
     """uint8 or float32 [h, w, C] -> the same, resized along one axis after another."""
     steps = list(passes)
     for step, (axis, taps) in enumerate(steps, 1):
@@ -41,13 +41,13 @@ def resample(image: np.ndarray, passes: Iterable[tuple[int, Taps]]) -> np.ndarra
     return image
 
 
-def _fit(image: np.ndarray, axis: int, taps: Taps) -> bool:
+def _fit(image: np.ndarray, axis: int, taps: ResizeWeights) -> bool:
     """Return whether compiled kernels may read the image by the taps of its axis."""
     dtypes = (np.uint8,) if taps.bits else (np.uint8, np.float32)
     return image.dtype in dtypes and image.shape[axis] == taps.size and compiled.pixels_lie_together(image)
 
 
-def by_numpy(image: np.ndarray, axis: int, taps: Taps) -> np.ndarray:
+def by_numpy(image: np.ndarray, axis: int, taps: ResizeWeights) -> np.ndarray:
     """Return one pass, which compiled kernels equal."""
     if axis == 1 and taps.weights.shape[1] > 6:  # lines are taken faster: it pays to turn the picture
         turned = by_numpy(np.ascontiguousarray(image.transpose(1, 0, 2)), 0, taps)
@@ -86,12 +86,12 @@ def _block_means(image: np.ndarray, down: int, across: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _sums(size: int, target: int) -> Taps:
-    return Taps.of(size, ((at, [1.0] * (size // target)) for at in range(0, size, size // target)))
+def _sums(size: int, target: int) -> ResizeWeights:
+    return ResizeWeights.of(size, ((at, [1.0] * (size // target)) for at in range(0, size, size // target)))
 
 
 @lru_cache(maxsize=64)
-def _overlaps(size: int, target: int) -> Taps:
+def _overlaps(size: int, target: int) -> ResizeWeights:
     """An overlap of less than a thousandth of a pixel is left out, as in OpenCV."""
     scale = size / target
     spans: list[tuple[int, list[float]]] = []
@@ -101,7 +101,7 @@ def _overlaps(size: int, target: int) -> Taps:
         before = [(low - start) / scale] if low - start > 1e-3 else []
         behind = [(end - high) / scale] if end - high > 1e-3 else []
         spans.append((low - len(before), [*before, *[1.0 / scale] * (high - low), *behind]))
-    return Taps.of(size, spans)
+    return ResizeWeights.of(size, spans)
 
 
 def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -191,7 +191,7 @@ def resize_pillow(image: np.ndarray, height: int, width: int, method: str) -> np
 
 
 def _resized(
-    image: np.ndarray, height: int, width: int, table: Callable[..., Taps], *given: Any
+    image: np.ndarray, height: int, width: int, table: Callable[..., ResizeWeights], *given: Any
 ) -> np.ndarray:
     """[h, w, C] -> [height, width, C]: columns first, then rows, where they change."""
     axes = [(axis, target) for axis, target in ((1, width), (0, height)) if image.shape[axis] != target]
@@ -199,13 +199,15 @@ def _resized(
 
 
 @lru_cache(maxsize=64)
-def antialias_taps(size: int, target: int, method: str, bits: int = 0) -> Taps:
+def antialias_taps(size: int, target: int, method: str, bits: int = 0) -> ResizeWeights:
     """bits: of int32 weights; 0: as many as int16 has room for, up to ``MAX_WEIGHT_BITS``."""
     kernel, reach = (_cubic, 2.0) if method == "bicubic" else (_triangle, 1.0)
     spans = _spans(size, target, kernel, np.float64(reach))
     largest = max(weights.max() for _, weights in spans)
     bits = bits or sum(int(0.5 + largest * (1 << more)) < 1 << 15 for more in range(1, MAX_WEIGHT_BITS + 1))
-    return Taps.of(size, ((low, np.trunc(w * (1 << bits) + np.copysign(0.5, w))) for low, w in spans), bits)
+    return ResizeWeights.of(
+        size, ((low, np.trunc(w * (1 << bits) + np.copysign(0.5, w))) for low, w in spans), bits
+    )
 
 
 def _spans(size: int, target: int, kernel: Callable[..., np.ndarray], reach: np.floating) -> list[Any]:
@@ -254,13 +256,13 @@ def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np
 
 
 @lru_cache(maxsize=64)
-def float_taps(size: int, target: int, method: str) -> Taps:
+def float_taps(size: int, target: int, method: str) -> ResizeWeights:
     """Weights computed in float32 as ATen computes them."""
     if method == "area":
         ends = [(at * size // target, -((at + 1) * size // -target)) for at in range(target)]
-        return Taps.of(size, ((start, [1 / (end - start)] * (end - start)) for start, end in ends))
+        return ResizeWeights.of(size, ((start, [1 / (end - start)] * (end - start)) for start, end in ends))
     kernel, reach = (_fused_cubic, 2) if method == "bicubic" else (_triangle, 1)
-    return Taps.of(size, _spans(size, target, kernel, np.float32(reach)))
+    return ResizeWeights.of(size, _spans(size, target, kernel, np.float32(reach)))
 
 
 def _triangle(x: np.ndarray) -> np.ndarray:

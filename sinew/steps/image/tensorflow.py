@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from sinew.steps.image import compiled
-from sinew.steps.image.compiled import Mixing, Size, Taps
+from sinew.steps.image.compiled import Mixing, ResizeWeights, Size
 from sinew.steps.image.resample import resample
 
 F32 = np.float32
@@ -35,7 +35,7 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _taps(size: int, target: int) -> Taps:
+def _taps(size: int, target: int) -> ResizeWeights:
     scale = F32(target) / F32(size)
     inverse = F32(1) / scale
     kernel_scale = max(inverse, F32(1))
@@ -48,7 +48,7 @@ def _taps(size: int, target: int) -> Taps:
     distance = np.abs((index.astype(F32) + F32(0.5) - centre[:, None]) * shrink)
     weights = np.where(index <= last[:, None], lanczos3(distance), F32(0))
     weights *= F32(1) / np.add.accumulate(weights, axis=1)[:, -1:]  # one after another
-    return Taps.of(
+    return ResizeWeights.of(
         size, ((low, row[: end - low + 1]) for low, end, row in zip(first, last, weights, strict=True))
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from sinew.core.fields import MAX_TEXT, characters, count, printable
-from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, PromptText
 
 MOST = 256  # advantages of a policy; a value function's bins are 201
 MAX_NAME = 64  # characters
@@ -56,7 +56,7 @@ class Advantage(PromptStep):
     def usual_advantage(self) -> str:
         return self.usual
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         text = dict(self.words).get(said.advantage, "")
         if self.place == "text":
             return said.saying(text)

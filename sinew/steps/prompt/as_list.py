@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, PromptText
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class AsList(PromptStep):
 
     kind: Literal["as_list"] = field(default="as_list", kw_only=True, repr=False)
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said._replace(instruction=str([said.instruction]))
 
     def __str__(self) -> str:

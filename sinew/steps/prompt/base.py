@@ -17,7 +17,7 @@ MOST_PLACES = 4  # places for the instruction, or for the state, in a prompt
 Written = Annotated[str, characters(1, MAX_TEXT)]  # text that a step writes
 
 
-class Sentence(NamedTuple):
+class PromptText(NamedTuple):
     """A prompt between two steps.
 
     Attributes:
@@ -32,7 +32,7 @@ class Sentence(NamedTuple):
     state: np.ndarray
     advantage: str = ""
 
-    def saying(self, text: str) -> Sentence:
+    def saying(self, text: str) -> PromptText:
         """Return the sentence with this text behind the other."""
         return self._replace(text=self.text + text)
 
@@ -79,7 +79,7 @@ class PromptStep(Tagged):
         """Return the advantage of a request that names none; "" for none."""
         return ""
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said
 
     def tokens(self, ids: list[int]) -> list[int]:

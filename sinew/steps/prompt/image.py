@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from sinew.core.fields import Side, characters
-from sinew.steps.prompt.base import HeldTokens, PromptStep, Sentence
+from sinew.steps.prompt.base import HeldTokens, PromptStep, PromptText
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Image(PromptStep):
     def holds(self) -> HeldTokens:
         return HeldTokens("image tokens", self.token, self.count)
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said.saying(self.text * self.count)
 
     def __str__(self) -> str:

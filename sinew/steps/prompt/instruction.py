@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, PromptText
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Instruction(PromptStep):
     kind: Literal["instruction"] = field(default="instruction", kw_only=True, repr=False)
     slot = "{prompt}"
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said.saying(said.instruction)
 
     def __str__(self) -> str:

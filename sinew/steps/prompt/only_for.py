@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from sinew.core.fields import SOME, Width
-from sinew.steps.prompt.base import PromptStep, Sentence, Written
+from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OnlyFor(PromptStep):
 
     reads_state = True
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         if any(said.state[self.dim : self.dim + 1] == value for value in self.values):
             return said
         return said._replace(text=self.text)

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from sinew.core.fields import Side, Width
-from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, PromptText
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class State(PromptStep):
     slot = "{state}"
     reads_state = True
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said.saying(" ".join(map(str, self.numbers(said.state))))
 
     def numbers(self, state: np.ndarray) -> np.ndarray:

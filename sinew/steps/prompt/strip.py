@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, PromptText
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Strip(PromptStep):
 
     kind: Literal["strip"] = field(default="strip", kw_only=True, repr=False)
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said._replace(instruction=said.instruction.strip())
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.steps.prompt.base import PromptStep, Sentence, Written
+from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Suffix(PromptStep):
     def slot(self) -> str:
         return self.text
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said if said.text.endswith(self.text) else said.saying(self.text)
 
     def __str__(self) -> str:

@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.base import PromptStep, PromptText
 
 
 @dataclass(frozen=True)
-class WordsOnly(PromptStep):
+class InstructionPrompt(PromptStep):
     """The instruction in small letters, and nothing but letters, digits, underscores and spaces."""
 
     kind: Literal["words_only"] = field(default="words_only", kw_only=True, repr=False)
 
-    def forward(self, said: Sentence) -> Sentence:
+    def forward(self, said: PromptText) -> PromptText:
         return said._replace(instruction=re.sub(r"[^\w\s]", "", said.instruction.lower()))
 
     def __str__(self) -> str:

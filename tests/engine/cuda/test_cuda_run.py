@@ -22,7 +22,7 @@ from sinew.engine.cuda.fused.ops import References
 from sinew.engine.cuda.open import cuda_engine
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key
-from sinew.engine.cuda.units import WorldUnits
+from sinew.engine.cuda.units import RobotUnits
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.policy import load
@@ -271,7 +271,7 @@ def test_world_units_are_those_of_the_normalizer(mode, convention):
     stats = dict(zip(STATISTICS[mode], (low, low + np.array([0.0, 0.1, 1.0, 2.0, 5.0, 40.0])), strict=False))
     recipe = Normalization(mode, {name: tuple(v) for name, v in stats.items()}, 1e-6, convention)
     normalizer = Normalizer(recipe, 6, "action")
-    units = WorldUnits(normalizer, CPU)
+    units = RobotUnits(normalizer, CPU)
     x = torch.from_numpy(rng.standard_normal((9, 8)).astype(np.float32))
     out = torch.full((9, 6), torch.nan, dtype=units.dtype)
     units.write(x, out)

@@ -13,7 +13,7 @@ import numpy as np
 
 from sinew.engine.cpu.kernels import build
 from sinew.steps.image import bilinear, compiled, jpeg, resample, tensorflow
-from sinew.steps.image.compiled import FrameKernels, Mixing, Taps
+from sinew.steps.image.compiled import FrameKernels, Mixing, ResizeWeights
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,9 @@ def _resize(library: Any, kernels: int, frame: np.ndarray, mixing: Mixing, out: 
     check("resize", library.lowbit_resize(kernels, *given))
 
 
-def _resample(library: Any, kernels: int, frame: np.ndarray, axis: int, taps: Taps, out: np.ndarray) -> None:
+def _resample(
+    library: Any, kernels: int, frame: np.ndarray, axis: int, taps: ResizeWeights, out: np.ndarray
+) -> None:
     shapes = *frame.shape[:2], axis, *taps.weights.shape
     sizes = (ctypes.c_int64 * 8)(frame.strides[0], *shapes, taps.bits, frame.itemsize == 4)
     given = frame.ctypes.data, *taps.addresses, ctypes.addressof(sizes), out.ctypes.data

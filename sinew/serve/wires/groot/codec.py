@@ -35,7 +35,7 @@ from sinew.core import (
     SinewError,
     did_you_mean,
 )
-from sinew.core.rate_limited_log import Once
+from sinew.core.rate_limited_log import LogOnce
 from sinew.core.registry import hints
 from sinew.processing.arrays import numbers
 from sinew.serve.decode.array import dump_npy
@@ -102,7 +102,7 @@ class GrootCodec:
         raise AssertionError("no kind of message belongs to a stream")
 
     def __init__(self) -> None:
-        self._once = Once(logger)
+        self._once = LogOnce(logger)
 
     def bind(self, service: Service) -> None:
         self.service = service

@@ -16,13 +16,13 @@ import numpy as np
 from sinew_client.untrusted import named, shown
 
 from sinew.core import Observation, ObservationError, PolicySpec
-from sinew.core.rate_limited_log import Once
+from sinew.core.rate_limited_log import LogOnce
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.wires import field_names
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
 
 logger = logging.getLogger(__name__)
-_once = Once(logger)
+_once = LogOnce(logger)
 
 DEFAULT_HZ = 30.0  # default of LeRobot's server, for bundles without a rate
 MAX_NAME = 256  # characters of a joint's or a camera's name

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import numpy as np
 from sinew_client.untrusted import named
 
-from sinew.core.rate_limited_log import Once
+from sinew.core.rate_limited_log import LogOnce
 from sinew.serve.wires.lerobot.pickle.arrays import ARRAY_NAMES
 from sinew.serve.wires.lerobot.pickle.machine import BuiltObject, Machine, PickledName, SafePickleError, load
 
 logger = logging.getLogger(__name__)
-_once = Once(logger)
+_once = LogOnce(logger)
 
 HELPERS = "lerobot.async_inference.helpers"
 OLD_HELPERS = "lerobot.scripts.server.helpers"  # before LeRobot 0.4

@@ -28,7 +28,7 @@ from sinew.core.extras import MissingPackageError
 from sinew.core.rate_limited_log import RateLimitedLog
 from sinew.serve.access import UnauthorizedError, key_of
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.renewed import Renewed
+from sinew.serve.renewed import ReloadedFile
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.service import Service, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
@@ -177,7 +177,7 @@ class LeRobotWire:
                 pair = read_bytes(key), read_bytes(cert)
                 return grpc.ssl_server_certificate_configuration([pair])
 
-            newest = Renewed([cert, key], read)  # asked at each handshake
+            newest = ReloadedFile([cert, key], read)  # asked at each handshake
             credentials = grpc.dynamic_ssl_server_credentials(newest(), newest)
             return server, server.add_secure_port(address, credentials)
         except (RuntimeError, OSError, UntrustedError) as error:

@@ -25,7 +25,7 @@ from sinew.serve.job import ServingJob
 from sinew.serve.policies import DEFAULT
 from sinew.serve.request import Outcome, Request
 from sinew.serve.service import Service
-from sinew.serve.transport.ledger import HELD_REQUESTS, Ledger
+from sinew.serve.transport.ledger import HELD_REQUESTS, MemoryLedger
 from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.transport.zenoh_node import USER, ZenohNode
 from sinew.serve.wires.lerobot.features import DEFAULT_HZ
@@ -76,7 +76,7 @@ class LeRobotRemoteWire:
         self._sessions: dict[str, RemoteSession] = {}
         self._inbound: set[str] = set()  # sessions with an observation in the inbox; under the node's lock
         self._alive: dict[str, bool] = {}  # news of liveliness tokens that are in the inbox
-        self._ledger: Ledger[RemoteSession] = Ledger(
+        self._ledger: MemoryLedger[RemoteSession] = MemoryLedger(
             NAME, listen.max_connections, HELD_REQUESTS * self._limit, self._expel, listen.arrival_s
         )
         self._opened = Recent(ANSWERED_OPENS)

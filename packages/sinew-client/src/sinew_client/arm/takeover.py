@@ -16,7 +16,7 @@ import numpy as np
 from sinew_client.control.authority import ALIGNING, HUMAN, POLICY, RETURNING, SILENT, Leader, LeaderError
 from sinew_client.control.controller import BaseController
 from sinew_client.control.listeners.listener import LoopListener
-from sinew_client.control.listeners.shadow import Onlooker, ShadowAgreement
+from sinew_client.control.listeners.shadow import ShadowAgreement, ShadowListener
 from sinew_client.control.loop import Loop
 from sinew_client.control.motion import Motion
 from sinew_client.control.safety import Limits, RowsError, checked_rows
@@ -108,7 +108,7 @@ class Takeover(LoopListener):
         lost = controller.driver != HUMAN and (here is None or np.any(np.isnan(here)))
         if lost and (observation is not None or loop.observe(step, loop.now) is not None):
             here = loop.observer.position()
-        if isinstance(loop.robot, Onlooker):  # the driver's command is in its observation
+        if isinstance(loop.robot, ShadowListener):  # the driver's command is in its observation
             loop.observe(step, loop.now)
         last = controller.followed
         followed = None if last is None else (max(0, step - last[0] - 1) / loop.settings.hz, last[1])
@@ -169,7 +169,7 @@ class Takeover(LoopListener):
 
     def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:
         """Return True if the leader may be elsewhere than where the robot has followed it."""
-        if followed is None or isinstance(self.leader, Onlooker):  # which is where the robot is
+        if followed is None or isinstance(self.leader, ShadowListener):  # which is where the robot is
             return False
         seconds, last = followed
         return seconds > SILENCE_S or (row is not None and bool(np.any(np.abs(row - last) > self._near)))

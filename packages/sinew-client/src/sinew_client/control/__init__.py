@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinew_client.control.adapter import Adapter
     from sinew_client.control.adapter_file import AdapterError
-    from sinew_client.control.authority import HandedOver, Leader, LeaderError
+    from sinew_client.control.authority import AuthorityChange, Leader, LeaderError
     from sinew_client.control.blend import Fusion, parse_fusion
     from sinew_client.control.controller import Command, Controller
     from sinew_client.control.defaults import AS_IS, Choice, choose
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sinew_client.control.listeners.keep import Keep
     from sinew_client.control.listeners.listener import LoopListener
     from sinew_client.control.listeners.refinement import Refinement
-    from sinew_client.control.listeners.shadow import Onlooker, ShadowAgreement
+    from sinew_client.control.listeners.shadow import ShadowAgreement, ShadowListener
     from sinew_client.control.loop import Loop
     from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
     from sinew_client.control.motion_fit import MotionFit, MotionWatch, fit_offsets
@@ -62,7 +62,7 @@ _HOMES = {
     "Frames": "frames",
     "Fusion": "blend",
     "Guard": "safety",
-    "HandedOver": "authority",
+    "AuthorityChange": "authority",
     "Handover": "handover",
     "Journal": "journal",
     "Keep": "listeners.keep",
@@ -80,7 +80,7 @@ _HOMES = {
     "NoObservation": "interfaces",
     "Node": "trajectory",
     "Offsets": "motion",
-    "Onlooker": "listeners.shadow",
+    "ShadowListener": "listeners.shadow",
     "Outcome": "requester",
     "Pace": "pace",
     "Planner": "planner",
@@ -120,6 +120,7 @@ __all__ = [
     "Absolute",
     "Adapter",
     "AdapterError",
+    "AuthorityChange",
     "Cadence",
     "Choice",
     "Command",
@@ -130,7 +131,6 @@ __all__ = [
     "Frames",
     "Fusion",
     "Guard",
-    "HandedOver",
     "Handover",
     "Journal",
     "Keep",
@@ -147,7 +147,6 @@ __all__ = [
     "NoObservation",
     "Node",
     "Offsets",
-    "Onlooker",
     "Outcome",
     "Pace",
     "Planner",
@@ -163,6 +162,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "ShadowAgreement",
+    "ShadowListener",
     "SimulatedPace",
     "Source",
     "Stopped",

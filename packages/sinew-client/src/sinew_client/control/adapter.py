@@ -13,7 +13,7 @@ from typing import Any, Mapping
 
 import numpy as np
 
-from sinew_client.control.adapter_file import KEY, AdapterError, Eye, Form, parse
+from sinew_client.control.adapter_file import KEY, AdapterError, CameraEncoder, Form, parse
 from sinew_client.control.motion import parse_motion
 from sinew_client.untrusted import UntrustedError, read_bytes
 
@@ -120,7 +120,7 @@ class Adapter:
             targets[:, action] -= np.asarray(now, np.float32)[state]
         return targets
 
-    def _look(self, eye: Eye, images: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _look(self, eye: CameraEncoder, images: Mapping[str, np.ndarray]) -> np.ndarray:
         frame = images.get(eye.name)
         if frame is None:
             raise AdapterError(f"images: expected {eye.name}, got {', '.join(images) or 'none'}")

@@ -36,7 +36,7 @@ class AdapterError(ClientError, ValueError):
 
 
 @dataclass(frozen=True)
-class Eye:
+class CameraEncoder:
     """One camera of an adapter: frames uint8 [height, width, 3], and the stride of each convolution."""
 
     name: str
@@ -69,7 +69,7 @@ class Form:
     rows: int
     max_age: int
     blocks: int
-    cameras: Sequence[Eye]
+    cameras: Sequence[CameraEncoder]
     motion: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Form:
         return cls(**{**given, "cameras": [_eye(each) for each in cameras]})
 
 
-def _eye(values: Any) -> Eye:
+def _eye(values: Any) -> CameraEncoder:
     if not isinstance(values, dict) or set(values) != {"name", "height", "width", "strides"}:
         raise AdapterError(f"{KEY}: cameras: expected name, height, width and strides, got {shown(values)}")
     if (
@@ -116,7 +116,7 @@ def _eye(values: Any) -> Eye:
         _whole(name, number, 1 << 11)
     for stride in values["strides"]:
         _whole("strides", stride, 16)
-    return Eye(**values)
+    return CameraEncoder(**values)
 
 
 def _whole(name: str, value: Any, most: int) -> None:

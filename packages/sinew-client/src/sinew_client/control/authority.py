@@ -37,7 +37,7 @@ class Leader(Protocol):
 
 
 @dataclass
-class HandedOver:
+class AuthorityChange:
     """Counts of hand-overs between policy and human.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from sinew_client.control.authority import ALIGNING, ALIGNS, HUMAN, POLICY, RETURNING, SILENT, HandedOver
+from sinew_client.control.authority import ALIGNING, ALIGNS, HUMAN, POLICY, RETURNING, SILENT, AuthorityChange
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion
 from sinew_client.control.player import ChunkRequest, Player
@@ -102,7 +102,7 @@ class BaseController:
         self._step: int | None = None  # step of the last command
         self.driver = POLICY
         self.shadow = False  # True if the policy plans without driving, for a comparison
-        self.handed = HandedOver()
+        self.handed = AuthorityChange()
         self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest command of the leader
         # The step and the command of the leader that was sent last, or the position at which it was aligned.
         self.followed: tuple[int, np.ndarray] | None = None

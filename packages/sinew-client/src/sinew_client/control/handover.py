@@ -24,7 +24,7 @@ GUIDANCE = (
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedChunk:
     """A chunk whose action 0 belongs to control step ``origin``.
 
     Attributes:
@@ -126,7 +126,7 @@ class Handover:
             return {"rtc": self.guidance}
         return {"rtc": self.guidance, "schedule": self.schedule, "beta": self.beta}
 
-    def merge(self, running: Trajectory, chunks: Sequence[Placed], step: int) -> list[Node]:
+    def merge(self, running: Trajectory, chunks: Sequence[PlacedChunk], step: int) -> list[Node]:
         """Return the actions from ``step`` on. chunks: the chunks with remaining actions, newest last."""
         newest = chunks[-1]
         nodes = [node for node in newest.nodes() if node.step >= step]
@@ -136,7 +136,7 @@ class Handover:
             nodes = [node._replace(row=self._mean(chunks, node.step)) for node in nodes]
         return nodes
 
-    def _mean(self, chunks: Sequence[Placed], step: int) -> np.ndarray:
+    def _mean(self, chunks: Sequence[PlacedChunk], step: int) -> np.ndarray:
         found = [(chunk, step - chunk.origin) for chunk in chunks[-self.newest :]]
         rows = [chunk.rows[k] for chunk, k in found if 0 <= k < len(chunk.rows)]
         return ensemble(rows, self.decay, self.alpha)

@@ -32,7 +32,7 @@ class Robot(Protocol):
                 ``time``, when the newest frame was exposed, seconds of time.monotonic(); or ``age``, seconds since
                 then; ``times``, the same for each camera and for "state", if they differ (``Settings.stale_of``,
                 ``Settings.skew``); ``action`` float [D], the command of another driver, if the robot is only watched
-                (:class:`~sinew_client.control.listeners.shadow.Onlooker`). For a stream
+                (:class:`~sinew_client.control.listeners.shadow.ShadowListener`). For a stream
                 (:class:`~sinew_client.control.stream.Watching`), ``images`` is absent if there is no newer frame, and
                 ``blind`` is the reason if there should be one.
 

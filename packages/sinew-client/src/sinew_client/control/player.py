@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sinew_client.control.delay import DelayEstimate
-from sinew_client.control.handover import Handover, Placed
+from sinew_client.control.handover import Handover, PlacedChunk
 from sinew_client.control.motion import Motion, slowed
 from sinew_client.control.replan import ReplanRule, ReplanState, disagreement
 from sinew_client.control.trajectory import Node, Trajectory
@@ -75,7 +75,7 @@ class Player:
         self.chunks = 0
         self._asked = 0  # control step of the last request
         self._started = 0  # control step in which the newest chunk was merged
-        self._known: list[Placed] = []  # chunks with remaining actions, newest last
+        self._known: list[PlacedChunk] = []  # chunks with remaining actions, newest last
         self.size = 0  # actions of the newest chunk
         self._disagreement: float | None = None
         self._fresh = True  # the robot stands still, and has since step _stopped
@@ -143,7 +143,7 @@ class Player:
         if self._halts(targets, passed, step):
             self.restart(step)
             return
-        placed = Placed(targets, origin, request.frame, self.chunks - 1)
+        placed = PlacedChunk(targets, origin, request.frame, self.chunks - 1)
         running = self.trajectory.rows_from(step)
         old = self._known if self.handover.method == "ensemble" else []
         self._known = [chunk for chunk in old if chunk.origin + len(chunk.rows) > step] + [placed]

@@ -9,7 +9,7 @@ from typing import Any, Iterable, Mapping
 
 import numpy as np
 
-from sinew_client.control.authority import HandedOver
+from sinew_client.control.authority import AuthorityChange
 from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
 from sinew_client.control.watchdog import Watchdog
@@ -38,7 +38,7 @@ class Cadence:
         watchdog: True if a watchdog watched the loop.
         watchdog_holds: Holds of the watchdog.
         longest_gap_ms: Longest gap between two commands or holds.
-        handed: Hand-overs between the policy and a human (:class:`~sinew_client.control.authority.HandedOver`).
+        handed: Hand-overs between the policy and a human (:class:`~sinew_client.control.authority.AuthorityChange`).
         filter: Text of the filter, its lag in ms (which later actions compensate), and the control steps without such
             actions.
         agreement: For a policy that only watches: its agreement with the driver
@@ -104,7 +104,7 @@ class Cadence:
             made = f"{ms:.0f} ms behind, made up for by later rows but in {missing} steps"
             lines.append(("filter", f"{self.filter['filter']}: {made}"))
         if self.handed:
-            lines.append(("hand-overs", HandedOver(**self.handed).text()))
+            lines.append(("hand-overs", AuthorityChange(**self.handed).text()))
         if self.rest:
             lines.append(("end", self.rest["text"]))
         return lines + (agreement_rows(self.agreement) if self.agreement else [])

@@ -16,7 +16,7 @@ from sinew_client.control.authority import POLICY, RETURNING
 from sinew_client.control.facts import RobotFacts
 from sinew_client.control.interfaces import Stopped
 from sinew_client.control.listeners.listener import LoopListener
-from sinew_client.control.listeners.shadow import Onlooker
+from sinew_client.control.listeners.shadow import ShadowListener
 from sinew_client.control.motion import Motion, Offsets
 from sinew_client.control.safety import Limits
 from sinew_client.control.settings import Settings, SettingsError
@@ -289,7 +289,7 @@ class RestPose(LoopListener):
             return "it was stopped at once"
         if loop.controller.paused:
             return "the run is paused, so a person may be at the robot"
-        if loop.controller.driver != POLICY or isinstance(loop.robot, Onlooker):
+        if loop.controller.driver != POLICY or isinstance(loop.robot, ShadowListener):
             return "a person commands it"
         return ""
 

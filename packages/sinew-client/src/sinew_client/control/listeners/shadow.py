@@ -17,7 +17,7 @@ from sinew_client.control.player import ChunkRequest
 KEPT = 100_000  # control steps of an agreement
 
 
-class Onlooker:
+class ShadowListener:
     """A robot with another driver: it is observed and never commanded. It is its own leader.
 
     The driver's command is the ``action`` of its observations, float [D]. Without it, the state counts, for actions
