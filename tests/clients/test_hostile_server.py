@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import random
 import resource
 import socket
@@ -109,8 +110,11 @@ def requests(peer: socket.socket) -> Iterator[PredictRequest]:
 
 
 @contextlib.contextmanager
-def native(case: str) -> Iterator[str]:
-    """A server on ZeroMQ's protocol that does what ``case`` names, to everybody who connects."""
+def native(case: str, metadata: str = "") -> Iterator[str]:
+    """A server on ZeroMQ's protocol that does what ``case`` names, to everybody who connects.
+
+    metadata: what it answers to requests for it; "" answers them as all others.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
 
     def talk(peer: socket.socket) -> None:
@@ -123,7 +127,8 @@ def native(case: str) -> Iterator[str]:
                 return
             peer.sendall(GREETING + READY)
             for request in requests(peer):
-                peer.sendall(REPLIES[name](request))
+                honest = metadata and request.kind == PredictRequest.METADATA
+                peer.sendall(answer(request, metadata=metadata) if honest else REPLIES[name](request))
 
     def accept() -> None:
         with contextlib.suppress(OSError):
@@ -285,6 +290,107 @@ def test_the_javascript_client_refuses_each(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------- ROS and LeRobot
+
+ABOUT = {
+    "name": "hostile", "architecture": "none", "chunk_size": 4, "noise_dim": 6, "solver_steps": 1,
+    "max_prompt_tokens": 1, "control_hz": 20.0, "motion": {"kind": "absolute"},
+    "cameras": [{"name": "front", "height": 48, "width": 64}],
+    "state": {"dim": 6, "names": list("abcdef"), "units": [""] * 6},
+    "action": {"dim": 6, "names": list("abcdef"), "units": [""] * 6},
+}  # fmt: skip
+METADATA = json.dumps({"policy": ABOUT, "server": {}})
+ROS_NODE = """
+import threading, time
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv[2])
+from sinew_ros.bridge import Bridge
+from sinew_ros.contract import parse
+
+IMAGE, ARRAY = "sensor_msgs/msg/Image", "std_msgs/msg/Float64MultiArray"
+
+
+class Topics:
+    def __init__(self):
+        self.sinks, self.commands = {}, []
+
+    def subscribe(self, topic, kind, quality, callback):
+        self.sinks[topic] = callback
+
+    def publisher(self, topic, kind):
+        return self.commands.append if topic == "/arm" else lambda message: None
+
+    def now(self):
+        return time.time()
+
+
+topics = Topics()
+try:
+    bridge = Bridge(
+        parse({
+            "server": sys.argv[1], "prompt": "go", "hz": 20, "start": True, "stamps": "arrival",
+            "control": {"replan": "2", "deadline": 0.5, "motion": {"kind": "absolute"}},
+            "cameras": {"front": {"topic": "/front", "type": IMAGE}},
+            "state": {"topic": "/joints", "joints": list("abcdef")},
+            "action": [{"topic": "/arm", "type": ARRAY, "joints": list("abcdef")}],
+        }),
+        topics,
+        timeout=2.0,
+    )
+except ClientError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+ended = threading.Event()
+
+
+def sense():
+    while not ended.wait(0.02):
+        topics.sinks["/front"](SimpleNamespace(
+            header=None, height=48, width=64, encoding="rgb8", is_bigendian=0, step=192, data=bytes(48 * 192)))
+        topics.sinks["/joints"](SimpleNamespace(
+            header=None, name=list("abcdef"), position=[0.0] * 6, velocity=[], effort=[]))
+
+
+threading.Thread(target=sense, daemon=True).start()
+bridge.run(30)
+ended.set()
+held = bridge.report()["control"]["held"]
+print(held, file=sys.stderr)
+sys.exit(f"the robot was sent {len(topics.commands)} rows" if topics.commands else 1 if held else "never held")
+"""
+PLUGIN = """
+import importlib, types
+name = "lerobot_policy_sinew"
+package = types.ModuleType(name)  # its own __init__ needs LeRobot
+package.__path__ = [sys.argv[2]]
+sys.modules[name] = package
+ahead = importlib.import_module(name + ".ahead")
+try:
+    with Client(sys.argv[1], timeout=2.0) as policy:
+        playing = ahead.Ahead(policy, policy.spec, "aligned", "2", "", 2.0, "", 0)
+        try:
+            row = playing.step({"front": np.zeros((48, 64, 3), np.uint8)}, np.zeros(6, np.float32), "go")
+            print(f"the robot was sent {row}")
+        finally:
+            playing.close()
+except (ClientError, ValueError) as error:
+    sys.exit(f"{type(error).__name__}: {error}"[:2000])
+"""
+
+
+@pytest.mark.parametrize("client", ["ROS", "LeRobot"])
+@pytest.mark.parametrize("about", ["", METADATA], ids=["at its metadata", "at its chunks"])
+def test_the_ros_node_and_the_lerobot_plugin_refuse_each(client: str, about: str) -> None:
+    """The bridge of the node with the topics of this process, and the plugin's loop without LeRobot around it."""
+    program = PYTHON.replace("{use}", ROS_NODE if client == "ROS" else PLUGIN)
+    plugin = PACKAGES / "lerobot_policy_sinew" / "src" / "lerobot_policy_sinew"
+    source = PACKAGES / "sinew_ros" if client == "ROS" else plugin
+
+    def ask(case: str) -> tuple[int, str]:
+        with native(case, about) as address:
+            return ended([sys.executable, "-c", program, address, source])
+
+    # Chunks come after the metadata, so what breaks the connection before them is no case of theirs.
+    refuse_each([case for case in NATIVE if not about or case.startswith("reply")], ask)
+
 
 SENDS = {
     "socket",

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from sinew_client import Client
+from sinew_client import Client, PolicySpec
 from sinew_client.arm.end_effector import EndEffector
 from sinew_client.auth import key_from_environment
 from sinew_client.control import (
@@ -79,6 +79,7 @@ class Bridge:
         key = key_from_environment()
         with Client(list(contract.servers), timeout=timeout, api_key=key) as client:
             policy = client.metadata()["policy"]
+        PolicySpec.from_dict(policy)  # raises for what is no description
         contract.check(policy)
         publish = [transport.publisher(output.topic, output.type) for output in contract.outputs]
         robot: Any = TopicRobot(contract, publish, transport.now)

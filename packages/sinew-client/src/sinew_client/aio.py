@@ -104,7 +104,7 @@ class AsyncClient(BaseClient):
 
     async def metadata(self, *, timeout: float | None = None) -> dict:
         """Request the server's description of itself and its policy (:meth:`sinew_client.Client.metadata`)."""
-        return self._said(await self._drive(self._control("METADATA", "", timeout)))
+        return protocol.described(self._said(await self._drive(self._control("METADATA", "", timeout))))
 
     async def health(self, *, timeout: float | None = None) -> dict:
         """Request the status and the counters of the server."""

@@ -206,8 +206,9 @@ class Client(BaseClient):
             RequestTimeout: There was no answer in time.
             ConnectionLost: The connection broke.
             ServerError: The server answered with an error.
+            ClientError: The answer describes no policy.
         """
-        return self._said(self._drive(self._control("METADATA", "", timeout)))
+        return protocol.described(self._said(self._drive(self._control("METADATA", "", timeout))))
 
     @property
     def spec(self) -> PolicySpec:

@@ -354,6 +354,17 @@ def check_limits(chunk: ActionChunk, limits) -> None:
         )
 
 
+def described(metadata: dict) -> dict:
+    """Return metadata that describes a policy, and perhaps a server. Raises :class:`ClientError` for any other."""
+    for part, absent in (("policy", None), ("server", {})):
+        if not isinstance(metadata.get(part, absent), dict):
+            raise ClientError(
+                f"metadata: expected a description of the {part}, got {shown(metadata.get(part))}; is another service"
+                " on this port?"
+            )
+    return metadata
+
+
 def decode_metadata(reply) -> dict:
     """Return a server's description of itself. Raises :class:`ClientError` unless it is a JSON object."""
     try:
