@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew import __version__
+from sinew.bench.pauses import after_pauses
 from sinew.core import Moment, Observation, PolicySpec, Timing, machine, providers
 from sinew.engine.watch import Watch
 
@@ -44,11 +45,13 @@ def measure(
     observe: Callable[[PolicySpec], dict[str, Any]],
     advance: Callable[[str], None] = lambda _: None,
     fit_steps: Sequence[int] = (),
+    pauses: Sequence[float] = (),
 ) -> BenchResult:
     """Load, warm up and run.
 
     options: of ``sinew.load``. observe: makes the observation that is sent. advance: is called with what comes next, in
     :data:`PHASES` and ``runs`` parts. fit_steps: numbers of solver steps that a line is fitted to, none if empty.
+    pauses: seconds without a request after which the first answer is timed, none if empty.
     """
     from sinew.engine.backend import BACKENDS, choose
     from sinew.policy import Policy, open_bundle
@@ -82,6 +85,8 @@ def measure(
     seconds = clock() - warm
     apart = stages_apart(policy, observation, runs)
     fitted = line_over_steps(policy, observation, fit_steps, runs) if fit_steps else None
+    steady_ms = float(np.median(totals))
+    paused = list(after_pauses(lambda: policy.infer({**observation, "seed": 0}), pauses, steady_ms))
 
     rate = runs / seconds
     described = describe(policy, observation)
@@ -108,6 +113,7 @@ def measure(
         "samples_ms": {"total": [round(value, 3) for value in totals]},
         "roofline": roofline(policy, described),
         **({} if fitted is None else {"fit": fitted}),
+        **({"after_pause": paused} if paused else {}),
     }
     return BenchResult(record, timings, totals, apart)
 

@@ -16,6 +16,7 @@ from sinew_client.untrusted import read_json
 from sinew.bench.ladder import EngineResult, Observe
 from sinew.bench.ladder import ladder as climb
 from sinew.bench.measure import PHASES, PROMPT, SCHEMA, hardware, make_observation, measure
+from sinew.bench.pauses import COLUMNS, TITLE, parse_pauses, pause_rows
 from sinew.cli import terminal
 from sinew.cli.bench_server import ASKING, AskingFlags, ask
 from sinew.cli.options import RUNS, CountIfAny, Flag, Positive, PositiveIfAny, Runs, changed
@@ -42,6 +43,7 @@ def bench(
     fit_steps: str | None = None,
     ladder: Flag = False,
     deadline_ms: PositiveIfAny = None,
+    idle: str | None = None,
     baseline: Path | None = None,
     slower: Positive = 5.0,
 ) -> int:
@@ -64,6 +66,8 @@ def bench(
             milliseconds, processor time, memory, and the error relative to eager.
         deadline_ms: Count the inferences that take longer than this. A server also rejects a request that
             would begin later than this after its arrival.
+        idle: Seconds without a request, separated by commas, for example 0,1,10. Sinew times the first answer
+            after each pause, 3 times. It is slower if clocks have fallen and caches hold other data.
         baseline: File that `--json FILE` wrote in an earlier run of the same work on the same machine. Sinew
             compares the medians.
         slower: Percent by which the median may exceed the baseline's. A larger difference that is not chance
@@ -74,11 +78,12 @@ def bench(
         "--threads": threads, "--fit-steps": fit_steps, "--ladder": ladder or None, "--baseline": baseline
     }  # fmt: skip
     before = None if baseline is None else read_baseline(baseline)
+    pauses = parse_pauses(idle)
     if is_address(target):
         given = changed(load) or next((flag for flag, value in here.items() if value is not None), None)
         if given is not None:
             raise SinewError(f"{given}: expected a policy that is run here, got the server {target}")
-        return ask(target, runs or 50, size, prompt, solver_steps, deadline_ms, server)
+        return ask(target, runs or 50, size, prompt, solver_steps, deadline_ms, server, pauses)
     if (given := changed(server)) is not None:
         raise SinewError(f"{given}: expected the address of a server, tcp://HOST:PORT, got {target}")
     runs = runs or 20
@@ -86,7 +91,7 @@ def bench(
     options = load.keywords() | {"threads": threads}
     if ladder:
         for flag, other in {
-            "--fit-steps": fit_steps, "--deadline-ms": deadline_ms, "--baseline": baseline
+            "--fit-steps": fit_steps, "--deadline-ms": deadline_ms, "--baseline": baseline, "--idle": idle
         }.items():  # fmt: skip
             if other is not None:
                 raise SinewError(f"{flag}: cannot be combined with --ladder, got {other}")
@@ -104,6 +109,7 @@ def bench(
             lambda spec: make_observation(spec, size, prompt, solver_steps),
             advance,
             fit_steps=counts,
+            pauses=pauses,
         )
     result = found.record | {"stages_ms": stage_statistics(found.timings, found.totals, found.apart)}
     if deadline_ms is not None:
@@ -215,6 +221,8 @@ def print_report(result: dict[str, Any]) -> None:
             bold = "bold" if stage == "total" else None
             table.add_row(stage, *_cells(statistics), style=bold, end_section=stage == "postprocess")
     console.print(table)
+    if "after_pause" in result:
+        console.print(terminal.table(TITLE, *COLUMNS, rows=pause_rows(result["after_pause"])))
     print_roofline(result["roofline"], stages)
     lines = [
         (

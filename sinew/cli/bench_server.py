@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from cyclopts import Parameter, validators
 from rich.progress import track
 from sinew_client import Client
@@ -15,6 +17,7 @@ from sinew_client.auth import api_key_of
 
 from sinew import __version__
 from sinew.bench.measure import hardware, make_observation
+from sinew.bench.pauses import COLUMNS, TITLE, after_pauses, pause_rows
 from sinew.cli import terminal
 from sinew.cli.options import Whole
 from sinew.core import PolicySpec
@@ -59,8 +62,10 @@ def ask(
     solver_steps: int | None,
     deadline_ms: float | None,
     asking: AskingFlags,
+    pauses: Sequence[float] = (),
 ) -> int:
-    """Send ``requests`` observations that fit the server's policy, and print a latency table."""
+    """Send ``requests`` observations that fit the server's policy, and print a latency table. pauses: seconds without a
+    request after which the first answer is timed."""
     key = api_key_of(asking.api_key_file)
     jpeg_quality = asking.jpeg_quality
     with Client(address, timeout=asking.timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
@@ -75,6 +80,8 @@ def ask(
         runs = track(range(requests), "requests", console=terminal.console(stderr=True), transient=True)
         chunks = [server.infer({**observation, "seed": run}) for run in runs]
         seconds, travel = time.perf_counter() - start, server.frames
+        steady_ms = float(np.median([chunk.round_trip_ms for chunk in chunks]))
+        paused = list(after_pauses(lambda: server.infer(observation), pauses, steady_ms))
     result = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -91,6 +98,7 @@ def ask(
         "latency_ms": latencies(chunks),
         "chunks_per_second": requests / seconds,
         "actions_per_second": requests / seconds * metadata["policy"]["chunk_size"],
+        **({"after_pause": paused} if paused else {}),
     }
     print_report(result)
     terminal.emit(result)
@@ -116,6 +124,8 @@ def print_report(result: dict[str, Any]) -> None:
         ends = name in ("server total", "queue", "policy total")
         table.add_row(name, *(f"{statistics[key]:.2f}" for key in STATISTICS), style=bold, end_section=ends)
     console.print(table)
+    if "after_pause" in result:
+        console.print(terminal.table(TITLE, *COLUMNS, rows=pause_rows(result["after_pause"])))
     console.print(
         f"chunk rate {result['chunks_per_second']:.3f} chunks/s;"
         f" action rate {result['actions_per_second']:.1f} actions/s ({policy['chunk_size']} per chunk)"

@@ -59,6 +59,9 @@ class Bounds(ServingLimits):
             further requests as busy.
         max_batch: Maximum number of requests of different robots that are computed together: a number, or
             auto, which measures at the start. With 1, no answer depends on other clients.
+        keep_warm_s: If no request arrives for this many seconds, compute one inference of grey frames, again and
+            again, so that clocks and caches stay warm. Costs the time of one inference per period, on the device and
+            in power. A request cancels it between two stages. It clears what --reuse kept. Default: off.
         memory_gib: Memory budget for all loaded policies, in GiB. A policy that would exceed it is not
             loaded. Without the package sinew-perf, only weights count. Default: the memory of this machine.
         max_connections: Maximum number of open connections per protocol.
@@ -81,6 +84,7 @@ class Bounds(ServingLimits):
 
     queue: Count = 64
     max_batch: Count | Literal["auto"] = 1
+    keep_warm_s: PositiveIfAny = None
     memory_gib: PositiveIfAny = None
     max_connections: Count = 256
     arrival_s: Positive = ARRIVAL_S

@@ -37,7 +37,13 @@ class PolicyHost:
         self.supervisor, self.device_lock = Supervisor(stuck_s), DeviceLock()
         self.begun = WeakSet() if begun is None else begun
 
-    def start(self, policy: ServedPolicy, queue: int = 64, max_batch: int | None = 1) -> Scheduler:
+    def start(
+        self,
+        policy: ServedPolicy,
+        queue: int = 64,
+        max_batch: int | None = 1,
+        keep_warm_s: float | None = None,
+    ) -> Scheduler:
         """Return a policy's scheduler, once that is warm. Raises what the warm-up raised."""
         scheduler = Scheduler(
             policy,
@@ -45,6 +51,7 @@ class PolicyHost:
             supervisor=self.supervisor,
             max_batch=max_batch,
             device_lock=self.device_lock,
+            keep_warm_s=keep_warm_s,
         )
         self.begun.add(scheduler)
         scheduler.start()
@@ -57,7 +64,8 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
     """
     host = host or PolicyHost()
     host.supervisor.watch(policy.problem)  # reports changes of the mapped weight files
-    scheduler = host.start(policy, bounds.queue, None if bounds.max_batch == "auto" else bounds.max_batch)
+    batch = None if bounds.max_batch == "auto" else bounds.max_batch
+    scheduler = host.start(policy, bounds.queue, batch, bounds.keep_warm_s)
     about = describe(policy)
     runs = about["server"]
     logger.info(

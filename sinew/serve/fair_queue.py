@@ -73,8 +73,9 @@ class FairQueue(Generic[T]):
         for _ in items:
             self._signals.put(None)
 
-    def get(self) -> T | None:
-        """Wait for an item whose owner's turn it is. None after ``end``: there are no more."""
+    def get(self, timeout: float | None = None) -> T | None:
+        """Wait for an item whose owner's turn it is. None after ``end``: there are no more. Raises TimeoutError if none
+        comes within ``timeout`` seconds."""
         waited = False
         while True:
             with self._lock:  # looked at first: a thread that was killed may have taken a signal and no item
@@ -83,7 +84,10 @@ class FairQueue(Generic[T]):
                     break
                 if self._ended:
                     return None
-            self._signals.get()
+            try:
+                self._signals.get(timeout=timeout)
+            except Empty:
+                raise TimeoutError from None
             waited = True
         if not waited:  # its own signal, and never that of another item, for which another thread may wait
             with contextlib.suppress(Empty):

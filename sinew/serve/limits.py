@@ -12,6 +12,7 @@ class ServingLimits:
 
     queue: int = 64
     max_batch: int | Literal["auto"] = 1
+    keep_warm_s: float | None = None
     action_limits: str = "refuse"
     action_margin: float = 10.0
     state_margin: float = 20.0

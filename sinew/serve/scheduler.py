@@ -76,6 +76,7 @@ class Scheduler:
         supervisor: Keeps the threads alive, and collects problems.
         device_lock: Lets the schedulers of several policies take turns; None computes at any time.
         workers: Inferences at once, for a policy that computes elsewhere and only waits here.
+        keep_warm_s: Seconds without a request after which the policy computes once for nobody; None never does.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Scheduler:
         max_batch: int | None = 1,
         device_lock: DeviceLock | None = None,
         workers: int = 1,
+        keep_warm_s: float | None = None,
     ):
         for name, number in (("queue_size", queue_size), ("max_batch", max_batch), ("workers", workers)):
             if number is not None and number < 1:
@@ -98,6 +100,10 @@ class Scheduler:
         self._broken: str | None = None  # why the policy cannot infer even what it is warmed up with
         self._failures = 0  # unforeseen ones in a row
         self.device_lock, self._workers = device_lock, workers
+        self._keep_warm_s, self._arrived = (
+            keep_warm_s,
+            threading.Event(),
+        )  # a request did, since the last wait
         self.supervisor = supervisor or Supervisor()
         self._quiet = RateLimitedLog(logger)
         self._received: FairQueue[ServingJob] = FairQueue()
@@ -169,6 +175,7 @@ class Scheduler:
             self._admission.enter(job)
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
             (self._ready if idle else self._received).put(job.connection, job)
+            self._arrived.set()
         if older is not None:
             self._finish(older, SupersededError("a newer observation of this session has arrived"))
         for each in displaced:
@@ -308,7 +315,7 @@ class Scheduler:
         self._warm_up()
         if self._warm_up_error is not None:
             return
-        while (job := self._ready.get()) is not None:
+        while (job := self._next_ready()) is not None:
             with self.device_lock or contextlib.nullcontext():
                 # What was first may have been replaced while others computed; its successor has its turn.
                 jobs: list[ServingJob] = []
@@ -317,6 +324,28 @@ class Scheduler:
                 if job is not None:
                     self._answer(job, jobs)
             job, jobs = None, []  # keeps no frames until the next one comes
+
+    def _next_ready(self) -> ServingJob | None:
+        """Wait for the next request, and keep the policy warm meanwhile if that was requested."""
+        while True:
+            arrived = self._arrived = (
+                threading.Event()
+            )  # before the wait: a request that comes after it ends the run
+            try:
+                return self._ready.get(self._keep_warm_s)
+            except TimeoutError:
+                self._compute_for_nobody(arrived)
+
+    def _compute_for_nobody(self, arrived: threading.Event) -> None:
+        """Run one inference of grey frames, which keeps clocks and caches warm. arrived: ends it between two stages."""
+        try:
+            inputs = self.policy.prepare(self.policy.dummy_observation())
+            with self.device_lock or contextlib.nullcontext():
+                self.policy.run(inputs, cancel=arrived)
+        except CancelledError:
+            pass
+        except Exception as error:  # noqa: BLE001 - the next request shows whether the policy works
+            self._quiet.error("the policy failed while it was kept warm", error)
 
     def _warm_up(self) -> None:
         """Warm the policy up on the first thread that comes here; the others wait for it."""
