@@ -25,7 +25,8 @@ from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.kernels import tiles
 from tests.engine.cuda.test_cuda_full_size import META, program
 
-SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have
+# KiB that a program may have: A100, Orin, RTX 40, H100, B100, Thor, RTX 50.
+SHARED = {80: 163, 87: 163, 89: 99, 90: 227, 100: 227, 110: 227, 120: 99}
 MODELS = {"pi0.5": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
 VARIANTS: dict[str, tuple[str, ...]] = {
     "bfloat16": (),
@@ -33,14 +34,18 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }  # what is in FP8
 CASES = {  # what differs between architectures and models, and not all that there is: each takes seconds
     80: {"bfloat16": ("pi0.5", "smolvla")},
+    87: {"bfloat16": ("pi0.5", "smolvla")},
     89: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("pi0.5",)},
     90: {
         "bfloat16": tuple(MODELS),
         "FP8": ("pi0.5", "smolvla"),
     },
+    100: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",)},
+    110: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",)},
+    120: {"bfloat16": ("pi0.5", "smolvla"), "FP8": ("smolvla",)},
 }
 
-QUICK = {  # every variant, for the newest GPU; what there is beyond it is slow
+QUICK = {  # every variant, for one GPU; what there is beyond it is slow
     "bfloat16": ("pi0.5", "smolvla"),
     "FP8": ("smolvla",),
 }

@@ -55,7 +55,9 @@ def test_the_registry_the_tiles_and_the_checks_name_the_same_kernels() -> None:
 
 
 def test_architectures() -> None:
-    assert [architecture(c) for c in (80, 86, 87, 89, 90, 100, 120)] == [80, 89, 80, 89, 90, 90, 89]
+    assert [architecture(c) for c in (80, 86, 87, 89, 90, 100, 110, 120)] == [
+        *(80, 89, 80, 89, 90, 90, 90, 89)
+    ]
     with pytest.raises(ValueError, match=r"compute capability: expected 8\.0 or newer, got 7\.5"):
         architecture(75)
 

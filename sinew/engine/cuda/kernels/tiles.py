@@ -34,8 +34,9 @@ NO_GPU = (
 )
 ARCHITECTURES = (80, 89, 90)
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have
-# Compute capabilities that have another one's shared memory and instructions: A10, RTX 3090; Orin; B200; RTX 5090.
-LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 120: 89, 121: 89}
+# Compute capabilities that have another one's shared memory and instructions: A10, RTX 3090; Orin; B200; Thor; RTX
+# 5090.
+LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 110: 90, 120: 89, 121: 89}
 
 _WIDE = Tile(128, 128, 32, warps=8, stages=4)
 _PAIRED = Tile(128, 64, 32, warps=8, stages=4)
