@@ -171,7 +171,8 @@ $(LIGHT): $(SOURCES)
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e ./eval -e '.[demo]'
+	# sinew before eval and perf: pip 23 looks on the index for what it has not read yet.
+	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e '.[demo]' -e ./eval
 	@touch $@
 
 $(READY): $(LIGHT)
@@ -182,7 +183,7 @@ ifeq ($(TORCH_INDEX)$(shell uname -s),Linux)
 endif
 	# torch first and pinned: a plain install of the rest could pull another build of it.
 	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e ./eval -e ./perf -e '.[dev,sim]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e '.[dev,sim]' -e ./eval -e ./perf
 	# The real client of a wire that tests talk to. Its metadata asks for numpy below 2, its code does not.
 	$(PIP) install --no-deps openpi-client==0.1.2
 	@touch $@

@@ -49,10 +49,10 @@ PLATFORMS: dict[str, tuple[str, list[str]]] = {
 HOME = "Linux x86-64"
 ROLES = {
     "client": [CLIENT],
-    "demo": [CLIENT, EVAL, ".[demo]"],
+    "demo": [CLIENT, ".[demo]", EVAL],
     "onnx": [CLIENT, ".[onnx]"],
-    "full": [CLIENT, EVAL, PERF, ".[full]"],
-    "everything": [CLIENT, EVAL, PERF, ".[dev,sim]"],
+    "full": [CLIENT, ".[full]", EVAL, PERF],
+    "everything": [CLIENT, ".[dev,sim]", EVAL, PERF],
 }
 UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
 

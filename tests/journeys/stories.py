@@ -228,8 +228,8 @@ def openpi_client(walk: Walk) -> None:
 
 def readme(walk: Walk) -> None:
     why = "`make journeys` made the environment that this runs in, with everything of .[full]"
-    walk.leaves("pip install -c constraints.txt ./packages/sinew-client ./eval '.[demo]'", why)
-    walk.leaves("pip install -c constraints.txt ./packages/sinew-client ./eval ./perf '.[full]'", why)
+    walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[demo]' ./eval", why)
+    walk.leaves("pip install -c constraints.txt ./packages/sinew-client '.[full]' ./eval ./perf", why)
     walk.type(
         "sinew demo --episodes 5 --sweep-episodes 0 --no-film", says=(r"closed loop: [45]/5", "95 % interval")
     )
@@ -302,7 +302,7 @@ def commands(walk: Walk) -> None:
 
 def quick_start(walk: Walk) -> None:
     walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client ./eval ./perf '.[full]'",
+        "pip install -c constraints.txt ./packages/sinew-client '.[full]' ./eval ./perf",
         "made the environment that this runs in",
     )
     won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0 --episodes 3"), 1, of=3)
@@ -930,7 +930,7 @@ def low_bit(walk: Walk) -> None:
 
 def eval_package(walk: Walk) -> None:
     walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client ./eval '.[onnx]'",
+        "pip install -c constraints.txt ./packages/sinew-client '.[onnx]' ./eval",
         "resolved by the test of install lines; the README's made the environment that this runs in",
     )
     walk.type("sinew demo act --episodes 20", instead=("--episodes 20", "--episodes 2 --sweep-episodes 0"))
@@ -951,7 +951,7 @@ def eval_package(walk: Walk) -> None:
 
 def perf_package(walk: Walk) -> None:
     walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client ./perf .",
+        "pip install -c constraints.txt ./packages/sinew-client . ./perf",
         "resolved by the test of install lines; the README's made the environment that this runs in",
     )
     walk.type("sinew perf run pi0.5 --hardware agx-orin --hardware h200", says=("AGX Orin", "H200"))

@@ -23,7 +23,7 @@ def test_every_install_line_is_understood() -> None:
     assert {"README.md", "docs/install.md", "Makefile", "docker/install.sh"} <= where
     assert any(line.uv for line in lines)
     texts = {line.text for line in lines}
-    assert "pip install -c constraints.txt ./packages/sinew-client ./eval '.[demo]'" in texts
+    assert "pip install -c constraints.txt ./packages/sinew-client '.[demo]' ./eval" in texts
 
 
 def test_what_is_exempt_is_there() -> None:
