@@ -98,7 +98,7 @@ def _name(path: Path, root: Path) -> str:
 
 def sha256(path: Path, size: int) -> str:
     """Return the SHA-256 of a regular file of ``size`` bytes in hexadecimal digits; a big one is a task of blocks."""
-    if size < LONG:  # read before anybody could see it
+    if size < LONG:  # A smaller file is read too fast for a progress bar.
         return digest(path, size)
     with progress.task(f"reading {path.name}", -(-size // BLOCK)) as advance:
         return digest(path, size, advance)

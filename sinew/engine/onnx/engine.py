@@ -354,7 +354,7 @@ class OnnxEngine(Engine):
         if missing < 0:
             raise SinewError(f"views: expected at most {self.graphs.views}, got {camera_mask.shape[1]}")
         if missing:
-            # None where a moment's stand for all moments
+            # None if the image tokens of one moment are used for all moments
             spare = max(0, self._views_read - image_tokens.shape[1])
             image_tokens = np.pad(image_tokens, ((0, 0), (0, spare), (0, 0), (0, 0)))
             camera_mask = np.pad(camera_mask, ((0, 0), (0, missing)))

@@ -82,7 +82,7 @@ class Evo1Config:
         if not self.action_dim <= self.max_action_dim:
             raise ValueError(f"action_dim {self.action_dim}: expected at most {self.max_action_dim}")
         if len(self.blank) not in (0, 3) or bool(self.blank) != bool(self.rows):
-            raise ValueError("blank: expected three numbers with rows, and none without")
+            raise ValueError("blank: expected three numbers if rows is above 0, and no numbers if rows is 0")
 
 
 class Evo1Context(NamedTuple):

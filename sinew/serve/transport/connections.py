@@ -71,7 +71,7 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.answered(self, size)
 
     def keep(self, size: int) -> None:
-        """So many bytes of it outlive the answers."""
+        """Count bytes of this connection's memory that stay in use after its requests are answered."""
         if self._all is not None:
             self._all.ledger.keep(self, size)
 

@@ -115,7 +115,7 @@ def prepare(
     vectors = {"weight": weight, "shift": shift, "branch_bias": branch_bias, "gate": gate}
     for name in ("branch_bias", "gate"):
         if vectors[name] is not None and branch is None:
-            raise ValueError(f"{name}: expected only where there is a branch")
+            raise ValueError(f"{name}: can only be passed together with a branch")
     for name, tensor in (("stream", stream), ("branch", branch), ("total", total), ("normed", normed)):
         if tensor is not None:
             check(name, tensor, (M, C), rows_apart=True)
