@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,8 @@ def prepare(
                 timed = _time(opened, started, choice, size, memory_gib, again)
             if timed is not None and (done is None or timed.taken):
                 done = Preparing(timed.why, timed, need=size)
+            elif timed is not None and done is not None:  # nothing that was made is faster: say what is
+                done = replace(done, text=f"{done.text}; {timed.why}")
     if done is None:
         text = f"engine {choice.engine} is the fastest that can run it: {choice.engine_reason}"
         return Preparing(text, kept=prepared.kept(opened.path, choice.engine, threads))
