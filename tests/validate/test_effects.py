@@ -114,3 +114,21 @@ def test_the_doctor_prints_the_effects(tmp_path: Path, capsys: pytest.CaptureFix
     assert "state; the sampler's noise changes the actions by" in printed
     main([*words, "--no-effects"])
     assert "effects" not in json.loads(told.read_text())
+
+
+def test_an_evaluation_prints_the_effects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mujoco")
+    told = tmp_path / "told.json"
+    words = ["eval", "pen", "--episodes", "1", "--workers", "1", "--effects", "--json", str(told)]
+    assert main(words) == 0
+    (found,) = json.loads(told.read_text())["effects"].values()
+    assert found["unused"] == []
+    assert {each["input"] for each in found["effects"]} == {
+        "instruction",
+        "camera now",
+        "camera previous",
+        "state",
+    }
+    assert "the actions depend on every input" in " ".join(capsys.readouterr().out.split())
+    assert main(["eval", "expert", "--env", "sinew/Pen-v0", "--episodes", "1", "--effects"]) == 1
+    assert "--effects: expected a bundle, got expert" in capsys.readouterr().err

@@ -97,6 +97,8 @@ class EpisodeFlags:
             after the other.
         realtime: Pace the environment by the clock and use the measured latency.
         noise: Number that enters every noise seed. Default: 0.
+        effects: After the episodes, measure by how much the actions change if one input changes: the
+            instruction, each camera, the state. Needs bundles.
         adapter: Adapter for environments of other projects: a .json mapping or module:Class.
         env_options: Arguments of the environment's constructor, as a JSON object.
         reset_options: Options of every reset, as a JSON object.
@@ -121,6 +123,7 @@ class EpisodeFlags:
     batch: Count | Literal["auto"] = 1
     realtime: Flag = False
     noise: WholeIfAny = None
+    effects: Flag = False
     adapter: str | None = None
     env_options: str | None = None
     reset_options: str | None = None
@@ -217,9 +220,28 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     if on.record_gate is not None:
         record(report).write(on.record_gate)
     print_report(report)
+    if on.effects:
+        report["effects"] = _effects(run)
     terminal.emit(_told(report))
     broke = status.ended(report["failed"])
     return status.EXIT_ERROR if failed else broke
+
+
+def _effects(run: _Run) -> dict[str, Any]:
+    """Measure and print the effects of the inputs of each policy; return them by its name."""
+    from sinew.cli.doctor_observe import effects_table
+
+    from sinew_eval.episodes.effects import effects_of
+
+    if run.elsewhere is not None:
+        raise SinewError("--effects: expected a task that is played in this interpreter")
+    measured = {}
+    for variant in {each.target: each for each in run.variants}.values():
+        found = effects_of(run.task, variant, run.seeds[0])
+        terminal.console().print(effects_table(found))
+        terminal.console(markup=False).print(f"{variant.target}: {found.text()}")
+        measured[variant.target] = found.to_dict()
+    return measured
 
 
 # ----------------------------------------------------------------------------- what is asked for

@@ -1,0 +1,45 @@
+"""By how much a policy's actions change in an episode if one of its inputs changes."""
+
+from __future__ import annotations
+
+from sinew.checks.effects import OBSERVATIONS, Effects, measure
+from sinew.core import Observation, SinewError
+
+from sinew_eval.episodes.player import EpisodePlayer
+from sinew_eval.episodes.policies import InProcess
+from sinew_eval.episodes.settings import Task, Variant
+
+APART = 8  # control steps between two of the observations
+
+
+def effects_of(task: Task, variant: Variant, seed: int) -> Effects:
+    """Measure the effects of a policy's inputs on the first observations of an episode.
+
+    Args:
+        task: The task.
+        variant: The policy, a bundle that computes here.
+        seed: Seed of the episode.
+
+    Raises:
+        SinewError: The policy computes elsewhere.
+    """
+    player = EpisodePlayer(task)
+    try:
+        policy = player.ready(variant)
+        if not isinstance(policy, InProcess):
+            raise SinewError(
+                f"--effects: expected a bundle, got {variant.target}; measure it where it is loaded"
+            )
+        env, adapter = player.env, player.adapter
+        found: list[Observation] = []
+        raw, _ = env.reset(seed=seed, options=task.reset_options)
+        while len(found) < OBSERVATIONS:
+            observation = Observation.from_mapping({**adapter.observation(raw), "seed": len(found)})
+            found.append(observation)
+            for row in policy.policy.infer(observation).actions[:APART]:
+                raw, _, terminated, truncated, _ = env.step(adapter.action(row))
+                if terminated or truncated:
+                    return measure(policy.policy, found)
+        return measure(policy.policy, found)
+    finally:
+        player.close()
