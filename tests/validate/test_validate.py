@@ -241,7 +241,7 @@ def test_success_is_held_to_a_share_of_the_references(wins, episodes, passed, we
         True
     ] * weak
     if not passed:
-        assert "94 wins are below 0.95 of the reference's 100" in record["gate"]["text"]
+        assert "fails: 94 wins, required are 95 wins, 0.95 of the reference's 100" in record["gate"]["text"]
 
 
 def test_bounds_follow_the_lowest_precision(bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -78,11 +79,12 @@ def kept_record(
 def as_required(gate: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict of a success gate that was played, held to ``SUCCESS`` of the reference's success as well if
     it played ``EPISODES`` or more."""
-    wins, least = gate["wins"], SUCCESS * gate["recorded_wins"]
-    if gate["episodes"] < EPISODES or wins >= least:
+    wins, least = gate["wins"], math.ceil(SUCCESS * gate["recorded_wins"])
+    if gate["episodes"] < EPISODES:
         return gate
-    fault = f"{wins} wins are below {SUCCESS:g} of the reference's {gate['recorded_wins']}"
-    return {**gate, "passed": False, "text": f"{gate['text']}; fails: {fault}"}
+    required = f"required are {least} wins, {SUCCESS:g} of the reference's {gate['recorded_wins']}"
+    failed = f"fails: {wins} wins, {required}" if wins < least else required
+    return {**gate, "passed": gate["passed"] and wins >= least, "text": f"{gate['text']}; {failed}"}
 
 
 def weaker(parity: dict[str, Any], gate: dict[str, Any]) -> list[str]:
