@@ -250,9 +250,8 @@ def _prove(
     found = kept_record(
         bundle.path, parity, f"sinew prepare {bundle.path}", skipped="not played: sinew validate plays it"
     )
-    if not parity["passed"] or proofs.lacking(
-        bundle.path, engine, device
-    ):  # An earlier proof whose success gate was played is kept.
+    # An earlier proof whose success gate was played is kept.
+    if not parity["passed"] or proofs.lacking(bundle.path, engine, device):
         with _kept_as(f"{proofs.folder()}: expected to keep the proof there"):
             proofs.keep(bundle.path, engine, device, found)
     if parity["passed"]:

@@ -23,10 +23,8 @@ from sinew.steps.image.base import ImageStep
 SCALE_BITS = 16  # fixed point of the colour transforms
 HALF = 1 << (SCALE_BITS - 1)
 FORWARD_BITS, PASS_BITS = 13, 2  # fixed point of the forward transform, and of what its first pass keeps
-INVERSE_BITS, DESCALE_BITS = (
-    8,
-    5,
-)  # fractional bits of the inverse transform: two of its own, and three for its gain of 8
+# Fractional bits of the inverse transform. The last five are two of its own, and three for its gain of 8.
+INVERSE_BITS, DESCALE_BITS = 8, 5
 
 LUMA = np.array(  # Annex K of ITU-T T.81, table K.1
     [
