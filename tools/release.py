@@ -190,11 +190,14 @@ def tried(out: Path, extra: str) -> None:
         }
         environment["PATH"] = f"{home / 'env' / 'bin'}:{os.environ['PATH']}"
         python, own = str(home / "env" / "bin" / "python"), f"sinew-vla[{extra}]=={__version__}"
+        parts = [
+            f"sinew-vla-{part}=={__version__}" for part in ("client", "eval")
+        ]  # what the extra requires of ours
         alone = ["--no-deps", "--index-url", (out / "simple").resolve().as_uri()]
         apart = environment | {"PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
         for words, where in (
             ([sys.executable, "-m", "venv", str(home / "env")], environment),
-            ([python, "-m", "pip", "install", "-q", *alone, own, f"sinew-vla-client=={__version__}"], apart),
+            ([python, "-m", "pip", "install", "-q", *alone, own, *parts], apart),
             ([python, "-m", "pip", "install", "-q", "-c", str(out / "constraints.txt"), own], environment),
             *((line.replace("OUT", str(home / "out")).split(), environment) for line in TRIED),
         ):
