@@ -76,6 +76,10 @@ STAGES = {
         "step0",
         "model_output",
         "layer",
+        "gpt_",
+        "code_logits",
+        "offsets_all",
+        "decoded",
     ),
 }
 
