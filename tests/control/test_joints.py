@@ -125,7 +125,7 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
         (["pan", "lift", "jaw"], {"grip": "claw"}, "--rename-joint jaw=grip"),
         (["jaw", "b", "a"], {}, "map them, for each of pan, lift, grip: --rename-joint NEW=JOINT, NEW"),
         (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--rename-joint: expected joints of the policy, pan"),
-        (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "say which is which"),
+        (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "map them, for each of pan, lift, grip"),
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
         ("pan", {}, "joints: expected a list of joint names"),
         ([1, 2, 3], {}, "joints: expected a list of joint names"),
