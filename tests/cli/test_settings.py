@@ -172,7 +172,7 @@ def test_where_the_file_is_named(
             "SINEW_FLEET_API_KEY_FILE: expected a flag of one of its commands",
         ),
         ("[perf]\nsteps = 3", {}, r"\[perf\] steps: expected a table of a command"),
-        ("[serve]\nmax-batch = 2\nmax_batch = 3", {}, "max_batch: expected once"),
+        ("[serve]\nmax-batch = 2\nmax_batch = 3", {}, "max_batch: expected one spelling"),
         ("", {"SINEW_SERVE_PORT": "8000"}, "SINEW_SERVE_PORT: no flag of `sinew serve` is called so"),
     ],
 )
