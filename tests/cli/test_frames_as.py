@@ -21,7 +21,7 @@ def test_how_frames_travelled_is_reported(tmp_path: Path, capsys: pytest.Capture
     arguments = ("--replay", records, "--wire", "native:0", "--replay-latency", "none")
     with serving(tmp_path, *arguments, command=("-c", WITHOUT_TORCH)) as server:
         line = ["run", server.address, "--robot", "dry", "--hz", "20", "--seconds", "0.5", "--prompt", "go"]
-        for given, said in (((), "raw: "), (("--frames-as", "80"), "JPEG 80: asked for")):
+        for given, said in (((), "raw: "), (("--frames-as", "80"), "JPEG 80: chosen by the user")):
             assert main([*line, *given, "--json"]) in (0, 3)
             captured = capsys.readouterr()
             told = json.loads(captured.out.splitlines()[-1])["frames"]
