@@ -16,7 +16,7 @@ READERS = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from sinew.bundle.digests import Memo
+from sinew.bundle.digests import DigestCache
 from sinew.convert.sources import cache
 from sinew.core import PolicySpec, SinewError, machine
 from sinew.engine import prepared, proofs
@@ -53,7 +53,7 @@ def lock(path):
         return "locked"
 
 def memo(path):
-    return Memo(work, path.parent).known
+    return DigestCache(work, path.parent).known
 
 def proof(path):
     return proofs.lacking(pen, "onnx", "cpu"), proofs.records(pen)
@@ -65,7 +65,7 @@ for kind in sys.argv[3:]:
     readers = {
         "lock": (home / "a" / ".entry.lock", lambda path: lock(path.parent / "entry")),
         "source.json": (home / "entry" / "source.json", lambda path: cache.CacheEntry(path.parent)),
-        "digests": (Memo(work, home / "digests").path, memo),
+        "digests": (DigestCache(work, home / "digests").path, memo),
         "proof": (proofs._path(pen, "onnx", "cpu"), proof),
         "prepared": (prepared._path(pen, "onnx"), lambda path: prepared.kept(pen, "onnx")),
         "fp8": (scales.path_of("a" * 64), lambda path: scales.load("a" * 64)),

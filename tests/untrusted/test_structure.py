@@ -23,7 +23,7 @@ OWN = (
     "named by the person at this machine",
 )
 MARK = re.compile(rf"# (?:own file: (?:{'|'.join(OWN)})|bounded: [a-z][a-z ]{{10,60}})$")
-MOST_MARKS = 30  # a sixth of the files that read: the bounded reader is the rule
+MOST_MARKS = 32  # a sixth of the files that read: the bounded reader is the rule
 PARSERS = re.compile(
     r"(?:json|simplejson|orjson|ujson)\.loads?|msgspec\.(?:json|msgpack|yaml|toml)\.decode|tom(?:llib|li)\.loads?"
     r"|(?:numpy|np)\.(?:load|loadtxt|genfromtxt|fromfile|memmap)|(?:\w+\.)?_?msgpack\.(?:unpackb?|Unpacker|loads?)"
