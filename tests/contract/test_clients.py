@@ -154,7 +154,7 @@ class OfStreams(Blocking):
         while time.monotonic() < end:
             self.client.send([0.5], 1.0, images=OBSERVATION["images"])
             if not self.client.wait_connected(0.02):
-                if "no ZeroMQ" in self.client.error:
+                if "not a ZeroMQ" in self.client.error:
                     raise ConnectionLost(self.client.error)
                 if self.client._closed:
                     raise ClientError("the client is closed")

@@ -115,7 +115,7 @@ def test_an_exported_folder_runs_by_itself(bundle, folder, g, tmp_path):
 
 def test_export_does_not_overwrite(bundle, folder, capsys):
     assert main(["export", str(bundle), "--onnx", str(folder)]) == 1
-    assert "expected a new folder" in capsys.readouterr().err.replace("\n", " ")
+    assert "the folder already exists; choose a new one" in capsys.readouterr().err.replace("\n", " ")
     assert not list(folder.parent.glob("robot.*"))
 
 

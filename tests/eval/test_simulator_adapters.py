@@ -20,6 +20,7 @@ import pytest
 
 gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
+import sinew_eval  # noqa: E402
 from sinew_eval import suites  # noqa: E402
 from sinew_eval.episodes import campaign  # noqa: E402
 from sinew_eval.episodes.adapters import Mapped, read_mapping  # noqa: E402
@@ -32,6 +33,7 @@ from sinew_eval.suites import aloha, conventions, libero, metaworld, pusht, simp
 from sinew_eval.suites.base import SimulatorFrame, Tasks, drawing  # noqa: E402
 from sinew_eval.suites.mapping import Mapping  # noqa: E402
 
+import sinew  # noqa: E402
 from sinew.bundle import Bundle, write_bundle  # noqa: E402
 from sinew.cli import main  # noqa: E402
 from sinew.cli.run_robot import RobotFlags  # noqa: E402
@@ -49,7 +51,7 @@ from sinew.serve.service import Service  # noqa: E402
 from sinew.serve.transport.listen import Listen  # noqa: E402
 from sinew.serve.wires import open_wires, parse  # noqa: E402
 
-PACKAGE = Path(foreign.__file__).resolve().parents[2]
+PACKAGE = Path(sinew.__file__).resolve().parent
 PEN = PACKAGE / "assets" / "pen.gguf"
 HALF = np.sqrt(0.5)
 PLAIN = {"size": 64, "plain": True}  # Meta-World drawn in 13 ms instead of hundreds
@@ -463,7 +465,7 @@ def test_what_the_other_interpreter_imports_needs_no_torch() -> None:
 def test_it_may_be_an_older_python() -> None:
     """The syntax, at least; the worker itself must be read by any, to say so."""
     ast.parse(Path(foreign_worker.__file__).read_text(), feature_version=(3, 8))
-    eval_ = PACKAGE / "eval"
+    eval_ = Path(sinew_eval.__file__).parent
     for path in (
         *eval_.rglob("*.py"),
         *(PACKAGE / "core").rglob("*.py"),

@@ -607,6 +607,10 @@ with Client("{NATIVE}", timeout=120) as client:
 """,
         )
         walk.run("python still.py")
+        walk.type(
+            "sinew bench tcp://127.0.0.1:5555 --idle 0,1,10", adds="--runs 3", says=("of the steady p50",)
+        )
+    walk.type("sinew bench policy.gguf --idle 0,1,10", adds="--runs 3", says=("of the steady p50",))
     walk.leaves("sinew serve policy.gguf --device cuda --engine cuda", "needs a GPU: make gpu")
     walk.type("sinew export policy.gguf --onnx robot/")
     with walk.serving("sinew serve robot/"):

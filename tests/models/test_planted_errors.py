@@ -51,6 +51,7 @@ STAGES = {
     ),
     "language": (
         "kv",
+        "prefix.",
         "prefix_out",
         "lm_layer",
         "backbone",

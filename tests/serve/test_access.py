@@ -263,7 +263,8 @@ BINDS = {
     "run_app", "add_insecure_port", "add_secure_port", "HTTPServer", "ThreadingHTTPServer", "TCPServer",
     "ThreadingTCPServer", "tcp_socket", "unix_socket",
 }  # fmt: skip
-CHECKS = {"refused_page", "check_key", "authorize"}
+# Zenoh itself checks the key that `_require_key` gives it (tests/serve/test_lerobot_remote_wire.py).
+CHECKS = {"refused_page", "check_key", "authorize", "_require_key"}
 SOCKETS = "sinew/serve/transport/listen.py"  # makes sockets, and answers nobody
 # A port of this machine that is closed again: whether loopback can be listened on (sinew doctor)
 PROBES = {"sinew/checks/__init__.py"}
@@ -307,6 +308,7 @@ def test_each_place_that_binds_a_socket_checks_access() -> None:
     assert set(found) == {
         "eval/sinew_eval/farm/hosts.py",
         "sinew/serve/transport/web.py",
+        "sinew/serve/transport/zenoh_node.py",
         "sinew/serve/transport/zeromq.py",
         "sinew/serve/wires/lerobot/wire.py",
     }

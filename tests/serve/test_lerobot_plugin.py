@@ -38,7 +38,14 @@ def lerobot(
     release: str, plugin: Path, *words: object, path: Sequence[Path] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of ``lerobot_plugin.py``; ``path``: more folders to import from."""
-    found = (*path, plugin, ROOT, ROOT / "packages" / "sinew-client" / "src", lerobot_folder(release))
+    found = (
+        *path,
+        plugin,
+        ROOT,
+        ROOT / "eval",
+        ROOT / "packages" / "sinew-client" / "src",
+        lerobot_folder(release),
+    )
     return processes.run(
         [CLIENTS, SCRIPT, *words],
         env={
@@ -188,13 +195,13 @@ def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, t
     found = json.loads(done.stdout.splitlines()[-1])
     told, chunks, frames, folder = found[:7], found[7:11], found[11:16], found[16]
     assert [each.partition(", got ")[0] for each in told] == [
-        f"ClientError: policy{what}"
+        f"ClientError: {what}"
         for what in (
-            *[": expected a map"] * 2,
-            ".chunk_size: expected 1 or more",
-            ".action.dim: expected a whole number",
-            ".cameras[0]: expected a map",
-            *[".n_action_steps: expected 0 to 20"] * 2,
+            *["metadata: expected a description of the policy"] * 2,
+            "policy.chunk_size: expected 1 or more",
+            "policy.action.dim: expected a whole number",
+            "policy.cameras[0]: expected a map",
+            *["policy.n_action_steps: expected 0 to 20"] * 2,
         )
     ]
     assert chunks == [f"{CHUNK}{shape}" for shape in ("[20, 3]", "[20, 1]", "[1, 2]", "[21, 2]")]

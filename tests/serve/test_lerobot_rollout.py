@@ -54,7 +54,14 @@ class Rollout:
             f"--task={TASK}",
         )
         words = [str(CLIENTS), str(SCRIPT), "lerobot-rollout", "--policy.type=sinew", *robot, *ours]
-        paths = (folder, plugin, ROOT, ROOT / "packages" / "sinew-client" / "src", lerobot_folder(release))
+        paths = (
+            folder,
+            plugin,
+            ROOT,
+            ROOT / "eval",
+            ROOT / "packages" / "sinew-client" / "src",
+            lerobot_folder(release),
+        )
         self.keys, terminal = pty.openpty()
         with self.log.open("w") as log:
             self.process = processes.Process(

@@ -414,7 +414,7 @@ def test_an_engine_that_is_slower_is_not_taken(act: Path, tmp_path: Path, monkey
         assert main(["prepare", str(act), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["taken"], told["prepared"], told["against"]) == (False, True, "plan")
-    assert told["seconds"]["onnx"] > 0.1 > told["seconds"]["plan"] > 0
+    assert told["seconds"]["onnx"] > told["seconds"]["plan"] > 0
     assert told["why"].startswith(
         "engine onnx is not taken: it is not 5% faster (processor ms of a chunk, measured on"
     )
@@ -506,7 +506,9 @@ def test_what_can_be_prepared(golden_bundle: Path) -> None:
         assert [each.engine for each in candidates(bundle, choose(bundle, device="cpu"))] == ["onnx"]
         assert candidates(bundle, choose(bundle, "onnx", device="cpu")) == []
         halved = candidates(bundle, choose(bundle, dtype="bf16", device="cpu"))
-        assert [each.engine for each in halved] == ["plan"]  # not verified in bf16 yet; the graphs are fp32
+        # None is verified in bf16 yet, and the graphs are fp32. Engine cpu needs the instruction.
+        expected = ["cpu", "plan"] if "avx512_bf16" in machine.cpu_flags() else ["plan"]
+        assert [each.engine for each in halved] == expected
 
 
 def test_what_cannot_be_prepared(monkeypatch) -> None:
@@ -591,6 +593,8 @@ def test_a_folder_that_cannot_be_written(golden_bundle: Path, monkeypatch, caplo
         "--json",
         "--device",
         "cpu",
+        "--threads",
+        "1",
         "--memory-gib",
         "1.000000",
     ]

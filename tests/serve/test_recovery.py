@@ -313,7 +313,7 @@ def test_no_more_connections_are_promised_than_can_be_open(caplog):
         assert [connections_within(256, servers) for servers in (1, 2, 3)] == [256, 256, 256]
         assert not caplog.records
         assert (connections_within(2000, 1), connections_within(2000, 2)) == (1024 - 128, (1024 - 128) // 2)
-        assert "--max-connections 2000: 448 on each of 2 ports" in caplog.messages[-1]
+        assert "--max-connections 2000: limited to 448 on each of 2 ports" in caplog.messages[-1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
         assert connections_within(256, 2) == 25
     finally:

@@ -100,7 +100,9 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                         patched.setattr(policy.processor, "prepare", lambda *_, odd=odd, **__: odd)
                         with pytest.raises(SinewError, match=f"^{said}$"):
                             robot.infer(observation)
-                with pytest.raises(SinewError, match="^question: expected nothing, .*, got a split one$"):
+                with pytest.raises(
+                    SinewError, match="^question: expected no request for text, .*, got a split one$"
+                ):
                     robot.infer(replace(observation, question="what is it?"))
                 with monkeypatch.context() as patched:
                     patched.setattr(at.service, "reset", lambda *given: begun.append(given))

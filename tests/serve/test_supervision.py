@@ -108,10 +108,11 @@ def test_a_thread_that_is_killed_comes_back():
         actions = robot.infer({**GOOD, "state": np.full(2, number)}).actions
         np.testing.assert_array_equal(actions, np.full((3, 2), number))
 
+    others = threading.enumerate()  # of servers that an earlier test left behind
     with desk() as at, client(at) as robot:
         ask(robot)
         for name in ("sinew-infer", "sinew-decode-0", "sinew-native"):
-            (thread,) = (each for each in threading.enumerate() if each.name == name)
+            (thread,) = (each for each in threading.enumerate() if each.name == name and each not in others)
             raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
             )

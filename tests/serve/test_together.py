@@ -147,7 +147,7 @@ def test_native(served: SimpleNamespace) -> None:
             ([], "observations: expected 1 to 64, got 0"),
             ([GOOD] * 65, "observations: expected 1 to 64, got 65"),
             ([ASKED[0], {"sate": 1}], r"observations\[1\].sate: expected"),
-            ([{**GOOD, "deadline_ms": 3}], r"observations\[0\].deadline_ms: expected none"),
+            ([{**GOOD, "deadline_ms": 3}], r"observations\[0\].deadline_ms: expected no deadline"),
         ):
             with pytest.raises(InvalidObservation, match=text):
                 client.infer_all(asked)
