@@ -292,7 +292,7 @@ def of_robot() -> Iterator[None]:
 def _elsewhere(error: Exception) -> str:
     """Return the first place that is not of this program of those that an error came through; "" where all are."""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals["__name__"].partition(".")[0] not in ("sinew", "sinew_client"):
+        if frame.f_globals["__name__"].partition(".")[0] not in ("sinew", "sinew_client", "sinew_eval"):
             return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{line}"
     return ""
 

@@ -103,7 +103,7 @@ class ZenohNode:
         config = self._config()
         if not self._router:
             if keys:
-                self._require(config, keys)
+                self._require_key(config, keys)
             subjects = [{"id": "robots"}]
             policies = [{"rules": [rule["id"] for rule in rules], "subjects": ["robots"]}]
             _set(
@@ -212,7 +212,7 @@ class ZenohNode:
             )  # fmt: skip
         return config
 
-    def _require(self, config: Any, keys: Sequence[str]) -> None:
+    def _require_key(self, config: Any, keys: Sequence[str]) -> None:
         """Have Zenoh require a user and a password. It reads them from a file, which this user alone may read."""
         if any(":" in key or "\n" in key for key in keys):
             raise SinewError(f"--api-key-file: for --wire {self._name} a key may not contain a colon")
