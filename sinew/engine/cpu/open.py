@@ -21,7 +21,7 @@ from sinew.layers.linear import Linear
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels
 from sinew.layers.stores.half import Half
-from sinew.layers.stores.lowbit import BF16_PANELS, PANELS, LayOut, lies_in_panels
+from sinew.layers.stores.lowbit import HALVES, PANELS, LayOut, lies_in_panels
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored, or over bfloat16."""
     kernels, half = extension(), options.dtype == "bf16"
-    order = BF16_PANELS if half else PANELS
-    if half and order not in kernels.panels:
+    order = kernels.halves if half else PANELS
+    if order is None:
         found = f"{kernels.kernels} kernels ({kernels.reason})"
         raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
     if half:  # what does not divide into panels is multiplied in float32
@@ -72,8 +72,8 @@ def lay_out_codes(
         if type(store) is Codes and store.name == "int8" and order == PANELS:
             laid, store = torch.empty_like(weight), Panels(store.name, store.width, store.scales)
             lay_out(weight, laid)
-        elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order == BF16_PANELS:
-            laid, store = lowbit.lay_out(weight), Bf16Panels("bf16", weight.shape[1])
+        elif isinstance(store, Half) and weight.dtype == torch.bfloat16 and order in HALVES:
+            laid, store = lowbit.lay_out(weight), Bf16Panels("bf16", weight.shape[1], sums=order)
         else:
             continue
         layer.weight, layer.store = nn.Parameter(laid, requires_grad=False), store

@@ -25,7 +25,8 @@ def compiled_product(kind: str) -> Callable[[], object]:
     x = torch.full((ROWS, WIDTH), 0.5)
     if kind == "bf16":
         laid = lay_out(torch.full((WIDTH, WIDTH), 0.5, dtype=torch.bfloat16))
-        return lambda: lowbit_linear(x, laid, None, None, BF16_PANELS)
+        order = extension().halves or BF16_PANELS
+        return lambda: lowbit_linear(x, laid, None, None, order)
     stored = FORMATS[kind]
     weight = torch.zeros(WIDTH, stored.row_bytes(WIDTH), dtype=torch.uint8)
     scale = None if stored.group else torch.ones(WIDTH)

@@ -93,11 +93,17 @@ class Panels(Codes):
 
 @dataclass(frozen=True)
 class Bf16Panels(Panels):
-    """Weights in bfloat16, laid out likewise: activations are rounded to it, and products added in float32."""
+    """Weights in bfloat16, laid out likewise: activations are rounded to it, and products added in float32.
+
+    Attributes:
+        sums: The order of the sums, of :data:`lowbit.HALVES`.
+    """
+
+    sums: str = BF16_PANELS
 
     @property
     def order(self) -> str:
-        return BF16_PANELS
+        return self.sums
 
     def widened(self, held: Held) -> Tensor:
         return dequantize(held.weight, None, self.order, self.width)

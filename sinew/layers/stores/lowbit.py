@@ -13,6 +13,10 @@ kernel equals the reference here in every bit.
 Weights in bfloat16 (:data:`BF16_PANELS`) round activations to bfloat16 instead, to nearest even. They add products in
 float32, to nearest even after each, in the order 1, 0, 3, 2, ... of k. Numbers below 2^-126 count as zeros.
 ``vdpbf16ps`` adds in this way (Intel 64 and IA-32 manual, volume 2; AMD's Zen 4 gives the same bits).
+
+:data:`BF16_TILES` are the same weights in the same layout, added in the order of AMX's ``tdpbf16ps``. Of each 32 values
+of k, the even ones and the odd ones are two sums that begin at zero, in the order of k, each step a fused multiply-add.
+Then ``y = y + (even + odd)``. Each step rounds to nearest even, and numbers below 2^-126 count as zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ from torch import Tensor
 
 PANELS = "int8-panels"  # int8 as :func:`lay_out` orders it, for kernels that multiply it so
 BF16_PANELS = "bf16-panels"  # bfloat16 likewise
+BF16_TILES = "bf16-tiles"  # the layout of BF16_PANELS, added in another order
+HALVES = (BF16_TILES, BF16_PANELS)  # orders of bfloat16, the faster one first
 CHANNELS, TOGETHER = 16, 4  # channels of a panel; values of k that are adjacent in it
+TILE = 32  # values of k that a tile of bfloat16 adds before it adds their sum
 LARGEST = 127  # largest int8 activation
 TINY = 1e-30  # rows smaller than this count as this large
 
@@ -101,7 +108,7 @@ def scales_of(weight: Tensor, scale: Tensor | None, k: int) -> Tensor:
 
 def dequantize(weight: Tensor, scale: Tensor | None, name: str, k: int) -> Tensor:
     """Return the weights as float32 [N, k], as the ``gguf`` package does where it has the format."""
-    if name == BF16_PANELS:
+    if name in HALVES:
         return _laid_back(weight).view(torch.bfloat16).float()
     scales = scales_of(weight, scale, k)  # [N, G]
     values = codes(weight, name, k).view(len(weight), scales.shape[1], -1)
@@ -124,8 +131,8 @@ def reference(
 ) -> Tensor:
     """Compute the product in plain PyTorch: x float32 [M, K] -> float32 [M, N]. It defines what kernels compute."""
     K = x.shape[1]
-    if name == BF16_PANELS:
-        y = _in_pairs(x, dequantize(weight, None, name, K))
+    if name in HALVES:
+        y = (_in_pairs if name == BF16_PANELS else _in_tiles)(x, dequantize(weight, None, name, K))
         return y if bias is None else y + bias
     whole, steps = quantize_rows(x, smallest)
     weights = codes(weight, name, K)
@@ -144,16 +151,29 @@ def reference(
 def _in_pairs(x: Tensor, weights: Tensor) -> Tensor:
     """x float32 [M, K], weights float32 [N, K] of bfloat16 numbers -> float32 [M, N]. A sum in float64 has all bits
     that its rounding to float32 asks for."""
-
-    def normal(t: Tensor) -> Tensor:
-        return torch.where(t.abs() < torch.finfo(torch.float32).tiny, 0.0, t)
-
-    x, weights = normal(normal(x).bfloat16().double()), normal(weights).double()
+    x, weights = _normal(_normal(x).bfloat16().double()), _normal(weights).double()
     y = torch.zeros(len(x), len(weights))
     for i in range(x.shape[1]):
         at = i ^ 1
-        y = normal((y.double() + x[:, at, None] * weights[:, at]).float())
+        y = _normal((y.double() + x[:, at, None] * weights[:, at]).float())
     return y
+
+
+def _in_tiles(x: Tensor, weights: Tensor) -> Tensor:
+    """As :func:`_in_pairs`, in the order of :data:`BF16_TILES`."""
+    x, weights = _normal(_normal(x).bfloat16().double()), _normal(weights).double()
+    y = torch.zeros(len(x), len(weights))
+    for first in range(0, x.shape[1], TILE):
+        sums = [torch.zeros_like(y), torch.zeros_like(y)]
+        for at in range(first, min(first + TILE, x.shape[1])):
+            sums[at % 2] = _normal((sums[at % 2].double() + x[:, at, None] * weights[:, at]).float())
+        y = _normal(y + _normal(sums[0] + sums[1]))
+    return y
+
+
+def _normal(t: Tensor) -> Tensor:
+    """Return ``t`` with zeros for numbers below 2^-126."""
+    return torch.where(t.abs() < torch.finfo(torch.float32).tiny, 0.0, t)
 
 
 def reference_all(

@@ -60,7 +60,7 @@ static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
   Layer made;
   made.stored.resize(channels * row_bytes(format, k));  // exactly: the sanitizers see a byte too many
   made.w.assign(channels, std::vector<int>(k));
-  if (format == BF16_PANELS) {
+  if (of_halves(format)) {
     for (int64_t i = 0; i < channels * k; ++i) {
       const uint16_t half = uint16_t(below(2) << 15 | (100 + below(28)) << 7 | below(128));
       std::memcpy(made.stored.data() + 2 * i, &half, 2);
@@ -127,9 +127,9 @@ static float to_bf16(float x) {
   return x;
 }
 
-// Products of bfloat16 against sums in the stated order: 1, 0, 3, 2, ... of k.
-static bool check_halves(int kernels, int64_t rows, int64_t k, int64_t channels, int threads) {
-  Layer weights = layer(BF16_PANELS, channels, k, 0);
+// Products of bfloat16 against sums in the stated order: 1, 0, 3, 2, ... of k, or that of tiles (sinew/layers/stores/lowbit.py).
+static bool check_halves(int kernels, int format, int64_t rows, int64_t k, int64_t channels, int threads) {
+  Layer weights = layer(format, channels, k, 0);
   if (below(4) == 0) std::memset(weights.stored.data() + 2 * below(int(channels * k)), 0, 2);
   std::vector<float> x(rows * k), bias(channels), y(rows * channels, 1e9f);
   const int from = below(2) ? -140 : -6;
@@ -139,23 +139,27 @@ static bool check_halves(int kernels, int64_t rows, int64_t k, int64_t channels,
   const bool biased = below(2);
   const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
   const int64_t given[6] = {address(weights.stored.data()), 0, biased ? address(bias.data()) : 0, address(y.data()), channels, 0};
-  if (lowbit_multiply(kernels, BF16_PANELS, x.data(), rows, k, 1, given, 1, threads) != 0) return false;
+  if (lowbit_multiply(kernels, format, x.data(), rows, k, 1, given, 1, threads) != 0) return false;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < channels; ++c) {
-      float sum = 0;
+      float sum = 0, parts[2] = {};
       for (int64_t i = 0; i < k; ++i) {
-        const int64_t at = i ^ 1;
+        const int64_t at = format == BF16_PANELS ? i ^ 1 : i;
         uint32_t bits = 0;
         std::memcpy(reinterpret_cast<char*>(&bits) + 2,
                     weights.stored.data() + 2 * (c / CHANNELS * CHANNELS * k + (at / 2 * CHANNELS + c % CHANNELS) * 2 + at % 2), 2);
         float w;
         std::memcpy(&w, &bits, 4);
         const float value = x[r * k + at], rounded = std::isnan(value) ? value : to_bf16(normal(value));
-        sum = normal(float(double(sum) + double(rounded) * double(normal(w))));
+        float& part = format == BF16_PANELS ? sum : parts[at % 2];
+        part = normal(float(double(part) + double(rounded) * double(normal(w))));
+        if (format == BF16_PANELS || (i % 32 != 31 && i != k - 1)) continue;
+        sum = normal(sum + normal(parts[0] + parts[1]));
+        parts[0] = parts[1] = 0;
       }
       const float wanted = biased ? sum + bias[c] : sum;
       if (!same(wanted, y[r * channels + c])) {
-        std::printf("bf16: row %d, channel %d: %a, got %a\n", int(r), int(c), wanted, y[r * channels + c]);
+        std::printf("format %d: row %d, channel %d: %a, got %a\n", format, int(r), int(c), wanted, y[r * channels + c]);
         return false;
       }
     }
@@ -580,10 +584,12 @@ int main(int count, char** arguments) {
         channels = round_up(channels, CHANNELS);
       }
       const bool taken = format != INT8_PANELS || lowbit_takes_panels(kernels, format);
-      if (lowbit_takes_panels(kernels, BF16_PANELS) &&
-          !(check_halves(kernels, 1 + below(30), 8 * (1 + below(large ? 100 : 9)), CHANNELS * (1 + below(6)), 1 + below(3)) &&
-            check_layer(kernels, BF16_PANELS)))
-        return 1;
+      for (const int half : {BF16_PANELS, BF16_TILES})
+        if (lowbit_takes_panels(kernels, half) &&
+            !(check_halves(kernels, half, 1 + below(large ? 70 : 30), 8 * (1 + below(large ? 100 : 9)), CHANNELS * (1 + below(6)),
+                           1 + below(3)) &&
+              check_layer(kernels, half)))
+          return 1;
       if (taken && !check(kernels, format, 1 + below(large ? 70 : 14), k, channels, extreme, 1 + below(3))) return 1;
       if (!check_between(kernels) || !check_resize(kernels) || !check_jpeg(kernels)) return 1;
       if (!check_resample<uint8_t, uint8_t, int32_t>(kernels) || !check_resample<uint8_t, float, float>(kernels) ||

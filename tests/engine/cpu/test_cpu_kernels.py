@@ -3,6 +3,7 @@ emulated instructions."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -51,7 +52,7 @@ from tests import processes
 from tests.serve.test_server import serving
 
 PEN = Path(__file__).resolve().parents[3] / "sinew" / "assets" / "pen.gguf"
-INT8_PANELS, BF16_PANELS = PANELS_NUMBERS.values()
+INT8_PANELS = PANELS_NUMBERS[lowbit.PANELS]
 EXACT = Path(__file__).with_name("exact.cpp")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -179,14 +180,14 @@ def test_products_of_bfloat16_have_the_bits_of_their_reference(
         x = x * 1e-37
     elif kind == "cancelled":
         x[:, 1::2], weight[:, 1::2] = x[:, ::2], -weight[:, ::2]
-    given = (x, lowbit.lay_out(weight), None, bias, lowbit.BF16_PANELS, smallest)
-    wanted = lowbit.reference(*given).nan_to_num(nan=1e30)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for multiply in all_kernels.values():
+        for multiply, order in itertools.product(all_kernels.values(), lowbit.HALVES):
+            given = (x, lowbit.lay_out(weight), None, bias, order, smallest)
+            wanted = lowbit.reference(*given).nan_to_num(nan=1e30)
             library, index = multiply.args
-            if library.lowbit_takes_panels(index, BF16_PANELS):
+            if library.lowbit_takes_panels(index, PANELS_NUMBERS[order]):
                 assert torch.equal(multiply(*given).nan_to_num(nan=1e30), wanted)
             else:
                 with pytest.raises(RuntimeError, match="make no sense"):
@@ -219,6 +220,29 @@ def test_the_reference_of_bfloat16_adds_in_its_order() -> None:
     finally:
         lowbit.install(extension().multiply_all)
     torch.testing.assert_close(x.grad, weight.float().sum(0).expand(16, -1))
+
+
+def test_the_reference_of_tiles_adds_in_its_order() -> None:
+    """Of 32 values the even and the odd ones are two sums. A sum of the next 32 values begins at zero."""
+    ones, large = torch.ones(16, 40).bfloat16(), 2.0**30
+
+    def product(**values: float) -> float:
+        x = torch.zeros(1, 40)
+        for at, value in values.items():
+            x[0, int(at.removeprefix("at"))] = value
+        return float(lowbit.reference(x, lowbit.lay_out(ones), None, None, lowbit.BF16_TILES, 1.0)[0, 0])
+
+    assert product(at0=large, at2=1.0, at4=-large) == 0.0  # the even sum has no bits for 1
+    assert product(at0=large, at1=1.0, at2=-large) == 1.0  # the odd sum has
+    assert product(at0=large, at2=-large, at4=1.0) == 1.0
+    assert product(at0=large, at32=1.0, at34=-large) == 0.0  # the second tile's sum has no bits for 1
+    assert product(at0=large, at32=-large, at33=1.0) == 0.0  # even + odd of the second tile
+    assert product(at32=large, at0=1.0, at34=-large) == 1.0
+    assert product(at0=2.0**-126) == 2.0**-126
+    assert product(at0=2.0**-127) == 0.0
+    x, weight = torch.randn(2, 16, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
+    made = lowbit.reference(x.float(), lowbit.lay_out(weight), None, None, lowbit.BF16_TILES, 1.0)
+    torch.testing.assert_close(made.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
 def test_panels_stand_for_what_they_were_laid_out_from() -> None:
@@ -664,7 +688,7 @@ def test_a_library_that_computes_something_else_is_found_out() -> None:
             each * (1 if arguments[4] != wrong else 1 + 2e-7) for each in lowbit.reference_all(*arguments)
         ]
 
-    both = (lowbit.PANELS, lowbit.BF16_PANELS)
+    both = (lowbit.PANELS, *lowbit.HALVES)
     assert compiled.differs(lowbit.reference_all, lowbit.lay_out_into, both) == ""
     assert compiled.differs(partial(off_in, "q8_0"), lowbit.lay_out_into, both) == "q8_0"
     for order in both:
@@ -865,7 +889,11 @@ def test_a_library_with_tiles_is_checked_and_timed_before_it_is_taken(tmp_path, 
         r"a test; ms of a small product, measured here: amx [\d.]+, portable [\d.]+", found.reason
     )
     tiles = compiled._load("amx")  # equal to the reference, or it would not be there
-    assert (tiles.kernels, tiles.reason, tiles.panels) == ("amx", "a test", (lowbit.PANELS,))
+    assert (tiles.kernels, tiles.reason, tiles.panels) == (
+        "amx",
+        "a test",
+        (lowbit.PANELS, lowbit.BF16_TILES),
+    )
     random = torch.Generator().manual_seed(0)
     for rows, k, channels in ((1, 8, 16), (16, 64, 32), (17, 72, 48), (33, 720, 16), (70, 1000, 80)):
         x = torch.randn(rows, k, generator=random)
@@ -879,6 +907,15 @@ def test_a_library_with_tiles_is_checked_and_timed_before_it_is_taken(tmp_path, 
             monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)  # of the kernels
             (y,) = tiles.multiply_all(x, [laid], [scale], [bias], lowbit.PANELS, lowbit.TINY)
             assert torch.equal(y, wanted), (rows, k, channels, threads)
+            halves = lowbit.lay_out(torch.randn(channels, k, generator=random).bfloat16())
+            (y,) = tiles.multiply_all(x, [halves], [None], [bias], lowbit.BF16_TILES, lowbit.TINY)
+            order = (lowbit.BF16_TILES, lowbit.TINY)
+            assert torch.equal(y, lowbit.reference(x, halves, None, bias, *order)), (
+                rows,
+                k,
+                channels,
+                threads,
+            )
 
 
 @pytest.mark.kernels

@@ -42,7 +42,7 @@ SETS: dict[str, dict[str, tuple[str, ...]]] = {
         "x86_avxvnni": ("-mavx2", "-mavxvnni"),
         "x86_avx512vnni": (*AVX512, "-mavx512vnni"),
         "x86_avx512bf16": (*AVX512, "-mavx512bf16"),
-        "x86_amx": (*AVX512, "-mamx-tile", "-mamx-int8"),
+        "x86_amx": (*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     },
     "aarch64": {
         "floats_neon": ("-march=armv8.2-a", FUSED),

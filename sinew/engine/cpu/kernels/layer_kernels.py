@@ -32,7 +32,11 @@ from sinew.layers.rope import Rotation
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, codes, together
 
-PANELS_NUMBERS = {lowbit.PANELS: 4, lowbit.BF16_PANELS: 5}  # numbers in kernels.h, after those of FORMATS
+PANELS_NUMBERS = {
+    lowbit.PANELS: 4,
+    lowbit.BF16_PANELS: 5,
+    lowbit.BF16_TILES: 6,
+}  # numbers in kernels.h, after those of FORMATS
 ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # numbers in product.h
 
 
@@ -44,7 +48,7 @@ def number_of(order: str) -> int:
 def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order: str, k: int) -> None:
     """Raise ValueError unless weights uint8 [channels, bytes], their scales and their bias are those of rows of k in
     this order."""
-    stored, halves = FORMATS["int8" if order in PANELS_NUMBERS else order], order == lowbit.BF16_PANELS
+    stored, halves = FORMATS["int8" if order in PANELS_NUMBERS else order], order in lowbit.HALVES
     channels, count = len(weight), 0 if scale is None else scale.numel()
     fits = (
         weight.dtype == torch.uint8

@@ -40,7 +40,7 @@ class Extension:
     kernels: str
     reason: str
     available: tuple[str, ...] = ()
-    panels: tuple[str, ...] = ()  # layouts that it multiplies, of lowbit.PANELS and BF16_PANELS
+    panels: tuple[str, ...] = ()  # orders that it multiplies, of lowbit.PANELS and HALVES
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
     lay_out: lowbit.LayOut = lowbit.lay_out_into
     frames: compiled.FrameKernels | None = None  # None: numpy resizes
@@ -51,6 +51,11 @@ class Extension:
     def compiled(self) -> bool:
         """Return True where a kernel computes, False where the reference does."""
         return self.kernels != "reference"
+
+    @property
+    def halves(self) -> str | None:
+        """Return the fastest order of bfloat16 products (:data:`lowbit.HALVES`); None if none is compiled."""
+        return next((order for order in lowbit.HALVES if order in self.panels), None)
 
 
 @cache
@@ -202,9 +207,9 @@ def differs(
             given = (x, laid, scales, None, lowbit.PANELS, lowbit.TINY)
             if not torch.equal(laid, lowbit.lay_out(rows)) or not torch.equal(multiply(*given), wanted):
                 return lowbit.PANELS
-    if lowbit.BF16_PANELS in panels:
+    for order in (each for each in lowbit.HALVES if each in panels):
         x, weight = torch.randn(13, 40, generator=random), torch.randn(48, 40, generator=random)
-        given = (x, lowbit.lay_out(weight.bfloat16()), None, None, lowbit.BF16_PANELS, lowbit.TINY)
+        given = (x, lowbit.lay_out(weight.bfloat16()), None, None, order, lowbit.TINY)
         if not torch.equal(multiply(*given), lowbit.reference(*given)):
-            return lowbit.BF16_PANELS
+            return order
     return ""

@@ -13,12 +13,13 @@ namespace {
 const char* without_tiles = "";  // why no set has the tiles of this CPU
 #if defined(LOWBIT_x86_amx)
 const Tiles* const TILES = amx_tiles(&without_tiles);
+const Tiles* const HALF_TILES = TILES == nullptr ? nullptr : amx_half_tiles();
 #endif
 
 // Best first. A set is there where the compiler knew both of its files.
 #if defined(TILES_EMULATED)  // for tests, on any CPU
 const Set ALL[] = {
-    {portable_kernels(), portable_floats(), true, nullptr, TILES},
+    {portable_kernels(), portable_floats(), true, nullptr, TILES, HALF_TILES},
     {portable_kernels(), portable_floats(), true},
 };
 #elif defined(__x86_64__)
@@ -30,7 +31,7 @@ const Halves* const HALVES = nullptr;
 const Set ALL[] = {
 #if defined(LOWBIT_x86_amx) && defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_floats_avx512)
     {avx512vnni_kernels(), avx512_floats(),
-     TILES != nullptr && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"), HALVES, TILES},
+     TILES != nullptr && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"), HALVES, TILES, HALF_TILES},
 #endif
 #if defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_floats_avx512)
     {avx512vnni_kernels(), avx512_floats(),
@@ -75,7 +76,7 @@ const Set* set_here(int index) {
 
 }  // namespace lowbit
 
-// 1 where the index-th set of kernels multiplies weights that lie as INT8_PANELS, or as BF16_PANELS.
+// 1 where the index-th set of kernels computes INT8_PANELS, BF16_PANELS or BF16_TILES.
 extern "C" PUBLIC int lowbit_takes_panels(int index, int format) {
   const lowbit::Set* set = lowbit::set_here(index);
   return set != nullptr && set->takes(format);

@@ -22,7 +22,9 @@ constexpr int CHANNELS = 16;  // of a panel
 constexpr int MAX_ROWS = 32;  // of a tile, over all kernels
 
 // The numbers are part of the interface (sinew/engine/cpu/kernels/library.py).
-enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, BF16_PANELS = 5, FORMATS = 6 };
+// BF16_TILES are weights that lie as BF16_PANELS, and are added in the order of tiles (tiles.h).
+enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, INT8_PANELS = 4, BF16_PANELS = 5, BF16_TILES = 6, FORMATS = 7 };
+constexpr bool of_halves(int format) { return format == BF16_PANELS || format == BF16_TILES; }
 
 // How far sums of products may go in 16 bits before they are widened; kernels without such sums ignore it.
 enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS, EIGHT_BITS_IN_GROUPS, WIDTHS };
@@ -136,15 +138,16 @@ struct Halves {
   void (*multiply_two)(const Tile&);
 };
 
-// Products of int8 by tiles (x86_amx.cpp), in place of Kernels::multiply where all of k has one scale and codes are unsigned, in
-// units of 4. Panels, offsets and results are those of Kernels. Blocks lie in another order.
+// Products by tiles (x86_amx.cpp). Those of int8 replace Kernels::multiply where all of k has one scale and codes are unsigned, in
+// units of 4. Panels, offsets and results are those of Kernels. Blocks lie in another order. Those of bfloat16 compute BF16_TILES.
 struct Tiles {
   const char* name;  // of the set that has them
   int rows;          // the most rows of a tile
   void (*begin)();   // a thread calls it before it multiplies,
   void (*end)();     // and this one behind
-  int64_t (*block_bytes)(int64_t k, int rows);
-  void (*pack)(const int8_t* x, int64_t k, int rows, void* block);  // int8 [rows][k] -> block
+  void (*round)(const float* x, int64_t k, int8_t* out);  // as Halves has it; null where products are of int8
+  int64_t (*block_bytes)(int64_t bytes, int rows);
+  void (*pack)(const int8_t* x, int64_t bytes, int rows, void* block);  // [rows][bytes] -> block
   void (*multiply)(const Tile&);
   void (*multiply_two)(const Tile&);
 };
@@ -163,11 +166,11 @@ struct Traits {
 };
 constexpr Traits TRAITS[FORMATS] = {
     {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}, {EIGHT_BITS, 0, 0},
-    {EIGHT_BITS, 0, 0}};
+    {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 0}};
 
 constexpr int64_t row_bytes(int format, int64_t k) {
   return format == TERNARY                          ? round_up(k, 64) / 4
-         : format == BF16_PANELS                   ? 2 * k
+         : of_halves(format)                       ? 2 * k
          : format == INT8 || format == INT8_PANELS ? k
                                                    : k / 32 * (format == Q8_0 ? 34 : 18);
 }
@@ -239,9 +242,11 @@ struct Set {
   const FloatKernels* floats;
   bool here;
   const Halves* halves;  // null where it does not multiply bfloat16
-  const Tiles* tiles;    // null where it has none
+  const Tiles* tiles;    // of int8; null where it has none
+  const Tiles* half_tiles;  // of bfloat16; likewise
   const char* name() const { return tiles == nullptr ? products->name : tiles->name; }
   bool takes(int format) const {
+    if (format == BF16_TILES) return half_tiles != nullptr;
     return format == BF16_PANELS ? halves != nullptr : tiles != nullptr || products->takes_panels();
   }
 };
@@ -254,6 +259,7 @@ const Kernels* avxvnni_kernels();
 const Kernels* avx512vnni_kernels();
 const Halves* avx512bf16_halves();
 const Tiles* amx_tiles(const char** why);  // null where this process has none, with the reason if the CPU has them
+const Tiles* amx_half_tiles();             // of the same
 const Kernels* neon_dotprod_kernels();
 const Kernels* neon_i8mm_kernels();
 const FloatKernels* portable_floats();

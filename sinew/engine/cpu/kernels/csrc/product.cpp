@@ -17,6 +17,7 @@ struct Plan : Call {
   const Kernels* kernels;
   const Halves* halves;  // what multiplies, in place of kernels; else null
   const Tiles* tiles;    // likewise
+  void (*round)(const float* x, int64_t k, int8_t* out);  // makes bfloat16 of a row; null where rows become int8
   Traits traits;
   int wide, unit, bytes, offset, groups, units, width;
   bool paired, even;
@@ -28,15 +29,17 @@ struct Plan : Call {
     halves = format == BF16_PANELS ? call.set->halves : nullptr;
     traits = TRAITS[format];
     wide = traits.width >= EIGHT_BITS;
-    tiles = format == INT8_PANELS || (!halves && !traits.group && (wide ? kernels->takes_panels() : kernels->unit == 4))
-                ? call.set->tiles
-                : nullptr;
+    const bool in_fours = format == INT8_PANELS || (wide ? kernels->takes_panels() : kernels->unit == 4);
+    tiles = format == BF16_TILES                   ? call.set->half_tiles
+            : !halves && !traits.group && in_fours ? call.set->tiles
+                                                   : nullptr;
+    round = halves ? halves->round : tiles ? tiles->round : nullptr;
     unit = halves || tiles ? 4 : wide ? kernels->wide_unit : kernels->unit;
     bytes = unit == 2 ? 2 : 1;
     paired = traits.width == EIGHT_BITS && kernels->pairs != nullptr && !tiles;
     const int bias = format == INT8_PANELS ? 128 : kernels->wide_bias;
     offset = traits.offset + (wide ? bias : 0);
-    padded = round_up(k, 8) * (halves ? 2 : 1);
+    padded = round_up(k, 8) * (round ? 2 : 1);
     groups = traits.group ? static_cast<int>(k / traits.group) : 1;
     units = static_cast<int>((traits.group ? traits.group : padded) / unit);
     one = halves ? halves->multiply : tiles ? tiles->multiply : kernels->multiply[traits.width];
@@ -95,9 +98,9 @@ void quantize_block(const Plan& c, int64_t block, char* blocks, int32_t* offsets
   for (int r = 0; r < rows; ++r) {
     int8_t* row = values + r * c.padded;
     const int64_t index = c.first(block) + r;
-    if (c.halves) {
+    if (c.round) {
       inverses[index] = 1.0f;
-      c.halves->round(row_of(c, index, memory), c.k, row);
+      c.round(row_of(c, index, memory), c.k, row);
       continue;
     }
     inverses[index] = 1.0f / c.kernels->quantize(row_of(c, index, memory), c.k, c.smallest, row);
@@ -142,8 +145,8 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
   float* scales = reinterpret_cast<float*>(memory + count * c.panel_bytes());
   int32_t* bases = reinterpret_cast<int32_t*>(memory + count * (c.panel_bytes() + c.group_bytes()));
   const int each = c.groups * CHANNELS;
-  const bool laid = c.format == INT8_PANELS || c.halves;
-  for (int p = 0; p < count && !c.halves; ++p)
+  const bool laid = c.format == INT8_PANELS || c.round;
+  for (int p = 0; p < count && !c.round; ++p)
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
   const char* panels = laid ? reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes() : memory;
@@ -211,7 +214,7 @@ void multiply(const Call& call, int threads) {
 
 bool fits(const Call& c, int threads) {
   const bool scaled = c.format == TERNARY || c.format == INT8 || c.format == INT8_PANELS;
-  const bool laid = c.format == INT8_PANELS || c.format == BF16_PANELS;
+  const bool laid = c.format == INT8_PANELS || of_halves(c.format);
   if (c.set == nullptr || c.format < 0 || c.format >= FORMATS || c.rows < 0 || c.k < 1 || c.k > (1 << 16) || threads < 1 ||
       !(c.smallest > 0) || (!scaled && !laid && c.k % 32 != 0) || c.count < 1 || c.count > MOST_LAYERS || c.action < 0 ||
       c.action >= ACTIONS)

@@ -1,7 +1,10 @@
 // The tile instructions (AMX) that products use, once as instructions and once in plain C++ (-DTILES_EMULATED), which gives
 // the same bits. Every tile has 16 rows of 64 bytes. Whoever loads a smaller one fills it with zeros.
 //
-//   c[m][n] += sum over k < 64 of a[m][k] (signed) * b[k / 4][n][k % 4] (unsigned), in 32 bits
+//   int8   c[m][n] += sum over k < 64 of a[m][k] (signed) * b[k / 4][n][k % 4] (unsigned), in 32 bits
+//   bf16   The even k < 32 and the odd ones are two sums from zero on, in the order of k, each step a fused multiply-add. Then
+//          c[m][n] += even + odd, with two more roundings. All round to nearest even. Numbers below 2^-126 are zeros before
+//          and after each.
 //
 // Instructions are written as assembler: gcc 12's _tile_loadconfig names 8 of the 64 bytes that it reads, so stores to the
 // others vanish.
@@ -9,7 +12,9 @@
 #include <cstdint>
 #include <cstring>
 
-#if !defined(TILES_EMULATED)
+#if defined(TILES_EMULATED)
+#include <cmath>
+#else
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -41,7 +46,7 @@ inline void store(void* to, int64_t stride) {
   for (int r = 0; r < ROWS; ++r) std::memcpy(static_cast<char*>(to) + r * stride, registers[T] + r * BYTES, BYTES);
 }
 template <int C, int A, int B>
-inline void dot() {
+inline void dot_bytes() {
   for (int m = 0; m < ROWS; ++m)
     for (int n = 0; n < 16; ++n) {
       uint32_t sum;  // wraps, as the instruction does
@@ -54,12 +59,33 @@ inline void dot() {
       std::memcpy(registers[C] + m * BYTES + 4 * n, &sum, 4);
     }
 }
+inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+inline float widened(const char* half) {
+  char bytes[4] = {0, 0, half[0], half[1]};
+  float x;
+  std::memcpy(&x, bytes, 4);
+  return flushed(x);
+}
+template <int C, int A, int B>
+inline void dot_halves() {
+  for (int m = 0; m < ROWS; ++m)
+    for (int n = 0; n < 16; ++n) {
+      float sums[2] = {}, c;
+      for (int k = 0; k < BYTES / 2; ++k) {
+        const float x = widened(registers[A] + m * BYTES + 2 * k), w = widened(registers[B] + k / 2 * BYTES + 4 * n + 2 * (k % 2));
+        sums[k % 2] = flushed(std::fma(x, w, sums[k % 2]));
+      }
+      std::memcpy(&c, registers[C] + m * BYTES + 4 * n, 4);
+      c = flushed(flushed(c) + flushed(sums[0] + sums[1]));
+      std::memcpy(registers[C] + m * BYTES + 4 * n, &c, 4);
+    }
+}
 
 #else
 
 inline bool present() {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 25 & 1);
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
 }
 // Asks the system for the registers, which it gives to a process on request only. It does not before Linux 5.16, and not under
 // some hypervisors and filters of system calls.
@@ -90,8 +116,12 @@ inline void store(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
 }
 template <int C, int A, int B>
-inline void dot() {
+inline void dot_bytes() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+inline void dot_halves() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif

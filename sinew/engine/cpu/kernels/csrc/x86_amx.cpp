@@ -1,5 +1,5 @@
-// AMX: products of int8 by tiles. 16 units of a panel are a tile's second operand as they lie, 1 KiB in a row, so weights need
-// no second layout. Rows of activations are tiles of 16 rows x 64 values. Up to two tiles of rows times two panels are
+// AMX: products of int8 and bfloat16 by tiles. 16 units of a panel are a tile's second operand as they lie, 1 KiB in a row, so weights need
+// no second layout. Rows of activations are tiles of 16 rows x 64 bytes. Up to two tiles of rows times two panels are
 // multiplied at once: four loads for four products.
 #include "kernels.h"
 #include "tiles.h"
@@ -10,24 +10,33 @@ namespace {
 constexpr int ROWS = 2 * tiles::ROWS;
 static_assert(ROWS <= MAX_ROWS && tiles::ROWS == CHANNELS);
 
-int64_t block_bytes(int64_t k, int rows) { return round_up(rows, tiles::ROWS) * round_up(k, tiles::BYTES); }
+// Bytes of a block: rows and their bytes up to whole tiles.
+int64_t block_bytes(int64_t bytes, int rows) { return round_up(rows, tiles::ROWS) * round_up(bytes, tiles::BYTES); }
 
-// int8 [rows][k] -> [rows / 16][k / 64][16][64], with zeros behind the last row and the last value.
-void pack(const int8_t* x, int64_t k, int rows, void* block) {
+// [rows][bytes] -> [rows / 16][bytes / 64][16][64], with zeros behind the last row and the last value.
+void pack(const int8_t* x, int64_t bytes, int rows, void* block) {
   char* to = static_cast<char*>(block);
-  std::memset(block, 0, block_bytes(k, rows));
   for (int first = 0; first < rows; first += tiles::ROWS) {
     const int there = rows - first < tiles::ROWS ? rows - first : tiles::ROWS;
-    for (int64_t at = 0; at < k; at += tiles::BYTES, to += tiles::SIZE) {
-      const int64_t bytes = k - at < tiles::BYTES ? k - at : tiles::BYTES;
-      for (int r = 0; r < there; ++r) std::memcpy(to + r * tiles::BYTES, x + (first + r) * k + at, bytes);
+    for (int64_t at = 0; at < bytes; at += tiles::BYTES, to += tiles::SIZE) {
+      const int64_t some = bytes - at < tiles::BYTES ? bytes - at : tiles::BYTES;
+      if (there < tiles::ROWS || some < tiles::BYTES) std::memset(to, 0, tiles::SIZE);
+      for (int r = 0; r < there; ++r) std::memcpy(to + r * tiles::BYTES, x + (first + r) * bytes + at, some);
     }
   }
 }
 
-// Sums of one or two tiles of rows, `apart` bytes from each other, times one or two panels -> out [2][16][2][16].
-template <int TALL, int PANELS>
-void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps, const char (*tails)[tiles::SIZE], int32_t* out) {
+template <bool HALVES, int C, int A, int B>
+inline void dot() {
+  if constexpr (HALVES)
+    tiles::dot_halves<C, A, B>();
+  else
+    tiles::dot_bytes<C, A, B>();
+}
+
+// Sums of one or two tiles of rows, `apart` bytes from each other, times one or two panels -> out [2][MAX_ROWS][CHANNELS], of 4 bytes.
+template <bool HALVES, int TALL, int PANELS>
+inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps, const char (*tails)[tiles::SIZE], char* out) {
   tiles::zero<0>();
   if (PANELS == 2) tiles::zero<1>();
   if (TALL == 2) tiles::zero<2>();
@@ -35,48 +44,64 @@ void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps,
   const auto step = [&](const char* rows, const char* first, const char* second) {
     tiles::load<4>(rows, tiles::BYTES);
     tiles::load<6>(first, tiles::BYTES);
-    tiles::dot<0, 4, 6>();
+    dot<HALVES, 0, 4, 6>();
     if (PANELS == 2) {
       tiles::load<7>(second, tiles::BYTES);
-      tiles::dot<1, 4, 7>();
+      dot<HALVES, 1, 4, 7>();
     }
     if (TALL == 1) return;
     tiles::load<5>(rows + apart, tiles::BYTES);
-    tiles::dot<2, 5, 6>();
-    if (PANELS == 2) tiles::dot<3, 5, 7>();
+    dot<HALVES, 2, 5, 6>();
+    if (PANELS == 2) dot<HALVES, 3, 5, 7>();
   };
   for (int64_t s = 0; s < steps; ++s) {
     const int64_t at = s * tiles::SIZE;
     step(x + at, w[0] + at, PANELS == 2 ? w[1] + at : nullptr);
   }
   if (tails != nullptr) step(x + steps * tiles::SIZE, tails[0], tails[1]);
-  constexpr int64_t stride = 2 * CHANNELS * sizeof(int32_t);
-  tiles::store<0>(out, stride);
-  if (PANELS == 2) tiles::store<1>(out + CHANNELS, stride);
-  if (TALL == 2) tiles::store<2>(out + 2 * CHANNELS * tiles::ROWS, stride);
-  if (TALL == 2 && PANELS == 2) tiles::store<3>(out + 2 * CHANNELS * tiles::ROWS + CHANNELS, stride);
+  constexpr int64_t row = CHANNELS * sizeof(float), second = MAX_ROWS * row;
+  tiles::store<0>(out, row);
+  if (PANELS == 2) tiles::store<1>(out + second, row);
+  if (TALL == 2) tiles::store<2>(out + tiles::SIZE, row);
+  if (TALL == 2 && PANELS == 2) tiles::store<3>(out + second + tiles::SIZE, row);
 }
 
-template <int PANELS>
+template <bool HALVES, int PANELS>
 void multiply(const Tile& t) {
   alignas(64) char tails[2][tiles::SIZE];
-  alignas(64) int32_t sums[ROWS][2][CHANNELS];
-  const int64_t k = 4 * static_cast<int64_t>(t.units), steps = k / tiles::BYTES, rest = k % tiles::BYTES;
+  const int64_t bytes = 4 * static_cast<int64_t>(t.units), steps = bytes / tiles::BYTES, rest = bytes % tiles::BYTES;
   const char* const w[2] = {static_cast<const char*>(t.w), static_cast<const char*>(t.w2)};
   if (rest) {  // less than a tile is left: what lies behind it is another panel, or nobody's
     std::memset(tails, 0, sizeof tails);
     for (int p = 0; p < PANELS; ++p) std::memcpy(tails[p], w[p] + steps * tiles::SIZE, CHANNELS * rest);
   }
-  const int64_t apart = round_up(k, tiles::BYTES) * tiles::ROWS;
-  const auto product = t.rows > tiles::ROWS ? add<2, PANELS> : add<1, PANELS>;
-  product(static_cast<const char*>(t.x), apart, w, steps, rest ? tails : nullptr, &sums[0][0][0]);
-  for (int r = 0; r < t.rows; ++r)
-    for (int p = 0; p < PANELS; ++p)
-      for (int c = 0; c < CHANNELS; ++c)
-        t.out[(p * MAX_ROWS + r) * CHANNELS + c] = static_cast<float>(sums[r][p][c] - t.offsets[r]) * t.scales[p * CHANNELS + c];
+  const int64_t apart = round_up(bytes, tiles::BYTES) * tiles::ROWS;
+  const auto product = t.rows > tiles::ROWS ? add<HALVES, 2, PANELS> : add<HALVES, 1, PANELS>;
+  product(static_cast<const char*>(t.x), apart, w, steps, rest ? tails : nullptr, reinterpret_cast<char*>(t.out));
+  if (HALVES) return;
+  for (int p = 0; p < PANELS; ++p)
+    for (int r = 0; r < t.rows; ++r) {
+      float* out = t.out + (p * MAX_ROWS + r) * CHANNELS;
+      int32_t sums[CHANNELS];
+      std::memcpy(sums, out, sizeof sums);
+      for (int c = 0; c < CHANNELS; ++c) out[c] = static_cast<float>(sums[c] - t.offsets[r]) * t.scales[p * CHANNELS + c];
+    }
 }
 
-const Tiles AMX = {"amx", ROWS, tiles::begin, tiles::end, block_bytes, pack, multiply<1>, multiply<2>};
+// To bfloat16, to nearest even. Numbers below 2^-126 become zeros, and what is no number stays none.
+void round(const float* x, int64_t k, int8_t* out) {
+  for (int64_t i = 0; i < k; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    const uint32_t size = bits & 0x7fffffffu, nearest = bits + 0x7fffu + (bits >> 16 & 1);
+    const uint32_t made = size > 0x7f800000u ? bits | 0x400000u : size < 0x00800000u ? bits & 0x80000000u : nearest;
+    const uint16_t half = static_cast<uint16_t>(made >> 16);
+    std::memcpy(out + 2 * i, &half, 2);
+  }
+}
+
+const Tiles AMX = {"amx", ROWS, tiles::begin, tiles::end, nullptr, block_bytes, pack, multiply<false, 1>, multiply<false, 2>};
+const Tiles AMX_HALVES = {"amx", ROWS, tiles::begin, tiles::end, round, block_bytes, pack, multiply<true, 1>, multiply<true, 2>};
 
 }  // namespace
 
@@ -86,5 +111,7 @@ const Tiles* amx_tiles(const char** why) {
   *why = "the system does not permit it to this process (arch_prctl)";
   return nullptr;
 }
+
+const Tiles* amx_half_tiles() { return &AMX_HALVES; }
 
 }  // namespace lowbit
