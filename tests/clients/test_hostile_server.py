@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
 from sinew.serve.decode.array import pack
+from tests import processes
 from tests.clients.test_languages import CPP, JS, PACKAGES, RUST, Programs, tool
 from tests.serve.puppet import GREETING, frame
 from tests.serve.test_link import READY
@@ -147,12 +149,16 @@ NATIVE = [*(f"before: {name}" for name in BEFORE), *(f"reply: {name}" for name i
 
 # ----------------------------------------------------------------------------- the clients
 
-PYTHON = """
-import sys
+PYTHON = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({ROOM}, {ROOM}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 import numpy as np
 from sinew_client import Client, ClientError
-{use}
+{{use}}
 """
+# What these programs import, which is half of the seconds of a hundred of them: one process has it, and forks the rest.
+IMPORTS = ("numpy", "sinew_client.client", "sinew_client.control.run", "sinew_client.control.robots")
 USES = {
     "Client": """
 for call in ("metadata", "infer", "health", "reset"):
@@ -184,8 +190,20 @@ sys.exit(f"the robot was sent {len(acts)} rows" if acts else 1)
 }
 
 
+@cache
+def nursery() -> processes.Nursery:
+    return processes.Nursery(sys.executable, IMPORTS)
+
+
+def ended_python(use: str, *words: object) -> tuple[int, str]:
+    """Run a program with the Python client to its end; return its status and what it printed."""
+    command = [sys.executable, "-c", PYTHON.replace("{use}", use), *words]
+    done = processes.run(command, timeout=TIME_S, nursery=nursery())
+    return done.returncode, done.stdout + done.stderr
+
+
 def ended(command: list[object], limited: bool = True) -> tuple[int, str]:
-    """Run a client to its end; return its status and what it printed."""
+    """Run a client of another language to its end; return its status and what it printed."""
 
     def limit() -> None:
         if limited:
@@ -225,7 +243,7 @@ def refuse_each(cases: Sequence[str], ask: Callable[[str], tuple[int, str]]) -> 
 def test_the_python_client_refuses_each(use: str) -> None:
     def ask(case: str) -> tuple[int, str]:
         with native(case) as address:
-            return ended([sys.executable, "-c", PYTHON.replace("{use}", USES[use]), address])
+            return ended_python(USES[use], address)
 
     # A loop waits for a server as long as it runs, and says so (tests/control/test_promises.py).
     refuse_each([case for case in NATIVE if use == "Client" or case.startswith("reply")], ask)
@@ -380,13 +398,13 @@ except (ClientError, ValueError) as error:
 @pytest.mark.parametrize("about", ["", METADATA], ids=["at its metadata", "at its chunks"])
 def test_the_ros_node_and_the_lerobot_plugin_refuse_each(client: str, about: str) -> None:
     """The bridge of the node with the topics of this process, and the plugin's loop without LeRobot around it."""
-    program = PYTHON.replace("{use}", ROS_NODE if client == "ROS" else PLUGIN)
+    use = ROS_NODE if client == "ROS" else PLUGIN
     plugin = PACKAGES / "lerobot_policy_sinew" / "src" / "lerobot_policy_sinew"
     source = PACKAGES / "sinew_ros" if client == "ROS" else plugin
 
     def ask(case: str) -> tuple[int, str]:
         with native(case, about) as address:
-            return ended([sys.executable, "-c", program, address, source])
+            return ended_python(use, address, source)
 
     # Chunks come after the metadata, so what breaks the connection before them is no case of theirs.
     refuse_each([case for case in NATIVE if not about or case.startswith("reply")], ask)
