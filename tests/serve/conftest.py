@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,16 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("hatchling is not installed here, and the plugin is not built")
     assert found.returncode == 0, found.stderr
     return folder
+
+
+@pytest.fixture(autouse=True)
+def suite_stays_frozen() -> Iterator[pytest.MonkeyPatch]:
+    """An exchange of policies searches for garbage in everything that was there when the server began.
+
+    In a worker that is the whole suite: two million objects, more than a CPU second for each exchange. What a test
+    makes itself is not frozen, and is searched. ``undo`` gives a test the whole search.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        patch.setattr(gc, "freeze", lambda: None)
+        yield patch

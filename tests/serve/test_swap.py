@@ -472,8 +472,9 @@ print(*(name for name in sys.modules if name == "sinew_perf.memory"))
     assert found.stdout.split() == []
 
 
-def test_the_memory_of_an_exchanged_policy_comes_back():
+def test_the_memory_of_an_exchanged_policy_comes_back(suite_stays_frozen):
     """Also that of the first one, which is frozen out of the search for garbage when a server begins."""
+    suite_stays_frozen.undo()
     from sinew.cli.options import CAMERAS, RUNS
     from sinew.cli.serve import Bounds
     from sinew.memory import memory_need
