@@ -138,8 +138,24 @@ struct Halves {
   void (*multiply_two)(const Tile&);
 };
 
+// What becomes of a tile's sums: y = add + (sums * scale * inverse + bias) * gate, each step rounded, in this order. Sums of
+// bfloat16 have neither scale nor inverse.
+struct Ending {
+  const void* sums;         // [panels][MAX_ROWS][CHANNELS], of 4 bytes
+  const int32_t* offsets;   // [rows]
+  const float* scales;      // [panels][CHANNELS]
+  const float* inverses;    // [rows]
+  const float *bias, *gate; // of the first channel on; or null
+  const float* add;         // as y; or null
+  float* y;                 // of the first row and channel on
+  int64_t stride;           // from one row of y to the next
+  int rows, there;          // there: channels
+};
+
 // Products by tiles (x86_amx.cpp). Those of int8 replace Kernels::multiply where all of k has one scale and codes are unsigned, in
-// units of 4. Panels, offsets and results are those of Kernels. Blocks lie in another order. Those of bfloat16 compute BF16_TILES.
+// units of 4. Panels and offsets are those of Kernels. Blocks lie in another order. Those of bfloat16 compute BF16_TILES.
+// A product leaves its sums, of all of a tile's out. Between its own steps it finishes those of the product before: vectors
+// compute while tiles do.
 struct Tiles {
   const char* name;  // of the set that has them
   int rows;          // the most rows of a tile
@@ -148,8 +164,9 @@ struct Tiles {
   void (*round)(const float* x, int64_t k, int8_t* out);  // as Halves has it; null where products are of int8
   int64_t (*block_bytes)(int64_t bytes, int rows);
   void (*pack)(const int8_t* x, int64_t bytes, int rows, void* block);  // [rows][bytes] -> block
-  void (*multiply)(const Tile&);
-  void (*multiply_two)(const Tile&);
+  void (*multiply)(const Tile&, const Ending* before);  // before: or null
+  void (*multiply_two)(const Tile&, const Ending* before);
+  void (*finish)(const Ending&);
 };
 
 struct Weights {

@@ -22,7 +22,7 @@ struct Plan : Call {
   int wide, unit, bytes, offset, groups, units, width;
   bool paired, even;
   int64_t padded, blocks;  // padded: bytes of a row of activations, as far as units are of bytes
-  void (*one)(const Tile&);
+  void (*one)(const Tile&);  // not of tiles
   void (*two)(const Tile&);  // or null
 
   explicit Plan(const Call& call) : Call(call), kernels(call.set->products) {
@@ -42,11 +42,8 @@ struct Plan : Call {
     padded = round_up(k, 8) * (round ? 2 : 1);
     groups = traits.group ? static_cast<int>(k / traits.group) : 1;
     units = static_cast<int>((traits.group ? traits.group : padded) / unit);
-    one = halves ? halves->multiply : tiles ? tiles->multiply : kernels->multiply[traits.width];
-    two = halves       ? halves->multiply_two
-          : tiles      ? tiles->multiply_two
-          : groups == 1 ? kernels->multiply_two[traits.width]
-                       : nullptr;
+    one = halves ? halves->multiply : kernels->multiply[traits.width];
+    two = halves ? halves->multiply_two : groups == 1 ? kernels->multiply_two[traits.width] : nullptr;
     const int most = halves ? halves->rows : tiles ? tiles->rows : kernels->rows[traits.width];
     blocks = (rows + most - 1) / most;
     width = static_cast<int>((rows + blocks - 1) / blocks);
@@ -150,7 +147,10 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
     c.kernels->expand(layer.weights, (panel + p) * CHANNELS, memory + p * c.panel_bytes(), scales + p * each,
                       bases + p * each);
   const char* panels = laid ? reinterpret_cast<const char*>(layer.weights.data) + panel * c.panel_bytes() : memory;
-  alignas(64) float out[2 * MAX_ROWS * CHANNELS];
+  alignas(64) float outs[2][2 * MAX_ROWS * CHANNELS];  // of tiles: one is written while the other is finished
+  float* out = outs[0];
+  Ending ending;
+  const Ending* before = nullptr;
   const int64_t channels = layer.weights.channels;
   // The weights behind these are wanted next, by this thread or another. Their rows are too short for hardware to
   // see a stream in them.
@@ -163,11 +163,22 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
     for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
     for (int p = 0, together; p < count; p += together) {
-      together = c.two != nullptr && p + 1 < count ? 2 : 1;
+      together = (c.tiles || c.two != nullptr) && p + 1 < count ? 2 : 1;
       const char* w = panels + p * c.panel_bytes();
       const Tile tile = {blocks + b * c.block_bytes(), w, w + c.panel_bytes(), scales + p * each,
                          offsets + b * c.groups * c.width, bases + p * each, out, c.size(b), c.width_of(b), c.groups,
                          c.units};
+      if (c.tiles) {
+        (together == 2 ? c.tiles->multiply_two : c.tiles->multiply)(tile, before);
+        const int64_t channel = (panel + p) * CHANNELS, at = row * channels + channel, more = channels - channel;
+        const auto from = [](const float* all, int64_t first) { return all == nullptr ? nullptr : all + first; };
+        ending = {out, tile.offsets, tile.scales, inverses + row, from(layer.bias, channel), from(layer.gate, channel),
+                  from(layer.add, at), layer.y + at, channels, tile.rows,
+                  static_cast<int>(more < together * CHANNELS ? more : together * CHANNELS)};
+        before = &ending;
+        out = outs[out == outs[0]];
+        continue;
+      }
       (together == 2 ? c.two : c.one)(tile);
       for (int i = 0; i < together; ++i) {
         const int64_t channel = (panel + p + i) * CHANNELS;
@@ -179,6 +190,7 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
       }
     }
   }
+  if (before) c.tiles->finish(*before);
   if (c.tiles) c.tiles->end();
 }
 

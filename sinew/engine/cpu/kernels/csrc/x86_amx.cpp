@@ -34,9 +34,62 @@ inline void dot() {
     tiles::dot_bytes<C, A, B>();
 }
 
+typedef float Floats __attribute__((vector_size(4 * CHANNELS)));
+typedef int32_t Ints __attribute__((vector_size(4 * CHANNELS)));
+
+template <class T>
+inline T read(const void* from) {
+  T made;
+  std::memcpy(&made, from, sizeof made);
+  return made;
+}
+
+// One row of a tile, one panel.
+template <bool HALVES>
+inline void finish_row(const Ending& e, int row, int panel) {
+  const int64_t first = panel * CHANNELS, at = row * e.stride + first;
+  const char* const sums = static_cast<const char*>(e.sums) + (panel * MAX_ROWS + row) * sizeof(Floats);
+  Floats y;
+  if constexpr (HALVES)
+    y = read<Floats>(sums);
+  else
+    y = __builtin_convertvector(read<Ints>(sums) - e.offsets[row], Floats) * read<Floats>(e.scales + first) * e.inverses[row];
+  if (e.there - first < CHANNELS) {  // the last ones, where a panel is not full
+    float values[CHANNELS];
+    std::memcpy(values, &y, sizeof y);
+    for (int64_t i = 0; first + i < e.there; ++i) {
+      if (e.bias) values[i] += e.bias[first + i];
+      if (e.gate) values[i] *= e.gate[first + i];
+      e.y[at + i] = e.add ? e.add[at + i] + values[i] : values[i];
+    }
+    return;
+  }
+  if (e.bias) y += read<Floats>(e.bias + first);
+  if (e.gate) y *= read<Floats>(e.gate + first);
+  if (e.add) y = read<Floats>(e.add + at) + y;
+  std::memcpy(e.y + at, &y, sizeof y);
+}
+
+template <bool HALVES>
+inline void finish_rows(const Ending& e, int64_t first, int64_t last) {
+  if (last > e.rows) last = e.rows;
+  for (int64_t r = first; r < last; ++r) {
+    finish_row<HALVES>(e, r, 0);
+    if (e.there > CHANNELS) finish_row<HALVES>(e, r, 1);
+  }
+}
+
+template <bool HALVES>
+void finish(const Ending& e) {
+  finish_rows<HALVES>(e, 0, e.rows);
+}
+
 // Sums of one or two tiles of rows, `apart` bytes from each other, times one or two panels -> out [2][MAX_ROWS][CHANNELS], of 4 bytes.
+// And the rows of `before`, some after each step.
 template <bool HALVES, int TALL, int PANELS>
-inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps, const char (*tails)[tiles::SIZE], char* out) {
+inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps, const char (*tails)[tiles::SIZE], char* out,
+                const Ending* before) {
+  const int64_t each = before && steps ? (before->rows + steps - 1) / steps : 0;
   tiles::zero<0>();
   if (PANELS == 2) tiles::zero<1>();
   if (TALL == 2) tiles::zero<2>();
@@ -57,7 +110,9 @@ inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t
   for (int64_t s = 0; s < steps; ++s) {
     const int64_t at = s * tiles::SIZE;
     step(x + at, w[0] + at, PANELS == 2 ? w[1] + at : nullptr);
+    if (before) finish_rows<HALVES>(*before, s * each, (s + 1) * each);
   }
+  if (before) finish_rows<HALVES>(*before, steps * each, before->rows);
   if (tails != nullptr) step(x + steps * tiles::SIZE, tails[0], tails[1]);
   constexpr int64_t row = CHANNELS * sizeof(float), second = MAX_ROWS * row;
   tiles::store<0>(out, row);
@@ -67,7 +122,7 @@ inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t
 }
 
 template <bool HALVES, int PANELS>
-void multiply(const Tile& t) {
+void multiply(const Tile& t, const Ending* before) {
   alignas(64) char tails[2][tiles::SIZE];
   const int64_t bytes = 4 * static_cast<int64_t>(t.units), steps = bytes / tiles::BYTES, rest = bytes % tiles::BYTES;
   const char* const w[2] = {static_cast<const char*>(t.w), static_cast<const char*>(t.w2)};
@@ -77,15 +132,7 @@ void multiply(const Tile& t) {
   }
   const int64_t apart = round_up(bytes, tiles::BYTES) * tiles::ROWS;
   const auto product = t.rows > tiles::ROWS ? add<HALVES, 2, PANELS> : add<HALVES, 1, PANELS>;
-  product(static_cast<const char*>(t.x), apart, w, steps, rest ? tails : nullptr, reinterpret_cast<char*>(t.out));
-  if (HALVES) return;
-  for (int p = 0; p < PANELS; ++p)
-    for (int r = 0; r < t.rows; ++r) {
-      float* out = t.out + (p * MAX_ROWS + r) * CHANNELS;
-      int32_t sums[CHANNELS];
-      std::memcpy(sums, out, sizeof sums);
-      for (int c = 0; c < CHANNELS; ++c) out[c] = static_cast<float>(sums[c] - t.offsets[r]) * t.scales[p * CHANNELS + c];
-    }
+  product(static_cast<const char*>(t.x), apart, w, steps, rest ? tails : nullptr, reinterpret_cast<char*>(t.out), before);
 }
 
 // To bfloat16, to nearest even. Numbers below 2^-126 become zeros, and what is no number stays none.
@@ -100,8 +147,8 @@ void round(const float* x, int64_t k, int8_t* out) {
   }
 }
 
-const Tiles AMX = {"amx", ROWS, tiles::begin, tiles::end, nullptr, block_bytes, pack, multiply<false, 1>, multiply<false, 2>};
-const Tiles AMX_HALVES = {"amx", ROWS, tiles::begin, tiles::end, round, block_bytes, pack, multiply<true, 1>, multiply<true, 2>};
+const Tiles AMX = {"amx", ROWS, tiles::begin, tiles::end, nullptr, block_bytes, pack, multiply<false, 1>, multiply<false, 2>, finish<false>};
+const Tiles AMX_HALVES = {"amx", ROWS, tiles::begin, tiles::end, round, block_bytes, pack, multiply<true, 1>, multiply<true, 2>, finish<true>};
 
 }  // namespace
 
