@@ -126,6 +126,12 @@ def rolling_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run share; what they make in it they lock."""
+    return of_all_workers(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Copies the first SmolVLA bundle with its ONNX graphs beside it into an empty folder: ``exported(folder)`` returns
     the bundle's path. An export takes longer than most tests, so it happens once per run, for all of its workers."""

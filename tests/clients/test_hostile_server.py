@@ -41,8 +41,8 @@ PRINTED = 20_000  # characters of an error
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    return Programs(tmp_path_factory.mktemp("programs"))
+def programs(folder_of_run: Path) -> Programs:
+    return Programs(folder_of_run / "programs")
 
 
 # ----------------------------------------------------------------------------- the server

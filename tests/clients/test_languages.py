@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -231,14 +232,19 @@ STRICT = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{CPP}")
 
 
 class Programs:
-    """Programs over the C++ and the Rust client, each compiled when it is first asked for."""
+    """Programs over the C++ and the Rust client, each compiled when it is first asked for, once for all workers."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.built = lru_cache(maxsize=None)(self._built)
+        folder.mkdir(exist_ok=True)
 
-    def _built(self, source: Path) -> Path:
+    def built(self, source: Path) -> Path:
         made = self.folder / f"{source.stem}{source.suffix[1:]}"
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return made if made.exists() else self._build(source, made)
+
+    def _build(self, source: Path, made: Path) -> Path:
         if source.suffix == ".rs":
             compiler = (tool("rustc", "the Rust client's tests"), "--edition=2021", "-Dwarnings")
             client = self.folder / "libsinew_client.rlib"
@@ -262,8 +268,8 @@ class Programs:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    return Programs(tmp_path_factory.mktemp("programs"))
+def programs(folder_of_run: Path) -> Programs:
+    return Programs(folder_of_run / "programs")
 
 
 @pytest.fixture(scope="module", params=["cpp", "rs"])
