@@ -296,13 +296,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    workers = session.config.pluginmanager.get_plugin("workers")
+    if workers:  # what the first trace of a policy imports, a CPU second: once here, or else in each worker
+        with contextlib.suppress(ImportError):
+            import torch._dynamo
+            import torch.distributed.tensor  # noqa: F401
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 50)  # of 10: whole searches, as there is one behind each file
     gc.enable()
     # Two workers would meet at the export, and one of them wait for the other: a third process is about it meanwhile.
     needed = any("exported" in getattr(item, "fixturenames", ()) for item in session.items)
-    workers = session.config.pluginmanager.get_plugin("workers")
     if needed and workers:
         workers.begins.append(begin_export)
 
