@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
 import sinew
 from sinew.core import providers
+from tests import processes
 
 # As if a distribution was not installed: no metadata has this name.
 WITHOUT = """
@@ -22,16 +24,16 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@cache
+def nursery() -> processes.Nursery:
+    """Return what the commands are forked from: it has imported what others wrote, and no part of Sinew."""
+    return processes.Nursery(sys.executable, ("torch", "numpy", "cyclopts", "rich.console"))
+
+
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a new process: those of tests/processes.py have the verbs already."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *words],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    """Run a command in a process that finds the packages itself; the usual ones of tests have found them."""
+    command = [sys.executable, "-c", WITHOUT, *words]
+    return processes.run(command, env={**os.environ, "COLUMNS": "200"}, nursery=nursery())
 
 
 def without(*words: str) -> tuple[int, str]:
