@@ -38,13 +38,13 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def suite_stays_frozen() -> Iterator[pytest.MonkeyPatch]:
+def suite_stays_frozen() -> Iterator[None]:
     """An exchange of policies searches for garbage in everything that was there when the server began.
 
     In a worker that is the whole suite: two million objects, more than a CPU second for each exchange. What a test
-    makes itself is not frozen, and is searched. ``undo`` gives a test the whole search.
+    makes itself is not frozen, and is searched.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", lambda: None)
         patch.setattr(gc, "freeze", lambda: None)
-        yield patch
+        yield

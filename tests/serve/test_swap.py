@@ -472,9 +472,17 @@ print(*(name for name in sys.modules if name == "sinew_perf.memory"))
     assert found.stdout.split() == []
 
 
-def test_the_memory_of_an_exchanged_policy_comes_back(suite_stays_frozen):
-    """Also that of the first one, which is frozen out of the search for garbage when a server begins."""
-    suite_stays_frozen.undo()
+def test_the_memory_of_an_exchanged_policy_comes_back():
+    """Also that of the first one, which is frozen out of the search for garbage when a server begins.
+
+    In a process of its own: a search of a worker is a search of the whole suite, two CPU seconds for each exchange.
+    """
+    program = "from tests.serve.test_swap import exchange_and_search; exchange_and_search()"
+    found = processes.run([sys.executable, "-c", program], cwd=processes.ROOT)
+    assert found.returncode == 0, found.stderr
+
+
+def exchange_and_search() -> None:
     from sinew.cli.options import CAMERAS, RUNS
     from sinew.cli.serve import Bounds
     from sinew.memory import memory_need
@@ -485,20 +493,23 @@ def test_the_memory_of_an_exchanged_policy_comes_back(suite_stays_frozen):
     bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
     options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
     host = PolicyHost()
+
+    def watched(scheduler):
+        policy = scheduler.policy
+        policy.itself = policy  # a cycle, which only a search for garbage ends
+        return weakref.ref(policy)
+
     found = deploy(loader(bundle, options, 1)(), Bounds(), host)
     service = Service(found)
     changing = swapper(service, host, bundle, options, 1, Bounds(), None, memory_need)
-    gone = [weakref.ref(found.scheduler.policy)]
+    gone = [watched(found.scheduler)]
     del found
     gc.freeze()
-    try:
-        for name in (DEFAULT, "arm", "arm"):
-            changing.load(name, str(bundle))
-            gone.append(weakref.ref(service.policies.get(name).scheduler.policy))
-        changing.unload("arm")
-        assert gc.get_freeze_count()  # as before
-        assert [each() is None for each in gone] == [True, False, True, True]
-        assert list(host.begun) == [service.policies.get().scheduler]
-    finally:
-        service.policies.get().scheduler.stop()
-        gc.unfreeze()
+    for name in (DEFAULT, "arm", "arm"):
+        changing.load(name, str(bundle))
+        gone.append(watched(service.policies.get(name).scheduler))
+    changing.unload("arm")
+    assert gc.get_freeze_count()  # as before
+    assert [each() is None for each in gone] == [True, False, True, True]
+    assert list(host.begun) == [service.policies.get().scheduler]
+    service.policies.get().scheduler.stop()
