@@ -26,7 +26,9 @@ GROWTH = 1.05  # and so much of each doubling
 TRIALS = 3  # measurements of each size, before serving begins
 LONGEST_S = 2.0  # a size that takes longer is not tried further
 OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
-CROWDED = 2.0  # times the cost of one: most of a batch of one message beside other clients
+# Times the cost of one: most of a batch of one message beside other clients. A robot waits for such a batch and then
+# for its own inference, so 1.25 and 1 are the two times of SECURITY.md and a little more.
+CROWDED = 1.25
 MAX_KEYS = 512  # kinds of batches whose costs are remembered: numbers of steps come from clients
 MIX = 0.2  # weight of the newest measurement
 
@@ -187,9 +189,9 @@ class Batcher:
         """
         kind = first.kind
         if first.together is not None and kind is not None:
-            own = (each for each in waiting if each.together is first.together and each.kind == kind)
-            most = self._most_beside_others(kind) if crowded else self.limit
-            return [first, *(each for each in own if not _hopeless(each, now))][:most]
+            own = [each for each in waiting if each.together is first.together and each.kind == kind]
+            fit = [first, *(each for each in own if not _hopeless(each, now))][: self.limit]
+            return fit[: self._most_beside_others(kind, len(fit))] if crowded else fit
         alone = self.costs.surely(kind, 1)
         if kind is None or alone is None:
             return [first]
@@ -209,14 +211,20 @@ class Batcher:
                 best, least = chosen, waited
         return best
 
-    def _most_beside_others(self, kind: Hashable) -> int:
-        """Return how many observations of one message are computed together while other clients are active."""
-        alone = self.costs.seconds(kind, 1)
-        if alone is None:
-            return 1
-        sizes = range(2, self.limit + 1)
-        fit = (size for size in sizes if (self.costs.seconds(kind, size) or 0.0) <= CROWDED * alone)
-        return max(fit, default=1)
+    def _most_beside_others(self, kind: Hashable, count: int) -> int:
+        """Return how many of ``count`` observations of one message are computed together beside other clients.
+
+        Sizes double while they cost little more than one observation. A size without a recent cost is tried once.
+        """
+        alone, most = self.costs.seconds(kind, 1), 1
+        while alone is not None and most < count:
+            size = min(2 * most, count)
+            if not self.costs.measured(kind, size):
+                return size
+            if (self.costs.seconds(kind, size) or 0.0) > CROWDED * alone:
+                break
+            most = size
+        return most
 
     def _alone(self, job: ServingJob, first: ServingJob) -> float:
         """Return the seconds of a request by itself, as far as its kind is known."""

@@ -30,12 +30,12 @@ TIMES = 8  # a robot's answers that do not count, until costs are known
 
 
 class Stepped(ServedPolicy):
-    """A policy that costs ``READ`` and a second a step, for each member of a batch or for all at once (``wide``)."""
+    """A policy that costs ``READ`` and a second a step, and each further member of a batch ``more`` times as much."""
 
     unbatched = ""
 
-    def __init__(self, machine: Machine, pauses: bool, wide: bool):
-        self.machine, self.able, self.wide = machine, pauses, wide
+    def __init__(self, machine: Machine, pauses: bool, more: float):
+        self.machine, self.able, self.more = machine, pauses, more
 
     @property
     def pauses(self) -> bool:
@@ -67,7 +67,7 @@ class Stepped(ServedPolicy):
         between: Callable[[], None] | None = None,
     ) -> list[Any]:
         assert (between is not None) == self.able
-        cost = 1.0 if self.wide else len(members)
+        cost = 1.0 + self.more * (len(members) - 1)
         self.machine.advance(cost * READ)
         for _ in range(members[0].solver_steps or STEPS):
             if cancel is not None and cancel.is_set():
@@ -88,9 +88,9 @@ class Asker:
 
 
 class Machine:
-    def __init__(self, max_batch: int | None, pauses: bool = True, wide: bool = False):
+    def __init__(self, max_batch: int | None, pauses: bool = True, more: float = 1.0):
         self.now, self.askers = 0.0, list[Asker]()
-        self.scheduler = Scheduler(Stepped(self, pauses, wide), max_batch=max_batch)
+        self.scheduler = Scheduler(Stepped(self, pauses, more), max_batch=max_batch)
         if self.scheduler.batcher is not None:
             self.scheduler.batcher.limit = max_batch or LARGEST
 
@@ -167,6 +167,15 @@ def test_one_client_makes_another_wait_about_twice_as_long(machine, attack, paus
     assert all(asker.took or asker.left for asker in at.askers)
 
 
+@pytest.mark.parametrize("more", [0.1, 0.2, 0.3, 0.6, 1.0])
+def test_a_message_is_split_where_its_batches_cost_more_than_a_robots_inference(machine, more):
+    """A batch of eight costs 1.7 to 8 times as much as one, and does not pause. A robot waits for one batch."""
+    at = machine(8, pauses=False, more=more)
+    robot = Asker("robot", pause=3.0)
+    at.run(8000, robot, Asker("message", count=64))
+    assert median(robot.took[TIMES:]) <= 2.0 * ALONE
+
+
 @pytest.mark.parametrize("max_batch", [1, 8])
 def test_each_connection_of_several_attackers_has_its_share_and_no_more(machine, max_batch):
     at = machine(max_batch)
@@ -212,7 +221,7 @@ def test_a_message_fills_a_batch_where_nobody_else_is_or_where_it_costs_no_more(
     message = Asker("message", count=64)
     alone.run(2000, message)
     assert alone.scheduler.stats()["batches"] == alone.scheduler.stats()["served"] / 8
-    wide = machine(8, wide=True)
+    wide = machine(8, more=0.0)
     message, robot = Asker("message", count=64), Asker("robot")
     wide.run(8000, message, robot)
     assert len(message.took) > 8000 / 64 / ALONE  # more than one by one could be
