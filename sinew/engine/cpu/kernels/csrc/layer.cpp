@@ -10,7 +10,9 @@
 namespace lowbit {
 namespace {
 
-constexpr int64_t SLICE = 504;  // rows that a perceptron takes at once: what lies between its products stays near the cores
+// Rows that a perceptron takes at once: what lies between its products stays near the cores. Whole blocks of tiles: 2,048 rows
+// leave no slice of a few rows that reads all weights.
+constexpr int64_t SLICE = 504, TILES_SLICE = 512;
 constexpr int64_t ROWS = 1024;  // whose keys and values a whole layer holds at once, more only where one member has more
 
 // Where a thread keeps what lies between products. Keys and values of a whole layer are read before its `finish` begins, so
@@ -110,7 +112,7 @@ int finish(const Set* set, const GivenFinish& given, const float* x, const float
   output.layers[0].gate = given.output_gate;
   down.layers[0].gate = given.down_gate;
   try {
-    const int64_t slice = rows < SLICE ? rows : SLICE;
+    const int64_t most = set->tiles ? TILES_SLICE : SLICE, slice = rows < most ? rows : most;
     float* joined = static_cast<float*>(between_products().get((width + given.up.count * inner) * slice * sizeof(float)));
     float* between = joined + width * slice;
     for (int64_t first = 0; first < rows; first += slice) {

@@ -12,6 +12,8 @@ namespace {
 // Panels that a task multiplies, at most: rows stay in the first cache meanwhile. One of 16 bits: it stays there itself.
 constexpr int PANELS = 4;
 constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second cache of 512 KiB
+constexpr int TILES_PANELS = 8;  // the same with tiles, on CPUs whose second cache has 2 MiB
+constexpr int64_t TILES_BYTES = 512 << 10;
 
 struct Plan : Call {
   const Kernels* kernels;
@@ -160,7 +162,8 @@ void multiply_panels(const Plan& c, const Layer& layer, int64_t panel, int count
   const int64_t wanted = left < 0 ? 0 : left < most ? left : most, slice = round_up(wanted / c.blocks + 1, 64);
   if (c.tiles) c.tiles->begin();
   for (int64_t b = 0; b < c.blocks; ++b) {
-    for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
+    // Not for tiles: measured slower (research/log/2026-11-29.md).
+    for (int64_t i = b * slice; !c.tiles && i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
     for (int p = 0, together; p < count; p += together) {
       together = (c.tiles || c.two != nullptr) && p + 1 < count ? 2 : 1;
@@ -210,8 +213,9 @@ void multiply(const Call& call, int threads) {
 
   int64_t panels = 0;
   for (int i = 0; i < c.count; ++i) panels += c.layers[i].panels();
-  int64_t each = c.bytes == 2 ? 1 : PANELS_BYTES / c.panel_bytes();
-  each = each < 1 ? 1 : each > PANELS ? PANELS : each;
+  const int64_t most = c.tiles ? TILES_PANELS : PANELS;
+  int64_t each = c.bytes == 2 ? 1 : (c.tiles ? TILES_BYTES : PANELS_BYTES) / c.panel_bytes();
+  each = each < 1 ? 1 : each > most ? most : each;
   while (each > 1 && panels / each < 4 * threads) --each;
   int64_t ends[MOST_LAYERS];  // tasks of the layers up to here
   for (int i = 0; i < c.count; ++i) ends[i] = (i ? ends[i - 1] : 0) + (c.layers[i].panels() + each - 1) / each;
