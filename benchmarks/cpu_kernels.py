@@ -3,7 +3,7 @@
 python benchmarks/cpu_kernels.py [--rounds 7]
 
 Every round runs each side once, in an order that turns; CPU time of the thread, so that neighbours count less. A rate
-is 2 M K N over the best time, with rounding of activations and, but for int8-panels, expansion of weights in it; ratios
+is 2 M K N over the best time, with rounding of activations in it, and expansion of weights except for panels. Ratios
 are medians of the rounds' own. The last line is JSON.
 """
 
@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,15 +57,18 @@ def main() -> None:
         }
         for name in FORMATS:
             stored, scale = quantize(w, name)
-            tensors = [torch.from_numpy(stored)], [None if scale is None else torch.from_numpy(scale)], [None]
-            sides[name] = lambda x=rows, t=tensors, n=name: found.multiply_all(
-                x, *([each] for each in t), [None], n, TINY
+            tensors: Any = (
+                [torch.from_numpy(stored)],
+                [None if scale is None else torch.from_numpy(scale)],
+                [None],
             )
+            sides[name] = lambda x=rows, t=tensors, n=name: found.multiply_all(x, *t, n, TINY)
             if name == "int8" and PANELS in found.panels:
-                laid = ([lay_out(tensors[0][0])], *tensors[1:])
-                sides[PANELS] = lambda x=rows, t=laid: found.multiply_all(
-                    x, *([each] for each in t), [None], PANELS, TINY
-                )
+                laid: Any = ([lay_out(tensors[0][0])], *tensors[1:])
+                sides[PANELS] = lambda x=rows, t=laid: found.multiply_all(x, *t, PANELS, TINY)
+        if halves := found.halves:
+            half: Any = ([lay_out(wide.bfloat16())], [None], [None])
+            sides[halves] = lambda x=rows, t=half, n=halves: found.multiply_all(x, *t, n, TINY)
         times: dict[str, list[float]] = {name: [] for name in sides}
         for index in range(rounds + 1):
             order = list(sides)[index % len(sides) :] + list(sides)[: index % len(sides)]
