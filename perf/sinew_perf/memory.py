@@ -330,7 +330,9 @@ def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
     tokens: of the prompt, which read rows of token tables."""
     bundle = open_bundle(path)
     if not bundle.lowbit:
-        raise SinewError(f"{path}: engine cpu runs bundles with low-bit weights: `sinew quantize` makes one")
+        raise SinewError(
+            f"{path}: engine cpu needs low-bit weights; quantise this bundle with `sinew quantize`"
+        )
     counts: dict[tuple[str, str], list[int]] = {}
     for name, info in bundle.infos.items():
         module = name.removesuffix(WEIGHT)

@@ -96,7 +96,10 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
     trained = bool(policy.get("committed_rows"))
     kind = settings.partition(":")[0] or ("trained" if trained else "guided")
     if kind == "trained" and not trained:
-        raise SinewError("--handover rtc:trained: this policy was not trained to continue committed rows")
+        raise SinewError(
+            "--handover rtc:trained: this policy was not trained to continue an action prefix; "
+            "aligned, ensemble and aggregate merge chunks of any policy"
+        )
     known = about.get("guidance", RTC)
     if kind in RTC and kind not in known:
         offers = " or ".join(f"rtc:{name}" for name in known)

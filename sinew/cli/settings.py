@@ -98,7 +98,7 @@ class SettingsFile:
         verbs = tuple(verbs)
         for name, table in found.items():
             if name not in verbs:
-                raise SinewError(f"{path}: {name}: expected a table of a verb{did_you_mean(name, verbs)}")
+                raise SinewError(f"{path}: {name}: expected a table of a command{did_you_mean(name, verbs)}")
             if not isinstance(table, dict):
                 raise SinewError(f"{path}: {name}: expected a table [{name}], got {shown(table)}")
         return cls(path, found)

@@ -109,9 +109,9 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     ("text", "words"),
     [
         ("[serve]\nhots = 1", "[serve] hots: no flag of `sinew serve` is called so; did you mean 'host'?"),
-        ("[srve]\nhost = 1", "srve: expected a table of a verb; did you mean 'serve'?"),
+        ("[srve]\nhost = 1", "srve: expected a table of a command; did you mean 'serve'?"),
         ("serve = 1", "serve: expected a table [serve], got 1"),
-        ("host = 1", "host: expected a table of a verb"),
+        ("host = 1", "host: expected a table of a command"),
         ("[serve", "expected a TOML file"),
         ("[serve]\nwire = {native = 1}", "[serve] wire: expected a text, a number"),
         ("[serve]\nhost = 2020-01-01", "[serve] host: expected a text, a number"),

@@ -247,7 +247,9 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
     except (OSError, ValueError) as error:
         raise KinematicsError(f"{path}: {error}") from error
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise KinematicsError(f"{path}: expected a description without a document type, got one")
+        raise KinematicsError(
+            f"{path}: expected a description without a document type; remove <!DOCTYPE> and <!ENTITY> from the file"
+        )
     try:
         root = ElementTree.fromstring(text)  # noqa: S314 - without entities, and its size is bounded
     except ElementTree.ParseError as error:
