@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -569,15 +570,19 @@ def test_one_signal_returns_the_robot_and_a_second_one_stops_it(
     (tmp_path / "robot_of_test.py").write_text(ROBOT, encoding="utf-8")
     (tmp_path / "driver.py").write_text(DRIVER, encoding="utf-8")
     path = tmp_path / "commands"
-    started = subprocess.Popen(
-        [sys.executable, str(tmp_path / "driver.py"), str(path)], stdout=subprocess.PIPE, text=True
-    )
-    until(lambda: path.exists() and path.read_text(encoding="utf-8").count("\n") > 30)
-    started.send_signal(number)
-    if second:
-        time.sleep(SETTLE_S + 1.0)
-        started.send_signal(number)
-    text, _ = started.communicate(timeout=60)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "driver.py"), str(path)], stdout=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a background job ignores it
+    ) as started:  # fmt: skip
+        try:
+            until(lambda: path.exists() and path.read_text(encoding="utf-8").count("\n") > 30)
+            started.send_signal(number)
+            if second:
+                time.sleep(SETTLE_S + 1.0)
+                started.send_signal(number)
+            text, _ = started.communicate(timeout=60)
+        finally:
+            started.kill()
     assert started.returncode == 0
     rows = [line.split()[1:] for line in path.read_text(encoding="utf-8").splitlines()]
     assert rows[-1] == ["hold"]
