@@ -86,7 +86,7 @@ def push(
 
     parsed = _parse(name)
     if parsed.file is not None:
-        raise SinewError(f"{name}: expected a repository, got a file of one")
+        raise SinewError(f"{name}: expected a repository, got a file in a repository")
     path = resolve(bundle)
     if not path.is_file():
         raise SinewError(f"{bundle}: expected a bundle with weights, got a folder of `sinew export`")

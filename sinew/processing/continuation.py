@@ -76,7 +76,9 @@ def kind_of(observation: Observation, spec: PolicySpec) -> str:
 def _check_trained(observation: Observation, spec: PolicySpec) -> None:
     if not spec.committed_rows:
         raise ObservationError(
-            "rtc", "guided, no-jacobian or ramp; this checkpoint was not trained on committed rows", "trained"
+            "rtc",
+            "guided, no-jacobian or ramp; this checkpoint was not trained with an action prefix",
+            "trained",
         )
     for name in ("schedule", "beta"):
         if (value := getattr(observation, name)) is not None:

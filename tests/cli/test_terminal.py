@@ -188,7 +188,7 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["doctor", "nope.gguf", "--json"], "give what the message expects"),
         (
             ["bench", "tcp://"],
-            "expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise)",
+            "expected tcp://HOST:PORT of the native protocol (5555 unless `--wire native:PORT` says otherwise)",
         ),
         (["bench", "ws://127.0.0.1:8000/x"], "got 'ws://127.0.0.1:8000/x'"),
         (

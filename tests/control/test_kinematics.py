@@ -169,7 +169,7 @@ LIMIT = '<limit lower="-1" upper="1"/>'
         (
             URDF.format("revolute", LIMIT + '<mimic joint="k"/>'),
             {},
-            "joint j: expected one that moves by itself",
+            "joint j: expected a joint that takes commands",
         ),
         (URDF.format("revolute", LIMIT + '<axis xyz="0 0 0"/>'), {}, "joint j: expected an axis and a range"),
         (
@@ -849,7 +849,7 @@ def test_a_rotation_is_what_the_action_and_the_arm_have() -> None:
         ({"rotation": "exact"}, "rotation: expected a rotation in the action for exact, got none"),
         (
             {"action": "quat", "state": "quat"},
-            "action: expected the place of the tip (xyz or dxyz) in it, got none",
+            "action: expected a position of the tip (xyz or dxyz), got none",
         ),
     ):
         bare = Two()

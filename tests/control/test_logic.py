@@ -1049,7 +1049,7 @@ def test_what_is_no_chunk_of_this_robot_has_failed(rows: Any, motion: Any) -> No
 
 def test_chunks_that_never_overlap_cannot_disagree() -> None:
     with pytest.raises(
-        SettingsError, match="replan: disagreement needs a hand-over with overlapping chunks .* got freeze"
+        SettingsError, match="replan: disagreement needs chunk merging with overlapping chunks .* got freeze"
     ):
         Settings(10.0, "freeze", "disagreement:0.1,8").controller(2)
     assert Settings(10.0, "aligned", "disagreement:0.1,8").controller(2) is not None
@@ -1621,7 +1621,7 @@ def test_settings_at_their_bounds() -> None:
     for more, message in (
         (
             {"replan": "disagreement:1,2", "handover": "freeze"},
-            "replan: disagreement needs a hand-over with overlapping chunks",
+            "replan: disagreement needs chunk merging with overlapping chunks",
         ),
         ({"future": True}, "future: needs a motion"),
         (

@@ -271,7 +271,7 @@ def test_what_a_copy_left_out_is_named_with_the_file_that_names_it(checkpoint, t
         )
     (stored,) = step.glob("*/policy_preprocessor_step_*_normalizer_processor.safetensors")
     stored.unlink()
-    words = f"policy_preprocessor.json: names {stored.name}, which is not beside it: copy it, too"
+    words = f"policy_preprocessor.json: names {stored.name}, which the folder lacks; copy that file into"
     assert said(run_folder).endswith(words)
     weights = step / "pretrained_model" / "model.safetensors"
     weights.unlink()

@@ -271,7 +271,7 @@ def no_gripper(source: Path) -> None:
         (
             lambda source: (source / POST).unlink(),
             {},
-            "policy_postprocessor.json: expected beside policy_preprocessor.json, got none: copy it, too",
+            "policy_postprocessor.json: this file is missing, and policy_preprocessor.json exists; copy both",
         ),
         (percentiles, {}, "use_percentiles: expected True or False, got 'yes'"),
         (other_tag, {}, "expected a robot that has an id, a modality configuration and statistics, got gr1"),

@@ -121,7 +121,7 @@ def test_what_a_policy_was_not_trained_for_is_refused(
     with pytest.raises(ObservationError, match="beta: expected no value with rtc trained"):
         policy.check(ask(policy, previous=previous, delay=1, beta=2.0))
     other = load(smolvla_bundle("smolvla-2cam"), engine="eager", threads=1)
-    with pytest.raises(ObservationError, match="was not trained on committed rows"):
+    with pytest.raises(ObservationError, match="was not trained with an action prefix"):
         other.check(ask(other, previous=previous, delay=1, rtc="trained"))
 
 

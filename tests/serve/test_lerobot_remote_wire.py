@@ -672,7 +672,7 @@ def test_a_policy_in_another_process_gives_what_the_native_protocol_gives(tmp_pa
 
 
 def test_rtc_modes_of_a_policy_in_another_process(tmp_path: Path) -> None:
-    """A policy that was trained to continue committed rows keeps them, and guidance comes close to them."""
+    """A policy that was trained with an action prefix keeps it, and guidance comes close to it."""
     wires = ("--wire", f"{WIRE}:0", "--camera-size", "front=80x60")
     with serving(tmp_path, ASSETS / "blocks-rtc.gguf", *wires, "--no-prepare", "--threads", 1) as server:
         robot = RemoteRobot(remote_address(server), "blocks-rtc")

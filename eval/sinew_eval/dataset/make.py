@@ -30,13 +30,17 @@ def of_records(
     spec = None if bundle is None else open_bundle(bundle).manifest.spec
     rate = hz or control_hz(read_records(records)) or (None if spec is None else spec.control_hz)
     if rate is None:
-        raise SinewError("--hz: expected the rate of the requests; there is no --bundle that states one")
+        raise SinewError(
+            "--hz: expected the rate of the requests in Hz; pass it, or a --bundle that states its rate"
+        )
     found = episodes(read_records(records), rate, corrections)
     first = next(found, None)
     if first is None and corrections:
-        raise SinewError(f"{records}: no two steps that follow each other in which a human drove")
+        raise SinewError(
+            f"{records}: expected two consecutive control steps in which a human drove, got none"
+        )
     if first is None:
-        raise SinewError(f"{records}: no two requests of a session follow each other")
+        raise SinewError(f"{records}: expected two consecutive requests of one session, got none")
     own = next(read_records(records)).names
     state = own.get("state", () if spec is None else spec.state.names)
     action = own.get("action", () if spec is None else spec.action.names)

@@ -64,7 +64,7 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
     if corrections and not any(found):
         raise SinewError("--corrections: expected control steps in which a human drove, got none")
     if not (steps or apart):
-        raise SinewError("records: expected two requests of a session that follow each other, got none")
+        raise SinewError("records: expected two consecutive requests of one session, got none")
     if not 0.75 <= (step := float(np.median(steps or apart))) <= 1.25:
         raise SinewError(
             f"--hz: expected the rate of the requests, which came {hz / step:.3g} times a second, got {hz:g}; a policy"

@@ -77,7 +77,7 @@ def observe(policy: Any, request: MeasuredSizes) -> Observation:
 def seconds_by_stage(timings: Sequence[Timing]) -> dict[str, list[float]]:
     """The head is one step: the median of the run's."""
     if not all(timing.step_ms and timing.vision_ms and timing.prefix_ms for timing in timings):
-        raise SinewError("the engine runs all stages as one and does not tell their times")
+        raise SinewError("the engine runs all stages as one program, so it has no time for each stage")
     return {
         "vision": [1e-3 * timing.vision_ms for timing in timings],
         "prefix": [1e-3 * timing.prefix_ms for timing in timings],

@@ -218,8 +218,8 @@ class LeRobotCheckpoint:
                 continue
             raise ConvertError(
                 f"{self.file}: input_features.{name}: expected type {', '.join(self.schema.features)}, got {kind};"
-                f" where the actions do not follow from it, --set ignore={','.join([*self._ignored, name])} leaves it"
-                " aside"
+                " if the actions do not depend on this input, skip it with --set"
+                f" ignore={','.join([*self._ignored, name])}"
             )
 
     @property
@@ -248,7 +248,7 @@ class LeRobotCheckpoint:
             )
         if (kind := config_type(base)) != self.type:
             raise ConvertError(
-                f"--base {base}: expected a policy of the type {self.type}, as the adapter's, got {kind or 'none'}"
+                f"--base {base}: expected a policy of the adapter's type {self.type}, got {kind or 'no type'}"
             )
         tensors, files = read_weights(base)
         merged, own = merge(tensors, self.path)

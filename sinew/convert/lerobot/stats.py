@@ -113,7 +113,7 @@ def processor_statistics(path: Path, pipelines: Pipelines, features: Sequence[st
         stored = path / Path(str(file)).name
         if not stored.exists():
             raise ConvertError(
-                f"{path / step[0]}.json: names {stored.name}, which is not beside it: copy it, too"
+                f"{path / step[0]}.json: names {stored.name}, which the folder lacks; copy that file into {path}"
             )
         for name, source in read_safetensors(stored).items():
             feature, _, stat = name.rpartition(".")

@@ -81,7 +81,9 @@ class Pipelines:
         there = [file for file in files if file.exists()]
         if 0 < len(there) < len(files):
             missing = next(file for file in files if file not in there)
-            raise ConvertError(f"{missing}: expected beside {there[0].name}, got none: copy it, too")
+            raise ConvertError(
+                f"{missing}: this file is missing, and {there[0].name} exists; copy both from the checkpoint"
+            )
         self.steps = {name: dict(self._read(name, steps)) for name, steps in known.items()}
         self.there = any(self.steps.values())
 

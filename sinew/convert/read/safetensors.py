@@ -117,7 +117,8 @@ def find_weights(directory: Path) -> list[Path]:
         names = sorted(set(names))
         if missing := [name for name in names if not (directory / name).exists()]:
             raise ConvertError(
-                f"{index}: names {', '.join(missing[:3])}{_more(missing[3:])}, which is not beside it: copy it, too"
+                f"{index}: names {', '.join(missing[:3])}{_more(missing[3:])}, which the folder lacks;"
+                " copy the missing files into it"
             )
         return [directory / name for name in names]
     refuse_adapter(directory)

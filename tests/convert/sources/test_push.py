@@ -189,7 +189,7 @@ def test_text_of_a_bundle_is_no_markup() -> None:
         (["hub", "push", "{bundle}", "nowhere"], "nowhere: expected ORG/NAME"),
         (
             ["hub", "push", "{bundle}", "hf://lab/pick/policy.gguf"],
-            "expected a repository, got a file of one",
+            "expected a repository, got a file in a repository",
         ),
         (
             ["hub", "push", "{bundle}", "lab/pick", "--dry", "--card", "{bundle}"],

@@ -53,8 +53,8 @@ def split_address(address: str) -> tuple:
     host, _, port = place.rpartition(":")
     if scheme not in ("", "tcp", "tls") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ClientError(
-            f"address: expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise),"
-            " tls://HOST:PORT if the server has --tls-cert,"
+            "address: expected tcp://HOST:PORT of the native protocol (5555 unless `--wire native:PORT` says"
+            " otherwise), tls://HOST:PORT if the server has --tls-cert,"
             f" or the ipc:///PATH that `--wire native:ipc:///PATH` names, got {address!r}"
         )
     return f"{scheme or 'tcp'}://{place}", policy

@@ -391,7 +391,7 @@ class EndEffector(KnownArm):
                 f"state: expected at most {len(self._others)} grippers, as the robot has, got {_text(self.state)}"
             )
         if not any(part.form == "xyz" for part in self.action):
-            raise KinematicsError("action: expected the place of the tip (xyz or dxyz) in it, got none")
+            raise KinematicsError("action: expected a position of the tip (xyz or dxyz), got none")
         turned = any(part.form not in ("xyz", "gripper") for part in self.action)
         whole = size >= 6
         self.rotation = options.rotation or (

@@ -289,7 +289,8 @@ def _urdf_joint(joint: Any) -> _Joint:
     name, kind = str(joint.get("name")), str(joint.get("type"))
     if joint.find("mimic") is not None:
         raise KinematicsError(
-            f"joint {name}: expected one that moves by itself, got one that follows another"
+            f"joint {name}: expected a joint that takes commands, got a joint that follows another one (mimic);"
+            " choose a chain without this joint"
         )
     origin, axis, limit = (joint.find(part) for part in ("origin", "axis", "limit"))
     place = _numbers(None if origin is None else origin.get("xyz"), (0.0, 0.0, 0.0), name)
@@ -393,7 +394,7 @@ def _named(given: str, known: list[str], only: Any, what: str) -> str:
     if given not in known or not given:
         names = ", ".join((list(only) or known)[:20])
         raise KinematicsError(
-            f"{what}: expected one of {names or 'its frames, of which it has none'}, got {given!r}"
+            f"{what}: expected {f'one of {names}' if names else 'a frame, and the file has none'}, got {given!r}"
         )
     return given
 

@@ -199,8 +199,8 @@ class Settings:
             raise SettingsError(str(error)) from error
         if isinstance(player.rule, Disagreement) and player.handover.stops:
             raise SettingsError(
-                "replan: disagreement needs a hand-over with overlapping chunks (aligned, ensemble, ...), got"
-                f" {self.choice.handover}, which waits for the next chunk; choose another --handover or --replan"
+                "replan: disagreement needs chunk merging with overlapping chunks (--handover aligned, ensemble, ...),"
+                f" got {self.choice.handover}, which waits for the next chunk; choose another --handover or --replan"
             )
         if self.future and type(player.motion) is Motion:
             raise SettingsError(
@@ -209,7 +209,7 @@ class Settings:
         if self.refine and player.handover.method == "rtc":
             raise SettingsError(
                 f"handover: {self.handover} cannot be combined with an edge adapter, which changes the actions that the"
-                " server was told to continue; choose a hand-over without real-time chunking"
+                " server was told to continue; choose a --handover without real-time chunking"
             )
         if self.substeps > 1 and not isinstance(player.motion, (Absolute, Relative)):
             raise SettingsError(
