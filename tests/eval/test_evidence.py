@@ -14,6 +14,7 @@ import tempfile
 from copy import deepcopy
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,10 @@ def test_an_episode_of_another_interpreter_is_filmed(tmp_path: Path) -> None:
     markup = (tmp_path / "report.html").read_text()
     (film,) = [a["src"] for tag, a in Elements(markup).found if tag == "img"]
     assert "every command was the run's" in markup
+    versions = json.loads(page.record_in(markup) or "")["versions"]  # of what plays, not of what asks
+    assert versions["simulator mujoco"] == metadata.version("mujoco")
+    assert "simulator python" in versions
+    assert not {"mujoco", "gymnasium"} & versions.keys()
     assert Image.open(io.BytesIO(base64.b64decode(film.partition("base64,")[2]))).n_frames > 5
     ((_, episode, moments),) = watch(Task("sinew/Pen-v0"), [Variant("expert", 4)], [(0, 5000)], 10)
     assert [each.step for each in moments] == [*range(0, episode.steps, 6), episode.steps]

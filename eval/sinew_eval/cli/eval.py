@@ -448,8 +448,9 @@ class _Run:
                 terminal.say(f"interrupted after {bars.played} episodes; {kept}")
                 raise
         report = document(
-            self.task, self.control_hz, self.variants, results, workers=self.workers, command=terminal.typed()
-        )
+            self.task, self.control_hz, self.variants, results, workers=self.workers, command=terminal.typed(),
+            simulator=None if self.elsewhere is None else self.elsewhere.versions(),
+        )  # fmt: skip
         for entry, episodes in zip(report["variants"], results, strict=True):
             if found := reactions(episodes):
                 entry["reactions_ms"] = found

@@ -40,6 +40,18 @@ from sinew_eval.foreign.server import serving
 PACKAGES = tuple(Path(str(each.__file__)).resolve().parent for each in (sinew_client, sinew, sinew_eval))
 VERSIONS = Path(__file__).parent / "simulators"
 STAMP = "sinew-versions"
+VERSIONS_S = 60.0  # longest time in which an interpreter states the versions of its packages
+TELL_VERSIONS = """
+import json, platform, sys
+from importlib import metadata
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 DEATHS = 3  # deaths of a simulator's process by signals in the same episode that end the run
 logger = logging.getLogger(__name__)
 
@@ -153,6 +165,18 @@ class Foreign:
         if not python.is_file():
             raise SinewError(f"--interpreter: expected a Python interpreter, got {python}")
         self.python, self.log = python, log
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of Python and of the packages that may change an outcome, in the other interpreter.
+
+        Raises:
+            SinewError: The interpreter does not run.
+        """
+        command = [str(self.python), "-c", TELL_VERSIONS, "numpy", *suites.SIMULATION]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=VERSIONS_S)
+        if done.returncode != 0:
+            raise SinewError(f"{self.python}: cannot read its packages: {done.stderr.strip()[-200:]}")
+        return dict(parse_json(done.stdout))
 
     def control_hz(self, task: Task) -> float:
         """Where the suite does not say it, it is asked of the interpreter."""

@@ -7,7 +7,7 @@ import itertools
 import platform
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -35,14 +35,18 @@ def document(
     *,
     workers: int,
     command: str = "",
+    simulator: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Everything about a run that can be put into JSON. The first variant is the baseline of comparisons."""
+    """Return everything about a run that can be put into JSON. The first variant is the baseline of comparisons.
+
+    simulator: The versions in the interpreter that plays, if it is another one.
+    """
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(map(portable, shlex.split(command))),
         "sinew": __version__,
-        "versions": versions(),
+        "versions": versions(simulator),
         "hardware": f"{machine.cpu_model()}, {machine.cores().physical} cores, {platform.system()}",
         "workers": workers,
         "task": task.record(),
@@ -105,16 +109,24 @@ def edge(variant: Variant) -> dict[str, Any]:
     }
 
 
-PACKAGES = ("numpy", "torch", "onnxruntime", "gymnasium", "mujoco")  # packages that may affect an outcome
+PACKAGES = ("numpy", "torch", "onnxruntime")  # packages that may change the actions
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of what computes beside it, those that are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
+def versions(simulator: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that may change an outcome.
+
+    Args:
+        simulator: The versions in the interpreter that plays, if it is another one. They are named "simulator mujoco"
+            and so on, and this interpreter's own simulation packages are left out, as they play nothing.
+
+    Returns:
+        Package -> version.
+    """
+    here = {"python": platform.python_version()}
+    for name in (*PACKAGES, *suites.SIMULATION) if simulator is None else PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            here[name] = metadata.version(name)
+    return here | {f"simulator {name}": version for name, version in (simulator or {}).items()}
 
 
 def facts(variant: Variant) -> dict[str, Any]:

@@ -60,6 +60,17 @@ class SimulatorSetup:
 
 CLIENT = ("numpy", "protobuf", "gymnasium")  # what our side of the foreign interpreter needs
 
+# Packages that may change what a simulator does. The success rate on LIBERO depends on the version of MuJoCo.
+SIMULATION = (
+    "gymnasium",
+    "mujoco",
+    "robosuite",
+    "hf_libero",
+    "gym_aloha",
+    "metaworld",
+    "gym_pusht",
+    "pymunk",
+)
 SIMULATORS = {
     "aloha": SimulatorSetup(("gym-aloha",)),
     "pusht": SimulatorSetup(("gym-pusht",)),
