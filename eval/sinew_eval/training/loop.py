@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from sinew.convert import convert
 from sinew.families.smolvla.model import SmolVLA
+from sinew_client.untrusted import read_json
 from torch import Tensor, nn
 
 from sinew_eval.training.checkpoint import Design, Statistics, build_tokenizer, write_configs, write_weights
@@ -166,8 +167,7 @@ def export(out: Path, design: Design) -> Path:
         motion=design.motion,
         vectors=design.vectors,
     )
-    log_text = (out / "log.json").read_text()  # own file: named by the person at this machine
-    if json.loads(log_text)["recipe"]["evaluations"]:  # own file: written by this process
+    if read_json(out / "log.json")["recipe"]["evaluations"]:
         plot(out / "log.json", out / "curve.png")
     return bundle
 
