@@ -272,13 +272,13 @@ def test_what_a_copy_left_out_is_named_with_the_file_that_names_it(checkpoint, t
     (stored,) = step.glob("*/policy_preprocessor_step_*_normalizer_processor.safetensors")
     stored.unlink()
     words = f"policy_preprocessor.json: names {stored.name}, which the folder lacks; copy that file into"
-    assert said(run_folder).endswith(words)
+    assert said(run_folder).endswith(f"{words} {stored.parent}")
     weights = step / "pretrained_model" / "model.safetensors"
     weights.unlink()
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     weights.with_name("model.safetensors.index.json").write_text(json.dumps(index))
     words = (
-        "model.safetensors.index.json: names model-1.safetensors, model-2.safetensors, which is not beside it"
+        "model.safetensors.index.json: names model-1.safetensors, model-2.safetensors, which the folder lacks"
     )
     assert words in said(run_folder)
 
