@@ -181,7 +181,7 @@ def test_every_shard_is_checked_against_the_index(sharded):
         "puts 'd' here, and it is not there": {"d": "model-00002-of-00002.safetensors"},
         "holds 'a', which .* puts in model-00002": {"a": "model-00002-of-00002.safetensors"},
         "holds 'b', which .* puts nowhere": {"b": None},
-        "names model-00003-of-00003.safetensors, which is not beside it": {
+        "names model-00003-of-00003.safetensors, which the folder lacks": {
             "d": "model-00003-of-00003.safetensors"
         },
         "expected a weight_map of file names": {"d": "../w.safetensors"},
