@@ -323,7 +323,7 @@ def test_closed(made: Make) -> None:
 
 
 def test_bad_address(kind: type[Blocking]) -> None:
-    with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native wire"):
+    with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native protocol"):
         kind("ipc://tmp/x")
     with pytest.raises(ClientError, match="one or more, of one policy"):
         kind("a:1/x", "a:1/y")

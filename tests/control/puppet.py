@@ -1,4 +1,4 @@
-"""A server of the native wire without a policy, and a proxy in front of any server, for tests of faults."""
+"""A server of the native protocol without a policy, and a proxy in front of any server, for tests of faults."""
 
 from __future__ import annotations
 

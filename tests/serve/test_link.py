@@ -139,7 +139,7 @@ def test_replies_of_any_bytes() -> None:
 )
 def test_addresses_that_are_none(address: str) -> None:
     for kind in (Client, AsyncClient):
-        with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native wire"):
+        with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native protocol"):
             kind(address)
 
 
