@@ -105,7 +105,7 @@ def test_steps_without_which_nothing_is_right_are_required(without, name, step):
 def test_one_pipeline_without_the_other(without, name, file):
     path, given = without(name)
     (path / file).unlink()
-    with pytest.raises(ConvertError, match=f"{file}: expected"):
+    with pytest.raises(ConvertError, match=f"{file}: this file is missing, and"):
         convert(path, path.parent / "no.gguf", **given)
 
 
