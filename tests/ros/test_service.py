@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from sinew_client import Client
+from sinew_ros import messages
 from sinew_ros.service import KIND, NAME, ChunkService
 
 from tests.ros.test_bridge import FRAME, domain  # noqa: F401 - a fixture
@@ -116,3 +119,41 @@ def test_a_call_that_makes_no_sense_is_answered_with_the_reason() -> None:
         assert service.answer(good)["error"] == ""
         assert (service.answered, service.failed) == (1, 2)
         service.close()
+
+
+def test_a_reply_waits_for_its_callers_reader(domain: int) -> None:  # noqa: F811
+    """DDS may announce a caller's writer before its reader. A reply written between the two is lost."""
+    from cyclonedds.pub import DataWriter
+    from cyclonedds.sub import DataReader
+    from sinew_ros import dds, dds_types
+
+    server, caller = dds.Dds(domain), dds.Dds(domain)
+    answered = threading.Event()
+
+    def answer(request: Any) -> dict[str, Any]:
+        answered.set()
+        trajectory = {"header": messages.header(0.0), "joint_names": [], "points": []}
+        return {"error": request.prompt, "trajectory": trajectory, "server_ms": 0.0}
+
+    try:
+        server.serve(NAME, KIND, answer)
+        request, response = dds_types.SERVICES[KIND]
+        qos = dds._qos("command")
+        writer = DataWriter(caller._participant, caller._topic(NAME + "Request", request, "rq"), qos=qos)
+        while not writer.get_matched_subscriptions():
+            time.sleep(0.001)
+        asked = dds_types.build(
+            request, {"cameras": [], "images": [], "state": [], "prompt": "go", "seed": 1}
+        )
+        asked.guid, asked.seq = 7, 1
+        writer.write(asked)
+        assert answered.wait(WAIT_S)
+        time.sleep(0.05)
+        reader = DataReader(caller._participant, caller._topic(NAME + "Reply", response, "rr"), qos=qos)
+        end = time.monotonic() + 5.0
+        while not (found := reader.take(1)) and time.monotonic() < end:
+            time.sleep(0.005)
+    finally:
+        caller.close()
+        server.close()
+    assert [(each.seq, each.error) for each in found] == [(1, "go")]

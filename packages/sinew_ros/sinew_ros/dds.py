@@ -25,6 +25,7 @@ from sinew_ros.bridge import COMMAND, LATCHED, NODE, SENSOR
 from sinew_ros.goals import Goals
 
 logger = logging.getLogger(__name__)
+READER_S = 1.0  # longest time for which a reply waits for its caller's reader
 CYCLONE = b"\x01\x10"  # with which its GUIDs begin (RTPS: the vendor)
 
 
@@ -120,6 +121,7 @@ class Dds:
         def reply(call: Any, fields: Mapping[str, Any]) -> None:
             said = dds_types.build(response, fields)
             said.guid, said.seq = call.guid, call.seq
+            _wait_for_reader(calls, replies, call)
             replies.write(said)
 
         self._begin(calls, name, lambda call: take(call, partial(reply, call)))
@@ -194,6 +196,30 @@ class Dds:
                     callback(sample)
                 except Exception:
                     logger.exception("%s: a message could not be taken", topic)
+
+
+def _wait_for_reader(calls: Any, replies: Any, call: Any) -> None:
+    """Wait until the caller's reader is known here. DDS announces it apart from the caller's writer, possibly later,
+    and a reply written before it is lost.
+
+    Args:
+        calls: The service's reader.
+        replies: The service's writer.
+        call: A sample that `calls` returned. Its participant has one reader of replies for each writer of calls.
+    """
+
+    def participants(handles: list[int], of: Callable[[int], Any]) -> list[Any]:
+        # An endpoint that leaves between the two questions has no description.
+        return [endpoint.participant_key for each in handles if (endpoint := of(each)) is not None]
+
+    caller = calls.get_matched_publication_data(call.sample_info.publication_handle)
+    end = time.monotonic() + READER_S
+    while caller is not None and time.monotonic() < end:
+        writers = participants(calls.get_matched_publications(), calls.get_matched_publication_data)
+        readers = participants(replies.get_matched_subscriptions(), replies.get_matched_subscription_data)
+        if readers.count(caller.participant_key) >= writers.count(caller.participant_key):
+            return
+        time.sleep(0.001)
 
 
 def _qos(quality: str) -> Any:
