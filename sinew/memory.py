@@ -67,7 +67,14 @@ def memory_need(
     engine = BACKENDS[choice.engine].counted_as
     dtype = None if engine == "cpu" or choice.options.dtype == "native" else choice.options.dtype
     kind: Literal["cpu", "cuda"] = "cuda" if choice.options.kind == "cuda" else "cpu"
-    memory = count(str(folder or opened.path), dtype, engine, kind)
+    path = str(folder or opened.path)
+    if engine == "cpu" and not opened.lowbit:
+        # Without low-bit weights this engine multiplies bf16. Its weights stay as they are stored, and its
+        # activations are float32.
+        weights = count(path, "bf16", "plan", kind).weights
+        memory = count(path, "fp32", "plan", kind)._replace(weights=weights)
+    else:
+        memory = count(path, dtype, engine, kind)
     return memory.weights, batch * memory.request + memory.fixed
 
 

@@ -27,6 +27,7 @@ from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Bf16Panels, Codes, Panels, codes_of
 from sinew.layers.stores.rows import Rows
 from sinew.lowbit.sources import lowbit_sources, plan_formats, weight_errors
+from sinew.memory import memory_need
 from sinew.policy import load
 from sinew.records.recorder import Recorder
 from tests.covering import some
@@ -245,6 +246,17 @@ def test_bfloat16_is_multiplied_in_panels(case, multiplies_bf16) -> None:
         torch.set_num_threads(1)
         lowbit.install(extension().multiply_all)
         layer_kernels.install(extension().layers)
+
+
+def test_memory_of_bfloat16_is_counted_before_and_after_a_load(case, multiplies_bf16) -> None:
+    """`sinew prepare` and a server of several policies count it before they load anything."""
+    path, _ = case
+    options = {"engine": "cpu", "dtype": "bf16", "device": "cpu", "providers": (), "ignore_recipe": False}
+    weights, computed = memory_need(str(path), options, 1, 1)
+    loaded = load(path, engine="cpu", dtype="bf16", threads=1).facts.weights_nbytes
+    wide, _ = memory_need(str(path), options | {"engine": "eager", "dtype": "fp32"}, 1, 1)
+    assert weights <= loaded < wide  # in these small models, much of what is loaded does not divide into panels
+    assert computed > 0
 
 
 def test_bfloat16_is_refused_where_nothing_multiplies_it(smolvla_bundle, monkeypatch) -> None:
