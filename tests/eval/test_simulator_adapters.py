@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -561,6 +562,10 @@ def test_its_server_is_told_all_that_the_variant_says(monkeypatch: pytest.Monkey
             "LIBERO is not installed in this interpreter",
         ),
         (("--suite", "pusht", "--interpreter", sys.executable), "lacks gym_pusht"),
+        (
+            ("--suite", "pusht", "--interpreter", shutil.which("false")),
+            "cannot read the versions of its packages",
+        ),
     ],
 )
 def test_mistakes_are_named(

@@ -449,7 +449,7 @@ class _Run:
                 raise
         report = document(
             self.task, self.control_hz, self.variants, results, workers=self.workers, command=terminal.typed(),
-            simulator=None if self.elsewhere is None else self.elsewhere.versions(),
+            simulator=None if self.elsewhere is None else self.elsewhere.versions,
         )  # fmt: skip
         for entry, episodes in zip(report["variants"], results, strict=True):
             if found := reactions(episodes):

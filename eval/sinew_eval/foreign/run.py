@@ -155,6 +155,23 @@ def _recipe_stamp(simulator: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def versions_of(python: Path) -> dict[str, str]:
+    """Return the versions of Python and of the packages that may change an outcome, in another interpreter.
+
+    Raises:
+        SinewError: The interpreter does not run.
+    """
+    command = [str(python), "-c", TELL_VERSIONS, "numpy", *suites.SIMULATION]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=VERSIONS_S)
+        return {str(name): str(version) for name, version in parse_json(done.stdout).items()}
+    except subprocess.CalledProcessError as error:
+        reason = str(error.stderr).strip()[-200:]
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+        reason = str(error)
+    raise SinewError(f"--interpreter {python}: cannot read the versions of its packages: {reason}")
+
+
 # ----------------------------------------------------------------------------- episodes
 
 
@@ -165,18 +182,7 @@ class Foreign:
         if not python.is_file():
             raise SinewError(f"--interpreter: expected a Python interpreter, got {python}")
         self.python, self.log = python, log
-
-    def versions(self) -> dict[str, str]:
-        """Return the versions of Python and of the packages that may change an outcome, in the other interpreter.
-
-        Raises:
-            SinewError: The interpreter does not run.
-        """
-        command = [str(self.python), "-c", TELL_VERSIONS, "numpy", *suites.SIMULATION]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=VERSIONS_S)
-        if done.returncode != 0:
-            raise SinewError(f"{self.python}: cannot read its packages: {done.stderr.strip()[-200:]}")
-        return dict(parse_json(done.stdout))
+        self.versions = versions_of(python)  # before an episode: a broken interpreter then costs none
 
     def control_hz(self, task: Task) -> float:
         """Where the suite does not say it, it is asked of the interpreter."""
