@@ -26,7 +26,7 @@ sys.exit(main(sys.argv[1:]))
 
 @cache
 def nursery() -> processes.Nursery:
-    """Return what the commands are forked from: it has imported what others wrote, and no part of Sinew."""
+    """Return the process that forks the commands. It has imported libraries, and no part of Sinew."""
     return processes.Nursery(sys.executable, ("torch", "numpy", "cyclopts", "rich.console"))
 
 

@@ -26,8 +26,8 @@ GROWTH = 1.05  # and so much of each doubling
 TRIALS = 3  # measurements of each size, before serving begins
 LONGEST_S = 2.0  # a size that takes longer is not tried further
 OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
-# Times the cost of one: most of a batch of one message beside other clients. A robot waits for such a batch and then
-# for its own inference, so 1.25 and 1 are the two times of SECURITY.md and a little more.
+# Beside other clients, a batch of one message costs at most so many times as much as one of its observations. A robot
+# waits for such a batch and then for its own inference. The sum, 2.25, is near the 2 times of SECURITY.md.
 CROWDED = 1.25
 MAX_KEYS = 512  # kinds of batches whose costs are remembered: numbers of steps come from clients
 MIX = 0.2  # weight of the newest measurement

@@ -52,7 +52,9 @@ def test_the_state_of_its_training_changes_nothing(folder: Path, golden: Path) -
 
 
 INSTEAD = {
-    "model-00001-of-00002.safetensors": "model.safetensors.index.json says what is in which: copy it, too",
+    "model-00001-of-00002.safetensors": (
+        "model.safetensors.index.json lists the tensors of each file; copy it into the same folder"
+    ),
     "pytorch_model_fsdp_0": '`accelerate merge-weights "{folder}/pytorch_model_fsdp_0" "{folder}"` makes it',
     "zero_to_fp32.py": '`python "{folder}/zero_to_fp32.py" "{folder}" "{folder}" --safe_serialization` makes it',
     "pytorch_model.bin": "`safetensors.torch.save_file` makes it of"

@@ -31,7 +31,7 @@ def of_records(
     rate = hz or control_hz(read_records(records)) or (None if spec is None else spec.control_hz)
     if rate is None:
         raise SinewError(
-            "--hz: expected the rate of the requests in Hz; pass it, or a --bundle that states its rate"
+            "--hz: expected the rate of the requests in Hz, got none; pass --hz HZ, or a --bundle that states its rate"
         )
     found = episodes(read_records(records), rate, corrections)
     first = next(found, None)

@@ -40,7 +40,7 @@ WRAPPED = {
 }
 # What may lie in place of a file of weights, and how that is made of it
 INSTEAD = {
-    "model-*.safetensors": "model.safetensors.index.json says what is in which: copy it, too",
+    "model-*.safetensors": "model.safetensors.index.json lists the tensors of each file; copy it into the same folder",
     "pytorch_model_fsdp*": '`accelerate merge-weights "{0}" "{1}"` makes it',
     "zero_to_fp32.py": '`python "{0}" "{1}" "{1}" --safe_serialization` makes it',
     "*model*.bin": "`safetensors.torch.save_file` makes it of `torch.load({0!r}, weights_only=True)`",

@@ -223,7 +223,7 @@ def test_the_reference_of_bfloat16_adds_in_its_order() -> None:
 
 
 def test_the_reference_of_tiles_adds_in_its_order() -> None:
-    """Of 32 values the even and the odd ones are two sums. A sum of the next 32 values begins at zero."""
+    """The reference adds the even and the odd ones of 32 values apart. The next 32 values begin at zero."""
     ones, large = torch.ones(16, 40).bfloat16(), 2.0**30
 
     def product(**values: float) -> float:

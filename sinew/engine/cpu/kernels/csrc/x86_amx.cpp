@@ -1,6 +1,6 @@
-// AMX: products of int8 and bfloat16 by tiles. 16 units of a panel are a tile's second operand as they lie, 1 KiB in a row, so weights need
-// no second layout. Rows of activations are tiles of 16 rows x 64 bytes. Up to two tiles of rows times two panels are
-// multiplied at once: four loads for four products.
+// AMX: products of int8 and bfloat16 by tiles. 16 units of a panel, 1 KiB in a row, are the second operand of a tile
+// as they lie in memory, so weights need no second layout. Rows of activations are tiles of 16 rows x 64 bytes. Up to
+// two tiles of rows times two panels are multiplied at once: four loads for four products.
 #include "kernels.h"
 #include "tiles.h"
 
@@ -44,7 +44,7 @@ inline T read(const void* from) {
   return made;
 }
 
-// One row of a tile, one panel.
+// Finishes one row of a tile in one panel.
 template <bool HALVES>
 inline void finish_row(const Ending& e, int row, int panel) {
   const int64_t first = panel * CHANNELS, at = row * e.stride + first;
@@ -84,8 +84,8 @@ void finish(const Ending& e) {
   finish_rows<HALVES>(e, 0, e.rows);
 }
 
-// Sums of one or two tiles of rows, `apart` bytes from each other, times one or two panels -> out [2][MAX_ROWS][CHANNELS], of 4 bytes.
-// And the rows of `before`, some after each step.
+// Sums of one or two tiles of rows, `apart` bytes from each other, times one or two panels -> out
+// [2][MAX_ROWS][CHANNELS], of 4 bytes. Between its steps it finishes the rows of `before`.
 template <bool HALVES, int TALL, int PANELS>
 inline void add(const char* x, int64_t apart, const char* const (&w)[2], int64_t steps, const char (*tails)[tiles::SIZE], char* out,
                 const Ending* before) {
