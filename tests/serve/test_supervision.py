@@ -31,6 +31,7 @@ from sinew.serve.job import RequestGroup, ServingJob
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
+from sinew.serve.transport import zeromq
 from tests.serve.groot_client import decode_npy, encode_npy
 from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, enqueue, request, until
 from tests.serve.test_bounded_work import body, post
@@ -734,3 +735,31 @@ def test_a_message_is_not_waited_for_where_no_more_frames_fit(monkeypatch: pytes
         scheduler._ahead = ahead
         scheduler._decoded(first)
         assert len(scheduler._ready.order()) == ready
+
+
+# ----------------------------------------------------------------------------- one connection of the native protocol
+
+
+def test_refused_requests_of_one_connection_do_not_end_the_server(monkeypatch, caplog):
+    """The pause after a refused request was doubled without an end: the 1,025th one was no float, and the error ended
+    the thread of all connections. It took 17 minutes, so the pauses are shorter here."""
+    monkeypatch.setattr(zeromq, "MAX_PAUSE_S", 1e-4)
+    with desk() as at, client(at) as robot, raw_socket(at.native) as attacker:
+        for _ in range(1100):
+            attacker.send(b"\x0f")
+            assert b"wire type 7" in attacker.recv()
+        assert robot.infer(GOOD).actions.shape == (3, 2)
+    assert "is started again" not in caplog.text
+
+
+def test_an_unexpected_error_ends_one_connection_alone(monkeypatch, caplog):
+    """Whatever a later change of the code forgets: the thread of all connections goes on."""
+    refuse = zeromq.ZeroMQWire._refuse
+    with desk() as at, client(at) as robot, raw_socket(at.native) as attacker:
+        monkeypatch.setattr(zeromq.ZeroMQWire, "_refuse", lambda wire, peer: 1 / 0)
+        attacker.send(b"\x0f")
+        assert until(lambda: "a connection failed" in caplog.text)
+        monkeypatch.setattr(zeromq.ZeroMQWire, "_refuse", refuse)
+        assert robot.infer(GOOD).actions.shape == (3, 2)
+        assert robot.health()["status"] == "ok"
+    assert "is started again" not in caplog.text

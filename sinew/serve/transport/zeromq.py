@@ -20,7 +20,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,8 +45,10 @@ MAX_UNSENT = 1 << 20  # bytes of replies that a client does not read; beyond, it
 LINGER_S = 0.3  # how long closing may take to hand over the last replies
 ACCEPTS = 16  # connections taken at once,
 ACCEPT_PAUSE_S = 0.02  # and then none for so long
-REFUSAL_PAUSE_S = 0.02  # after a refused request nothing is read from its connection; doubled for each
-MAX_PAUSE_S = 1.0  # more in a row, up to this
+# After a refused request nothing is read from its connection for a while. The pause doubles with each further refused
+# request in a row, up to the longest one.
+REFUSAL_PAUSE_S = 0.02
+MAX_PAUSE_S = 1.0
 MAX_ROUTING_ID = 255  # bytes, ZeroMQ's own limit
 MAX_ENVELOPE = 8  # frames: one routing id per proxy on the way, and the empty frame
 
@@ -199,22 +201,36 @@ class ZeroMQWire:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_reader.recv(4096)
             else:
-                peer: Peer = key.data
-                if peer.closed or (peer.opening and not self._opened(peer)):
-                    continue
-                if events & selectors.EVENT_WRITE:
-                    peer.flush()
-                if events & selectors.EVENT_READ:
-                    self._read(peer)
-                self._watch(peer)
+                with self._only(key.data):
+                    self._serve(key.data, events)
         while self._paused and self._paused[0][0] <= time.monotonic():
             _until, _number, paused = heapq.heappop(self._paused)
             if paused is None:
                 self._selector.register(self._socket, selectors.EVENT_READ)
             elif not paused.closed:
-                paused.paused = False
-                self._handle(paused)  # what stood behind the refused request
-                self._watch(paused)
+                with self._only(paused):
+                    paused.paused = False
+                    self._handle(paused)  # what stood behind the refused request
+                    self._watch(paused)
+
+    def _serve(self, peer: Peer, events: int) -> None:
+        """Do what a connection is ready for: write what is left of its replies, read its requests."""
+        if peer.closed or (peer.opening and not self._opened(peer)):
+            return
+        if events & selectors.EVENT_WRITE:
+            peer.flush()
+        if events & selectors.EVENT_READ:
+            self._read(peer)
+        self._watch(peer)
+
+    @contextlib.contextmanager
+    def _only(self, peer: Peer) -> Iterator[None]:
+        """Let an unexpected error end this one connection. In the loop's thread it would end all connections."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
+            self._failures.error("a connection failed", error)
+            self.close(peer, "internal error")
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS):
@@ -439,8 +455,8 @@ class ZeroMQWire:
         """Do not read from this connection for a while. On the loop."""
         if not peer.paused and not self._stop:
             peer.paused = True
-            peer.refusals += 1
-            self._pause(min(REFUSAL_PAUSE_S * 2 ** (peer.refusals - 1), MAX_PAUSE_S), peer)
+            self._pause(peer.next_pause, peer)
+            peer.next_pause = min(2 * peer.next_pause, MAX_PAUSE_S)
 
     def close(self, peer: Peer, reason: str) -> None:
         """End a connection; cancel what its client was waiting for. On the loop."""
@@ -490,7 +506,7 @@ class Peer(Account):
         self.closed = self.broken = self.paused = False
         self.shared: shared.ReceivedFrames | None = None
         self.shares = 0
-        self.refusals = 0
+        self.next_pause = REFUSAL_PAUSE_S
         self.watched = 0
         self.opening = 0
         self.unsent = 0
@@ -532,7 +548,7 @@ class Peer(Account):
 
     def prove(self) -> None:
         """A request of this connection was taken: it is not a stranger any more."""
-        self.refusals = 0
+        self.next_pause = REFUSAL_PAUSE_S
         if not self.proven:
             self._wire.ledger.prove(self)
 
