@@ -58,6 +58,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
-        return found
+        member = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return member
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

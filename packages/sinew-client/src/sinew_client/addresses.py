@@ -12,25 +12,30 @@ from sinew_client.protocol import split_address
 logger = logging.getLogger("sinew_client")
 
 LEAVING = ("shutting_down", "unhealthy")  # codes of a server that will not answer the next request either
-# Seconds between two attempts to connect to the only address: the first, doubled up to the second.
+# Seconds between two attempts to connect to the only address: the first pause is doubled up to the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 
 
 class Addresses:
-    """The addresses of a client, all of one policy, in order. Raises :class:`ClientError`.
+    """The addresses of a client in the order in which they are tried. All of them serve one policy.
 
     Attributes:
-        policy: Name of the policy at the servers; "" for their first.
+        policy: Name of the policy at the servers; "" for each server's first policy.
         place: Index of the present address.
+
+    Raises:
+        ClientError: There is no address, or the addresses name several policies.
     """
 
     def __init__(self, address: str | Sequence[str]):
-        given = [split_address(each) for each in ([address] if isinstance(address, str) else address)]
-        if len({policy for _, policy in given}) != 1:
+        addresses = [split_address(each) for each in ([address] if isinstance(address, str) else address)]
+        if len({policy for _, policy in addresses}) != 1:
             raise ClientError(f"address: expected one or more, of one policy, got {address!r}")
-        self.all = tuple(each for each, _ in given)
-        self.given = (address,) if isinstance(address, str) else tuple(address)  # with the policy's name
-        self.policy: str = given[0][1]
+        self.all = tuple(each for each, _ in addresses)
+        self.given = (
+            (address,) if isinstance(address, str) else tuple(address)
+        )  # they include the policy's name
+        self.policy: str = addresses[0][1]
         self.place = 0
         self._places = [place_of(each) for each in self.all]
 
@@ -58,7 +63,7 @@ class Addresses:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds to wait after each attempt to connect that failed."""
+    """Yield the seconds to wait after each failed attempt to connect."""
     pause = FIRST_PAUSE_S
     while True:
         yield pause

@@ -28,9 +28,10 @@ from sinew_client.types import ActionChunk, Observation
 class AsyncClient(BaseClient):
     """A connection to a policy server, for an event loop. Several requests may be in progress at once.
 
-    The arguments are those of :class:`sinew_client.Client`, except ``shared_memory``. After a request without an
-    answer in time, the next one opens a new connection, and requests in progress keep theirs. A cancelled task drops
-    its answer, and the server finishes the inference. The client belongs to the event loop in which it is first used.
+    The arguments are those of :class:`sinew_client.Client`, except ``shared_memory``. After a request times out, the
+    next request opens a new connection, and requests in progress keep the old connection. If a task is cancelled, its
+    answer is dropped, and the server finishes the inference. The client belongs to the event loop in which it is first
+    used.
     """
 
     def _begin(self) -> None:
@@ -59,17 +60,17 @@ class AsyncClient(BaseClient):
         Raises:
             ClientError: The errors of :meth:`sinew_client.Client.infer`.
         """
-        asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
-        parts = self._encoded(given, request_id)
-        return self._accepted(await self._drive(self._asking(parts, request_id, timeout)), given, asked)
+        start, request_id, fields = time.perf_counter(), next(self._ids), protocol.given(observation)
+        parts = self._encoded(fields, request_id)
+        return self._accepted(await self._drive(self._asking(parts, request_id, timeout)), fields, start)
 
     async def infer_all(
         self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
     ) -> list[ActionChunk | ClientError]:
         """Compute the actions for several observations with one message (:meth:`sinew_client.Client.infer_all`)."""
         asking, outcomes = self._all(observations, timeout)
-        found: list = outcomes(await self._drive(asking))
-        return found
+        results: list = outcomes(await self._drive(asking))
+        return results
 
     async def ask(
         self,
@@ -133,7 +134,7 @@ class AsyncClient(BaseClient):
     # ------------------------------------------------------------------------- socket
 
     async def _drive(self, asking: Asking) -> Any:
-        """Carry out the attempts of a request, one after the other, and return the result."""
+        """Carry out the attempts of a request one after the other, and return the result."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
@@ -154,10 +155,11 @@ class AsyncClient(BaseClient):
         """Send one request.
 
         Returns:
-            The reply, None if there is none in time, or how the connection was lost or could not be made.
+            The reply, None if no reply arrived in time, or the error if the connection was lost or could not be
+            opened.
         """
         parts, request_id, connected, end = attempt
-        payload = b"".join(parts)  # the frames may be written to while this waits
+        payload = b"".join(parts)  # a copy, because the caller may overwrite the frames during the wait
         try:
             link = await self._connected(connected)
         except ConnectionLost as error:
@@ -182,9 +184,7 @@ class AsyncClient(BaseClient):
 
         With several addresses, a failure raises ConnectionLost, so that the next address is tried.
         """
-        if (
-            self._link is not None
-        ):  # lets the loop process an end of the connection that has arrived meanwhile
+        if self._link is not None:  # let the event loop process a disconnect that has arrived in the meantime
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         for pause in pauses():
@@ -207,7 +207,7 @@ class AsyncClient(BaseClient):
         return None
 
     async def _open(self, end: float) -> Exception | None:
-        """Open a connection, one for all requests that need it. Return the error if it cannot be opened."""
+        """Open one connection for all requests that need it. Return the error if it cannot be opened."""
         if self._opening is None:
             opened = AsyncLink.opened(self._addresses.host_and_port, self.address, end)
             self._opening = asyncio.get_running_loop().create_task(opened)
@@ -219,7 +219,7 @@ class AsyncClient(BaseClient):
         return ClosedError("the client is closed") if task.cancelled() else task.exception()
 
     def _take(self, task: Any) -> None:
-        """Make a new connection the present one."""
+        """Make a new connection the present connection."""
         self._opening = None
         if task.cancelled() or task.exception() is not None:
             return
@@ -235,14 +235,14 @@ class AsyncClient(BaseClient):
             self._tidy(link)
 
     def _tidy(self, link: AsyncLink) -> None:
-        """Close a connection that is not the present one, once no request waits on it."""
+        """Close a connection if it is not the present connection and no request waits on it."""
         if link is not self._link and not link.waiting:
             self._links.discard(link)
             link.end()
 
 
 class AsyncLink(asyncio.BufferedProtocol):
-    """A connection to a ROUTER socket, in the role of a DEALER socket, read by the event loop.
+    """A connection to a ROUTER socket, in the role of a DEALER socket. The event loop reads it.
 
     Attributes:
         waiting: Request id -> future of its reply.
@@ -252,7 +252,7 @@ class AsyncLink(asyncio.BufferedProtocol):
         self.waiting: dict[int, asyncio.Future] = {}
         self._address = address
         self._framing = zmtp.Framing(MAX_REPLY, b"DEALER")
-        self._ready = asyncio.get_running_loop().create_future()  # the handshake is over
+        self._ready = asyncio.get_running_loop().create_future()  # done when the handshake is complete
         self._transport: Any = None
         self._ended = False
 
@@ -260,26 +260,27 @@ class AsyncLink(asyncio.BufferedProtocol):
     async def opened(cls, place: tuple, address: str, end: float) -> AsyncLink:
         """Open a connection.
 
-        Raises OSError, ``socket.timeout`` at ``end``, and :class:`ConnectionLost` if the other end is not a ZeroMQ
-        server.
+        Raises:
+            OSError: The connection cannot be opened. At ``end``, the error is ``socket.timeout``.
+            ConnectionLost: The other end is not a ZeroMQ server.
         """
         loop = asyncio.get_running_loop()
-        made = await _connected(loop, place, end)
+        connection = await _connected(loop, place, end)
         link = cls(address)
         try:
-            set_options(made)
+            set_options(connection)
             options: dict = {}
             if has_tls(place):
                 options = {"ssl": ssl.create_default_context(), "server_hostname": place[0]}
-            await _within(loop.create_connection(lambda: link, sock=made, **options), end)
+            await _within(loop.create_connection(lambda: link, sock=connection, **options), end)
             await _within(link._ready, end)
         except ssl.SSLError as error:
             link.end()
-            made.close()
+            connection.close()
             raise ConnectionLost(tls.refusal_of(error, address)) from error
         except BaseException:
             link.end()
-            made.close()
+            connection.close()
             raise
         return link
 
@@ -288,7 +289,7 @@ class AsyncLink(asyncio.BufferedProtocol):
         return not self._ended
 
     def ask(self, payload: bytes, request_id: int) -> asyncio.Future:
-        """Send a request and return the future of its reply, which may be an error instead."""
+        """Send a request. Return the future of its reply, or of the error that takes the reply's place."""
         answer = self.waiting[request_id] = asyncio.get_running_loop().create_future()
         if self._ended:
             answer.set_exception(self._broken())
@@ -298,8 +299,10 @@ class AsyncLink(asyncio.BufferedProtocol):
         return answer
 
     def end(self, error: Exception | None = None) -> None:
-        """Close the connection at once. error: Raised in waiting requests; None tells them that the
-        connection broke.
+        """Close the connection at once.
+
+        Args:
+            error: The error to raise in waiting requests; None raises the error of a broken connection.
         """
         self._ended = True
         for answer in self.waiting.values():
@@ -344,7 +347,7 @@ class AsyncLink(asyncio.BufferedProtocol):
         self.end()
 
     def _reply(self) -> None:
-        """Send the replies of the protocol itself: greeting, handshake, PONG."""
+        """Send the replies that ZeroMQ itself requires: greeting, handshake, PONG."""
         while self._framing.replies and not self._ended:
             self._transport.write(self._framing.replies.pop(0))
 
@@ -356,7 +359,7 @@ class AsyncLink(asyncio.BufferedProtocol):
             if answer is not None and not answer.done():
                 answer.set_result(payload)
             return
-        try:  # the server could not read which request it refuses
+        try:  # the server could not read the id of the request that it rejects
             protocol.decode_reply(payload, 0)
         except ClientError as error:
             refusal = error
@@ -368,26 +371,28 @@ class AsyncLink(asyncio.BufferedProtocol):
 
 
 async def _connected(loop: Any, place: tuple, end: float) -> socket.socket:
-    """Return a socket that is connected to a place, as :func:`sinew_client.link.connected` does."""
-    found = unix_place(place)
-    if not found:
-        found = await _within(loop.getaddrinfo(*place[:2], type=socket.SOCK_STREAM), end)
+    """Return a connected socket, like :func:`sinew_client.link.connected`."""
+    candidates = unix_place(place)
+    if not candidates:
+        candidates = await _within(loop.getaddrinfo(*place[:2], type=socket.SOCK_STREAM), end)
     error = OSError("the host has no address")
-    for index, (family, kind, number, _, address) in enumerate(found):
-        made = unconnected(family, kind, number, address)
+    for index, (family, kind, number, _, address) in enumerate(candidates):
+        connection = unconnected(family, kind, number, address)
         try:
-            made.setblocking(False)
+            connection.setblocking(False)
             now = time.monotonic()
-            await _within(loop.sock_connect(made, address), now + (end - now) / (len(found) - index))
-            check_owner(made)
+            await _within(
+                loop.sock_connect(connection, address), now + (end - now) / (len(candidates) - index)
+            )
+            check_owner(connection)
         except OSError as wrong:
-            made.close()
+            connection.close()
             error = wrong
         except BaseException:
-            made.close()
+            connection.close()
             raise
         else:
-            return made
+            return connection
     raise error
 
 

@@ -9,36 +9,32 @@ from sinew_client.errors import SinewError
 
 MAX_KEYS = 1 << 16  # characters
 KEY_VARIABLE = "SINEW_API_KEY"
-ROBOT, METRICS, ADMIN = ROLES = (
-    "robot",
-    "metrics",
-    "admin",
-)  # what a line ``role:key`` of a key file may name
+ROBOT, METRICS, ADMIN = ROLES = ("robot", "metrics", "admin")  # roles in lines ``role:key`` of a key file
 
 
 def role_and_key(line: str) -> tuple[str, str]:
-    """Return the role and the key of a line of a key file. The role is "" for a key without one, which allows
-    everything.
-    """
+    """Split a line of a key file into role and key. A key without a role has the role "" and allows everything."""
     role, colon, key = line.partition(":")
     return (role, key.strip()) if colon and role in ROLES else ("", line)
 
 
 def key_from_environment() -> str:
-    """Return the key in ``SINEW_API_KEY``; "" without one."""
+    """Return the key in ``SINEW_API_KEY``; "" if the variable is not set."""
     return os.environ.get(KEY_VARIABLE, "")
 
 
 def api_key_of(path: Path | None) -> str:
-    """Return the key that a client sends: the first one for robots in a file, else its first; without a file, the
-    environment's.
+    """Return the key that a client sends.
+
+    That is the first key of the file that is for robots or has no role, else the file's first key. Without a file, it
+    is the key in the environment.
 
     Raises the errors of :func:`keys_in`.
     """
     if path is None:
         return key_from_environment()
-    found = [role_and_key(line) for line in keys_in(path)]
-    return next((key for role, key in found if role in ("", ROBOT)), found[0][1])
+    pairs = [role_and_key(line) for line in keys_in(path)]
+    return next((key for role, key in pairs if role in ("", ROBOT)), pairs[0][1])
 
 
 def keys_in(path: Path) -> tuple[str, ...]:
@@ -51,7 +47,7 @@ def keys_in(path: Path) -> tuple[str, ...]:
             text = file.read(MAX_KEYS)
         keys = tuple(filter(None, map(str.strip, text.splitlines())))
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error  # without the path, which the message has already
+        why = getattr(error, "strerror", None) or error  # strerror has no path; the message names it already
         raise SinewError(f"--api-key-file {path}: {why}") from error
     if not keys:
         raise SinewError(f"--api-key-file {path}: the file is empty")

@@ -1,6 +1,6 @@
-"""Rules that the blocking and the asyncio client share: which address, how many attempts, until when. No sockets
-here.
+"""The rules that the blocking and the asyncio client share: choice of the address, attempts, and time limits.
 
+This module opens no sockets.
 The rules are generators. They yield each attempt and are sent its reply. A client carries out the attempts over its
 own kind of connection, so both kinds fail over, retry and time out alike.
 """
@@ -63,7 +63,7 @@ class BaseClient:
         self.max_age = max_age
         self.limits = limits
         self.max_rows = max_rows
-        self._warned: set = set()
+        self._warned: set = set()  # warnings that were logged
         self._ids = itertools.count(1)  # a server answers with id 0 if it could not read the id
         self._spec: PolicySpec | None = None  # specification of the connected server's policy
         self._answered = 0  # deployment number in the newest answer; 0: not stated
@@ -91,7 +91,9 @@ class BaseClient:
     def __repr__(self) -> str:
         state = "closed" if self._closed else self._state()
         extra = "" if self.jpeg_quality is None else f", JPEG {self.jpeg_quality}"
-        key = ", with a key" if self.api_key else ""  # never the key itself: this lands in logs
+        key = (
+            ", with a key" if self.api_key else ""
+        )  # never the key itself, because this text appears in logs
         kind = type(self).__name__
         return f"<sinew_client.{kind} {self.address}, {state}, timeout {self.timeout:g} s{extra}{key}>"
 
@@ -102,9 +104,9 @@ class BaseClient:
         """Store the reason why connecting failed, for the final message; clear it after a success."""
         number = (
             getattr(error, "errno", None) or 0
-        )  # asyncio has texts of its own; a resolver's are below zero
-        said = os.strerror(number) if number > 0 else getattr(error, "strerror", None)
-        self._unreached = "" if error is None else said or str(error)
+        )  # asyncio writes its own texts, and a resolver's error numbers are negative
+        text = os.strerror(number) if number > 0 else getattr(error, "strerror", None)
+        self._unreached = "" if error is None else text or str(error)
 
     def _begin(self) -> None:
         """Create the state that this kind of client needs."""
@@ -118,9 +120,9 @@ class BaseClient:
     def _encoded(self, observation: Mapping[str, Any], request_id: int) -> list:
         return protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
 
-    def _accepted(self, reply: Any, observation: Mapping[str, Any], asked: float) -> ActionChunk:
+    def _accepted(self, reply: Any, observation: Mapping[str, Any], start: float) -> ActionChunk:
         """Return the chunk of a reply, and log each of its warnings once."""
-        chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
+        chunk = protocol.accepted(reply, observation, start, self.max_age, self.limits, self.max_rows)
         self._heard(chunk.deployment)
         self._warn(chunk.warnings)
         return chunk
@@ -159,14 +161,14 @@ class BaseClient:
 
     @property
     def exchanged(self) -> bool:
-        """True if the server replaced its policy (hot-swap) after it described it last. Servers without deployment
-        numbers
-        never report it.
+        """True if the server replaced its policy (hot-swap) after the last metadata.
+
+        Servers without deployment numbers never report a replacement.
         """
         return 0 not in (self._answered, self.deployment) and self._answered != self.deployment
 
     def _context(self, reply: Any) -> tuple:
-        """Return (bytes, timing) of a reply with a context, and say once what was left out."""
+        """Return (bytes, timing) of a reply with a context, and log each of its warnings once."""
         self._heard(reply.deployment)
         self._warn(reply.warnings)
         if not reply.context:
@@ -184,9 +186,9 @@ class BaseClient:
     # ------------------------------------------------------------------------- rules
 
     def _asking(self, parts: Sequence, request_id: int, timeout: float | None) -> Asking:
-        """Return the reply of the present server, or of the next one that gives one.
+        """Return the reply of the present server, or of the next server that replies.
 
-        The time limit begins again with each round of the addresses. Raises the errors of ``Client.infer``.
+        The time limit starts again with each round of the addresses. Raises the errors of ``Client.infer``.
         """
         limit = self.timeout if timeout is None else timeout
         addresses = self._addresses
@@ -195,7 +197,7 @@ class BaseClient:
             parts = protocol.kept(parts)  # a copy: a second attempt must send the frames of the call
         for retry in range(self.retries, -1, -1):
             end = time.monotonic() + limit
-            for others in range(count - 1, -1, -1):  # addresses that are left in this round
+            for others in range(count - 1, -1, -1):  # number of addresses that this round has not tried yet
                 if self._closed:
                     raise ClosedError("the client is closed")
                 place, begin = addresses.place, time.monotonic()
@@ -230,8 +232,10 @@ class BaseClient:
         )
 
     def _decoded(self, answer: bytes, request_id: int) -> Any:
-        """Decode a reply. One that cannot be read, or has another id, ends the connection: later replies would not
-        match either.
+        """Decode a reply.
+
+        A reply that cannot be read, or has another id, ends the connection, because later replies would not match
+        either.
         """
         try:
             return protocol.decode_reply(answer, request_id)

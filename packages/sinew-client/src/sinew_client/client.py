@@ -101,9 +101,9 @@ class Client(BaseClient):
             ServerError: The server answered with an error, such as ``bad_observation``.
             UnsafeChunk: The answer must not be executed.
         """
-        asked, request_id, given = time.perf_counter(), next(self._ids), protocol.given(observation)
-        parts = self._encoded(given, request_id)
-        return self._accepted(self._drive(self._asking(parts, request_id, timeout)), given, asked)
+        start, request_id, fields = time.perf_counter(), next(self._ids), protocol.given(observation)
+        parts = self._encoded(fields, request_id)
+        return self._accepted(self._drive(self._asking(parts, request_id, timeout)), fields, start)
 
     def infer_all(
         self, observations: Sequence[Observation | Mapping[str, Any]], *, timeout: float | None = None
@@ -124,8 +124,8 @@ class Client(BaseClient):
             ServerError: The server rejected the whole message.
         """
         asking, outcomes = self._all(observations, timeout)
-        found: list = outcomes(self._drive(asking))
-        return found
+        results: list = outcomes(self._drive(asking))
+        return results
 
     def ask(
         self,
@@ -309,7 +309,8 @@ class Client(BaseClient):
         """Send one request.
 
         Returns:
-            The reply, None if there is none in time, or how the connection was lost or could not be made.
+            The reply, None if no reply arrived in time, or the error if the connection was lost or could not be
+            opened.
         """
         answer, (parts, _, connected, end) = None, attempt
         try:
@@ -327,7 +328,7 @@ class Client(BaseClient):
             lost.__cause__ = error
             return lost
         finally:
-            if answer is None:  # also on KeyboardInterrupt: the reply may still come, to a call it is not for
+            if answer is None:  # also on KeyboardInterrupt: a late reply must not answer a later call
                 self._forget()
         return answer
 
@@ -341,9 +342,9 @@ class Client(BaseClient):
             return parts
         if link.frames is None or (link.frames.state == shared.SHARED and link.frames.size < size):
             request_id = next(self._ids)
-            asked = protocol.encode_control("METADATA", request_id, "", self.api_key, self.policy)
+            request = protocol.encode_control("METADATA", request_id, "", self.api_key, self.policy)
             link.frames = shared.offered(
-                size, lambda beside: self._told(link.ask([asked], end, beside), request_id)
+                size, lambda beside: self._told(link.ask([request], end, beside), request_id)
             )
         return link.frames.placed(parts) if link.frames.state == shared.SHARED else parts
 
@@ -355,9 +356,9 @@ class Client(BaseClient):
 
     @property
     def frames(self) -> str:
-        """How large frames travel on the present connection: "shared memory", or "in the message" with the reason."""
-        found = None if self._link is None else self._link.frames
-        return shared.SENT if found is None else found.state
+        """Path of large frames on the present connection: "shared memory", or "in the message" with the reason."""
+        channel = None if self._link is None else self._link.frames
+        return shared.SENT if channel is None else channel.state
 
     def _connect(self, end: float) -> Link | None:
         """Open a connection. A single address is tried again until ``end``, then the result is None.

@@ -1,7 +1,7 @@
 """A small policy on the robot answers every request, and a rule decides when to ask a large one elsewhere.
 
-The robot never waits for the far policy. Its chunk is followed from its arrival until half of its actions have
-passed. Actions that came too late are dropped and counted.
+The robot never waits for the far policy. A chunk of the far policy is followed from its arrival until half of its
+actions have passed. Chunks that arrive after that time are dropped and counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sinew_client.faults import Faults
 
 logger = logging.getLogger(__name__)
 
-SET_BACK_S = 10.0  # frames that come out of order are younger than that
+SET_BACK_S = 10.0  # a frame that is older than the last one by more seconds means that the clock was set back
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class AssistRule:
     """When to ask the far policy; see :func:`parse_assist`. None turns a reason off.
 
     Attributes:
-        every: Seconds since its last answer.
+        every: Seconds since the far policy's last answer.
         disagreement: Root mean square difference between the near policy's chunk and the actions that are followed,
             over their common steps.
-        uncertainty: The same between two answers of the near policy to one observation, with different noise.
+        uncertainty: Root mean square difference between two answers of the near policy to one observation, with
+            different noise.
     """
 
     every: float | None = None
@@ -47,8 +48,8 @@ def parse_assist(text: str) -> AssistRule:
     """Read a rule.
 
     Args:
-        text: ``every:SECONDS``, ``disagreement:LIMIT`` and ``uncertainty:LIMIT``, separated by commas. Any of them is
-            enough to ask.
+        text: ``every:SECONDS``, ``disagreement:LIMIT`` and ``uncertainty:LIMIT``, separated by commas. The far policy
+            is asked if any of these conditions is met.
 
     Returns:
         The rule.
@@ -56,7 +57,7 @@ def parse_assist(text: str) -> AssistRule:
     Raises:
         ValueError: The text names no rule.
     """
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition(":")
         try:
@@ -66,18 +67,18 @@ def parse_assist(text: str) -> AssistRule:
         if (
             name not in ("every", "disagreement", "uncertainty")
             or not 0.0 <= number < float("inf")
-            or name in found
+            or name in limits
         ):
             raise ValueError(
                 f"assist: expected every:SECONDS, disagreement:LIMIT or uncertainty:LIMIT, each once, got {text!r}"
             )
-        found[name] = number
-    return AssistRule(**found)
+        limits[name] = number
+    return AssistRule(**limits)
 
 
 @dataclass(frozen=True)
 class _Followed:
-    """Targets of a chunk, float32 [H, D], and when its frame was taken, in seconds."""
+    """The targets of a chunk, float32 [H, D], and the time at which its frame was taken, in seconds."""
 
     targets: np.ndarray
     time: float
@@ -87,7 +88,7 @@ class _Followed:
 
 
 class Assist:
-    """Opens connections to a near policy together with a far one, as the ``connect`` of a :class:`Requester`.
+    """Opens connections to a near policy and a far policy. It is the ``connect`` of a :class:`Requester`.
 
     Args:
         near: Opens a connection to the near policy.
@@ -95,7 +96,7 @@ class Assist:
         hz: Control steps per second.
         motion: Reference of the actions.
 
-    Observations have ``time`` in seconds of ``clock``; the present time if absent.
+    The ``time`` of an observation is in seconds of ``clock``. If it is absent, the present time is used.
     """
 
     def __init__(
@@ -111,13 +112,11 @@ class Assist:
         self._near, self.rule, self.hz = near, rule, hz
         self._motion, self._clock = motion or Motion(), clock
         self._far = Requester(far, deadline)
-        self._answered = float("-inf")  # when the far policy did
-        self._sent: tuple[float, np.ndarray | None] = (
-            0.0,
-            None,
-        )  # time and state of the frame that it was sent
+        self._answered = float("-inf")  # time of the far policy's last answer
+        # Time and state of the last frame that was sent to the far policy.
+        self._sent: tuple[float, np.ndarray | None] = (0.0, None)
         self._followed: _Followed | None = None  # the far policy's chunk
-        self._last: _Followed | None = None  # the plan that was returned last
+        self._last: _Followed | None = None  # the chunk that the last answer came from
         self._now = float("-inf")  # time of the last observation
         self._draws = 0
         self._dim = 0  # width of the near policy's actions
@@ -135,7 +134,7 @@ class Assist:
         self._far.close()
 
     def report(self) -> dict[str, Any]:
-        """Return how often the far policy was asked and why, and how many chunks came from each policy."""
+        """Count the requests to the far policy by reason, and the chunks that came from each policy."""
         return {
             "asked": dict(self.asked),
             "answered": self.answered,
@@ -145,7 +144,7 @@ class Assist:
         }
 
     def text(self) -> str:
-        """Return the same as a line for people."""
+        """Return the counts of :meth:`report` as a line of text."""
         why = ", ".join(f"{count} {reason}" for reason, count in self.asked.items())
         return (
             f"{self.far_chunks} of {self.far_chunks + self.near_chunks} chunks from the far policy, asked "
@@ -157,8 +156,8 @@ class Assist:
         """Return the chunk for an observation, float32 [H, D]: the far policy's rows while they last."""
         now = float(observation.get("time") or self._clock())
         state = observation.get("state")
-        with self._lock:  # a call that was given up may still be running beside the next one
-            if now < self._now - SET_BACK_S:  # the clock was set back: nothing that was noted has a time
+        with self._lock:  # an abandoned call may still run at the same time as the next one
+            if now < self._now - SET_BACK_S:  # the clock was set back, so the stored times are meaningless
                 self._answered, self._followed, self._last = float("-inf"), None, None
             self._now = now
             self._poll(now)
@@ -208,24 +207,24 @@ class Assist:
             return
         self._answered = now
         self.answered += 1
-        found = _Followed(targets, then)
-        if 2 * len(found.rest(now, self.hz)) > len(found.targets):
-            self._followed = found
+        chunk = _Followed(targets, then)
+        if 2 * len(chunk.rest(now, self.hz)) > len(chunk.targets):
+            self._followed = chunk
         else:
             self.late += 1
 
     def _spread(
         self, near: Call, observation: Mapping[str, Any], limit: float, targets: np.ndarray, draw: int
     ) -> float | None:
-        """Return how far a second answer of the near policy to the same observation is from the first."""
+        """Return the difference between two answers of the near policy to the same observation."""
         second = np.asarray(near({**observation, "seed": draw}, limit), np.float32)
-        found = disagreement(targets, self._motion.targets(second, observation.get("state")))
-        if found == 0.0 and draw == 1:
+        distance = disagreement(targets, self._motion.targets(second, observation.get("state")))
+        if distance == 0.0 and draw == 1:
             raise ClientError(
                 "assist: uncertainty: expected a policy that draws noise, got two equal answers; use every or"
                 " disagreement"
             )
-        return found
+        return distance
 
     def _why(self, targets: np.ndarray, spread: float | None, now: float) -> str:
         """Return the reason to ask the far policy; "" for none."""
@@ -233,8 +232,8 @@ class Assist:
         if rule.every is not None and now - self._answered >= rule.every:
             return "every"
         if rule.disagreement is not None and self._last is not None:
-            found = disagreement(self._last.rest(now, self.hz), targets)
-            if found is not None and found > rule.disagreement:
+            difference = disagreement(self._last.rest(now, self.hz), targets)
+            if difference is not None and difference > rule.disagreement:
                 return "disagreement"
         if rule.uncertainty is not None and spread is not None and spread > rule.uncertainty:
             return "uncertainty"

@@ -1,7 +1,8 @@
-"""A robot of joints that takes poses: for a policy of end-effector actions, by way of the arm's kinematics.
+"""Drive a robot of joints with a policy of end-effector actions, by means of the arm's kinematics.
 
-The policy gets the pose of the tip, and its actions become joints that bring the tip there. A pose is rejected if it
-is out of reach, singular, or needs a joint to move too fast. The robot then holds with the reason.
+The policy gets the pose of the tip. Each of its actions is converted to joint positions that bring the tip to the
+requested pose. A pose is rejected if it is out of reach, singular, or needs a joint to move too fast. The robot then
+holds and reports the reason.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from sinew_client.rotations import (
 )
 from sinew_client.untrusted import named, shown
 
-LARGEST = sys.float_info.max  # a whole number may be larger, and is no float
+LARGEST = sys.float_info.max  # a Python integer may be larger, and cannot become a float
 USUAL_VELOCITY = math.pi  # velocity limit of a joint, per second, if neither description nor options have one
 SOFT = 0.01  # weight of a rotation that is only approached
-INVOLVED = 0.3  # share from which a joint is named where a pose is singular
+INVOLVED = 0.3  # smallest share of a joint that the message about a singular pose names
 SLACK = 1e-5  # radians or metres
-_FORMS: dict[str, tuple[int, Any, Any]] = {  # numbers, to a matrix and back
+_FORMS: dict[str, tuple[int, Any, Any]] = {  # form -> count of numbers, function to a matrix, function back
     "xyz": (3, None, None),
     "rpy": (3, from_rpy, to_rpy),
     "rotvec": (3, from_vector, to_vector),
@@ -44,7 +45,7 @@ _FORMS: dict[str, tuple[int, Any, Any]] = {  # numbers, to a matrix and back
     "wxyz": (4, lambda x: from_quaternion(np.roll(x, -1)), lambda m: np.roll(to_quaternion(m), 1)),
     "rot6d": (6, from_6d, to_6d),
     "gripper": (1, None, None),
-    "joints": (0, None, None),  # as many as the robot has
+    "joints": (0, None, None),  # the count is the robot's
 }
 _NAMED = {  # names of a pose's numbers in bundles
     "xyz": ("x", "y", "z"),
@@ -60,14 +61,14 @@ _GRIPPERS = ("gripper", "opening", "close", "jaw", "finger")
 
 @dataclass(frozen=True)
 class PosePart:
-    """Some numbers of a vector: a place, a rotation, a gripper or joints.
+    """Consecutive numbers of a vector: a position, a rotation, a gripper or joints.
 
     Attributes:
-        form: Their form, such as "xyz" or "rotvec".
-        first: Index of the first one.
-        count: How many there are.
+        form: Form of the numbers, such as "xyz" or "rotvec".
+        first: Index of the first number.
+        size: Count of the numbers.
         unit: Factor from the numbers to metres or radians.
-        offset: True if they count from the tip's pose instead of the base.
+        offset: True if the numbers are relative to the tip's pose instead of the base.
     """
 
     form: str
@@ -77,7 +78,7 @@ class PosePart:
     offset: bool = False
 
     def of(self, vector: np.ndarray) -> np.ndarray:
-        """Return these numbers of a vector, in metres or radians."""
+        """Return the part's numbers of a vector, in metres or radians."""
         return self.unit * np.asarray(vector, np.float64)[self.first : self.first + self.size]
 
 
@@ -101,7 +102,7 @@ def parse_parts(
     Raises:
         KinematicsError: The text or a unit is not valid.
     """
-    found, first = [], 0
+    parts, first = [], 0
     for word in text.split(","):
         name, star, size = word.strip().partition("*")
         offset = name.startswith("d") and name[1:] in ("xyz", "rpy", "rotvec")
@@ -114,21 +115,21 @@ def parse_parts(
         unit = _unit(units[first : first + count], form, f"{what}.{name}")
         if star:
             unit = _size(size, f"{what}.{name}")
-        found.append(PosePart(form, first, count, unit, offset))
+        parts.append(PosePart(form, first, count, unit, offset))
         first += count
-    forms = [part.form for part in found if part.form != "gripper"]
+    forms = [part.form for part in parts if part.form != "gripper"]
     turns = [form for form in forms if form not in ("xyz", "joints")]
     if len(turns) > 1 or len(set(forms)) < len(forms):
         raise KinematicsError(f"{what}: expected one place and one rotation, got {text!r:.80}")
-    return tuple(found)
+    return tuple(parts)
 
 
-def _unit(given: Sequence[str], form: str, field: str) -> float:
+def _unit(units: Sequence[str], form: str, field: str) -> float:
     """Return the size of one unit in metres or radians, from the units of a bundle; 1 if it states none."""
-    if form in ("gripper", "joints") or not any(given):
+    if form in ("gripper", "joints") or not any(units):
         return 1.0
     sizes = set()
-    for text in given:
+    for text in units:
         match = _UNIT.fullmatch(text)
         length = match is not None and match[2] in ("m", "cm", "mm")
         angle = match is not None and not length
@@ -138,11 +139,11 @@ def _unit(given: Sequence[str], form: str, field: str) -> float:
         elif form in ("quat", "wxyz", "rot6d") and text in ("", "1"):
             sizes.add(1.0)
         else:
-            wanted = {"xyz": "m, cm or mm", "rpy": "rad or deg", "rotvec": "rad or deg"}.get(form, "none")
-            raise KinematicsError(f"{field}: expected the unit {wanted}, the policy states {text!r:.40}")
+            allowed = {"xyz": "m, cm or mm", "rpy": "rad or deg", "rotvec": "rad or deg"}.get(form, "none")
+            raise KinematicsError(f"{field}: expected the unit {allowed}, the policy states {text!r:.40}")
     if len(sizes) > 1:
         raise KinematicsError(
-            f"{field}: expected one unit for all numbers, the policy states {', '.join(given)}"
+            f"{field}: expected one unit for all numbers, the policy states {', '.join(units)}"
         )
     return sizes.pop()
 
@@ -158,23 +159,29 @@ def _size(text: str, field: str) -> float:
 
 
 def parts_of(names: Sequence[str], offsets: Sequence[int] = ()) -> str:
-    """Return the parts that the names of a vector imply; "" if they imply none. offsets: numbers that are delta
-    actions.
+    """Derive the parts of a pose from the names of a vector's numbers.
+
+    Args:
+        names: Names of the numbers.
+        offsets: Indices of the numbers that are delta actions.
+
+    Returns:
+        The parts, as :func:`parse_parts` reads them; "" if a name is unknown.
     """
     short = [re.split(r"[./ ]", name.lower())[-1] for name in names]
     short = [re.sub(r"^(ee|eef|tcp|delta|d)_", "", name) for name in short]
-    found, at = [], 0
+    words, at = [], 0
     while at < len(short):
         form = next((form for form, own in _NAMED.items() if tuple(short[at : at + len(own)]) == own), "")
         if form:
-            found.append("d" * (at in offsets) + form)
+            words.append("d" * (at in offsets) + form)
             at += len(_NAMED[form])
         elif any(word in short[at] for word in _GRIPPERS):
-            found.append("gripper")
+            words.append("gripper")
             at += 1
         else:
             return ""
-    return ",".join(found)
+    return ",".join(words)
 
 
 @dataclass(frozen=True)
@@ -184,17 +191,18 @@ class KinematicsOptions:
     Attributes:
         tip: Frame of the robot's description (:func:`~sinew_client.arm.kinematics.read_chain`).
         base: Frame of the robot's description.
-        action: Parts of the policy's action (:func:`parse_parts`); "" follows from the names of its numbers.
-        state: Parts of the policy's state; "" likewise.
+        action: Parts of the policy's action (:func:`parse_parts`). "" derives them from the names of its numbers.
+        state: Parts of the policy's state. "" derives them in the same way.
         unit: Unit of the robot's joints, "rad" or "deg".
         offsets: Frame of delta actions: "base" or "tip".
-        rotation: "exact", "near" (as near as the place allows, for arms with fewer than six joints), "keep" (as at
-            the first command) or "free". "" chooses: with six joints or more, exact if the action has a rotation and
-            keep if not; with fewer, near or free.
+        rotation: How the tip's rotation is treated. "exact" reaches it, "near" approaches it as far as the position
+            allows, for arms with fewer than six joints. "keep" keeps the rotation of the first command, and "free"
+            ignores it. "" chooses by the arm and the action. With six joints or more: "exact" if the action has a
+            rotation, else "keep". With fewer joints: "near" if the action has a rotation, else "free".
         within: Metres and radians by which the tip may miss a pose.
-        singular: Smallest singular value of the jacobian, with lengths in reaches of the arm. A pose with a smaller
-            one is rejected.
-        velocity: Limit of each joint per second, or one for all; None takes those of the description.
+        singular: Smallest allowed singular value of the jacobian, with lengths in multiples of the arm's reach. A pose
+            with a smaller value is rejected.
+        velocity: Limit of each joint per second, or one limit for all joints. None takes the description's limits.
     """
 
     tip: str = ""
@@ -210,62 +218,62 @@ class KinematicsOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> KinematicsOptions:
-        """Return the options of an object. Raises :class:`KinematicsError` that names the field."""
+        """Read the options from an object. Raises :class:`KinematicsError` with the name of the wrong field."""
         if given is not None and not isinstance(given, Mapping):
             raise KinematicsError(f"options: expected an object, got {shown(given)}")
         values = dict(given or {})
-        known = {field.name: field.type for field in fields(cls)}
+        types = {field.name: field.type for field in fields(cls)}
         for name, value in values.items():
-            if name not in known:
-                raise KinematicsError(f"{named(name)}: unknown; known are {', '.join(known)}")
-            if known[name] == "str" and not isinstance(value, str):
+            if name not in types:
+                raise KinematicsError(f"{named(name)}: unknown; known are {', '.join(types)}")
+            if types[name] == "str" and not isinstance(value, str):
                 raise KinematicsError(f"{name}: expected a text, got {shown(value)}")
-        found = cls(**values)
+        options = cls(**values)
         for name, choices in (
             ("unit", ("", "rad", "deg")),
             ("offsets", ("base", "tip")),
             ("rotation", ("", "exact", "near", "keep", "free")),
         ):
-            if getattr(found, name) not in choices:
+            if getattr(options, name) not in choices:
                 raise KinematicsError(
-                    f"{name}: expected one of {', '.join(filter(None, choices))}, got {getattr(found, name)!r:.40}"
+                    f"{name}: expected one of {', '.join(filter(None, choices))}, got {getattr(options, name)!r:.40}"
                 )
         for name, count in (("within", 2), ("singular", 0)):
-            if not _positive(getattr(found, name), count):
+            if not _positive(getattr(options, name), count):
                 raise KinematicsError(
                     f"{name}: expected {count or 'one'} number{'s' * (count > 1)} above 0, got"
-                    f" {shown(getattr(found, name))}"
+                    f" {shown(getattr(options, name))}"
                 )
-        return found
+        return options
 
     def parts(self, policy: Mapping[str, Any], what: str, joints: int = 0) -> tuple[PosePart, ...]:
-        """Return the parts of a policy's state or action. joints: how many numbers the robot has."""
-        given: str = getattr(self, what)
+        """Return the parts of a policy's state or action. ``joints`` is the count of the robot's numbers."""
+        stated: str = getattr(self, what)
         about = policy[what]
         names, motion = about.get("names") or (), policy.get("motion") or {}
         offsets = motion.get("action") or () if what == "action" and motion.get("kind") == "offsets" else ()
-        text = given or parts_of(names, tuple(offsets))
+        text = stated or parts_of(names, tuple(offsets))
         if not text:
             raise KinematicsError(
                 f"{what}: the policy's names ({', '.join(names) or 'none'}) do not tell the parts of its pose;"
                 f" set them, such as"
                 f""" --kinematics-options '{{"{what}": "xyz,rotvec,gripper"}}'"""
             )
-        found = parse_parts(text, about.get("units") or (), what, joints)
-        wrong = [part for part in found if part.form == "joints" if what == "action"]
-        if wrong or (what == "state" and any(part.offset for part in found)):
+        parsed = parse_parts(text, about.get("units") or (), what, joints)
+        wrong = [part for part in parsed if part.form == "joints" if what == "action"]
+        if wrong or (what == "state" and any(part.offset for part in parsed)):
             raise KinematicsError(f"{what}: expected {'poses' if wrong else 'no offsets'}, got {text!r:.80}")
-        size = found[-1].first + found[-1].size
+        size = parsed[-1].first + parsed[-1].size
         if size != int(about["dim"]):
             raise KinematicsError(
                 f"{what}: expected {about['dim']} numbers, as the policy has, got {size} of {text!r}"
             )
-        return found
+        return parsed
 
 
-def _positive(given: Any, count: int) -> bool:
-    """Return True for a finite number above 0, or for ``count`` of them."""
-    each = given if count else [given]
+def _positive(value: Any, count: int) -> bool:
+    """Return True for a finite number above 0, or for a list of ``count`` such numbers."""
+    each = value if count else [value]
     return (
         isinstance(each, (list, tuple))
         and len(each) == (count or 1)
@@ -274,15 +282,15 @@ def _positive(given: Any, count: int) -> bool:
 
 
 class KnownArm:
-    """A robot of joints with a known arm. It is driven by joints, and others can show where its arm is.
+    """A robot whose commands are joints, and whose arm is known, so that a viewer can show the arm.
 
     Args:
         names: Names of the policy's numbers.
-        units: Units of these, as a policy states them.
-        unit: Unit of the robot's joints, "rad" or "deg"; "" takes the robot's own (``joint_unit``), or that of
-            ``units``.
-        joints: Joint of the chain -> joint of the robot, if they have other names.
-        spare: Numbers of the robot besides the arm's; None for any.
+        units: Units of these numbers, as a policy states them.
+        unit: Unit of the robot's joints, "rad" or "deg". "" takes the robot's own unit (``joint_unit``), or the unit
+            in ``units``.
+        joints: Joint of the chain -> joint of the robot, if their names differ.
+        spare: Count of the robot's numbers besides the arm's; None allows any count.
 
     Raises:
         RobotError: Joints or units do not fit (:class:`~sinew_client.control.robots.RobotError`).
@@ -308,18 +316,17 @@ class KnownArm:
                 """ --robot-options '{"use_degrees": true}'"""
             )
         self._radians = np.where(chain.slides, 1.0, math.pi / 180 if unit == "deg" else 1.0)
-        self._seen: np.ndarray | None = None  # all numbers of the robot's state, as they were seen last
+        self._seen: np.ndarray | None = None  # all numbers of the last observed state
 
     def observe(self) -> dict[str, Any]:
-        found = dict(self._robot.observe())
-        self._seen = np.asarray(found["state"], np.float64)
-        return found
+        observation = dict(self._robot.observe())
+        self._seen = np.asarray(observation["state"], np.float64)
+        return observation
 
     def arm_points(self) -> np.ndarray | None:
-        """Return the last known points of the arm: base, joints and tip, float64 [J + 2, 3], metres; None before the
-        first.
+        """Return the points of the arm in the last observation: base, joints and tip, float64 [J + 2, 3], in metres.
 
-        May be called from any thread.
+        The result is None before the first observation. Any thread may call this.
         """
         if (seen := self._seen) is None:
             return None
@@ -327,7 +334,7 @@ class KnownArm:
         return np.concatenate([np.zeros((1, 3)), tip.anchors, tip.place[None]])
 
     def text(self) -> str:
-        """One line that tells what the description is used for."""
+        """Return a line of text about the purpose of the robot's description."""
         chain = self.chain
         return (
             f"kinematics: {len(chain.joints)} joints from {chain.base} to {chain.tip}, to show the arm; the policy's"
@@ -335,11 +342,11 @@ class KnownArm:
         )
 
     def _of(self, whole: np.ndarray) -> np.ndarray:
-        """Return the chain's joints, radians or metres, of the robot's numbers."""
+        """Return the chain's joints, in radians or metres, from the robot's numbers."""
         return np.asarray(whole)[self._places] * self._radians
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself, with the points of its arm."""
+        """Return the facts about the robot itself, and the points of its arm."""
         return replace(facts_of(self._robot), points=self.arm_points)
 
     def act(self, row: np.ndarray) -> None:
@@ -355,11 +362,11 @@ class EndEffector(KnownArm):
     ``act`` raises :class:`~sinew_client.control.interfaces.NoCommand` for a rejected pose.
 
     Args:
-        robot: A robot of joints, with their names (``joints``), or with the numbers of the chain and the grippers, in
-            that order.
+        robot: A robot of joints. It names its joints (``joints``), or its numbers are those of the chain followed by
+            the grippers.
         policy: The policy's description, with its state, action and motion.
-        hz: Commands per second, for the limits of velocity.
-        joints: Joint of the chain -> joint of the robot, if they have other names.
+        hz: Commands per second, for the velocity limits.
+        joints: Joint of the chain -> joint of the robot, if their names differ.
 
     Raises:
         RobotError: Joints or numbers do not fit (:class:`~sinew_client.control.robots.RobotError`).
@@ -407,9 +414,9 @@ class EndEffector(KnownArm):
                 f"rotation: expected at least 6 joints for exact, {chain.base} to {chain.tip} has {size}; near brings"
                 " the tip to its place with the rotation as near as it can be"
             )
-        self._now: np.ndarray | None = None  # joints as they were seen since the last command or hold
+        self._now: np.ndarray | None = None  # joints observed since the last command or hold
         self._sent: np.ndarray | None = None  # joints of the last command, None after a hold
-        self._kept: np.ndarray | None = None  # the rotation that is kept
+        self._kept: np.ndarray | None = None  # the tip's rotation at the first command, for rotation "keep"
 
     @property
     def motion(self) -> dict[str, Any] | None:
@@ -417,7 +424,7 @@ class EndEffector(KnownArm):
         return {"kind": "absolute"} if self.action == self.state else None
 
     def text(self) -> str:
-        """One line that tells how the policy's numbers are used."""
+        """Return a line of text about the use of the policy's numbers."""
         chain = self.chain
         free = [name for name, own in zip(chain.joints, chain.velocity) if math.isnan(own)]
         usual = (
@@ -433,7 +440,7 @@ class EndEffector(KnownArm):
     # ------------------------------------------------------------------------- the robot's methods
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself, except that its numbers are poses and it bounds its own speed."""
+        """Return the facts about the robot itself, except that its numbers are poses and it bounds its own speed."""
         own = super().facts()
         sense = own.sense
         posed = None if sense is None else lambda: self._encoded(sense())
@@ -450,32 +457,32 @@ class EndEffector(KnownArm):
         )
 
     def _of_joints(self, pose: Any) -> np.ndarray:
-        """Return the policy's numbers of a pose of the robot's joints."""
+        """Convert a pose of the robot's joints to the policy's numbers."""
         names = facts_of(self._robot).names("action")
         whole = self._checked([pose[name] for name in names] if isinstance(pose, Mapping) else pose)
         tip = self.chain.forward(self._of(whole))
         return self._written(self.action, whole, tip.place, tip.turn)
 
     def between(self, start: np.ndarray, goal: np.ndarray, share: float) -> np.ndarray:
-        """Return the pose at a share of the way between two, float64 [D]. The tip turns about one axis."""
-        found = np.array(start, np.float64) + share * (np.asarray(goal, np.float64) - start)
+        """Return the pose at a share of the way between two poses, float64 [D]. The tip turns about one axis."""
+        pose = np.array(start, np.float64) + share * (np.asarray(goal, np.float64) - start)
         for part in self.action:
             if part.form not in ("xyz", "gripper", "joints"):
                 _, read, write = _FORMS[part.form]
                 first, last = (read(part.of(vector)) for vector in (start, goal))
                 turned = from_vector(share * to_vector(last @ first.T)) @ first
-                found[part.first : part.first + part.size] = write(turned) / part.unit
-        return found
+                pose[part.first : part.first + part.size] = write(turned) / part.unit
+        return pose
 
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())
-        found = {**seen, "state": self._encoded(seen["state"])}
-        did = found.pop("action", None)
-        if did is not None and not any(part.offset for part in self.action):  # the command of another driver
+        observation = {**seen, "state": self._encoded(seen["state"])}
+        did = observation.pop("action", None)
+        if did is not None and not any(part.offset for part in self.action):  # another driver's command
             whole = self._checked(did)
             tip = self.chain.forward(self._of(whole))
-            found["action"] = self._written(self.action, whole, tip.place, tip.turn)
-        return found
+            observation["action"] = self._written(self.action, whole, tip.place, tip.turn)
+        return observation
 
     def act(self, row: np.ndarray) -> None:
         """Send the joints of a pose. Raises :class:`~sinew_client.control.interfaces.NoCommand`."""
@@ -494,9 +501,10 @@ class EndEffector(KnownArm):
 
     @property
     def needs_state(self) -> bool:
-        """True if the next command counts from the robot's position in its control step.
+        """True if the next command depends on the robot's position in its control step.
 
-        That is so for delta actions, and after a hold, in which the robot may have been moved.
+        Delta actions depend on this position. So does the first command after a hold, because somebody may have moved
+        the robot.
         """
         return self._sent is None or any(part.offset for part in self.action)
 
@@ -507,16 +515,16 @@ class EndEffector(KnownArm):
     # ------------------------------------------------------------------------- poses
 
     def _checked(self, state: Any) -> np.ndarray:
-        found = np.asarray(state, np.float64)
-        if found.shape != (self._width,):
+        numbers = np.asarray(state, np.float64)
+        if numbers.shape != (self._width,):
             raise RobotError(
                 f"robot: expected {self._width} numbers, {', '.join(self.chain.joints)} and"
-                f" {self._width - len(self._places)} more, got shape {list(found.shape)}"
+                f" {self._width - len(self._places)} more, got shape {list(numbers.shape)}"
             )
-        return found
+        return numbers
 
     def _encoded(self, state: Any) -> np.ndarray:
-        """Return the policy's state, float32, of the robot's."""
+        """Convert the robot's state to the policy's state, float32."""
         seen = self._checked(state)
         if not np.all(np.isfinite(seen)):
             raise NoObservation("the state is not finite")
@@ -545,8 +553,8 @@ class EndEffector(KnownArm):
         return np.concatenate(numbers).astype(np.float32)
 
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the joints that a command begins from, and all numbers of the robot."""
-        if self._now is None and self.needs_state:  # not observed yet, so no loop drives it
+        """Return the joints from which a command starts, and all numbers of the robot."""
+        if self._now is None and self.needs_state:  # not observed in this step, so no loop drives the robot
             sense = facts_of(self._robot).sense
             try:
                 self._encoded(sense() if sense is not None else self._robot.observe()["state"])
@@ -556,26 +564,26 @@ class EndEffector(KnownArm):
         return (self._of(self._seen) if self._sent is None else self._sent), self._seen
 
     def _pose(self, row: np.ndarray, place: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pose of an action. place, turn: the tip's present pose."""
+        """Return the pose that an action requests. ``place`` and ``turn`` are the tip's present pose."""
         if self._kept is None:
             self._kept = turn
-        wanted, turned = place, self._kept if self.rotation == "keep" else turn
+        goal, turned = place, self._kept if self.rotation == "keep" else turn
         own = self.options.offsets == "tip"
         for part in self.action:
             if part.form == "gripper":
                 continue
-            given = part.of(row)
+            values = part.of(row)
             if part.form == "xyz":
-                wanted = place + (turn @ given if own else given) if part.offset else given
+                goal = place + (turn @ values if own else values) if part.offset else values
             else:
-                if why := undetermined(given):
+                if why := undetermined(values):
                     raise NoCommand(f"the {part.form} of a row is no rotation", f"it has {why}")
-                about = _FORMS[part.form][1](given)
+                about = _FORMS[part.form][1](values)
                 turned = (turn @ about if own else about @ turn) if part.offset else about
-        return wanted, turned
+        return goal, turned
 
     def _check(self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, joints: np.ndarray) -> None:
-        """Raise :class:`NoCommand` where joints may not be sent."""
+        """Raise :class:`NoCommand` if the joints must not be sent."""
         chain, (near, straight) = self.chain, self.options.within
         away, apart = (float(value) for value in chain.apart(place, turn, joints))
         if away > near or (apart > straight and self._weight == 1.0):
@@ -589,15 +597,15 @@ class EndEffector(KnownArm):
                 f"out of reach{ends}", f"[{place[0]:.3f}, {place[1]:.3f}, {place[2]:.3f}] is missed by {away:.3g} m and"
                 f" {apart:.3g} rad",
             )  # fmt: skip
-        found, before = (chain.singularity(q, self._weight == 1.0) for q in (joints, start))
-        if found.least < min(self.options.singular, before.least):
-            both = [name for name, share in zip(chain.joints, found.joints) if share > INVOLVED]
+        after, before = (chain.singularity(q, self._weight == 1.0) for q in (joints, start))
+        if after.least < min(self.options.singular, before.least):
+            both = [name for name, share in zip(chain.joints, after.joints) if share > INVOLVED]
             raise NoCommand(
                 f"singular: {', '.join(both)} would move without the tip",
-                f"the least singular value is {found.least:.2g}, expected at least {self.options.singular:g}",
+                f"the least singular value is {after.least:.2g}, expected at least {self.options.singular:g}",
             )
         fastest = np.abs(joints - start) / self._period
-        # Commands are float32, so the way from one to the next may be that much more.
+        # Commands are rounded to float32, so the way from one command to the next may be longer by SLACK.
         over = np.flatnonzero(fastest > self._velocity + SLACK / self._period)
         if len(over):
             at = int(over[np.argmax(fastest[over] / self._velocity[over])])
@@ -612,41 +620,44 @@ def _grippers(parts: Sequence[PosePart]) -> int:
 
 
 def numbers_of(chain: Chain, action: Sequence[PosePart]) -> list[str]:
-    """Return the names of the numbers of a robot with an arm's joints and a number for each gripper."""
+    """Name the numbers of a robot that has an arm's joints and one number for each gripper."""
     return [*chain.joints, *(f"gripper{i or ''}" for i in range(_grippers(action)))]
 
 
 def moves_joints(policy: Mapping[str, Any], chain: Chain, joints: Mapping[str, str]) -> bool:
-    """Return True where state and action of a policy are joints, those of the chain among them. joints: as KnownArm."""
-    wanted = {joints.get(name, name) for name in chain.joints}
+    """Return True if a policy's state and action are joints and include those of the chain.
+
+    ``joints`` is the mapping that :class:`KnownArm` takes.
+    """
+    arm = {joints.get(name, name) for name in chain.joints}
     for what in ("state", "action"):
         names = set(policy[what].get("names") or ())
-        if not wanted <= names | {re.sub(r"\.pos$", "", name) for name in names}:
+        if not arm <= names | {re.sub(r"\.pos$", "", name) for name in names}:
             return False
     return True
 
 
-def _matched(chain: Chain, had: Sequence[str], given: Mapping[str, str], spare: int | None) -> list[int]:
-    """Return the index of each of the chain's joints among a robot's numbers. spare: number of the others."""
-    wanted = {given.get(name, name) for name in chain.joints}
-    arm = [name for name in had if {name, f"{name}.pos", re.sub(r"\.pos$", "", name)} & wanted]
-    found = match_joints(chain.joints, arm or had, given, "kinematics")
-    if spare is not None and len(had) - len(found) != spare:
+def _matched(chain: Chain, had: Sequence[str], renames: Mapping[str, str], spare: int | None) -> list[int]:
+    """Return the index of each joint of the chain among a robot's numbers. ``spare`` is the count of the others."""
+    expected = {renames.get(name, name) for name in chain.joints}
+    arm = [name for name in had if {name, f"{name}.pos", re.sub(r"\.pos$", "", name)} & expected]
+    matches = match_joints(chain.joints, arm or had, renames, "kinematics")
+    if spare is not None and len(had) - len(matches) != spare:
         raise RobotError(
             f"robot: expected {spare} numbers besides the arm's (the action's grippers), got"
-            f" {', '.join(name for name in had if name not in found) or 'none'}"
+            f" {', '.join(name for name in had if name not in matches) or 'none'}"
         )
-    return [list(had).index(name) for name in found]
+    return [list(had).index(name) for name in matches]
 
 
-def _velocities(chain: Chain, given: Any) -> np.ndarray:
+def _velocities(chain: Chain, limits: Any) -> np.ndarray:
     """Return the limit of each joint, per second."""
-    if given is None:
+    if limits is None:
         return np.where(np.isnan(chain.velocity), USUAL_VELOCITY, chain.velocity)
-    each = list(given) if isinstance(given, (list, tuple)) else [given] * len(chain.joints)
+    each = list(limits) if isinstance(limits, (list, tuple)) else [limits] * len(chain.joints)
     if not _positive(each, len(chain.joints)):
         raise KinematicsError(
-            f"velocity: expected one number above 0, or {len(chain.joints)}, got {shown(given)}"
+            f"velocity: expected one number above 0, or {len(chain.joints)}, got {shown(limits)}"
         )
     return np.array(each, np.float64)
 

@@ -1,8 +1,8 @@
 """Forward and inverse kinematics of an arm.
 
-A :class:`Chain` has the joints between two frames of a robot. It needs numpy alone, so it runs on any robot's
-computer. It is read from URDF, without the meshes, or from MJCF with MuJoCo. Lengths are in metres, angles in
-radians. The columns of a rotation matrix are the tip's axes in the base's frame.
+A :class:`Chain` has the joints between two frames of a robot. It needs only numpy, so it runs on any robot's computer.
+:func:`read_chain` reads a chain from URDF, without the meshes, or from MJCF with MuJoCo. Lengths are in metres, angles
+in radians. The columns of a rotation matrix are the tip's axes in the base's frame.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sinew_client.untrusted import read_text
 MAX_FILE = 1 << 24  # bytes of a robot's description
 MAX_TURN = 0.4  # largest step of a joint in an iteration, radians or metres
 ITERATIONS = 60
-DAMPING = 1e-9  # damping in addition to the error's, as a share of the squared reach
+DAMPING = 1e-9  # constant part of the damping, as a share of the squared reach; the error adds its own part
 
 
 class KinematicsError(ClientError, ValueError):
@@ -33,9 +33,9 @@ class Tip(NamedTuple):
     """The pose of the tip.
 
     Attributes:
-        place: float64 [..., 3], in the base's frame.
-        turn: [..., 3, 3], its rotation.
-        jacobian: [..., 6, J], its velocity and angular velocity per unit of each joint's velocity.
+        place: float64 [..., 3], the tip's position in the base's frame.
+        turn: [..., 3, 3], the tip's rotation.
+        jacobian: [..., 6, J], the tip's velocity and angular velocity per unit of each joint's velocity.
         anchors: [..., J, 3], positions of the joints.
     """
 
@@ -49,8 +49,8 @@ class Singularity(NamedTuple):
     """How near an arm is to a singular pose.
 
     Attributes:
-        least: Smallest singular value of the jacobian, with lengths in reaches of the arm.
-        joints: Shares of the joints that then move against each other, float64 [J].
+        least: Smallest singular value of the jacobian, with lengths in multiples of the arm's reach.
+        joints: Share of each joint in the motion that moves the tip least, float64 [J].
     """
 
     least: float
@@ -59,18 +59,18 @@ class Singularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """The J joints between two frames of a robot, from the base on.
+    """The J joints between two frames of a robot, in order from the base to the tip.
 
     Attributes:
-        places: [J, 3], origin of each joint's frame in the frame of the joint before.
-        turns: [J, 3, 3], its rotation.
+        places: [J, 3], origin of each joint's frame in the frame of the previous joint.
+        turns: [J, 3, 3], rotation of each joint's frame in the frame of the previous joint.
         axes: [J, 3], axis of each joint in its frame, of length 1.
         slides: bool [J], True for a prismatic joint.
         low: [J], lower end of each joint's range; -inf without one.
-        high: [J], upper end; inf without one.
-        velocity: [J], limit per second; NaN if the description has none.
-        tip_place: [3], origin of the tip's frame in the last joint's.
-        tip_turn: [3, 3], its rotation.
+        high: [J], upper end of each joint's range; inf without one.
+        velocity: [J], velocity limit per second; NaN if the description has none.
+        tip_place: [3], origin of the tip's frame in the last joint's frame.
+        tip_turn: [3, 3], rotation of the tip's frame in the last joint's frame.
     """
 
     joints: tuple[str, ...]
@@ -114,20 +114,21 @@ class Chain:
     def inverse(
         self, place: np.ndarray, turn: np.ndarray, start: np.ndarray, weight: float = 1.0
     ) -> np.ndarray:
-        """Return joints near ``start``, float64 [..., J], that bring the tip to a pose, or as near as the method
-        finds.
+        """Return joints near ``start``, float64 [..., J], that bring the tip to a pose or near it.
 
-        Check the distance with :meth:`apart`. Damped least squares within the joints' ranges: each iteration solves
-        (J^T J + d I) dq = J^T e, where e is the error of place and rotation vector and d half its square. So the step
-        stays small far from the pose and near a singular pose, and is Newton's near the pose (Sugihara 2011, IEEE
-        Transactions on Robotics 27, 984). A joint at the end of its range that would move further takes no part.
+        Check the remaining distance with :meth:`apart`. The method is damped least squares within the joints' ranges.
+        Each iteration solves (J^T J + d I) dq = J^T e, where e is the error of position and rotation vector, and d is
+        half its square. So the step stays small far from the pose and near a singular pose. Near the pose it is a
+        Newton step (Sugihara 2011, IEEE Transactions on Robotics 27, 984). A joint at the end of its range that would
+        move further is left out of the iteration.
 
         Args:
-            place: [..., 3], wanted place of the tip.
-            turn: [..., 3, 3], wanted rotation.
+            place: [..., 3], requested position of the tip.
+            turn: [..., 3, 3], requested rotation of the tip.
             start: [..., J], joints from which the search starts.
-            weight: 1 weighs a radian like the arm's reach. Less weighs the rotation less, for arms with fewer than
-                six joints; the place is then reached exactly, from the compromise of both. 0 allows any rotation.
+            weight: Weight of the rotation. 1 weighs a radian like the arm's reach. A smaller weight is for arms with
+                fewer than six joints: a second search then reaches the position exactly, from the compromise between
+                position and rotation. 0 allows any rotation.
         """
         q = np.clip(np.array(start, np.float64), self.low, self.high)
         for length in (weight,) if weight in (0.0, 1.0) else (weight, 0.0):
@@ -141,17 +142,19 @@ class Chain:
         turns = np.broadcast_to(turn, (*shape[:-1], 3, 3)).reshape(-1, 3, 3)
         scale = np.array([1.0] * 3 + [length] * 3)
         least, unit = DAMPING * self.reach**2, np.eye(size)
-        left = np.arange(len(flat))  # those that are not there yet
+        pending = np.arange(len(flat))  # indices of the poses that are not reached yet
         for _ in range(ITERATIONS):
-            now = flat[left]
+            now = flat[pending]
             tip = self.forward(now)
-            error = scale * _error(places[left], turns[left], tip)
+            error = scale * _error(places[pending], turns[pending], tip)
             jacobian = scale[:, None] * tip.jacobian
             pull = np.einsum("nij,ni->nj", jacobian, error)
             stuck = ((now <= self.low) & (pull < 0.0)) | ((now >= self.high) & (pull > 0.0))
             damping = 0.5 * (error**2).sum(-1) + least
             step = np.zeros_like(now)
-            for _again in range(2):  # a second time without those that the first one brings to an end
+            for _again in range(
+                2
+            ):  # the second pass leaves out joints that the first one brings to an end of the range
                 jacobian = np.where(stuck[:, None, :], 0.0, jacobian)
                 normal = np.swapaxes(jacobian, -1, -2) @ jacobian + damping[:, None, None] * unit
                 step = np.linalg.solve(normal, np.where(stuck, 0.0, pull)[..., None])[..., 0]
@@ -159,17 +162,17 @@ class Chain:
                 ends = (now + step < self.low) | (now + step > self.high)
                 if not np.any(ends & ~stuck):
                     break
-                flat[left] = np.clip(now + step, self.low, self.high)
+                flat[pending] = np.clip(now + step, self.low, self.high)
                 stuck = stuck | ends
-            moved = np.clip(np.where(stuck, flat[left], now + step), self.low, self.high)
-            flat[left] = moved
-            left = left[np.abs(moved - now).max(-1) > 1e-8]
-            if not len(left):
+            moved = np.clip(np.where(stuck, flat[pending], now + step), self.low, self.high)
+            flat[pending] = moved
+            pending = pending[np.abs(moved - now).max(-1) > 1e-8]
+            if not len(pending):
                 break
         return flat.reshape(shape)
 
     def apart(self, place: np.ndarray, turn: np.ndarray, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return by how many metres and radians the tip is elsewhere, each [...]."""
+        """Return the distance between the tip and a pose in metres and in radians, each [...]."""
         error = _error(place, turn, self.forward(joints))
         return np.linalg.norm(error[..., :3], axis=-1), np.linalg.norm(error[..., 3:], axis=-1)
 
@@ -178,20 +181,22 @@ class Chain:
 
         Args:
             joints: float64 [J].
-            weight: 0 considers the tip's place alone.
+            weight: 0 considers only the tip's position.
         """
         _u, values, rows = np.linalg.svd(self._moves(joints)[: 6 if weight else 3])
         return Singularity(float(values[-1]), np.abs(rows[len(values) - 1]))
 
     def _moves(self, joints: np.ndarray) -> np.ndarray:
-        """Return the jacobians of joints [..., J], lengths counted in reaches of the arm: [..., 6, J]."""
+        """Return the jacobians for joints [..., J], with lengths in multiples of the arm's reach: [..., 6, J]."""
         jacobian = self.forward(joints).jacobian
         jacobian[..., :3, :] /= self.reach
         return jacobian
 
     def ready(self) -> np.ndarray:
-        """Return joints far from singular ones and from the ends of their ranges, the best of 200 that are
-        always the same: where an arm without hardware begins."""
+        """Return joints far from singular poses and from the ends of their ranges: the start pose of a simulated arm.
+
+        They are the best of 200 random poses with a fixed seed.
+        """
         low, high = np.maximum(self.low, -math.pi / 2), np.minimum(self.high, math.pi / 2)
         low, high = np.where(low < high, low, self.low), np.where(low < high, high, self.high)
         drawn = np.random.default_rng(0).uniform(
@@ -201,13 +206,13 @@ class Chain:
 
 
 def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cross products of [..., 3], the bits of np.cross, whose bookkeeping takes longer than they do."""
+    """Return the cross products of [..., 3], bit for bit those of np.cross, without its slow argument checks."""
     after, before = [1, 2, 0], [2, 0, 1]
     return a[..., after] * b[..., before] - a[..., before] * b[..., after]
 
 
 def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
-    """Return the way from the tip to a pose, [..., 6]: metres, and a rotation vector in the base's frame."""
+    """Return the difference from the tip to a pose, [..., 6]: metres, and a rotation vector in the base's frame."""
     return np.concatenate([place - tip.place, to_vector(turn @ np.swapaxes(tip.turn, -1, -2))], axis=-1)
 
 
@@ -216,7 +221,7 @@ def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Joint:
-    """One joint of a description, or a fixed connection (kind "fixed"), with its frame in the parent's."""
+    """One joint of a description, or a fixed connection (kind "fixed"), with its frame in the parent's frame."""
 
     name: str
     kind: str
@@ -233,8 +238,8 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
     Args:
         path: The file.
-        tip: A link of URDF, or a site or body of MJCF. "" takes the only end of the robot.
-        base: A link or body. "" takes the root, or the world.
+        tip: A link of URDF, or a site or body of MJCF. "" takes the robot's end if it has only one.
+        base: A link of URDF or a body of MJCF. "" takes the root link, or the world body.
 
     Returns:
         The chain.
@@ -264,8 +269,8 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
 
 def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
-    """Return the joints between two links, from the base on, and the links' names."""
-    above = {}  # link -> the joint that it hangs from, and that one's link
+    """Return the joints between two links, from the base to the tip, and the links' names."""
+    above = {}  # link -> the joint that it hangs from, and the joint's parent link
     for joint in root.findall("joint"):
         parent, child = (joint.find(end) for end in ("parent", "child"))
         if parent is None or child is None:
@@ -274,15 +279,15 @@ def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
     links = [link.get("name") for link in root.findall("link")]
     ends = [name for name in links if name not in {parent for _, parent in above.values()}]
     tip, base = _named(tip, links, ends, "tip"), base and _named(base, links, (), "base")
-    found, at = [], tip
+    joints, at = [], tip
     while at != base and at in above:
         joint, at = above[at]
-        found.append(_urdf_joint(joint))
-        if len(found) > len(above):
+        joints.append(_urdf_joint(joint))
+        if len(joints) > len(above):
             raise KinematicsError(f"expected links that hang from each other, got a circle at {at}")
     if base and at != base:
         raise KinematicsError(f"base: expected a link above {tip}, got {base}")
-    return found[::-1], at, tip
+    return joints[::-1], at, tip
 
 
 def _urdf_joint(joint: Any) -> _Joint:
@@ -305,7 +310,10 @@ def _urdf_joint(joint: Any) -> _Joint:
 
 
 def _mjcf(path: Path, tip: str, base: str) -> tuple[list[_Joint], str, str]:
-    """Return the same of MJCF, as MuJoCo compiles it, with its defaults, classes and included files."""
+    """Return the joints between two frames of MJCF, from the base to the tip, and the frames' names.
+
+    MuJoCo compiles the file, with its defaults, classes and included files.
+    """
     try:
         import mujoco
     except ImportError as error:
@@ -319,33 +327,35 @@ def _mjcf(path: Path, tip: str, base: str) -> tuple[list[_Joint], str, str]:
     ends = [bodies[i] for i in range(1, model.nbody) if i not in set(map(int, model.body_parentid))]
     tip = _named(tip, [*sites, *bodies], sites if len(sites) == 1 else ends, "tip")
     base = _named(base, bodies, (), "base") if base else bodies[0]
-    found, at = [], bodies.index(tip) if tip in bodies else 0
+    joints, at = [], bodies.index(tip) if tip in bodies else 0
     if tip in sites:
         site = model.site(tip)
-        found.append(_Joint(tip, "fixed", site.pos.copy(), _mujoco_turn(site.quat), np.zeros(3)))
+        joints.append(_Joint(tip, "fixed", site.pos.copy(), _mujoco_turn(site.quat), np.zeros(3)))
         at = int(site.bodyid[0])
     while bodies[at] != base and at != 0:
-        found += _mjcf_body(model, at)[::-1]
+        joints += _mjcf_body(model, at)[::-1]
         at = int(model.body_parentid[at])
     if bodies[at] != base:
         raise KinematicsError(f"base: expected a body above {tip}, got {base}")
-    return found[::-1], base, tip
+    return joints[::-1], base, tip
 
 
 def _mjcf_body(model: Any, at: int) -> list[_Joint]:
-    """Return a body's frame in its parent's, and its joints, each about its own anchor."""
-    found = [_Joint("", "fixed", model.body_pos[at], _mujoco_turn(model.body_quat[at]), np.zeros(3))]
+    """Return the transform from the parent body to a body, then the body's joints, each about its own anchor."""
+    joints = [_Joint("", "fixed", model.body_pos[at], _mujoco_turn(model.body_quat[at]), np.zeros(3))]
     for number in range(model.body_jntadr[at], model.body_jntadr[at] + model.body_jntnum[at]):
         joint = model.joint(number)
         kind = {2: "prismatic", 3: "revolute"}.get(int(joint.type[0]), "free or ball")
         low, high = joint.range if model.jnt_limited[number] else (-math.inf, math.inf)
         anchor, away = joint.pos.copy(), float(model.qpos0[model.jnt_qposadr[number]])
-        found.append(_Joint(joint.name, kind, anchor, np.eye(3), joint.axis.copy(), low, high))
-        back = -away * joint.axis if kind == "prismatic" else np.zeros(3)  # where its zero is elsewhere
+        joints.append(_Joint(joint.name, kind, anchor, np.eye(3), joint.axis.copy(), low, high))
+        back = (
+            -away * joint.axis if kind == "prismatic" else np.zeros(3)
+        )  # MJCF's zero may differ from position 0
         turn = from_vector(-away * joint.axis) if kind == "revolute" else np.eye(3)
-        found.append(_Joint("", "fixed", back, turn, np.zeros(3)))
-        found.append(_Joint("", "fixed", -anchor, np.eye(3), np.zeros(3)))
-    return found
+        joints.append(_Joint("", "fixed", back, turn, np.zeros(3)))
+        joints.append(_Joint("", "fixed", -anchor, np.eye(3), np.zeros(3)))
+    return joints
 
 
 def _mujoco_turn(quaternion: np.ndarray) -> np.ndarray:
@@ -387,23 +397,23 @@ def _chain(parts: list[_Joint], base: str, tip: str) -> Chain:
     )
 
 
-def _named(given: str, known: list[str], only: Any, what: str) -> str:
-    """Return the name of a frame: the one that was given, or the only one there is."""
-    if not given and len(only) == 1:
+def _named(name: str, frames: list[str], only: Any, what: str) -> str:
+    """Return the name of a frame: the requested name, or the only candidate."""
+    if not name and len(only) == 1:
         return str(only[0])
-    if given not in known or not given:
-        names = ", ".join((list(only) or known)[:20])
+    if name not in frames or not name:
+        names = ", ".join((list(only) or frames)[:20])
         raise KinematicsError(
-            f"{what}: expected {f'one of {names}' if names else 'a frame, and the file has none'}, got {given!r}"
+            f"{what}: expected {f'one of {names}' if names else 'a frame, and the file has none'}, got {name!r}"
         )
-    return given
+    return name
 
 
 def _numbers(text: str | None, usual: tuple[float, ...], name: str, count: int = 3) -> np.ndarray:
     try:
-        found = np.array(usual if text is None else [float(each) for each in text.split()], np.float64)
+        numbers = np.array(usual if text is None else [float(each) for each in text.split()], np.float64)
     except ValueError:
-        found = np.zeros(0)
-    if found.shape != (count,) or (text is not None and not np.all(np.isfinite(found))):
+        numbers = np.zeros(0)
+    if numbers.shape != (count,) or (text is not None and not np.all(np.isfinite(numbers))):
         raise KinematicsError(f"joint {name}: expected {count} numbers, got {text!r:.60}")
-    return found
+    return numbers

@@ -12,22 +12,20 @@ from sinew_client.control.authority import LeaderError
 from sinew_client.control.robots import lerobot_choice, lerobot_config
 from sinew_client.modules import load_named
 
-SHARE = 0.1  # share of the way to the robot that a leader with motors moves in each control step
-ALIGN_SPEED = (
-    60.0  # units per second at which it goes at most: degrees, or hundredths of half a joint's range
-)
+SHARE = 0.1  # share of the way to the robot's position that a leader with motors moves in each control step
+ALIGN_SPEED = 60.0  # its largest speed, units per second: degrees, or hundredths of half a joint's range
 
 
 class LeRobotLeader:
     """One of LeRobot's teleoperators, with its joints in the order of a robot's commands.
 
-    A teleoperator whose feedback has all joints is moved to the robot's position by its own motors: a tenth of the
-    way in each control step, at most 60 units per second (degrees, or hundredths of half a joint's range), because a
-    hand may be on it. Then it is released. The human moves any other one.
+    If the teleoperator's feedback has all joints, its own motors move it to the robot's position. They move it a tenth
+    of the way in each control step and at most 60 units per second (degrees, or hundredths of half a joint's range),
+    because a hand may be on it. Then it is released. Any other teleoperator is moved by the human.
 
     Args:
-        teleoperator: It has ``action_features``, ``feedback_features``, ``get_action`` and ``send_feedback`` (LeRobot
-            0.4 to 0.6).
+        teleoperator: A teleoperator with ``action_features``, ``feedback_features``, ``get_action`` and
+            ``send_feedback`` (LeRobot 0.4 to 0.6).
         names: Names of the robot's commands. A teleoperator with other joints is rejected.
         hz: Control steps per second.
     """
@@ -45,11 +43,11 @@ class LeRobotLeader:
         self._stiff = False
 
     def read(self) -> Any:
-        given = self.teleoperator.get_action()
-        return [float(given[name]) for name in self._names]
+        action = self.teleoperator.get_action()
+        return [float(action[name]) for name in self._names]
 
     def free(self) -> None:
-        """Let the person move it."""
+        """Switch the motors off, so that the human can move the leader."""
         self._torque("disable_torque")
         self._stiff = False
 
@@ -64,7 +62,7 @@ class LeRobotLeader:
             self._stiff = True
         at = np.array(self.read(), np.float64)
         if not np.all(np.isfinite(at)):
-            return  # its motors are sent nowhere from a place that is not known
+            return  # the motors are not moved from an unknown position
         away = np.where(np.isnan(position), at, position) - at
         goal = at + np.clip(SHARE * away, -self._most, self._most)
         self.teleoperator.send_feedback(dict(zip(self._names, map(float, goal))))
@@ -80,13 +78,13 @@ def open_lerobot_leader(
     """Open and connect one of LeRobot's teleoperators.
 
     Args:
-        kind: Its type, such as ``so101_leader``.
-        options: Fields of its configuration.
+        kind: Type of the teleoperator, such as ``so101_leader``.
+        options: Fields of the teleoperator's configuration.
         names: Names of the robot's commands.
         hz: Control steps per second.
 
     Raises:
-        LeaderError: It cannot be opened, or does not fit.
+        LeaderError: The teleoperator cannot be opened, or its joints differ from the robot's.
     """
     try:
         teleoperators = importlib.import_module("lerobot.teleoperators")
@@ -95,8 +93,8 @@ def open_lerobot_leader(
             f"--takeover lerobot:{kind} needs the package lerobot in this environment ({error})"
         ) from error
     try:
-        made = lerobot_choice(teleoperators, teleoperators.TeleoperatorConfig, kind)
-        config = lerobot_config(made, options)
+        choice = lerobot_choice(teleoperators, teleoperators.TeleoperatorConfig, kind)
+        config = lerobot_config(choice, options)
         leader = LeRobotLeader(teleoperators.make_teleoperator_from_config(config), names, hz)
         leader.teleoperator.connect()
     except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
@@ -105,14 +103,12 @@ def open_lerobot_leader(
 
 
 def open_leader(text: str, options: Mapping[str, Any]) -> Any:
-    """Return an instance of ``module:Class``, from the current folder or an installed package, with a method
-    ``read``.
-    """
-    made = load_named(text, f"--takeover {text}")
-    if not callable(made):
-        raise LeaderError(f"--takeover {text}: expected a class, got {type(made).__name__}")
+    """Create an instance of ``module:Class``, a class with a method ``read`` in the current folder or a package."""
+    factory = load_named(text, f"--takeover {text}")
+    if not callable(factory):
+        raise LeaderError(f"--takeover {text}: expected a class, got {type(factory).__name__}")
     try:
-        leader = made(**options)
+        leader = factory(**options)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise LeaderError(f"--takeover {text}: {type(error).__name__}: {error}") from error
     if not callable(getattr(leader, "read", None)):

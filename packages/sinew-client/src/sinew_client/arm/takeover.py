@@ -1,9 +1,9 @@
 """Take-over: a human at a leader arm, or an expert, drives the robot and hands it back to the policy.
 
 At a take-over, the robot holds until the leader has the robot's position. Then the leader's commands are executed,
-with the same limits as the policy's. A leader that was silent for a while, or jumped, is aligned again. On the way
-back, the robot holds until the policy has a fresh chunk. So no hand-over is a jump: both begin at the last command,
-and limits of velocity or acceleration bound the step.
+with the same limits as the policy's. A leader that was silent for a while, or jumped, is aligned again. When control
+returns to the policy, the robot holds until the policy has a fresh chunk. So the robot does not jump at either change:
+both begin at the last command, and the limits of velocity or acceleration bound the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sinew_client.control.safety import Limits, RowsError, checked_rows
 logger = logging.getLogger(__name__)
 
 ALIGN_SHARE = 0.05  # default distance between leader and robot at a take-over, as a fraction of the range
-SILENCE_S = 0.2  # seconds in which the robot was sent no row of its leader, after which that is aligned again
+SILENCE_S = 0.2  # seconds without a command of the leader, after which the leader is aligned again
 
 
 class Takeover(LoopListener):
@@ -36,13 +36,14 @@ class Takeover(LoopListener):
     Args:
         leader: The leader.
         align: Largest difference of each number between the leader and the robot at a take-over, and between two
-            successive commands of the leader. None takes 0.05 of the range in ``limits``. A leader that differs more,
-            or that the robot did not follow for 0.2 s, is aligned again.
+            successive commands of the leader. None takes 0.05 of the range in ``limits``. A leader is aligned again if
+            it differs more, or if the robot did not follow it for 0.2 s.
         shadow: True if the leader drives for the whole run and the policy is only compared
             (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
 
     Raises:
-        LeaderError: It is not known whether the leader's numbers are positions, or how near they have to be.
+        LeaderError: The motion does not state whether the leader's numbers are positions, or a number has neither
+            ``align`` nor a range in ``limits``.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Takeover(LoopListener):
                 )
             self._near[self._placed] = ALIGN_SHARE * span[self._placed]
         self.apart = ""  # why the leader is not aligned yet
-        self._said: set[str] = set()  # why the leader has failed
+        self._said: set[str] = set()  # reasons of the leader's failures that were logged
         self._pressed = bool(getattr(leader, "wanted", False))
 
     def attach(self, loop: Loop) -> None:
@@ -88,7 +89,7 @@ class Takeover(LoopListener):
         return self.apart if self.loop.controller.driver == ALIGNING else ""
 
     def take_over(self) -> None:
-        """Hold within one period, bring the leader to where the robot is, and follow it until :meth:`hand_back`."""
+        """Hold within one period, align the leader with the robot, and follow it until :meth:`hand_back`."""
         self.loop.calls.append(self._take_over)
 
     def hand_back(self) -> None:
@@ -108,7 +109,7 @@ class Takeover(LoopListener):
         lost = controller.driver != HUMAN and (here is None or np.any(np.isnan(here)))
         if lost and (observation is not None or loop.observe(step, loop.now) is not None):
             here = loop.observer.position()
-        if isinstance(loop.robot, ShadowListener):  # the driver's command is in its observation
+        if isinstance(loop.robot, ShadowListener):  # the robot's observation contains the driver's command
             loop.observe(step, loop.now)
         last = controller.followed
         followed = None if last is None else (max(0, step - last[0] - 1) / loop.settings.hz, last[1])
@@ -117,9 +118,7 @@ class Takeover(LoopListener):
             controller.followed = step, here
 
     def asks(self) -> bool | None:
-        """Return True if the leader's button requests a take-over, False if it hands back, None if it has not
-        changed.
-        """
+        """Return True if the leader's button now requests a take-over, False if it hands back, None if unchanged."""
         pressed = getattr(self.leader, "wanted", None)
         if pressed is None or bool(pressed) == self._pressed:
             return None
@@ -133,12 +132,12 @@ class Takeover(LoopListener):
         here: np.ndarray | None,
         followed: tuple[float, np.ndarray] | None = None,
     ) -> None:
-        """Process a control step in which a human drives or is about to.
+        """Process a control step in which a human drives or is about to drive.
 
         Args:
             controller: The loop's controller.
             step: The control step.
-            here: Position of the robot, float [D], NaN where it is not known.
+            here: Position of the robot, float [D]; unknown numbers are NaN.
             followed: The last command of the leader that was sent, and the seconds since then.
         """
         row, reason = self._read()
@@ -168,19 +167,21 @@ class Takeover(LoopListener):
             controller.hand_back(self.loop.next_step)
 
     def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:
-        """Return True if the leader may be elsewhere than where the robot has followed it."""
-        if followed is None or isinstance(self.leader, ShadowListener):  # which is where the robot is
+        """Return True if the leader may have left the position to which the robot has followed it."""
+        if followed is None or isinstance(
+            self.leader, ShadowListener
+        ):  # a shadowed leader is at the robot's position
             return False
         seconds, last = followed
         return seconds > SILENCE_S or (row is not None and bool(np.any(np.abs(row - last) > self._near)))
 
     def close(self) -> None:
-        """Close the leader, if it has a method for it."""
+        """Close the leader, if it has a method ``close``."""
         if callable(close := getattr(self.leader, "close", None)):
             close()
 
     def _read(self) -> tuple[np.ndarray | None, str]:
-        """Return the leader's command, or the reason why there is none."""
+        """Return the leader's command, or None and the reason why there is no command."""
         try:
             row = self.leader.read()
             if row is None:
