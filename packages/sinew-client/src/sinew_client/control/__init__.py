@@ -1,8 +1,8 @@
 """The robot's side of action chunks: which action is executed when, and what happens if no answer arrives.
 
-:class:`Run` assembles a :class:`Loop`, which drives a robot at a fixed rate. The decisions are made by
-:class:`Controller`, which uses neither clocks nor sockets. Requested chunks and streams are both a :class:`Source`. A
-:class:`SimulatedPace` runs the same loop without a clock, as Sinew's evaluation does. numpy alone.
+:class:`Run` assembles a :class:`Loop`, which drives a robot at a fixed rate. :class:`Controller` makes the decisions
+and uses neither clocks nor sockets. Requested chunks and streams are both a :class:`Source`. A :class:`SimulatedPace`
+runs the same loop without a clock, as Sinew's evaluation does. The package needs only numpy.
 
 A name is imported when it is used for the first time, so a program imports only the parts of its own loop.
 """

@@ -14,18 +14,19 @@ KEPT = 5  # reported changes for each number of a command
 
 
 class AbruptMoves:
-    """Compares each command with those before it, for a run of any length.
+    """Compares each command with the previous ones, for a run of any length.
 
     Args:
         hz: Control steps per second.
-        targets: True if commands are positions, so that changes of speed count. Else changes of the commands count.
+        targets: True if commands are positions: changes of speed are then reported. False reports changes of the
+            commands.
         names: Names of the numbers of a command.
     """
 
     def __init__(self, hz: float, dim: int, targets: bool, names: Sequence[str] = ()):
         self.hz, self.targets = hz, targets
         self.names = tuple(names) or tuple(map(str, range(dim)))
-        self._last: Command | None = None  # with a row
+        self._last: Command | None = None  # the last command that was not a hold
         self._pace = np.zeros(dim)
         self._before = ""  # reason of the hold before this command
         self._squares, self._count = np.zeros(dim), 0
@@ -55,10 +56,10 @@ class AbruptMoves:
         self._squares += change**2
         self._count += 1
         for joint, size in enumerate(np.abs(change)):
-            kept = self._largest[joint]
-            if size > 0 and (len(kept) < KEPT or size > kept[0][0]):
-                push = heapq.heappush if len(kept) < KEPT else heapq.heappushpop
-                push(kept, (float(size), command.step, float(change[joint]), why, command.clipped))
+            heap = self._largest[joint]
+            if size > 0 and (len(heap) < KEPT or size > heap[0][0]):
+                push = heapq.heappush if len(heap) < KEPT else heapq.heappushpop
+                push(heap, (float(size), command.step, float(change[joint]), why, command.clipped))
 
     def worst(self) -> list[dict[str, Any]]:
         """Return the control steps with the most abrupt changes, worst first.
@@ -67,26 +68,28 @@ class AbruptMoves:
         multiple of the joint's root mean square, and the reason.
         """
         usual = np.sqrt(self._squares / max(1, self._count))
-        found: dict[int, dict[str, Any]] = {}
-        for joint, kept in enumerate(self._largest):
+        steps: dict[int, dict[str, Any]] = {}
+        for joint, heap in enumerate(self._largest):
             name = self.names[joint]
-            for size, step, change, why, clipped in kept:
+            for size, step, change, why, clipped in heap:
                 times = size / usual[joint]
-                if step not in found or times > found[step]["times"]:
-                    told = {"step": step, "seconds": round(step / self.hz, 3), "joint": name}
+                if step not in steps or times > steps[step]["times"]:
+                    entry = {"step": step, "seconds": round(step / self.hz, 3), "joint": name}
                     hit = [limit.rpartition(".")[2] for limit in clipped if limit.rpartition(".")[0] == name]
                     why += f"; its limits: {', '.join(hit)}" if hit else ""
-                    found[step] = {**told, "change": change, "times": float(times), "why": why}
-        return sorted(found.values(), key=lambda each: -each["times"])[:KEPT]
+                    steps[step] = {**entry, "change": change, "times": float(times), "why": why}
+        return sorted(steps.values(), key=lambda each: -each["times"])[:KEPT]
 
 
 def _why(command: Command, before: str, missed: int) -> str:
     if command.by != POLICY:
-        said = "a human drives"
+        origin = "a human drives"
     elif command.seam:
-        said = f"chunk {command.chunk} begins at its row {command.index}, {command.age} steps after its frame"
+        origin = (
+            f"chunk {command.chunk} begins at its row {command.index}, {command.age} steps after its frame"
+        )
     else:
-        said = f"row {command.index} of chunk {command.chunk}"
-    parts = [f"resumed (was holding: {before})" if before else "", said]
+        origin = f"row {command.index} of chunk {command.chunk}"
+    parts = [f"resumed (was holding: {before})" if before else "", origin]
     parts += [f"skipped periods before it: {missed}"] if missed else []
     return "; ".join(filter(None, parts))

@@ -2,8 +2,8 @@
 
 After AsyncVLA (Hirose et al. 2026, arXiv 2602.13476): a large policy on a distant machine answers late. The network
 runs at every control step. Its inputs are the chunk, the frame of the chunk, and the newest frame. Actions are first
-re-based on the newest state. numpy alone. ``research/policies/edge.py`` trains an adapter, and ``adapter_file.py``
-describes its file.
+re-based on the newest state. The module needs only numpy. ``research/policies/edge.py`` trains an adapter, and
+``adapter_file.py`` describes its file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from sinew_client.control.adapter_file import KEY, AdapterError, CameraEncoder, 
 from sinew_client.control.motion import parse_motion
 from sinew_client.untrusted import UntrustedError, read_bytes
 
-LARGEST = 16 << 20  # most bytes of a file, as adapters are small
+LARGEST = 16 << 20  # largest size of a file, bytes
 WIDEST = 1 << 12  # largest width of the network
 _EPS = 1e-5  # epsilon of layer norm
 
 
 class Adapter:
-    """The network of a file. ``see`` computes features once per frame; ``refine`` returns actions.
+    """The network in an adapter file. ``see`` computes features once per frame, and ``refine`` returns actions.
 
     Raises:
         AdapterError: The tensors do not match the form, or are not finite.
@@ -42,7 +42,7 @@ class Adapter:
 
     @classmethod
     def read(cls, path: Path | str) -> Adapter:
-        """Return the adapter of a file. Raises :class:`AdapterError`."""
+        """Read an adapter from a file. Raises :class:`AdapterError`."""
         path = Path(path)
         try:
             return cls.parse(read_bytes(path, LARGEST))
@@ -53,11 +53,11 @@ class Adapter:
 
     @classmethod
     def parse(cls, data: bytes) -> Adapter:
-        """Return the adapter of a file's bytes. Raises :class:`AdapterError`."""
+        """Read an adapter from the bytes of a file. Raises :class:`AdapterError`."""
         return cls(*parse(data))
 
     def check(self, policy: Mapping[str, Any], hz: float) -> None:
-        """Raise :class:`AdapterError` if the policy or the rate differs from those of training."""
+        """Raise :class:`AdapterError` if the policy or the control rate differs from that of the training."""
         form, cameras = self.form, [each["name"] for each in policy["cameras"]]
         facts: list[tuple[str, Any, Any]] = [
             ("rows of a chunk", form.chunk, policy.get("chunk_size", form.chunk)),
@@ -73,7 +73,10 @@ class Adapter:
     # ------------------------------------------------------------------------- what it computes
 
     def see(self, images: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the features of one observation, float32 [F]. images: uint8 [height, width, 3] of each camera."""
+        """Return the features of one observation, float32 [F].
+
+        ``images`` has one frame of each camera, uint8 [height, width, 3].
+        """
         return np.concatenate([self._look(eye, images) for eye in self.form.cameras])
 
     def refine(
@@ -83,13 +86,13 @@ class Adapter:
         now: tuple[np.ndarray, np.ndarray],
         age: int,
     ) -> np.ndarray:
-        """Return the actions of the present step and those after it, float32 [R, A] in the units of the chunk.
+        """Return the actions from the present control step on, float32 [R, A] in the units of the chunk.
 
         Args:
-            chunk: [H, A], a late answer.
+            chunk: [H, A], the actions of a late answer.
             then: Features (:meth:`see`) and state [S] of the chunk's frame.
             now: Features and state of the newest frame.
-            age: Control steps between the two.
+            age: Control steps between the two frames.
         """
         t, form = self._t, self.form
         if chunk.shape != (form.chunk, form.action):
@@ -113,7 +116,7 @@ class Adapter:
         return (y.reshape(form.rows, form.action) * t["action.std"] + t["action.mean"]).astype(np.float32)
 
     def rebased(self, chunk: np.ndarray, then: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return the targets of a chunk [H, A]. Numbers that the state contains are relative to the state ``now``."""
+        """Return a chunk's targets [H, A]. Numbers that are also in the state are relative to the state ``now``."""
         targets = np.array(self._motion.targets(np.asarray(chunk, np.float32), np.asarray(then, np.float32)))
         action, state = self._columns
         if action:
@@ -139,7 +142,7 @@ class Adapter:
         return _points(x)
 
     def _check(self) -> None:
-        form, wanted = self.form, {}
+        form, shapes = self.form, {}
         features = 0
         for eye in form.cameras:
             channels = 3
@@ -153,30 +156,30 @@ class Adapter:
                     )
                 if min(eye.height, eye.width) < shape[2]:
                     raise AdapterError(f"{name}: expected a kernel within the frame, got {shape[2]}")
-                wanted[name], channels = shape, shape[0]
-                wanted[f"camera.{eye.name}.{i}.bias"] = (channels,)
+                shapes[name], channels = shape, shape[0]
+                shapes[f"camera.{eye.name}.{i}.bias"] = (channels,)
             features += 3 * channels
         width = self._t["input.bias"].shape if "input.bias" in self._t else ()
         if len(width) != 1 or not 1 <= width[0] <= WIDEST:
             raise AdapterError(f"input.bias: expected [N] with N up to {WIDEST}, got {list(width)}")
         n = width[0]
-        wanted["input.bias"] = (n,)
-        wanted["input.weight"] = (n, form.chunk * form.action + 2 * form.state + 1 + 2 * features)
+        shapes["input.bias"] = (n,)
+        shapes["input.weight"] = (n, form.chunk * form.action + 2 * form.state + 1 + 2 * features)
         for i in range(form.blocks):
-            wanted[f"block.{i}.linear.weight"] = (n, n)
+            shapes[f"block.{i}.linear.weight"] = (n, n)
             for name in ("linear.bias", "norm.weight", "norm.bias"):
-                wanted[f"block.{i}.{name}"] = (n,)
-        wanted["output.weight"], wanted["output.bias"] = (
+                shapes[f"block.{i}.{name}"] = (n,)
+        shapes["output.weight"], shapes["output.bias"] = (
             (form.rows * form.action, n),
             (form.rows * form.action,),
         )
-        wanted["output.norm.weight"] = wanted["output.norm.bias"] = (n,)
+        shapes["output.norm.weight"] = shapes["output.norm.bias"] = (n,)
         for kind, size in (("state", form.state), ("rows", form.action), ("action", form.action)):
-            wanted[f"{kind}.mean"] = wanted[f"{kind}.std"] = (size,)
-        if set(self._t) != set(wanted):
-            odd = min(set(self._t) ^ set(wanted))
-            raise AdapterError(f"{odd}: " + ("missing tensor" if odd in wanted else "unknown tensor"))
-        for name, shape in wanted.items():
+            shapes[f"{kind}.mean"] = shapes[f"{kind}.std"] = (size,)
+        if set(self._t) != set(shapes):
+            odd = min(set(self._t) ^ set(shapes))
+            raise AdapterError(f"{odd}: " + ("missing tensor" if odd in shapes else "unknown tensor"))
+        for name, shape in shapes.items():
             value = self._t[name]
             if value.shape != tuple(shape):
                 raise AdapterError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
@@ -209,8 +212,10 @@ def _convolved(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int)
 
 
 def _points(x: np.ndarray) -> np.ndarray:
-    """Return three numbers per channel of x [C, h, w]: softmax means of x and y in [-1, 1], and the mean above 0. [3
-    C].
+    """Return three numbers per channel of an image x [C, h, w], as an array [3 C].
+
+    They are the means of the horizontal and the vertical position in [-1, 1], weighted with the softmax, and the mean
+    of the positive part.
     """
     channels, height, width = x.shape
     flat = x.reshape(channels, -1)

@@ -1,9 +1,9 @@
-"""The file of an edge adapter (``adapter.py``): its form, and tensors as safetensors lays them out.
+"""The file of an edge adapter (``adapter.py``): its form, and tensors in the layout of safetensors.
 
-Eight bytes with the length of a JSON header, the header (for each tensor dtype, shape and the two ends of its bytes),
-the bytes. ``__metadata__`` holds the text ``sinew.adapter``, a JSON object of the fields of :class:`Form`. Tensors are
-F16 or F32, little-endian. N is the width of the network, V of its input; H, A, R and S are the form's chunk, action,
-rows and state.
+The file starts with eight bytes that hold the length of a JSON header. The header follows, with dtype, shape and the
+first and last byte of each tensor. The tensors' bytes are last. ``__metadata__`` in the header holds the text
+``sinew.adapter``, a JSON object of the fields of :class:`Form`. Tensors are F16 or F32, little-endian. N is the width
+of the network, and V the width of its input. H, A, R and S are the form's chunk, action, rows and state.
 
 * ``state.mean``, ``state.std`` [S]; ``rows.mean``, ``rows.std`` [A] (re-based); ``action.mean``, ``action.std`` [A];
 * for each camera ``camera.NAME.I.weight`` [out, in, k, k] and ``.bias`` [out], one pair for each of its strides;
@@ -50,13 +50,13 @@ class Form:
     """The sizes of an adapter, and the policy and robot that it fits.
 
     Attributes:
-        policy: Name of the policy whose chunks it refines.
+        policy: Name of the policy whose chunks the adapter refines.
         hz: Control steps per second.
         chunk: H, actions of a chunk.
         action: A, numbers of an action.
         state: S, numbers of the state.
-        rows: R, actions that it returns, from the present step on.
-        max_age: Control steps after the frame of a chunk in which it was trained to refine it.
+        rows: R, actions that the adapter returns, from the present step on.
+        max_age: Largest age of a chunk in training, in control steps since the chunk's frame.
         motion: Reference of the actions (:class:`~sinew_client.control.settings.Settings`).
         blocks: Blocks of the network.
     """
@@ -77,14 +77,14 @@ class Form:
 
     @classmethod
     def parse(cls, values: Any) -> Form:
-        """Return the form that a header describes. Raises :class:`AdapterError`."""
+        """Read the form that a header describes. Raises :class:`AdapterError`."""
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             raise AdapterError(f"{KEY}: expected an object with schema {SCHEMA}, got {shown(values)}")
-        wanted = {each.name for each in fields(cls)} | {"schema"}
-        if set(values) != wanted:
-            odd = min(set(values) ^ wanted)
+        names = {each.name for each in fields(cls)} | {"schema"}
+        if set(values) != names:
+            odd = min(set(values) ^ names)
             raise AdapterError(
-                f"{KEY}: {odd}: " + ("expected, and not there" if odd in wanted else "expected no such field")
+                f"{KEY}: {odd}: " + ("expected, and not there" if odd in names else "expected no such field")
             )
         for name in ("chunk", "action", "state", "rows", "max_age", "blocks"):
             _whole(name, values[name], 1 << 12)
@@ -99,8 +99,8 @@ class Form:
         cameras = values["cameras"]
         if not isinstance(cameras, list) or not cameras:
             raise AdapterError(f"{KEY}: cameras: expected a list of them, got {shown(cameras)}")
-        given = {name: values[name] for name in wanted - {"schema"}}
-        return cls(**{**given, "cameras": [_eye(each) for each in cameras]})
+        settings = {name: values[name] for name in names - {"schema"}}
+        return cls(**{**settings, "cameras": [_eye(each) for each in cameras]})
 
 
 def _eye(values: Any) -> CameraEncoder:
@@ -125,7 +125,7 @@ def _whole(name: str, value: Any, most: int) -> None:
 
 
 def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
-    """Return the form and the tensors of a file's bytes. Raises :class:`AdapterError`."""
+    """Read the form and the tensors from the bytes of a file. Raises :class:`AdapterError`."""
     header, body = _split(data)
     try:
         form = Form.parse(parse_json(header.pop("__metadata__")[KEY], finite=False))
@@ -152,7 +152,7 @@ def write(path: Path, form: Form, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return header and bytes of the tensors of a safetensors file."""
+    """Split a safetensors file into its header and the bytes of its tensors."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise AdapterError(f"expected a safetensors file, got {len(data)} bytes and a header of {length}")

@@ -25,15 +25,15 @@ class Leader(Protocol):
     Optional members:
 
     * ``wanted``: a bool that a button of the leader changes. True takes over, False hands back.
-    * ``align(position)``: moves the leader towards the robot's position, float [D], NaN where it is not known. It is
-    called in each control step, and must limit its own speed, because a hand may be on the leader. Without it, the
-    human moves the leader.
+    * ``align(position)``: moves the leader towards the robot's position, float [D]; unknown numbers are NaN. The loop
+    calls it in each control step. It must limit the leader's speed, because a hand may be on the leader. Without this
+    method, the human moves the leader.
     * ``free()``: releases the motors when the leader has the robot's position.
-    * ``close()``: called at the end.
+    * ``close()``: called at the end of the run.
     """
 
     def read(self) -> Any:
-        """Return the leader's present command, float [D] in the policy's units; None if it has none."""
+        """Return the leader's present command, float [D] in the policy's units; None without a command."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class AuthorityChange:
         self._due = True
 
     def commanded(self, row: np.ndarray, before: np.ndarray | None, names: tuple[str, ...]) -> None:
-        """Record a command, float32 [D], and the one before it."""
+        """Record a command, float32 [D], and the command before it."""
         if not self._due:
             return
         self._due = False
@@ -85,7 +85,7 @@ class AuthorityChange:
         return {name: getattr(self, name) for name in names}
 
     def text(self) -> str:
-        """Return the hand-overs for people."""
+        """Return the counts as a line of text."""
         lost = f", {self.unknown} from a place that was not known" if self.unknown else ""
         return (
             f"{self.to_human} to a human, {self.to_policy} back, {self.steps} steps by hand; largest step at a"

@@ -16,8 +16,8 @@ class Fusion:
 
     Attributes:
         near: Weight of the first waypoint that can still change.
-        far: Weight from ``rows`` waypoints after it on. In between the weight changes linearly.
-        rows: See ``far``.
+        far: Weight of the waypoints that are ``rows`` or more after the first. In between, the weight changes linearly.
+        rows: Waypoints from the weight ``near`` to the weight ``far``.
     """
 
     near: float = 1.0
@@ -44,8 +44,9 @@ class Fusion:
 
 
 def between(mixed: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Clip a mixture of two actions to the range between them, because rounding may exceed it, and so a robot's
-    limit.
+    """Clip a mixture of two actions to the range between them.
+
+    Rounding may leave this range, and then exceed a limit of the robot.
     """
     return np.clip(mixed, np.minimum(one, other), np.maximum(one, other))
 
@@ -54,8 +55,9 @@ def parse_fusion(text: str) -> Fusion:
     """Read a fusion rule.
 
     Args:
-        text: One of :data:`AGGREGATES`, ``mix:WEIGHT`` or ``ramp:ROWS``. ``ramp:ROWS`` takes over within ROWS
-            waypoints: the first new one has weight 1 / (ROWS + 1), the one ROWS later has weight 1.
+        text: One of :data:`AGGREGATES`, ``mix:WEIGHT`` or ``ramp:ROWS``. ``ramp:ROWS`` changes to the new window
+            within ROWS waypoints: the first new waypoint has weight 1 / (ROWS + 1), the waypoint ROWS later has
+            weight 1.
 
     Returns:
         The rule.
@@ -78,7 +80,7 @@ def parse_fusion(text: str) -> Fusion:
     )
 
 
-# LeRobot's asynchronous client, policies that it calls aggregate functions (async_inference/configs.py).
+# The aggregate functions of LeRobot's asynchronous client (async_inference/configs.py).
 AGGREGATES: dict[str, Fusion] = {
     "weighted_average": Fusion(0.7, 0.7),
     "latest_only": Fusion(),
@@ -86,12 +88,13 @@ AGGREGATES: dict[str, Fusion] = {
     "conservative": Fusion(0.3, 0.3),
 }
 
-ENSEMBLE_DECAY = 0.01  # ACT (Zhao et al. 2023, section IV-B): w_i = exp(-m i), i = 0 the oldest; m = 0.01
+# Temporal ensemble of ACT (Zhao et al. 2023, section IV-B): w_i = exp(-m i), where i = 0 is the oldest; m = 0.01.
+ENSEMBLE_DECAY = 0.01
 
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 
 
-# CogACT (Li et al. 2024, section 3.4): w_i = exp(alpha cos(row_i, newest row)); alpha = 0.1
+# Adaptive ensemble of CogACT (Li et al. 2024, section 3.4): w_i = exp(alpha cos(row_i, newest row)); alpha = 0.1
 COSINE_ALPHA = 0.1
 
 
@@ -120,15 +123,15 @@ def ensemble(
 
 
 def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -> np.ndarray:
-    """Return how strongly each action of a new chunk is pulled towards the running one, float64 [length].
+    """Return the weight with which each action of a new chunk is pulled to the running chunk, float64 [length].
 
-    Real-time chunking: arXiv 2506.07339, equation 5; ``get_prefix_weights`` of
+    The weights are those of real-time chunking: arXiv 2506.07339, equation 5, and ``get_prefix_weights`` of
     Physical-Intelligence/real-time-chunking-kinetix, src/model.py.
 
     Args:
         length: Actions of a chunk.
         delay: Actions that will be executed before the new chunk arrives. Their weight is 1.
-        end: First action with weight 0. The weights fall from ``delay`` to it.
+        end: First action with weight 0. The weights fall from ``delay`` to ``end``.
         schedule: One of :data:`SCHEDULES`.
     """
     if schedule not in SCHEDULES:
@@ -142,19 +145,18 @@ def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -
         return (rows < start).astype(np.float64)
     weights = np.clip((start - 1 - rows) / (end - start + 1) + 1, 0.0, 1.0)
     if schedule == "exp":
-        # The quotient of two exponentials is one at one, but is rounded past it on some processors.
+        # The quotient of two exponentials is 1 at weight 1, but some processors round it to more than 1.
         weights = np.minimum(weights * np.expm1(weights) / (np.e - 1), 1.0)
         weights[:start] = 1.0
     return np.where(rows < end, weights, 0.0)
 
 
 def ramp_strength(length: int, delay: int, end: int, rate: float = 6.0) -> np.ndarray:
-    """Return the share of its velocity that each action of a new chunk keeps, float64 [length], in GR00T's real-time
-    chunking.
+    """Return the share of the velocity that each action of a new chunk keeps, float64 [length].
 
-    The first ``delay`` actions have 0, so they do not change. A ramp rises up to action ``end``, and 1 follows. The
-    ramp is (1 - e^(-rate t)) / (1 - e^(-rate)) over linspace(0, 1, end - delay + 2)[1:-1] (Isaac-GR00T N1.6 and
-    N1.7).
+    This is the schedule of GR00T's real-time chunking. The first ``delay`` actions have the share 0, so they do not
+    change. A ramp rises up to action ``end``. The actions after it have the share 1. The ramp is
+    (1 - e^(-rate t)) / (1 - e^(-rate)) over linspace(0, 1, end - delay + 2)[1:-1] (Isaac-GR00T N1.6 and N1.7).
     """
     end = max(0, min(end, length))
     frozen = max(0, min(delay, end))

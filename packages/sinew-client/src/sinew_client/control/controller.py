@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
 HALTED = "the last chunk expected the robot elsewhere"
-REASONS, OTHER = 100, "other reasons"  # reasons quote servers' messages, so their number is bounded
+REASONS, OTHER = (
+    100,
+    "other reasons",
+)  # reasons contain servers' messages, so this limits how many are counted
 AHEAD_S = 0.1  # seconds by which a frame's time may be ahead of the clock
 UNKNOWN = "the state is not known"
 UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
@@ -38,10 +41,10 @@ class Command:
         row: float32 [D] for the robot; None if it holds.
         reason: Why the robot holds.
         clipped: Limits that changed the command.
-        age: Control steps since the frame that it was computed from.
-        chunk: Number of the chunk that it comes from; -1 for a hold or a human's command.
-        index: Index of the action in that chunk; -1 likewise.
-        seam: True for the first action of another chunk than before.
+        age: Control steps since the frame from which the command was computed.
+        chunk: Number of the command's chunk; -1 for a hold or a human's command.
+        index: Index of the action in that chunk; -1 for a hold or a human's command.
+        seam: True for the first action after a change of the chunk.
         by: The driver: "policy", "human", "aligning" until the leader has the robot's position, or "returning" at the
             end of a run.
         wanted: The command that the policy would have sent while a human drives (``BaseController.shadow``).
@@ -60,7 +63,7 @@ class Command:
 
 
 class BaseController:
-    """Base of all controllers: a guard before each command, a reason for each hold, and counts of both.
+    """Base of all controllers: a guard before each command, a reason for each hold, and counts of both kinds.
 
     A subclass decides when to request (:meth:`wants_chunk`, :meth:`ask`), takes answers (:meth:`arrived`,
     :meth:`failed`) and plans (:meth:`_planned`). Every failure ends in a hold, and every valid answer ends the hold.
@@ -68,7 +71,7 @@ class BaseController:
 
     Attributes:
         dim: D, numbers of a command; 0 takes the number of the first answer.
-        max_rows: Most actions in an answer. A longer answer counts as failed.
+        max_rows: Largest number of actions in an answer. A longer answer counts as failed.
         continuous: True if answers arrive without requests and state the observation that they belong to. A missing
             observation or another instruction then drops none of them.
         delay: Control steps from a request to its answer.
@@ -104,18 +107,19 @@ class BaseController:
         self.shadow = False  # True if the policy plans without driving, for a comparison
         self.handed = AuthorityChange()
         self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest command of the leader
-        # The step and the command of the leader that was sent last, or the position at which it was aligned.
+        # Step and content of the leader's last command that was sent, or the position at which it was aligned.
         self.followed: tuple[int, np.ndarray] | None = None
         self._before = self.followed
-        # A pose and the sum of commands since the state last changed from it; now, and before the last command.
+        # A pose, and the sum of the commands since the state last differed from this pose. The second attribute is
+        # the value before the last command.
         self._ahead: tuple[np.ndarray, np.ndarray] | None = None
         self._ahead_before = self._ahead
 
-    # ------------------------------------------------------------------------- what a subclass says
+    # ------------------------------------------------------------------------- overridden by subclasses
 
     @property
     def chunks(self) -> int:
-        """Number of answers that were taken."""
+        """Number of accepted answers."""
         raise NotImplementedError
 
     @property
@@ -125,7 +129,7 @@ class BaseController:
 
     @property
     def said(self) -> str:
-        """Newest text of the policy's language head, "" without any."""
+        """Newest text of the policy's language head; "" if there is none."""
         return ""
 
     def wants_chunk(self, step: int) -> bool:
@@ -164,7 +168,7 @@ class BaseController:
 
         Args:
             step: The control step.
-            reason: Why it failed.
+            reason: Why the request failed.
             kind: Kind of the error; "" if the failure is part of normal operation
                 (:func:`~sinew_client.faults.kind_of`).
         """
@@ -189,8 +193,9 @@ class BaseController:
         raise NotImplementedError
 
     def unsent(self, command: Command, reason: str) -> None:
-        """Record that the robot did not take this command. It holds until a fresh answer, and starts from its
-        position then.
+        """Record that the robot did not execute this command.
+
+        The robot holds until a fresh answer arrives, and then starts from its present position.
         """
         self.fault(command.step, reason)
         self.stands(None)
@@ -202,11 +207,11 @@ class BaseController:
         self._count(reason)
 
     def instructed(self, step: int, prompt: str) -> None:
-        """Record another instruction from this step on."""
+        """Record a new instruction, which is valid from this step on."""
         self._tell("prompt", {"step": step, "prompt": prompt})
 
     def leaves(self, command: Command, time: float) -> None:
-        """Record when a command is sent to the robot, seconds since the first tick."""
+        """Record the time at which a command is sent to the robot, in seconds since the first tick."""
 
     def _planned(self, step: int, state: np.ndarray | None) -> Command:
         raise NotImplementedError
@@ -256,21 +261,21 @@ class BaseController:
         return self.guard is not None and not self.guard.known and self.due(step)
 
     def stands(self, position: np.ndarray | None) -> None:
-        """Set the position of the standing robot, in the numbers of a command, NaN where it is not known."""
+        """Set the position of the standing robot, in the numbers of a command. Unknown numbers are NaN."""
         self._tell("stands", {"position": position})
-        if position is None:  # its last command was not sent
+        if position is None:  # the robot did not execute its last command
             self._ahead = self._ahead_before
         if self.guard is not None:
             self.guard.start(position)
 
     def _begins(self, position: np.ndarray | None) -> None:
-        """Let limits count from ``position``, because the robot may have been moved. None if it is not known."""
+        """Apply limits from ``position`` on, because the robot may have been moved. None: the position is unknown."""
         self._ahead = self._ahead_before = None
         if self.guard is not None:
             self.guard.start(position)
 
     def stood(self) -> None:
-        """Record that the robot was held by something else, such as the watchdog, since its last command."""
+        """Record that another part, such as the watchdog, has held the robot since its last command."""
         self._tell("stood", {})
         if self.guard is not None:
             self.guard.held()
@@ -285,7 +290,9 @@ class BaseController:
     def take_over(self, step: int, shadow: bool = False) -> None:
         """Hold from this step on, until the leader has the robot's position (:meth:`aligned`).
 
-        shadow: True if the leader drives for the whole run, while the policy plans for a comparison.
+        Args:
+            step: The control step.
+            shadow: True if the leader drives for the whole run, and the policy plans only for a comparison.
         """
         self._tell("take_over", {"step": step, "shadow": shadow})
         self.driver, self.shadow, self._fault, self.followed = ALIGNING, shadow, "", None
@@ -294,17 +301,17 @@ class BaseController:
     def aligned(self, step: int) -> None:
         """Follow a leader from this step on."""
         self._tell("aligned", {"step": step})
-        if self.followed is None:  # else it led before, and somebody drives already
+        if self.followed is None:  # otherwise a human drove before the realignment, and still drives
             self.handed.changed(HUMAN)
         self.driver, self.followed = HUMAN, None
 
     def realign(self, step: int) -> None:
-        """Hold from this step on until the leader, which has moved away, has the robot's position again."""
+        """Hold from this step on until the leader, which has moved away, is at the robot's position again."""
         self._tell("realign", {"step": step})
         self.driver = ALIGNING
 
     def led(self, step: int, row: np.ndarray | None, reason: str = "") -> None:
-        """Take a leader's command of this step, float32 [D]; None to hold, for ``reason``."""
+        """Take the leader's command for this step, float32 [D]. None holds the robot for ``reason``."""
         self._tell("led", {"step": step, "row": row, "reason": reason})
         self._led = (step, row, reason)
 
@@ -317,28 +324,28 @@ class BaseController:
         self._drop()
 
     def returns(self, step: int) -> None:
-        """Follow the way to the rest pose from this step on (:meth:`led`). The policy is not asked any more."""
+        """Follow the way to the rest pose from this step on (:meth:`led`). The policy gets no more requests."""
         self._tell("returns", {"step": step})
         self.driver, self._fault, self.followed = RETURNING, "", None
         self._drop()
 
     def _followed(self, step: int, state: np.ndarray | None) -> Command:
-        """Return the command of a step in which a human drives or is about to."""
-        wanted = self._wanted(step, state)
+        """Return the command of a step in which a human drives or is about to drive."""
+        policy_command = self._wanted(step, state)
         if self.paused:
-            return Command(step, None, PAUSED, by=self.driver, wanted=wanted)
+            return Command(step, None, PAUSED, by=self.driver, wanted=policy_command)
         at, row, reason = self._led
         if self.driver == ALIGNING or at != step or row is None:
             why = ALIGNS if self.driver == ALIGNING else reason if at == step and reason else SILENT
-            return Command(step, None, why, by=self.driver, wanted=wanted)
+            return Command(step, None, why, by=self.driver, wanted=policy_command)
         if self.needs_state and state is None:
-            return Command(step, None, UNKNOWN, by=self.driver, wanted=wanted)
+            return Command(step, None, UNKNOWN, by=self.driver, wanted=policy_command)
         try:
             target = self.motion.reached(row, state) if self.needs_state else row
-            found = self._bounded(step, target, state, 0, -1, -1, row)
-        except ValueError as error:  # a state that the motion cannot read
-            found = Command(step, None, str(error))
-        return replace(found, by=self.driver, wanted=wanted, seam=False)
+            command = self._bounded(step, target, state, 0, -1, -1, row)
+        except ValueError as error:  # the motion cannot read the state
+            command = Command(step, None, str(error))
+        return replace(command, by=self.driver, wanted=policy_command, seam=False)
 
     # ------------------------------------------------------------------------- commands
 
@@ -347,7 +354,7 @@ class BaseController:
 
         Args:
             step: The control step.
-            state: State of the robot in this step; None if there is no valid one. A controller that ``needs_state``
+            state: State of the robot in this step; None if there is no valid state. A controller that ``needs_state``
                 then holds.
 
         Returns:
@@ -358,24 +365,24 @@ class BaseController:
         """
         if self.guard is not None and self._step is not None and step > self._step + 1:
             self.guard.skipped()
-        found = (self._planned if self.driver == POLICY else self._followed)(step, state)
+        command = (self._planned if self.driver == POLICY else self._followed)(step, state)
         self._step = step
-        if found.row is None:
-            self._hold(found, state)
+        if command.row is None:
+            self._hold(command, state)
         else:
-            self._commanded(found, state)
-            if found.by == HUMAN:
+            self._commanded(command, state)
+            if command.by == HUMAN:
                 assert self._led[1] is not None
                 self.handed.steps += 1
                 self._before, self.followed = self.followed, (step, self._led[1])
-            elif found.by == POLICY:
-                self.ages[found.age] += 1
+            elif command.by == POLICY:
+                self.ages[command.age] += 1
             if self.guard is not None and self.guard.limits is not None:
-                self.handed.commanded(found.row, self.guard.before, self.guard.limits.names)
-        self.clipped.update(found.clipped)
-        self.clipped_commands += bool(found.clipped)
-        self._tell("command", {"command": found, "state": state})
-        return found
+                self.handed.commanded(command.row, self.guard.before, self.guard.limits.names)
+        self.clipped.update(command.clipped)
+        self.clipped_commands += bool(command.clipped)
+        self._tell("command", {"command": command, "state": state})
+        return command
 
     def _bounded(
         self,
@@ -387,10 +394,12 @@ class BaseController:
         index: int,
         row: np.ndarray | None = None,
     ) -> Command:
-        """Return the command for a target: first clipped to the workspace, then checked by the guard.
+        """Clip a target to the workspace, then let the guard check the command.
 
-        row: The command for the target, if it is known already. Raises ValueError for a state that the motion cannot
-        read.
+        ``row`` is the command for the target, if it is known already.
+
+        Raises:
+            ValueError: The motion cannot read the state.
         """
         limits = None if self.guard is None else self.guard.limits
         if limits is None or not limits.boxed.any():
@@ -401,25 +410,28 @@ class BaseController:
         met = tuple(f"{limits.name(int(at))}.workspace" for at in np.flatnonzero(inside != target))
         if met and limits.when == "hold":
             return Command(step, None, "beyond {}".format(", ".join(met)), met)
-        said = self.motion.command(target, state) if row is None else row
-        sent = self.motion.command(inside, state) if met else said
+        requested = self.motion.command(target, state) if row is None else row
+        sent = self.motion.command(inside, state) if met else requested
 
         def stays(row: np.ndarray) -> bool:
-            """The limits of a command may carry it on where it should turn: a stop comes first."""
+            """Return True if a command ends inside the workspace.
+
+            The limits of acceleration may carry the robot past a position at which it should turn.
+            """
             reached, here = self.motion.reached(row, state), self._pose(limits, state)
-            ends = np.fmin(low, here), np.fmax(high, here)  # one that stands outside is led back
+            ends = np.fmin(low, here), np.fmax(high, here)  # a robot that is outside may move back
             slack = 4.0 * np.spacing(np.maximum(np.abs(reached), np.abs(inside)))
             return not np.any((reached < ends[0] - slack) | (reached > ends[1] + slack))
 
-        found = self._guarded(step, sent, age, chunk, index, said, stays)
-        if found.row is not None:
-            self._goes(self.motion.reached(found.row, state), self._pose(limits, state))
-        return replace(found, clipped=(*found.clipped, *met)) if met else found
+        command = self._guarded(step, sent, age, chunk, index, requested, stays)
+        if command.row is not None:
+            self._goes(self.motion.reached(command.row, state), self._pose(limits, state))
+        return replace(command, clipped=(*command.clipped, *met)) if met else command
 
     def _pose(self, limits: Limits, state: np.ndarray | None) -> np.ndarray:
-        """Return the robot's position in the numbers of a target, float [D], NaN where it is not known.
+        """Return the robot's position in the numbers of a target, float [D]; unknown numbers are NaN.
 
-        It is the last command if commands are positions, else this step's state.
+        The position is the last command if commands are positions, else this step's state.
         """
         here = None if self.guard is None else self.guard.here
         assert here is not None
@@ -429,7 +441,7 @@ class BaseController:
     def _box(self, limits: Limits, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the workspace, reduced by the commands since the state last changed.
 
-        A sensor that repeats the same state may be frozen, and the robot may already be where it was sent.
+        A sensor that repeats the same state may be frozen, and the robot may already have executed the commands.
         """
         low, high = limits.workspace_low, limits.workspace_high
         if not self.needs_state or self._ahead is None:
@@ -439,7 +451,7 @@ class BaseController:
         return low - np.minimum(ahead, 0.0), high - np.maximum(ahead, 0.0)
 
     def _goes(self, target: np.ndarray, pose: np.ndarray) -> None:
-        """Record that a robot at ``pose`` was sent to ``target``."""
+        """Record that a command moves the robot from ``pose`` to ``target``."""
         if not self.needs_state:
             return
         self._ahead_before = self._ahead
@@ -453,20 +465,20 @@ class BaseController:
         age: int,
         chunk: int,
         index: int,
-        said: np.ndarray | None = None,
+        requested: np.ndarray | None = None,
         inside: Callable[[np.ndarray], bool] = lambda _: True,
     ) -> Command:
         """Return the command that the guard allows, or the hold that it requires."""
         seam, self._chunk = self._chunk not in (-1, chunk), chunk
         if self.guard is None:
             return Command(step, row, "", (), age, chunk, index, seam)
-        verdict = self.guard.check(row, said, inside)
+        verdict = self.guard.check(row, requested, inside)
         if verdict.row is None:
             return Command(step, None, verdict.reason, verdict.clipped)
         return Command(step, verdict.row, "", verdict.clipped, age, chunk, index, seam)
 
-    def _hold(self, found: Command, state: np.ndarray | None) -> None:
-        self._count(found.reason)
+    def _hold(self, command: Command, state: np.ndarray | None) -> None:
+        self._count(command.reason)
         if self.guard is not None:
             self.guard.held()
 
@@ -485,11 +497,11 @@ class Controller(BaseController):
     Args:
         player: Decides when to request, and which action belongs to which step.
         guard: Checks every command.
-        max_age: Control steps after its frame for which an action may be executed. None: an action is valid in its
-            own step, however old its frame is.
+        max_age: Largest age of an action in control steps since its frame. An older action is not executed. None sets
+            no limit.
         finish: True executes the remaining actions after a request has failed. False holds at once.
         dim: D, numbers of a command; 0 takes the number of the first answer.
-        max_rows: Most actions in a chunk.
+        max_rows: Largest number of actions in a chunk.
         smoothing: A filter of the actions.
     """
 
@@ -536,7 +548,7 @@ class Controller(BaseController):
         return self.player.ask(step, frame, state)
 
     def arrived(self, step: int, answer: Any) -> bool:
-        """Take the answer to the request in progress. Return whether it is a valid chunk.
+        """Take the answer to the request in progress. Return True if it is a valid chunk.
 
         A chunk has 1 to ``max_rows`` actions of ``dim`` finite real numbers that the motion can follow. Any other
         answer counts as a fault.
@@ -560,7 +572,7 @@ class Controller(BaseController):
         return not self.paused and self.driver == POLICY and self.player.refines(step)
 
     def refined(self, step: int, rows: np.ndarray, state: np.ndarray | None = None) -> None:
-        """Take an edge adapter's actions (:meth:`Player.refined`). An invalid chunk counts as a fault."""
+        """Use an edge adapter's actions (:meth:`Player.refined`). An invalid chunk counts as a fault."""
         try:
             rows = checked_rows(rows, self.dim, self.max_rows, what="the edge adapter's chunk")
         except RowsError as error:
@@ -576,7 +588,7 @@ class Controller(BaseController):
         self.player.delay.reconnected()
 
     def broken(self, step: int, reason: str) -> None:
-        """Record an answer that no robot may execute, and hold until a valid one."""
+        """Record an answer that no robot may execute, and hold until a valid answer."""
         super().broken(step, reason)
         self._fail(step, reason, drop=True)
 
@@ -625,15 +637,15 @@ class Controller(BaseController):
             return Command(step, None, self._fault)
         target = node.row if self.smoothing is None else self.smoothing.next(node, self.trajectory)
         try:
-            found = self._bounded(step, target, state, age, node.chunk, node.index)
-        except ValueError as error:  # the state has another width than before
+            command = self._bounded(step, target, state, age, node.chunk, node.index)
+        except ValueError as error:  # the width of the state has changed
             self.player.restart(step)
             self._fault = str(error)
             return Command(step, None, self._fault)
-        if found.row is None:
+        if command.row is None:
             self.player.restart(step)
-            self._fault = found.reason
-        return found
+            self._fault = command.reason
+        return command
 
     def _commanded(self, command: Command, state: np.ndarray | None) -> None:
         assert command.row is not None
@@ -650,10 +662,10 @@ class Controller(BaseController):
             return None
         try:
             return self.motion.command(node.row, state)
-        except ValueError:  # an invalid state for the policy does not stop the human
+        except ValueError:  # a state that the policy cannot use does not stop the human
             return None
 
-    # ------------------------------------------------------------------------- where a filter begins
+    # ------------------------------------------------------------------------- start of the filter
 
     def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
         super().resume(position, moved)
@@ -664,12 +676,12 @@ class Controller(BaseController):
         super().stands(position)
         self._places(position)
 
-    def _hold(self, found: Command, state: np.ndarray | None) -> None:
-        super()._hold(found, state)
+    def _hold(self, command: Command, state: np.ndarray | None) -> None:
+        super()._hold(command, state)
         self._rests(state)
 
     def _places(self, position: np.ndarray | None) -> None:
-        """Set the robot's position, in the numbers of a command; None if it is not known."""
+        """Set the robot's position, in the numbers of a command; None if the position is unknown."""
         self._reached = None if position is None else np.asarray(position, np.float32)
         self._rests(None)
 

@@ -14,8 +14,8 @@ from sinew_client.control.replan import parse_rule
 
 AUTO = "auto"
 HANDOVER = AUTO
-# A request after a quarter of a chunk: 8 actions of 32, 6 of 24. Longer open loops fail more often: on blocks and
-# shove from 16 of 32 on, on the pen from 8 of 24 on.
+# The next chunk is requested after a quarter of a chunk: 8 of 32 actions, 6 of 24 actions. Longer open loops fail more
+# often: in the tasks blocks and shove from 16 of 32 actions on, in the task pen from 8 of 24 actions on.
 REPLAN = "queue:0.75"
 
 AS_IS: Mapping[str, Any] = {"kind": "as is"}  # actions are sent unchanged, even if the policy states a motion
@@ -24,14 +24,14 @@ WAITS, GOES_ON = "freeze", "aligned"
 
 @dataclass(frozen=True)
 class Choice:
-    """How chunks are merged and requested, with the reasons.
+    """The chosen method of chunk merging and rule for requests, with the reasons.
 
     Attributes:
         handover: The method of chunk merging.
         motion: Reference of the actions; None sends them unchanged.
         reason: Reason for the method.
         replan: When the next chunk is requested.
-        replan_reason: Reason for it, if the checkpoint has a setting of its own; else "".
+        replan_reason: Reason for ``replan``, if the checkpoint has a setting of its own; else "".
     """
 
     handover: str
@@ -52,15 +52,16 @@ def choose(
     robot: Mapping[str, Any] | None = None,
     replan: str = REPLAN,
 ) -> Choice:
-    """Choose how chunks are merged, and which motion applies.
+    """Choose the method of chunk merging and the motion.
 
     ``auto`` lets the robot continue during a request if actions are targets (absolute, or relative to the state of
     the chunk's frame), because late targets are still right. The robot waits if actions are delta actions, or if the
-    motion is unknown. A checkpoint that was trained for temporal ensembling gets it, with a request in every step.
+    motion is unknown. For a checkpoint that was trained for temporal ensembling, ``auto`` chooses ``ensemble`` and a
+    request in every step.
 
     Args:
         handover: The user's method, or "auto".
-        motion: The user's motion; None takes the policy's, or else the robot's.
+        motion: The user's motion; None takes the policy's motion, or else the robot's motion.
         policy: The policy's description, with its own ``motion``.
         refined: True with an edge adapter, which computes the actions of every step.
         robot: The motion that the robot's driver states.
@@ -72,14 +73,14 @@ def choose(
     Raises:
         ValueError: The method is unknown.
     """
-    said = stated(policy)
-    given = motion if motion is not None else said or robot
-    kind = str((given or AS_IS).get("kind", "as is"))
+    policy_motion = stated(policy)
+    effective = motion if motion is not None else policy_motion or robot
+    kind = str((effective or AS_IS).get("kind", "as is"))
     who = (
         "--motion states"
         if motion is not None
         else "the policy states"
-        if said
+        if policy_motion
         else "the robot's driver states"
     )
     blend = ensemble_of(policy)
@@ -110,31 +111,33 @@ def choose(
         reason += "; set --motion to let the robot continue during a request"
     timed = parse_handover(name).timed
     if motion is None and kind == "offsets" and (refined or not timed):
-        given = (
+        effective = (
             None  # a chunk that is executed from its first action needs no motion, and an adapter has its own
         )
     if blend is not None and handover == AUTO and not refined and replan == REPLAN:
         return Choice(
             name,
-            given,
+            effective,
             reason,
             "1",
             "every step, because temporal ensembling averages the chunks of all steps",
         )
     if chunking := unlike_chunking(name, policy):
         reason += f"; {chunking}"
-    return Choice(name, given, reason, replan, _unlike_checkpoint(replan, policy))
+    return Choice(name, effective, reason, replan, _unlike_checkpoint(replan, policy))
 
 
 def ensemble_of(policy: Mapping[str, Any] | None) -> float | None:
     """Return the coefficient of temporal ensembling that a policy states; None if it states none."""
-    found = (policy or {}).get("temporal_ensemble")
-    return None if found is None else float(found)
+    coefficient = (policy or {}).get("temporal_ensemble")
+    return None if coefficient is None else float(coefficient)
 
 
 def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
-    """Return that a checkpoint was made for real-time chunking and what follows it; "" if it was not, or if the
-    hand-over does."""
+    """Return a note for a checkpoint that was made for real-time chunking, with the options that use it.
+
+    The note is "" for any other checkpoint, and if the method of chunk merging is real-time chunking already.
+    """
     stated = (policy or {}).get("real_time_chunking")
     if not stated or parse_handover(handover).method == "rtc":
         return ""
@@ -143,7 +146,7 @@ def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
     follows = f"--handover rtc:no-jacobian:{stated['schedule']}:{stated['max_guidance_weight']:g}"
     if trained:
         follows = "--handover rtc:trained"
-    elif 0 < horizon < size:  # the loop's guidance ends as many rows before the end as it executes
+    elif 0 < horizon < size:  # the loop's guidance ends before the last actions, by as many as it executes
         follows += f" --replan {size - horizon}"
     return (
         f"the checkpoint was made for real-time chunking (rtc_config: {stated.get('mode', 'guided')}, {horizon}"
@@ -152,11 +155,11 @@ def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
 
 
 def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
-    """Return a sentence if a rule differs from the checkpoint's own setting; "" if it does not."""
+    """Return a note if a replan rule differs from the checkpoint's own setting; "" if both are equal."""
     rows, size = int((policy or {}).get("n_action_steps") or 0), int((policy or {}).get("chunk_size") or 0)
     try:
         same = not 0 < rows <= size or parse_rule(replan).horizon(size) == rows
-    except ValueError:  # the settings of the loop name what is wrong
+    except ValueError:  # the loop's settings report the invalid rule
         same = True
     if same:
         return ""
@@ -165,13 +168,13 @@ def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
 
 def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the motion that a policy states, in the form of ``Settings.motion``; None if it states none."""
-    found = (policy or {}).get("motion")
-    if not found:
+    motion = (policy or {}).get("motion")
+    if not motion:
         return None
-    values = {name: list(v) if isinstance(v, (list, tuple)) else v for name, v in found.items()}
+    values = {name: list(v) if isinstance(v, (list, tuple)) else v for name, v in motion.items()}
     # Only delta actions have a scale and a range.
-    kept = values if values["kind"] == "offsets" else ("kind", "action", "state")
-    return {name: value for name, value in values.items() if name in kept and value not in (None, [])}
+    names = values if values["kind"] == "offsets" else ("kind", "action", "state")
+    return {name: value for name, value in values.items() if name in names and value not in (None, [])}
 
 
 def usual_guidance(policy: Mapping[str, Any]) -> tuple[str, str]:

@@ -10,9 +10,9 @@ WINDOW = 10  # requests that count, as in Black et al. 2025
 class DelayEstimate:
     """The expected delay, in control steps, from the last ten requests.
 
-    The estimate is the second largest delay (the largest one of fewer than five). It covers the usual jitter, and a
-    single slow request does not stay for ever. The first request after a start or reconnect compiles, allocates and
-    connects, so it counts only until another one was measured.
+    The estimate is the second largest delay. With fewer than five delays, it is the largest. So it covers the usual
+    jitter, but not a single slow request. The first request after a start or reconnect includes compilation,
+    allocation and connection, so it counts only until the next request was measured.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class DelayEstimate:
             self._delays.append(max(steps, 0))
 
     def reconnected(self) -> None:
-        """Treat the next request as a first one, because it includes the connection. Earlier measurements stay."""
+        """Treat the next request as a first request, because it includes the connection. Earlier delays stay."""
         self._first = True
 
     @property

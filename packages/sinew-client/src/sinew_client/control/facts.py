@@ -17,9 +17,9 @@ class Episodic(Protocol):
 
     Attributes:
         finished: Number of episodes that have ended.
-        successes: Number of these that succeeded.
-        episodes: Number of episodes after which the robot ends the run; None for no end.
-        on_episode: Called with a reason and an instruction when a new episode has begun.
+        successes: Number of ended episodes that succeeded.
+        episodes: Number of episodes after which the robot ends the run; None never ends it.
+        on_episode: Function that the robot calls with a reason and an instruction when a new episode has begun.
     """
 
     finished: int
@@ -61,30 +61,30 @@ class RobotFacts:
     ``points``, ``control_hz`` for ``hz``).
 
     Attributes:
-        joints: Names of the numbers of its state and of a command: one list for both, or a mapping with "state" and
-            "action". None if it has no names.
-        joint_unit: Unit of its joints, such as "rad" or "deg"; "" if it does not state one.
-        motion: Reference of its commands, as ``Settings.motion``; None if it does not state it.
-        hz: Rate in Hz at which it has to be commanded, such as that of a simulation; None for any.
-        physical: False if nothing can break: a simulation, or no hardware at all.
-        bounds_speed: True if it limits the speed of its joints itself.
-        needs_state: Returns True if its next command counts from the position in the same control step, so that it
-            holds without an observation. Robots with poses for commands do.
-        task: Returns its own instruction at present, "" for none.
+        joints: Names of the numbers of the state and of a command: one list for both, or a mapping with "state" and
+            "action". None if the robot has no names.
+        joint_unit: Unit of the joints, such as "rad" or "deg"; "" if the robot does not state a unit.
+        motion: Reference of the commands, as ``Settings.motion``; None if the robot does not state a motion.
+        hz: Required rate of commands in Hz, such as the rate of a simulation; None allows any rate.
+        physical: False if nothing can break, because the robot is simulated or has no hardware.
+        bounds_speed: True if the robot limits the speed of its joints itself.
+        needs_state: Returns True if the next command depends on the position in the same control step, so that the
+            robot holds without an observation. This is the case for robots whose commands are poses.
+        task: Returns the robot's own present instruction; "" if it has none.
         concurrent_hold: True if ``hold`` may be called from another thread while another method blocks.
-        sense: Returns the state alone, float [S], if that is faster than ``observe``; None if it cannot.
-        points: Returns the last known points of its arm, float [N, 3], metres; None if they are not known.
-        episodes: The robot as one with episodes; None if it has none.
-        scenes: The robot as one that sets up and judges trials; None if it does not.
-        success: Returns the outcome of the present trial, if the robot judges it: True, False, or None meanwhile.
-        leader: Opens the scripted expert of its task as a leader (``sinew run --takeover expert``), with options as
-            keywords. None if it has none.
-        close: Disconnects it; None if there is nothing to close.
+        sense: Returns only the state, float [S], if that is faster than ``observe``; None without such a method.
+        points: Returns the last known points of the arm, float [N, 3], in metres; None if the robot has no points.
+        episodes: The robot's interface for episodes; None without episodes.
+        scenes: The robot's interface to set up and judge trials; None without one.
+        success: Returns the outcome of the present trial, if the robot judges it: True, False, or None while it runs.
+        leader: Opens the scripted expert of the robot's task as a leader (``sinew run --takeover expert``), with
+            options as keywords. None without an expert.
+        close: Disconnects the robot; None if there is nothing to close.
         poses: Rest poses by name: the numbers of a command in its order, or a mapping from their names.
-        rested: Called when it has returned to its rest pose, so that closing it may switch its motors off; None if it
-            does not matter.
+        rested: Function to call when the robot has returned to its rest pose, so that ``close`` may switch the motors
+            off; None without one.
         between: Returns the pose at a share (0 to 1) of the way from one command to another, for a robot whose numbers
-            have no straight line between them; None for a straight line.
+            cannot be interpolated linearly; None interpolates linearly.
     """
 
     joints: Any = None
@@ -133,7 +133,7 @@ def facts_of(robot: Any) -> RobotFacts:
         robot: A robot, or a wrapper around one that has the method ``facts``.
 
     Returns:
-        Its facts. Facts that it does not state have the defaults of :class:`RobotFacts`.
+        The robot's facts. Facts that the robot does not state have the defaults of :class:`RobotFacts`.
     """
     own = getattr(robot, "facts", None)
     if callable(own) and isinstance(stated := own(), RobotFacts):

@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 QUALITY = 90  # JPEG quality that "auto" chooses
-SLOW_MS = 50.0  # time on the network, without the server's own, from which it counts as slow
-LOOKS = 5  # answers before a choice
+SLOW_MS = 50.0  # a network is slow if a request spends more time on it, without the server's own time
+LOOKS = 5  # number of answers before a choice
 GAIN = 0.8  # JPEG stays if it takes less than this share of the raw frames' time
 
 
@@ -21,15 +21,15 @@ class Frames:
 
     "auto" sends raw frames until the median of 5 requests spent more than 50 ms on the network (round trip without
     the server's own time; a request without an answer counts its time limit). Then it sends 5 requests with JPEG 90.
-    JPEG stays if their median is below 0.8 of that time. Otherwise frames are raw for the rest of the run. JPEG loses
-    detail and so changes actions a little, therefore it is not the default. "raw" logs a warning if the network is
-    that slow.
+    JPEG stays if their median is below 0.8 of the time of the raw frames. Otherwise frames are raw for the rest of the
+    run. JPEG is not the default, because it loses detail and so changes actions a little. "raw" logs a warning if the
+    network is slow.
 
     Args:
         wanted: "raw", "auto", or a JPEG quality "1" to "95".
 
     Raises:
-        ValueError: The text is none of these.
+        ValueError: The text is not one of these values.
         ClientError: Pillow is not installed.
     """
 
@@ -38,16 +38,15 @@ class Frames:
             raise ValueError(f"frames: expected raw, auto or a JPEG quality from 1 to 95, got {wanted!r}")
         if wanted != "raw":
             need_pillow()
-        self.quality = (
-            int(wanted) if wanted.isdecimal() else None
-        )  # JPEG quality of the next request; None: raw
+        # JPEG quality of the next request; None sends raw frames.
+        self.quality = int(wanted) if wanted.isdecimal() else None
         self.why = "chosen by the user" if self.quality is not None else f"fewer than {LOOKS} answers yet"
         self._auto, self._looks, self._raw_ms = wanted == AUTO, self.quality is None, 0.0
         self._seen: list[float] = []
 
     @property
     def text(self) -> str:
-        """The present encoding, and the reason."""
+        """The present encoding, and the reason for it."""
         return f"{'raw' if self.quality is None else f'JPEG {self.quality}'}: {self.why}"
 
     def took(self, network_ms: float) -> None:
@@ -61,11 +60,11 @@ class Frames:
         if self.quality is None:
             self.why = f"{ms:.0f} ms on the network, JPEG is considered above {SLOW_MS:.0f} ms"
             if ms > SLOW_MS and not self._auto:
-                said, self._raw_ms = self._raw_ms > 0.0, ms
+                logged_before, self._raw_ms = self._raw_ms > 0.0, ms
                 self.why = (
                     f"{ms:.0f} ms on the network; `auto` would try JPEG, which changes actions a little"
                 )
-                if not said:
+                if not logged_before:
                     logger.warning("frames: %s", self.text)
             elif ms > SLOW_MS:
                 self._raw_ms, self._seen, self.quality = ms, [], QUALITY

@@ -1,6 +1,4 @@
-"""How a late chunk is merged: which of its actions belongs to which control step, and how it is mixed with older
-chunks.
-"""
+"""Chunk merging: which action of a late chunk belongs to which control step, and how chunks are mixed."""
 
 from __future__ import annotations
 
@@ -54,9 +52,9 @@ class Handover:
     * naive: no compensation. The old chunk continues, and the new one starts at action 0 when it arrives.
     * aligned: latency-compensated. Action k belongs to the k-th step after the chunk's frame, and actions whose step
     has passed are skipped.
-    * ensemble: aligned, and each step gets the mean of all chunks that have an action for it (ACT), or of the newest,
-    weighted by their similarity (CogACT).
-    * aggregate: aligned, and steps that the old and the new chunk share get a mixture of the two (LeRobot).
+    * ensemble: aligned, and each step gets the mean of all chunks that have an action for the step (ACT), or the mean
+    of the newest chunks, weighted by their similarity (CogACT).
+    * aggregate: aligned, and steps that the old and the new chunk share get a mixture of both actions (LeRobot).
     * rtc: aligned, and the server continues the running chunk (real-time chunking).
 
     Attributes:
@@ -68,8 +66,9 @@ class Handover:
         guidance: rtc: one of :data:`GUIDANCE`.
         schedule: rtc: schedule of the guidance weights.
         beta: rtc: largest guidance weight.
-        halt: The robot stops and requests again if a late chunk expects it further away than this, in units of an
-            action (:meth:`~sinew_client.control.motion.Motion.apart`). Infinite: it never stops.
+        halt: Largest distance between the robot and the position that a late chunk expects, in units of an action
+            (:meth:`~sinew_client.control.motion.Motion.apart`). At a larger distance the robot stops and requests
+            again. Infinite never stops the robot.
     """
 
     method: str = "aligned"
@@ -83,15 +82,15 @@ class Handover:
     halt: float = math.inf
 
     def __post_init__(self) -> None:
-        for name, value, known in (
+        for name, value, choices in (
             ("handover", self.method, METHODS),
             ("aggregate", self.mix, tuple(AGGREGATES)),
             ("rtc", self.guidance, GUIDANCE),
             ("schedule", self.schedule, SCHEDULES),
         ):
-            if value not in known:
+            if value not in choices:
                 raise ValueError(
-                    "{}: expected one of {}, got {!r}".format(name, ", ".join(filter(None, known)), value)
+                    "{}: expected one of {}, got {!r}".format(name, ", ".join(filter(None, choices)), value)
                 )
         if not self.beta >= 0.0:
             raise ValueError(f"beta: expected a number >= 0, got {self.beta}")
@@ -114,20 +113,20 @@ class Handover:
 
     @property
     def as_trained(self) -> bool:
-        """True if a policy that was trained to continue an action prefix does so."""
+        """True if a policy that was trained to continue an action prefix continues it without guidance."""
         return self.method == "rtc" and self.guidance in ("", "trained")
 
     @property
     def continuation(self) -> dict[str, Any]:
-        """Fields of a request that state how to continue the running chunk."""
+        """The fields of a request that state how to continue the running chunk."""
         if not self.guidance:
             return {}
-        if self.guidance == "trained":  # it has no weights
+        if self.guidance == "trained":  # the trained continuation has no weights
             return {"rtc": self.guidance}
         return {"rtc": self.guidance, "schedule": self.schedule, "beta": self.beta}
 
     def merge(self, running: Trajectory, chunks: Sequence[PlacedChunk], step: int) -> list[Node]:
-        """Return the actions from ``step`` on. chunks: the chunks with remaining actions, newest last."""
+        """Return the actions from ``step`` on. ``chunks`` are the chunks with remaining actions, newest last."""
         newest = chunks[-1]
         nodes = [node for node in newest.nodes() if node.step >= step]
         if self.method == "aggregate":
@@ -137,8 +136,8 @@ class Handover:
         return nodes
 
     def _mean(self, chunks: Sequence[PlacedChunk], step: int) -> np.ndarray:
-        found = [(chunk, step - chunk.origin) for chunk in chunks[-self.newest :]]
-        rows = [chunk.rows[k] for chunk, k in found if 0 <= k < len(chunk.rows)]
+        indices = [(chunk, step - chunk.origin) for chunk in chunks[-self.newest :]]
+        rows = [chunk.rows[k] for chunk, k in indices if 0 <= k < len(chunk.rows)]
         return ensemble(rows, self.decay, self.alpha)
 
 

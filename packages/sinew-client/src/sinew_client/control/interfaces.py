@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 class Robot(Protocol):
     """The three methods of a robot.
 
-    Each is called from one thread and should return within a period. None is called before the last call has
-    returned, except ``hold``.
+    One thread calls all methods. Each should return within a period. Except for ``hold``, no method is called before
+    the last call has returned.
 
     Set the attribute ``concurrent_hold`` = False if the robot cannot be held from another thread while ``observe`` or
     ``act`` blocks, for example because all methods share an unlocked bus. The robot then gets neither commands nor
     holds while they block.
 
-    Set the attribute ``needs_state`` = True if a command counts from the position in the same step, as for poses. The
+    Set the attribute ``needs_state`` = True if a command depends on the position in the same step, as for poses. The
     robot is then observed in each control step with a command, and holds if no observation is valid.
     """
 
@@ -29,9 +29,10 @@ class Robot(Protocol):
 
         Returns:
             A dict with ``images`` {camera: uint8 [height, width, 3]} and ``state`` float [S]. Optional entries:
-                ``time``, when the newest frame was exposed, seconds of time.monotonic(); or ``age``, seconds since
-                then; ``times``, the same for each camera and for "state", if they differ (``Settings.stale_of``,
-                ``Settings.skew``); ``action`` float [D], the command of another driver, if the robot is only watched
+                ``time``, the exposure time of the newest frame in seconds of time.monotonic(), or ``age``, the seconds
+                since the exposure; ``times``, the time of each camera and of "state", if these differ
+                (``Settings.stale_of``, ``Settings.skew``); ``action`` float [D], another driver's command, if the
+                robot is only watched
                 (:class:`~sinew_client.control.listeners.shadow.ShadowListener`). For a stream
                 (:class:`~sinew_client.control.stream.Watching`), ``images`` is absent if there is no newer frame, and
                 ``blind`` is the reason if there should be one.
@@ -53,7 +54,7 @@ class Robot(Protocol):
     def hold(self) -> None:
         """Stay in place: repeat the last position, or send zero velocity, as the robot needs it.
 
-        It may be called from another thread (:class:`~sinew_client.control.watchdog.Watchdog`) if ``observe`` or
+        Another thread may call it (:class:`~sinew_client.control.watchdog.Watchdog`) if ``observe`` or
         ``act`` has not returned for two periods. No other call of ``hold`` runs at the same time, and no command is
         sent before it has returned.
         """
@@ -62,7 +63,7 @@ class Robot(Protocol):
 class NoObservation(Exception):  # noqa: N818 - a state of the robot, not a fault of the program
     """Raised by ``observe`` if there is no valid observation, for example because a camera stopped sending frames.
 
-    The robot holds, with the text as the reason, until there is a valid one.
+    The robot holds, with the text as the reason, until there is a valid observation.
     """
 
 
@@ -86,7 +87,7 @@ class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
 
 
 class Source(Protocol):
-    """A source of actions. None of its methods waits. Times are seconds of the loop's clock (``Pace.now``).
+    """A source of actions. Its methods return without waiting. Times are seconds of the loop's clock (``Pace.now``).
 
     The type of an answer depends on the controller: a chunk for each observation
     (:class:`~sinew_client.control.requester.Requester`), or windows of a stream
@@ -100,7 +101,7 @@ class Source(Protocol):
 
     @property
     def failures(self) -> int:
-        """Number of observations that were answered by an error, or not at all."""
+        """Number of observations with an error as the answer, or without an answer."""
 
     def ready(self, now: float) -> bool:
         """Return True if an observation may be sent now."""

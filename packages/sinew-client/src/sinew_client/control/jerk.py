@@ -36,36 +36,36 @@ class StepBounds:
     jerk: np.ndarray
 
     def take(self, mask: np.ndarray) -> StepBounds:
-        """Return the bounds of some of the numbers."""
+        """Return the bounds of the numbers that ``mask`` selects, bool [D]."""
         return StepBounds(*(getattr(self, name)[mask] for name in ("low", "high", "fastest", "push", "jerk")))
 
 
 def stop(u: np.ndarray, a: np.ndarray, push: np.ndarray, jerk: np.ndarray) -> np.ndarray:
-    """Return the change of the next step in the fastest stop, after a step ``u`` that differed by ``a`` from the one
-    before.
+    """Return the change of the next step in the fastest stop.
+
+    The last step was ``u``, and it differed by ``a`` from the step before it.
 
     If a change ``b`` is reduced by ``jerk`` in each step, the steps change by ``b + (b - jerk) + ...`` altogether.
     The ``b`` whose sum is ``-u`` ends the motion. The result is the nearest change within acceleration and jerk.
     """
     size = np.abs(u)
     n = np.floor((np.sqrt(8.0 * size / jerk + 1.0) - 1.0) / 2.0)
-    wanted = -np.sign(u) * (size + jerk * n * (n + 1.0) / 2.0) / (n + 1.0)
-    return np.minimum(np.maximum(wanted, np.maximum(a - jerk, -push)), np.minimum(a + jerk, push))
+    change = -np.sign(u) * (size + jerk * n * (n + 1.0) / 2.0) / (n + 1.0)
+    return np.minimum(np.maximum(change, np.maximum(a - jerk, -push)), np.minimum(a + jerk, push))
 
 
 def stopped(
     at: np.ndarray, u: np.ndarray, a: np.ndarray, bounds: StepBounds
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the end position of the fastest stop after steps ``u`` to positions ``at``, and whether it stays within
-    ``bounds``.
+    """Return the end position of the fastest stop, and True if the stop stays within ``bounds``.
 
-    All arrays are [K, D] for K candidates, the bounds [D].
+    The stop begins after steps ``u`` to positions ``at``. All arrays are [K, D] for K candidates, the bounds [D].
     """
     place, fits = at.copy(), (at >= bounds.low) & (at <= bounds.high) & (np.abs(u) <= bounds.fastest)
     for _ in range(MAX_STOP):
         if not (u.any() or a.any()):
             return place, fits
-        a = stop(u, a, bounds.push, bounds.jerk)  # the last one is -u, so that both end at 0 exactly
+        a = stop(u, a, bounds.push, bounds.jerk)  # the last change is -u, so that u and a end at exactly 0
         u = u + a
         place = place + u
         fits &= (place >= bounds.low) & (place <= bounds.high) & (np.abs(u) <= bounds.fastest)
@@ -77,14 +77,14 @@ def next_step(
 ) -> np.ndarray:
     """Return the next step towards ``wanted``, float64 [D].
 
-    It is the whole step if that is allowed and safe. Else it is the furthest safe step from which the robot can stop
-    before ``wanted``. If the robot cannot stop in time, it is the first step of the fastest stop.
+    The result is the whole step if that is allowed and safe. Else it is the furthest safe step from which the robot
+    can stop before ``wanted``. If the robot cannot stop in time, it is the first step of the fastest stop.
 
     Args:
         at: Position, [D].
         u: Last step, [D].
         a: Change of the last step, [D].
-        wanted: Wanted positions, [D].
+        wanted: Goal positions, [D].
         bounds: The limits.
     """
     brake = u + stop(u, a, bounds.push, bounds.jerk)
@@ -96,7 +96,7 @@ def next_step(
     reached = fits[1] & (tried[1] == exact)
     forward = wanted > ends[0]
     furthest = np.where(forward, np.maximum(highest, brake), np.minimum(lowest, brake))
-    # A number that cannot stop before the wanted position brakes, and so does one outside its limits from the start.
+    # A number that cannot stop before its goal brakes. So does a number that was outside its limits from the start.
     near, far = np.where(reached, tried[1], brake), furthest
     if reached.all():
         return tried[1]
@@ -106,16 +106,17 @@ def next_step(
         ends, fits = stopped(at + steps, steps, steps - u, bounds)
         fits &= np.where(forward, ends <= wanted, ends >= wanted)
         fits[0] = True
-        last = np.cumprod(fits, axis=0).sum(axis=0) - 1  # safe steps lie beside each other
+        last = np.cumprod(fits, axis=0).sum(axis=0) - 1  # the safe steps are contiguous
         near = np.where(reached, near, np.take_along_axis(steps, last[None], 0)[0])
         far = np.take_along_axis(steps, np.minimum(last + 1, _PARTS)[None], 0)[0]
     return near
 
 
 class JerkLimit:
-    """The numbers of a command with limited jerk, from one command to the next.
+    """Limits the jerk of a command's numbers from one command to the next.
 
-    Commands are float32. The unrounded values are remembered, because otherwise each rounding would count as jerk.
+    Commands are float32. The object remembers the unrounded values, because otherwise each rounding would count as
+    jerk.
     """
 
     def __init__(self, bounds: StepBounds):
@@ -129,13 +130,13 @@ class JerkLimit:
     def towards(self, wanted: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Return the next command towards ``wanted``, float32 [D].
 
-        last: The last command as it was sent. Range and velocity count from it.
+        ``last`` is the last command as it was sent. Range and velocity count from it.
         """
         bounds = self._bounds
         ends = (
             np.minimum(bounds.low, np.minimum(self._at, last)),
             np.maximum(bounds.high, np.maximum(self._at, last)),
-        )  # a robot outside its range is led back
+        )  # a robot outside its range may move back
         step = next_step(self._at, self._u, self._a, wanted, replace(bounds, low=ends[0], high=ends[1]))
         at = np.where(step == wanted - self._at, wanted, self._at + step)
         self._next = at, step, step - self._u
@@ -145,5 +146,5 @@ class JerkLimit:
         return np.where(far, np.nextafter(sent, last.astype(np.float32)), sent)
 
     def sent(self) -> None:
-        """Note that the command that :meth:`towards` returned was sent."""
+        """Record that the last command of :meth:`towards` was sent."""
         self._at, self._u, self._a = self._next

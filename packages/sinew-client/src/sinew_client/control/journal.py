@@ -1,5 +1,6 @@
-"""The decision log of a controller: its inputs and its commands, one JSON object per line, so that they can be
-repeated.
+"""The decision log of a controller: its inputs and its commands, one JSON object per line.
+
+The log has all that is needed to repeat a run's decisions and to compare the commands.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ SCHEMA = "sinew.control/1"
 TORN = "torn"  # marks a file whose last line is incomplete
 MAX_LINE = 1 << 24  # bytes of an event; a chunk of 8,192 rows of 80 numbers
 MAX_STEP = 1 << 53
-# Of the largest number of a command: how far a command may differ where it is repeated on another machine. Its sums are
-# of up to 2^16 terms in float32, and errors of either sign add like a random walk: 2^8 roundings of 2^-24.
+# Largest difference of a command that is repeated on another machine, as a share of the command's largest number. The
+# sums have up to 2^16 terms in float32, and errors of either sign add like a random walk: 2^8 roundings of 2^-24.
 TOLERANCE = 2.0**-16
 
 
@@ -46,7 +47,7 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("x", encoding="utf-8")  # a run that is on the disk is not written over
+            self._file = path.open("x", encoding="utf-8")  # never overwrite the log of another run
         except OSError as error:
             there = isinstance(error, FileExistsError)
             why = "the file already exists; choose a new name" if there else error.strerror
@@ -58,14 +59,14 @@ class Journal:
         self.put("begin", {**head, **about})
 
     def put(self, event: str, values: dict[str, Any]) -> None:
-        """Queue an event. It is a listener of :class:`Controller` and never blocks."""
+        """Queue an event. This method is a listener of :class:`Controller` and never blocks."""
         self._events.put({"event": event, **values})
 
     def close(self) -> None:
         """Write all queued events."""
         self._events.put(None)
         self._thread.join()
-        with contextlib.suppress(OSError):  # a full disk, which was said
+        with contextlib.suppress(OSError):  # the thread has logged the error, such as a full disk
             self._file.close()
 
     def _run(self) -> None:
@@ -78,7 +79,7 @@ class Journal:
                 if writes:
                     self._file.write(json.dumps(event, default=_plain) + "\n")
                     if self._events.empty():
-                        self._file.flush()  # the process may be killed
+                        self._file.flush()  # so that the log is complete if the process is killed
             except (OSError, TypeError) as error:
                 logger.warning("the journal ends: %s", error)
                 writes = False
@@ -88,7 +89,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Command):
         return asdict(value)
     if isinstance(value, np.ndarray):
-        return value.tolist()  # float32 -> the double of the same value: reads back to the same bits
+        return (
+            value.tolist()
+        )  # a float32 becomes the double of the same value, which reads back to the same bits
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} does not go into a journal")
@@ -104,8 +107,8 @@ class Repeated:
         torn: True if the file's last line is incomplete, for example because the process was killed or the disk was
             full.
         abrupt: The most abrupt commands (:class:`~sinew_client.control.abrupt.AbruptMoves`).
-        rounded: Commands of a log of another machine that differ by less than :data:`TOLERANCE`, with equal
-            decisions.
+        rounded: Number of commands with equal decisions that differ by less than :data:`TOLERANCE`, in a log of
+            another machine.
     """
 
     commands: int
@@ -117,7 +120,7 @@ class Repeated:
 
 
 def is_journal(path: Path) -> bool:
-    """Return True if a file begins as a journal does."""
+    """Return True if a file begins like a decision log."""
     try:
         with open_regular(path) as file:
             head = file.read(64)
@@ -127,17 +130,19 @@ def is_journal(path: Path) -> bool:
 
 
 def repeat(path: Path) -> Repeated:
-    """Tell a new controller everything that the recorded one was told, and compare every command. A last line that
-    breaks off is left out.
+    """Apply the events of a decision log to a new controller, and compare every command. An incomplete last line is
+    skipped.
 
-    Commands are compared to the bit where the journal was written on a machine like this one. Other processors and
-    versions of numpy round differently: there every decision has to be equal, and numbers within :data:`TOLERANCE`.
+    If the log was written on a machine like this one, the commands are compared bit for bit. Other processors and
+    versions of numpy round differently. Then all decisions must be equal, and numbers may differ by
+    :data:`TOLERANCE`.
 
-    Raises :class:`JournalError` for a file that is no journal.
+    Raises:
+        JournalError: The file is not a decision log.
     """
     controller: BaseController | None = None
     moves: AbruptMoves | None = None
-    commands, held, rounded, torn = 0, 0, 0, False
+    commands, holds, rounded, torn = 0, 0, 0, False
     tolerance = 0.0
     differences: list[str] = []
     for number, event in _read(path):
@@ -160,7 +165,7 @@ def repeat(path: Path) -> Repeated:
             then = _apply(controller, event)
             if then is not None and moves is not None:
                 moves.add(then)
-                commands, held = commands + 1, held + (then.row is None)
+                commands, holds = commands + 1, holds + (then.row is None)
                 now = controller.command(then.step, _array(event["state"]))
                 if not _same(then, now, tolerance):
                     differences.append(f"step {then.step}: then {_text(then)}, now {_text(now)}")
@@ -168,15 +173,18 @@ def repeat(path: Path) -> Repeated:
                     rounded += 1
         except JournalError:
             raise
-        except Exception as error:  # events in an order, or of widths, that no controller has seen
+        except Exception as error:  # the order or the widths of the events are not those of a controller
             raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error!s:.300}") from error
     if moves is None:
         raise JournalError(f"{path}: empty")
-    return Repeated(commands, held, differences, torn, tuple(moves.worst()), rounded)
+    return Repeated(commands, holds, differences, torn, tuple(moves.worst()), rounded)
 
 
 def watched(path: Path) -> MotionFit | None:
-    """Return the motion that fits a recorded run, if its settings state none and the commands show it.
+    """Fit a motion to a recorded run.
+
+    Returns:
+        The motion; None if the run's settings state a motion already, or if none fits the commands.
 
     Raises:
         JournalError: The file is not a decision log.
@@ -190,7 +198,7 @@ def watched(path: Path) -> MotionFit | None:
         return watch.fit()
     except JournalError:
         raise
-    except Exception as error:  # events in an order, or of widths, that no controller has seen
+    except Exception as error:  # the order or the widths of the events are not those of a controller
         raise JournalError(f"{path}: {type(error).__name__}: {error!s:.300}") from error
 
 
@@ -198,7 +206,7 @@ def _read(path: Path) -> Iterator[Any]:
     """Yield the numbered lines of a file, each a valid event; :data:`TORN` for an incomplete last line."""
     number = 0
     try:
-        # An invalid chunk is logged with its numbers, so they may be infinite.
+        # An invalid chunk is logged with its numbers, so the numbers may be infinite.
         for number, event in read_jsonl(path, MAX_LINE, finite=False):
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 raise UntrustedError("an object with an event", shown(event), f"line {number}")
@@ -218,19 +226,23 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 def _check(event: dict[str, Any]) -> None:
-    """Refuse an event whose fields are not of the kinds that a controller writes. Raises ValueError that names one."""
+    """Check that the fields of an event have the types that a controller writes.
+
+    Raises:
+        ValueError: A field has another type. The message names it.
+    """
     fields = _FIELDS.get(event["event"], {})
-    given = event
+    values = event
     if event["event"] == "command":
-        given = event.get("command")  # type: ignore[assignment]
-        if not isinstance(given, dict):
-            raise ValueError(f"command: expected an object, got {shown(given)}")
+        values = event.get("command")  # type: ignore[assignment]
+        if not isinstance(values, dict):
+            raise ValueError(f"command: expected an object, got {shown(values)}")
         _vector("state", event.get("state"))
     for name, kind in fields.items():
-        if name not in given and name not in _OPTIONAL:
+        if name not in values and name not in _OPTIONAL:
             raise ValueError(f"{name}: expected a value, got nothing")
-        if name in given:
-            kind(name, given[name])
+        if name in values:
+            kind(name, values[name])
 
 
 def _time(name: str, value: Any) -> None:
@@ -294,7 +306,7 @@ def _are_numbers(value: Any, depth: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number within float64. A whole number of 400 digits is not."""
+    """Return True for a number within the range of float64. An integer of 400 digits is outside."""
     return isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e300
     )
@@ -325,7 +337,13 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
     "hand_back": {"step": _step},
     "returns": {"step": _step},
 }
-_OPTIONAL = ("kind", "moved", "time", "by", "wanted")  # older journals lack them; the time is of streams
+_OPTIONAL = (
+    "kind",
+    "moved",
+    "time",
+    "by",
+    "wanted",
+)  # older logs lack these fields; only streams have a time
 
 
 def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
@@ -340,12 +358,12 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
     elif kind == "arrived":
         controller.arrived(event["step"], np.array(event["actions"], np.float32))
     elif kind == "window":
-        from sinew_client.streams import StreamWindow  # needs more than numpy
+        from sinew_client.streams import StreamWindow  # imported here, because it needs more than numpy
 
         rows = np.array(event["rows"], np.float32)
         rows = (
             rows if rows.size else rows.reshape(0, controller.dim)
-        )  # a window that came too late has no rows left
+        )  # a window that arrived too late has no rows left
         times = event["sample_time"], event["frame_time"]
         controller.arrived(event["step"], StreamWindow(event["first"], rows, *times))
     elif kind == "refined":
@@ -377,7 +395,7 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
         controller.hand_back(event["step"])
     elif kind == "returns":
         controller.returns(event["step"])
-    return None  # anything else tells people something and the controller nothing
+    return None  # all other events are for readers of the log and do not change the controller
 
 
 def _array(values: Any) -> np.ndarray | None:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def between_ticks(method: Callable[..., None]) -> Callable[..., None]:
-    """Let any thread call a method of the loop: it runs before the next control step."""
+    """Let any thread call a method of the loop. The method runs before the next control step."""
 
     @functools.wraps(method)
     def later(self: Loop, *args: Any) -> None:
@@ -42,9 +42,9 @@ def between_ticks(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Loop:
-    """Requests actions, executes them within the limits, and holds if there are none, until :meth:`stop`.
+    """Requests actions, executes them within the limits, and holds without actions, until :meth:`stop`.
 
-    Everything else that takes part, such as a take-over or a recording, is a
+    All other parts of a run, such as a take-over or a recording, are a
     :class:`~sinew_client.control.listeners.listener.LoopListener`.
 
     While the loop runs, a watchdog holds the robot if the loop is late by two periods, unless the settings or the
@@ -63,19 +63,19 @@ class Loop:
         prompt: The instruction. "" takes the instruction of the robot's observations.
         pace: The timing of the ticks. :class:`~sinew_client.control.pace.SimulatedPace` runs without a clock.
         listeners: Further parts of the loop, in the order in which their hooks are called.
-        hold_refused: Also hold and request again if the very first request is rejected for good, because the
-            instruction or the cameras of the robot come later.
+        hold_refused: True holds and requests again even if the policy rejects the very first request for good. Use it
+            if the robot's instruction or cameras become available later.
 
     Attributes:
         prompt: The present instruction.
         steps: Control steps so far.
         reason: Why the robot holds; "" while it moves.
-        stopped: True if :meth:`stop` has ended the run, and not its length or the robot.
+        stopped: True if :meth:`stop` has ended the run; False if the run's length or the robot has ended it.
         returning: True while the robot returns to its rest pose, without a policy and without a server.
         at_once: True if :meth:`stop` was called again, so that the robot is not returned to its rest pose.
         next_step: The first control step without a command.
         last_row: The last command of a control step, float32 [D]; None if the robot may have been moved.
-        now: When the present control step began, seconds of the loop's clock.
+        now: Start of the present control step, seconds of the loop's clock.
         calls: Functions that run before the next control step. Any thread may append one.
 
     Raises:
@@ -134,7 +134,7 @@ class Loop:
         if not self.controller.paused:
             self.source.cancel()
             self.controller.pause()
-            self.last_row = None  # somebody may move the robot
+            self.last_row = None  # somebody may move the robot during the pause
 
     @between_ticks
     def resume(self) -> None:
@@ -149,13 +149,13 @@ class Loop:
     def say(self, prompt: str) -> None:
         """Change the instruction.
 
-        Chunks that follow the old instruction are dropped. The windows of a stream follow the new one from the next
-        prefix on.
+        Chunks that follow the old instruction are dropped. The windows of a stream follow the new instruction from the
+        next prefix on.
         """
         if prompt == self.prompt:
             return
         self._instruct(prompt)
-        # Limits go on counting from the last command: the robot may not have been held when the answer comes.
+        # Limits still count from the last command, because the answer may arrive before the robot was held.
         if not (self.controller.continuous or self.controller.paused):
             self.source.cancel()
             self.controller.fault(self.next_step, self.controller.starting)
@@ -166,7 +166,7 @@ class Loop:
 
         Args:
             reason: Why the robot holds.
-            prompt: The instruction of the first request; "" keeps the present one.
+            prompt: The instruction of the first request; "" keeps the present instruction.
         """
         self.source.cancel()
         self.controller.fault(self.next_step, reason, moved=True)
@@ -179,10 +179,11 @@ class Loop:
     # ------------------------------------------------------------------------- the loop
 
     def run(self, steps: int | None = None) -> Cadence:
-        """Run the loop. The robot holds at the end, whatever ended it. May be called again to continue.
+        """Run the loop. The robot holds at the end, even after an error. Call it again to continue.
 
         Args:
-            steps: End after so many control steps since the start; None runs until the loop is stopped.
+            steps: Number of control steps since the start after which the run ends; None runs until the loop is
+                stopped.
 
         Returns:
             The report so far.
@@ -197,7 +198,7 @@ class Loop:
         return self.report()
 
     def play(self, goes_on: Callable[[], bool]) -> None:
-        """Tick while ``goes_on`` returns True. The robot holds at the end, whatever ended it.
+        """Tick while ``goes_on`` returns True. The robot holds at the end, even after an error.
 
         Raises:
             Stopped: The robot has ended the run.
@@ -207,7 +208,7 @@ class Loop:
                 while goes_on():
                     self.tick(self.pace.next())
         finally:
-            with contextlib.suppress(Stopped):  # the robot may raise it again at its last hold
+            with contextlib.suppress(Stopped):  # the robot may raise Stopped again at its last hold
                 self.robot.hold()
 
     def report(self) -> Cadence:
@@ -245,7 +246,7 @@ class Loop:
             self.robot.hold()
         elif self.settings.substeps == 1:
             if command.by == POLICY:
-                # Before the command is sent: the robot may take its time.
+                # The time is recorded before the command is sent, because ``act`` may take long.
                 self.controller.leaves(command, elapsed(self.pace, step, self.settings.hz))
             self._act(command, command.row)
         else:
@@ -259,7 +260,7 @@ class Loop:
 
         Args:
             step: The control step.
-            now: When it began, seconds of the loop's clock.
+            now: Start of the control step, seconds of the loop's clock.
 
         Returns:
             The observation; None if it is not valid, so that the robot holds.
@@ -272,7 +273,7 @@ class Loop:
         return self.observer.observation
 
     def hold(self, step: int, reason: str) -> None:
-        """Hold because there is no valid observation. Requests in progress are cancelled; a stream continues."""
+        """Hold because there is no valid observation. Requests in progress are cancelled, but a stream continues."""
         self.observer.fault = reason
         if not self.controller.continuous:
             self.source.cancel()
@@ -292,11 +293,11 @@ class Loop:
         if not self.returning and self.controller.wants_chunk(step) and self.source.ready(now):
             observation = self._ask(step, now, observation)
             if not self.controller.continuous:
-                self._poll(step, now)  # an answer that takes no time
+                self._poll(step, now)  # a source in this process may have answered already
         for listener in self.listeners:
             try:
                 listener.before(step, observation)
-            except NoObservation as reason:  # noqa: PERF203 - the other listeners have their turn
+            except NoObservation as reason:  # noqa: PERF203 - the other listeners still run
                 self.hold(step, str(reason))
         lost = self.controller.wants_position(step)
         if observation is None and (lost or (self._facts.needs_state() and self.controller.due(step))):
@@ -322,8 +323,8 @@ class Loop:
 
         Args:
             step: The control step.
-            now: When it began, seconds of the loop's clock.
-            observation: The observation of this step, if there is one already.
+            now: Start of the control step, seconds of the loop's clock.
+            observation: The observation of this step, if the robot was observed already.
 
         Returns:
             The observation; None if nothing can be sent.
@@ -348,7 +349,7 @@ class Loop:
 
     def _decide(self, step: int) -> None:
         """Make the command of a control step."""
-        # Commands that count from the state need a valid state of this very step.
+        # Commands that depend on the state need a valid state of this very step.
         of_step = not self.controller.needs_state or self.observer.step == step
         command = self.controller.command(step, self.observer.state if of_step else None)
         if self.last_row is None and command.row is not None:
@@ -373,20 +374,21 @@ class Loop:
             self.controller.unsent(command, refused.reason)
 
     def _instruct(self, prompt: str) -> None:
-        """Use another instruction from the next request on, and record it in the decision log."""
+        """Use a new instruction from the next request on, and record it in the decision log."""
         if prompt != self.prompt:
             self.prompt = prompt
             self.controller.instructed(self.next_step, prompt)
 
 
 def elapsed(pace: Pace, step: int, hz: float) -> float:
-    """Return seconds since the first tick, never before a control step was due."""
+    """Return the seconds since the first tick, at least the time at which a control step is due."""
     return max(step / hz, pace.since(pace.now()))
 
 
 def _start(guard: Guard | None) -> np.ndarray | None:
-    """Return the robot's position before the command, float32 [D], if it is known. Commands between two steps start
-    there.
+    """Return the robot's position before the command, float32 [D]; None if a number of it is unknown.
+
+    Commands between two steps start at this position.
     """
     if guard is None or guard.before is None or not np.all(np.isfinite(guard.before)):
         return None

@@ -1,8 +1,8 @@
 """The reference of actions: none, the state at the chunk's frame, or the pose of each step.
 
-The trajectory holds *targets*, which are valid whatever chunk they came from: absolute actions unchanged, actions
-relative to the frame's state with that state added, delta actions added up along the chunk. A chunk can then be
-entered in its middle, and its remaining actions can be re-based on a newer state for a request.
+The trajectory holds *targets*, which do not depend on their chunk. A target is an absolute action unchanged, a relative
+action plus the state at the chunk's frame, or the sum of the delta actions along the chunk. So a chunk can be entered
+in its middle, and its remaining actions can be re-based on a newer state for a request.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sinew_client.untrusted import shown
 
 
 def state_of(value: Any) -> np.ndarray:
-    """Return a state as float32 [S]; one NaN if the value is not a state."""
+    """Return a state as float32 [S]. If the value is not a state, return an array with one NaN."""
     try:
-        found = np.asarray(value, np.float32)
+        state = np.asarray(value, np.float32)
     except (TypeError, ValueError):
-        found = np.zeros((0, 0), np.float32)
-    return found if found.ndim == 1 else np.full(1, np.nan, np.float32)
+        state = np.zeros((0, 0), np.float32)
+    return state if state.ndim == 1 else np.full(1, np.nan, np.float32)
 
 
 class Motion:
@@ -39,7 +39,7 @@ class Motion:
         return rows
 
     def rows(self, targets: np.ndarray, state: np.ndarray | None) -> np.ndarray:
-        """Return targets [R, D] as actions of a chunk whose frame has ``state``."""
+        """Convert targets [R, D] to actions of a chunk whose frame has ``state``."""
         return targets
 
     def commands(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
@@ -71,7 +71,7 @@ class Motion:
         return np.full(dim, np.nan, np.float32) if state is None else self.position(state, dim)
 
     def still(self, dim: int) -> np.ndarray:
-        """Return the command of a standing robot, float [dim]; NaN where it is the repeated last command."""
+        """Return the command of a standing robot, float [dim]; NaN where the robot repeats its last command."""
         return np.full(dim, np.nan)
 
     def posed(self, dim: int) -> np.ndarray:
@@ -95,7 +95,7 @@ class _Columns(Motion):
 
     Attributes:
         action: Columns of an action.
-        state: Index into the state for each of them.
+        state: Index into the state for each of these columns.
     """
 
     action: tuple[int, ...]
@@ -121,13 +121,14 @@ class _Columns(Motion):
         return np.asarray(state, np.float32)[list(self.state)]
 
     def _seen(self, state: np.ndarray, dim: int) -> np.ndarray:
-        """Return the position in the columns of an action, from the state. NaN elsewhere, and if either has too few
-        numbers.
+        """Return the position in the columns of an action, from the state.
+
+        All other numbers are NaN. All are NaN if the action or the state has too few numbers.
         """
-        found = np.full(dim, np.nan, np.float32)
+        position = np.full(dim, np.nan, np.float32)
         if max(self.action) < dim and max(self.state) < len(state):
-            found[list(self.action)] = self._at(state)
-        return found
+            position[list(self.action)] = self._at(state)
+        return position
 
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
         after = np.array(state, np.float32)
@@ -141,7 +142,7 @@ class Absolute(_Columns):
     """Actions are targets in the numbers of the state, such as joint positions.
 
     Without columns, all numbers are in the order of the state. With columns, the columns ``action`` are targets for
-    the numbers ``state`` of a state that has others too.
+    the numbers ``state`` of a state that has further numbers.
     """
 
     action: tuple[int, ...] = ()
@@ -193,14 +194,14 @@ class Relative(_Columns):
 
 @dataclass(frozen=True)
 class Offsets(_Columns):
-    """Delta actions: columns that count from the pose of their own step, for a robot that takes such commands.
+    """Delta actions: some columns are relative to the pose of their own step. The robot takes such commands.
 
-    The targets of a chunk are its delta actions added up from the state of its frame. A command is the difference
-    between the target and the present pose. So a chunk that is entered in its middle does not add up the difference
-    to the chunk before.
+    The targets of a chunk are the sums of its delta actions, from the state of its frame on. A command is the
+    difference between the target and the present pose. So a chunk that is entered in its middle does not add its
+    difference from the previous chunk to the motion.
 
     Attributes:
-        scale: Change of the state by one unit.
+        scale: Change of the state by one unit of an action.
         low: Smallest command.
         high: Largest command.
     """
@@ -265,19 +266,19 @@ def parse_motion(values: Mapping[str, Any] | None) -> Motion:
     Raises:
         ValueError: The mapping describes no motion.
     """
-    given = dict(values or {})
-    kind = given.pop("kind", "as is")
+    options = dict(values or {})
+    kind = options.pop("kind", "as is")
     kinds = {"as is": Motion, "absolute": Absolute, "relative": Relative, "offsets": Offsets}
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError("motion.kind: expected one of {}, got {}".format(", ".join(kinds), shown(kind)))
     try:
         columns = {
-            name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
+            name: tuple(int(i) for i in options.pop(name)) for name in ("action", "state") if name in options
         }
-        for value in given.values():
+        for value in options.values():
             if isinstance(value, int):
-                float(value)  # one beyond float64 would end the loop later
-        return kinds[kind](**columns, **given)
+                float(value)  # an integer beyond float64 would raise in the loop later
+        return kinds[kind](**columns, **options)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"motion: {error!s:.300}") from error
 
@@ -287,8 +288,8 @@ def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray)
 
     Args:
         rows: float32 [H, D]. Action k is due k + 1 steps after ``start``.
-        start: [D], position before the chunk; NaN where it is not known, which takes the first action.
-        speed: Above 0 and at most 1.
+        start: [D], position before the chunk. An unknown number is NaN and is taken from the first action.
+        speed: Share of the original speed, above 0 and at most 1.
         posed: Numbers that are positions, which are interpolated. Other numbers, such as a gripper command, change
             when the motion has reached their action.
     """
@@ -306,9 +307,9 @@ def slowed(rows: np.ndarray, start: np.ndarray, speed: float, posed: np.ndarray)
 def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.ndarray:
     """Return the point at ``part`` (0 to 1) of the way from the last command to this step's action.
 
-    It serves actuators with a higher rate. It uses only the last command and the committed action, so later chunks
-    cannot change it. The action is reached at the end of its step. Without a last command, the result is the action
-    itself.
+    Actuators with a higher rate use it. The result depends only on the last command and the committed action, so later
+    chunks cannot change it. The action is reached at the end of its step. Without a last command, the result is the
+    action itself.
     """
     share = np.float32(part)
     if last is None or share >= 1.0:  # float32 may round the share up to 1, and the sum beyond the action

@@ -11,15 +11,21 @@ import numpy as np
 
 LEAST_SPANS = 20  # moves between two frames that a fit needs
 LEAST_EXPLAINED = 0.8  # share of the state's movement that the commands must explain
-SAME_SCALE = 0.2  # relative; columns that differ by more are no offsets of one kind
-MOST_PULL = 0.25  # towards a position, per move; commands that are positions have nearly 1
-KEPT_SPANS = 2000  # the newest
-BELIEVED = 0.8  # share of the moves that counts, the best ones: an arm that pushes on the table does not move
+SAME_SCALE = (
+    0.2  # largest relative difference of the columns' scales; delta actions of one kind share a scale
+)
+MOST_PULL = (
+    0.25  # largest pull towards a position, per move; commands that are positions have a pull of nearly 1
+)
+KEPT_SPANS = 2000  # number of the newest moves that are stored
+BELIEVED = (
+    0.8  # share of the moves that a fit uses, those with the smallest errors: a blocked arm does not move
+)
 
 
 @dataclass(frozen=True)
 class MotionFit:
-    """A fit of actions as delta actions.
+    """The result of fitting a recorded run's actions as delta actions.
 
     Attributes:
         motion: The fitted motion (:func:`~sinew_client.control.motion.parse_motion`).
@@ -52,8 +58,8 @@ class MotionWatch:
         self._state: np.ndarray | None = (
             None  # state at the last frame; None if the robot may have been moved since
         )
-        self._rows: list[tuple[int, np.ndarray]] = []  # step and row of the commands since then
-        self._ends: list[np.ndarray] = []  # lowest and highest number of each column of a single command
+        self._rows: list[tuple[int, np.ndarray]] = []  # step and row of each command since the last frame
+        self._ends: list[np.ndarray] = []  # lowest and highest number of each column in a single command
 
     def put(self, event: str, values: Mapping[str, Any]) -> None:
         """Take an event of a controller."""
@@ -66,11 +72,11 @@ class MotionWatch:
         elif event == "ask":
             state = values["state"]
             self._frame(values["frame"], None if state is None else np.asarray(state, np.float64))
-        elif event in ("fault", "failed", "pause", "resume"):  # the robot may have been moved by others
+        elif event in ("fault", "failed", "pause", "resume"):  # somebody may have moved the robot
             self._state, self._rows = None, []
 
     def fit(self) -> MotionFit | None:
-        """Return the fit (:func:`fit_offsets`) of the newest moves."""
+        """Fit the newest moves (:func:`fit_offsets`)."""
         if not self._spans:
             return None
         return fit_offsets(*map(np.array, zip(*self._spans)), *self._ends)
@@ -91,9 +97,9 @@ def fit_offsets(
     The scale is the median of the ratios, weighted by the size of the sums.
 
     Args:
-        states: [N, S] at a frame.
-        changes: [N, S] from each frame to the next one.
-        sums: [N, D] of the commands between the two.
+        states: [N, S], state at each frame.
+        changes: [N, S], change of the state from each frame to the next frame.
+        sums: [N, D], sum of the commands between the two frames.
         low: [D], smallest single commands.
         high: [D], largest single commands.
 
@@ -108,62 +114,69 @@ def fit_offsets(
     scales, explained = np.zeros(shape), np.zeros(shape)  # [D, S]
     for column, number in np.ndindex(shape):
         scales[column, number], explained[column, number] = _line(sums[:, column], changes[:, number])
-    asked: set[tuple[int, int]] = set()
-    while leading := _leading(explained) - asked:  # least squares is dear, and few pairs can be taken
-        asked |= leading
+    visited: set[tuple[int, int]] = set()
+    while (
+        leading := _leading(explained) - visited
+    ):  # least squares is slow, so only pairs with a good fit are tested
+        visited |= leading
         for column, number in leading:
-            left = np.square(changes[:, number] - scales[column, number] * sums[:, column])
-            if _pull(sums, changes[:, number], states[:, number], _best(left)) >= MOST_PULL:
-                explained[column, number] = 0.0  # it depends on where the move began: these are positions
+            residuals = np.square(changes[:, number] - scales[column, number] * sums[:, column])
+            if _pull(sums, changes[:, number], states[:, number], _best(residuals)) >= MOST_PULL:
+                explained[column, number] = (
+                    0.0  # the move depends on its start, so these commands are positions
+                )
     pairs = [
         (column, number)
         for column, number in sorted(_leading(explained))
-        # Two numbers may go up and down together: of the commands, too, this one has to explain it best.
+        # Two numbers may go up and down together, so this column must also be the best one for the number.
         if explained[:, number].argmax() == column and scales[column, number] > 0
     ]
     if not pairs:
         return None
     columns, numbers = ([pair[side] for pair in pairs] for side in (0, 1))
-    found = scales[columns, numbers]
-    scale = float(np.median(found))
-    if np.abs(found / scale - 1).max() > SAME_SCALE:
+    slopes = scales[columns, numbers]
+    scale = float(np.median(slopes))
+    if np.abs(slopes / scale - 1).max() > SAME_SCALE:
         return None
     motion = {"kind": "offsets", "action": columns, "state": numbers, "scale": float(f"{scale:.3g}")}
     motion |= {"low": float(f"{low[columns].min():.3g}"), "high": float(f"{high[columns].max():.3g}")}
     return MotionFit(motion, float(explained[columns, numbers].min()), len(sums))
 
 
-def _line(given: np.ndarray, moved: np.ndarray) -> tuple[float, float]:
-    """Return the slope through zero of ``moved`` over ``given`` [N], and the part of the movement that it explains in
-    those spans that it fits best."""
-    there = given != 0
+def _line(commands: np.ndarray, moved: np.ndarray) -> tuple[float, float]:
+    """Fit a line through zero to ``moved`` over ``commands`` [N].
+
+    Returns:
+        The slope, and the share of the movement that it explains in the spans with the smallest errors.
+    """
+    there = commands != 0
     if not there.any() or not np.any(moved):
         return 0.0, 0.0
-    ratios, weights = moved[there] / given[there], np.abs(given[there])
+    ratios, weights = moved[there] / commands[there], np.abs(commands[there])
     order = np.argsort(ratios)
     reached = np.cumsum(weights[order])
     slope = float(ratios[order][np.searchsorted(reached, reached[-1] / 2)])
-    left = np.square(moved - slope * given)
-    best = _best(left)
+    residuals = np.square(moved - slope * commands)
+    best = _best(residuals)
     total = np.square(moved[best]).sum()
-    return slope, float(1 - left[best].sum() / total) if total > 0 else 0.0
+    return slope, float(1 - residuals[best].sum() / total) if total > 0 else 0.0
 
 
-def _best(left: np.ndarray) -> np.ndarray:
-    """Return the places of those spans whose squared error ``left`` [N] is the least."""
-    return np.argsort(left)[: round(BELIEVED * len(left))]
+def _best(errors: np.ndarray) -> np.ndarray:
+    """Return the indices of the spans with the smallest squared errors. ``errors`` is [N]."""
+    return np.argsort(errors)[: round(BELIEVED * len(errors))]
 
 
 def _leading(explained: np.ndarray) -> set[tuple[int, int]]:
-    """Return (column, number that it explains best) for columns with a good fit. explained: [D, S]."""
+    """Return (column, number that the column explains best) for columns with a good fit. ``explained`` is [D, S]."""
     pairs = {(column, int(number)) for column, number in enumerate(explained.argmax(axis=1))}
     return {pair for pair in pairs if explained[pair] >= LEAST_EXPLAINED}
 
 
 def _pull(sums: np.ndarray, moved: np.ndarray, start: np.ndarray, spans: np.ndarray) -> float:
-    """Return how strongly a number returns to a fixed position, as a share of its distance from ``start`` [N].
+    """Return the pull of a number towards a fixed position, as a share of its distance from ``start`` [N].
 
-    The share is fitted beside the effect of ``sums`` [N, D]. It tells targets from delta actions.
+    The share is fitted together with the effect of ``sums`` [N, D]. It distinguishes targets from delta actions.
     """
     terms = np.column_stack([start, np.ones_like(start), sums])[spans]
     return float(abs(np.linalg.lstsq(terms, moved[spans], rcond=None)[0][0]))

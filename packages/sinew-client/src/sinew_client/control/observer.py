@@ -1,6 +1,4 @@
-"""Observes a robot, and decides whether the observation is valid: how old each source is, and whether they fit
-together.
-"""
+"""Observes a robot and decides if the observation is valid, from the age of each source and their differences."""
 
 from __future__ import annotations
 
@@ -25,16 +23,16 @@ class Observer:
     Args:
         robot: The robot.
         settings: How old observations may be.
-        motion: Tells the robot's position from its state.
+        motion: Reads the robot's position from its state.
         dim: D, numbers of a command.
         pace: The loop's clock.
 
     Attributes:
         step: Control step of the newest observation; -1 before the first.
         observation: The newest observation.
-        state: Its state, float [S]; None before the first.
-        images: The newest frames by camera; a stream observes most states without frames.
-        age: Seconds between the exposure of its frame and the observation.
+        state: State of the newest observation, float [S]; None before the first.
+        images: The newest frames by camera. A stream observes most states without frames.
+        age: Seconds between the exposure of the newest frame and the observation.
         fault: Why the last invalid observation was rejected.
         ages: Age of each source when it was observed.
     """
@@ -48,7 +46,7 @@ class Observer:
         self.age = 0.0
         self.fault = ""
         self.ages = SourceAges()
-        self._state_age = 0.0  # seconds, of the newest state
+        self._state_age = 0.0  # age of the newest state, seconds
         self._stale = math.inf if settings.fusion else settings.stale
 
     def look(self, step: int, now: float) -> bool:
@@ -56,10 +54,10 @@ class Observer:
 
         Args:
             step: The control step.
-            now: When it began, seconds of the loop's clock.
+            now: Start of the control step, seconds of the loop's clock.
 
         Returns:
-            True if the observation is valid. It is then the newest one. Otherwise ``fault`` has the reason.
+            True if the observation is valid. It is then the newest observation. Otherwise ``fault`` has the reason.
         """
         try:
             observation = dict(self.robot.observe())
@@ -75,8 +73,8 @@ class Observer:
         else:
             observation["time"] = float_of(stated)
             self.age = now - observation["time"]
-            age = self.pace.now() - observation["time"]  # after a look that took its time
-        # Of a stream a node counts, and the frame that it was made from.
+            age = self.pace.now() - observation["time"]  # ``observe`` may have taken long
+        # In a stream the age of the frame has no limit here (``_stale`` is infinite).
         reason = frame_fault(age, self._stale)
         looked = self.pace.now()
         images = observation.get("images", {})
@@ -96,7 +94,10 @@ class Observer:
         return True
 
     def position(self) -> np.ndarray:
-        """Return the robot's position in the numbers of a command, float [D], NaN where it is not known or too old."""
+        """Return the robot's position in the numbers of a command, float [D].
+
+        Numbers that are unknown or too old are NaN.
+        """
         if self.state is None or self._state_age > self.settings.stale:
             return np.full(self.dim, np.nan)
         return self.motion.position(self.state, self.dim)
@@ -111,7 +112,7 @@ def float_of(value: Any) -> float:
 
 
 def frame_fault(age: float, stale: float) -> str:
-    """Return why a frame of this age, in seconds, is not valid; "" if it is."""
+    """Return the reason why a frame of this age, in seconds, is not valid; "" if it is valid."""
     if not math.isfinite(age):
         return OTHER_CLOCK + f"{age} s old"
     if age < -AHEAD_S:
@@ -120,15 +121,16 @@ def frame_fault(age: float, stale: float) -> str:
 
 
 def exposed(times: Mapping[str, Any], observation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the oldest frame's time as ``time``, for an observation that states only the time of each camera."""
+    """Return the oldest frame's time as ``time``, for an observation that has only the time of each camera."""
     frames = [float_of(times[name]) for name in observation.get("images", {}) if name in times]
     return {"time": min(frames)} if frames and "age" not in observation else {}
 
 
 def sources_fault(times: Mapping[str, Any], images: Mapping[str, Any], now: float, settings: Settings) -> str:
-    """Return why the cameras and the state may not be used together; "" if they may.
+    """Return the reason why the cameras and the state must not be used together; "" if there is no reason.
 
-    times: Time of each source, seconds of the loop's clock. Every source that the settings bound needs one.
+    ``times`` has the time of each source, in seconds of the loop's clock. Every source with a limit in the settings
+    needs a time.
     """
     of, skew = settings.stale_of, settings.skew
     for name in [*of, *(images if skew is not None else ())]:

@@ -15,13 +15,13 @@ KEPT = 100_000  # latenesses of ticks that are remembered
 class Pace:
     """Waits for the ticks of a fixed rate, without drift: a late tick does not move later ones.
 
-    If the clock is set back, for example after a machine was restored, the ticks move with it. The next one is due
+    If the clock is set back, for example after a machine was restored, the ticks move with it. The next tick is due
     after at most a period.
 
     Attributes:
         late: Ticks that began more than half a period late.
         skipped: Ticks that were left out because a whole period had passed. Their numbers are left out too, so the
-            number of a tick tells the time.
+            number of a tick always corresponds to its time.
         now: The clock, in seconds.
         sleep: Waits on that clock.
         set_back: How often the clock was set back.
@@ -38,15 +38,15 @@ class Pace:
         self.lateness: deque[float] = deque(maxlen=KEPT)  # seconds after a tick was due
         self._start: float | None = None
         self._number = -1
-        self._seen = float("-inf")  # the latest time
+        self._seen = float("-inf")  # the latest time of the clock
 
     @property
     def real(self) -> bool:
-        """Return True if its clock is the machine's."""
+        """True if the clock is the machine's own clock."""
         return self.now is time.monotonic
 
     def next(self) -> int:
-        """Wait for the next tick and return its number, which counts periods since the first one."""
+        """Wait for the next tick. Return its number, which counts the periods since the first tick."""
         if self._start is None:
             self._start = self.now()
         self._number += 1
@@ -66,7 +66,7 @@ class Pace:
         return self._number
 
     def due(self, number: int) -> float:
-        """Return when a tick is due, in seconds of the clock."""
+        """Return the time at which a tick is due, in seconds of the clock."""
         assert self._start is not None, "no tick has begun"
         return self._start + number * self.period
 
@@ -89,7 +89,7 @@ class Pace:
 class SimulatedPace(Pace):
     """Simulated time that only the ticks move: tick k begins k periods after the first one, however long ticks take.
 
-    A run with it does not depend on the machine's clock.
+    A run with this pace does not depend on the machine's clock.
 
     Args:
         hz: Ticks per second.

@@ -12,7 +12,7 @@ class Earlier(LoopListener):
     """Remembers earlier observation steps and sends them with each request.
 
     Args:
-        history: Which steps; see :meth:`History.of`.
+        history: The observation steps to send (:meth:`History.of`).
     """
 
     def __init__(self, history: History):

@@ -19,7 +19,9 @@ class HoldLog(LoopListener):
         if isinstance(loop.pace, SimulatedPace):
             return
         if command.reason and command.reason != loop.reason:
-            usual = command.reason == LATE and loop.controller.held[LATE] > 1  # freeze does so at every chunk
+            usual = (
+                command.reason == LATE and loop.controller.held[LATE] > 1
+            )  # `freeze` holds before every chunk
             level = logging.INFO if usual else logging.WARNING
             details = [each.detail for each in loop.listeners if each.detail]
             why = loop.observer.fault if command.reason == UNKNOWN else "; ".join(details)

@@ -18,9 +18,9 @@ class LoopListener:
 
     Attributes:
         observes: True if the robot has to be observed in every control step.
-        refines: True if it changes the actions of chunks (``Settings.refine``).
-        detail: Why the robot does not move at present, for the log; "" if it does.
-        loop: The loop that it takes part in.
+        refines: True if the listener changes the actions of chunks (``Settings.refine``).
+        detail: Why the robot does not move at present, for the log; "" if it moves.
+        loop: The listener's loop.
     """
 
     observes = False
@@ -34,7 +34,7 @@ class LoopListener:
         loop.listeners.append(self)
 
     def observed(self, step: int, observation: Mapping[str, Any]) -> None:
-        """Take an observation that may be acted on. There may be several in one control step."""
+        """Take a valid observation. There may be several in one control step."""
 
     def request(self, step: int, fields: dict[str, Any]) -> None:
         """Add fields to a request before it is sent.
@@ -44,25 +44,28 @@ class LoopListener:
         """
 
     def answered(self, answer: Any, request: ChunkRequest) -> None:
-        """Take a chunk, float [H, D], that the controller has accepted, and the request that it answers."""
+        """Take a chunk, float [H, D], that the controller has accepted, and the request of this chunk."""
 
     def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
-        """Called before the command of a control step.
+        """Act before the command of a control step is computed.
 
         Args:
             step: The control step.
-            observation: The observation of this step; None if there was none.
+            observation: The observation of this step; None without an observation.
 
         Raises:
             NoObservation: The observation cannot be used, so the robot holds.
         """
 
     def command(self, command: Command) -> None:
-        """Take the command of a control step before the robot gets it. ``loop.reason`` is still that of the last."""
+        """Take the command of a control step before the robot gets it.
+
+        ``loop.reason`` still belongs to the previous command.
+        """
 
     def restarted(self) -> None:
         """Forget earlier observations, because a new episode has begun or the robot was moved."""
 
     def report(self) -> dict[str, Any]:
-        """Return fields of the run's report (:class:`~sinew_client.control.report.Cadence`)."""
+        """Return the listener's fields of the run's report (:class:`~sinew_client.control.report.Cadence`)."""
         return {}

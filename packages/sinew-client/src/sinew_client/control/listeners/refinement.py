@@ -1,6 +1,4 @@
-"""Runs an edge adapter in a loop: it finds the observation of each chunk, and refines the chunk in every control
-step.
-"""
+"""Runs an edge adapter in a loop: it refines each chunk in every control step with the chunk's observation."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from sinew_client.control.player import ChunkRequest
 
 
 class Refinement(LoopListener):
-    """Tells a loop's controller an adapter's rows. The loop's ``Settings.refine`` is the adapter's ``max_age``.
+    """Gives an adapter's actions to the loop's controller. ``Settings.refine`` must be the adapter's ``max_age``.
 
-    Observations have ``images`` {camera: uint8 [h, w, 3]} and ``state`` [S]. The robot holds for those that the adapter
-    was not made for.
+    Observations have ``images`` {camera: uint8 [h, w, 3]} and ``state`` [S]. The robot holds if an observation has
+    other cameras or shapes than the adapter.
     """
 
     refines = True
@@ -35,12 +33,12 @@ class Refinement(LoopListener):
         self._asked = self._seen(self.loop.observer.observation)
 
     def answered(self, answer: Any, request: ChunkRequest) -> None:
-        """Note the answer, [H, A], to the request that was remembered last."""
+        """Store an answer, [H, A], with the observation of the last request."""
         assert self._asked is not None, "a chunk without a request"
         self._chunk = (np.asarray(answer, np.float32), self._asked)
 
     def before(self, step: int, observation: Mapping[str, Any] | None) -> None:
-        """Tell the controller the rows from ``step`` on, made of the newest chunk and an observation of now."""
+        """Compute the actions from ``step`` on from the newest chunk and the present observation."""
         controller: Controller = self.loop.controller
         if observation is None or self._chunk is None or not controller.refines(step):
             return

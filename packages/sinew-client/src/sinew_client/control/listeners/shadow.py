@@ -18,10 +18,10 @@ KEPT = 100_000  # control steps of an agreement
 
 
 class ShadowListener:
-    """A robot with another driver: it is observed and never commanded. It is its own leader.
+    """A robot that another driver commands. Sinew observes it and never commands it. It is its own leader.
 
-    The driver's command is the ``action`` of its observations, float [D]. Without it, the state counts, for actions
-    that are positions.
+    The driver's command is the ``action`` of the robot's observations, float [D]. If observations have no ``action``,
+    and actions are positions, the robot's state is used.
     """
 
     def __init__(self, robot: Robot, motion: Motion, dim: int):
@@ -29,7 +29,7 @@ class ShadowListener:
         self._did: np.ndarray | None = None
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself. It is never held, so from no other thread either."""
+        """Return the facts of the robot itself, except that no other thread may hold it: it is never held."""
         return replace(facts_of(self.robot), concurrent_hold=False)
 
     def observe(self) -> Mapping[str, Any]:
@@ -52,7 +52,7 @@ class ShadowListener:
         """Do nothing: another driver commands the robot."""
 
     def close(self) -> None:
-        """Close the robot, if it has a method for it."""
+        """Close the robot, if it has a method ``close``."""
         if (close := facts_of(self.robot).close) is not None:
             close()
 
@@ -60,14 +60,14 @@ class ShadowListener:
 class ShadowAgreement(LoopListener):
     """Compares a policy's actions with the driver's.
 
-    It compares them control step by control step, as the actions would have been executed. It also compares each
-    action of a chunk with the step that it is for, however late the chunk came.
+    In each control step, it compares the action that the policy would have executed with the driver's command. It also
+    compares each action of a chunk with the driver's command in the action's own step, however late the chunk arrived.
     """
 
     def __init__(self, names: tuple[str, ...] = ()):
         self._names = names
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
-        self._did: dict[int, np.ndarray] = {}  # control step -> what was sent
+        self._did: dict[int, np.ndarray] = {}  # control step -> the driver's command
         self._said: list[tuple[np.ndarray, np.ndarray]] = []  # steps [H] of a chunk, and its rows [H, D]
         self._rows = 0  # number of actions in all stored chunks
         self.missing = 0  # control steps without an action of the policy
@@ -90,8 +90,13 @@ class ShadowAgreement(LoopListener):
         return {"agreement": self.to_dict()}
 
     def said(self, frame: int, rows: np.ndarray, speed: float) -> None:
-        """Note a chunk, float32 [H, D], whose frame was exposed at control step ``frame``: row k is for k steps later,
-        or for as much later as it is played slower."""
+        """Store a chunk whose frame was exposed at control step ``frame``.
+
+        Args:
+            frame: The control step.
+            rows: float32 [H, D]. At speed 1, row k belongs to the k-th step after the frame.
+            speed: Speed at which the chunk is played; above 0 and at most 1.
+        """
         if self._rows < KEPT:
             self._rows += len(rows)
             self._said.append((frame + np.round((np.arange(len(rows)) + 1) / speed).astype(int) - 1, rows))
@@ -106,7 +111,7 @@ class ShadowAgreement(LoopListener):
             self._pairs.append((wanted, did))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the comparison, for each number of a command.
+        """Return the results of the comparison for each number of a command.
 
         Returns:
             Per number: the median, p95 and largest difference, and ``explained``, the share of the driver's variance
