@@ -1,4 +1,4 @@
-"""A planner beside a robot's loop: a function that rewrites the instruction while the robot moves."""
+"""A planner next to a robot's loop: a function that changes the instruction while the robot moves."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ logger = logging.getLogger(__name__)
 
 SLOWEST, FASTEST = 0.01, 10.0  # Hz
 LONGEST = 4096  # characters of an instruction
-Plan = Callable[
-    [str, Mapping[str, Any]], "str | None"
-]  # (instruction, newest observation) -> another one, or None
+# (instruction, newest observation) -> a new instruction, or None to keep the present one
+Plan = Callable[[str, Mapping[str, Any]], "str | None"]
 
 
 class Planner:
-    """Calls ``plan`` ``hz`` times a second on its own thread, and passes its result to ``say``.
+    """Calls ``plan`` ``hz`` times a second on its own thread, and passes the result to ``say``.
 
     Args:
-        plan: Called with the instruction and the newest observation ({"images", "state"}, and "said", the last text
-            of the policy's language head, if any). It returns another instruction, or None to keep it. A call that
-            takes longer than a period delays the next one. An exception, or a text of more than 4,096 characters or
-            without UTF-8 form, is logged, and the instruction stays.
+        plan: Function of the instruction and the newest observation ({"images", "state"}, and "said", the last text
+            of the policy's language head, if any). It returns a new instruction, or None to keep the present one. A
+            call that takes longer than a period delays the next call. If it raises an exception, or returns a text of
+            more than 4,096 characters or without UTF-8 form, the error is logged, and the instruction stays.
         look: Returns the instruction and the observation, such as :func:`newest_of` a loop; None if there is no
             observation yet.
-        say: Called with the new instruction.
+        say: Function that takes a new instruction.
         hz: Calls per second.
     """
 
@@ -49,12 +48,12 @@ class Planner:
         self._thread.start()
 
     def close(self, timeout: float = 1.0) -> None:
-        """End after the call that is running, or leave it behind."""
+        """End after the running call. A call that takes longer than ``timeout`` seconds is abandoned."""
         self._end.set()
         self._thread.join(timeout)
 
     def once(self) -> None:
-        """Ask once."""
+        """Call the planner once with the newest observation."""
         newest = self._look()
         if newest is None:
             return
@@ -81,7 +80,7 @@ class Planner:
 def newest_of(loop: Loop) -> tuple[str, dict[str, Any]] | None:
     """Return a loop's instruction and its newest observation, for a planner; None before the first observation.
 
-    "said" in it is the last text of the policy's language head, if any.
+    The key "said" of the observation is the last text of the policy's language head, if there is any.
     """
     observer, text = loop.observer, loop.controller.said
     if observer.state is None or not observer.images:
@@ -91,7 +90,7 @@ def newest_of(loop: Loop) -> tuple[str, dict[str, Any]] | None:
 
 
 def open_planner(text: str) -> Plan:
-    """Return the callable that ``module:name`` names. Raises ClientError."""
+    """Load the callable ``module:name``. Raises ClientError."""
     plan = load_named(text, f"planner {text}")
     if not callable(plan):
         raise ClientError(f"planner {text}: expected a callable, got {type(plan).__name__}")

@@ -20,7 +20,7 @@ class ChunkRequest:
 
     Attributes:
         step: Control step of the request.
-        frame: Control step of its newest frame.
+        frame: Control step of the newest frame in the request.
         state: State of that frame.
         fields: Fields of the observation in addition to images, state and prompt. With ``Settings.future`` they
             include a new ``state``.
@@ -43,12 +43,13 @@ class Player:
         handover: How chunks are merged.
         rule: When the next chunk is requested.
         motion: Reference of the actions.
-        future: Send the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
-        committed_rows: Longest action prefix that a policy was trained to continue; 0 for no bound. With a longer
+        future: True sends the policy the state that the robot will have when the answer arrives (VLASH, arXiv
+            2512.01031).
+        committed_rows: Longest action prefix that a policy was trained to continue; 0 for no limit. With a longer
             delay, the robot executes the prefix and stands still until the answer arrives (trained real-time chunking
             only).
-        refine: Control steps after a chunk's frame in which an edge adapter's actions replace its own
-            (:meth:`refined`); 0 without an adapter.
+        refine: Number of control steps after a chunk's frame in which an edge adapter's actions replace the chunk's
+            actions (:meth:`refined`); 0 without an adapter.
         speed: Speed at which chunks are played, above 0 and at most 1.
     """
 
@@ -76,9 +77,9 @@ class Player:
         self._asked = 0  # control step of the last request
         self._started = 0  # control step in which the newest chunk was merged
         self._known: list[PlacedChunk] = []  # chunks with remaining actions, newest last
-        self.size = 0  # actions of the newest chunk
+        self.size = 0  # number of actions in the newest chunk
         self._disagreement: float | None = None
-        self._fresh = True  # the robot stands still, and has since step _stopped
+        self._fresh = True  # True while the robot stands still, since step _stopped
         self._stopped = 0
         self._again = False  # the last request was not answered
 
@@ -90,16 +91,14 @@ class Player:
         """Return True if a chunk should be requested now."""
         if self.waiting:
             return False
-        left = self._left(step)
-        if not self._known or left <= 0 or self._again:
+        remaining = self._left(step)
+        if not self._known or remaining <= 0 or self._again:
             return True
         since = step - (self._started if self.handover.stops else self._asked)
-        return self.rule.due(ReplanState(since, left, self.size, self._disagreement))
+        return self.rule.due(ReplanState(since, remaining, self.size, self._disagreement))
 
     def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> ChunkRequest:
-        """Begin a request with a frame that was exposed at control step ``frame``. Return the request with its
-        fields.
-        """
+        """Begin a request with a frame that was exposed at control step ``frame``."""
         fields: dict[str, Any] = {}
         self.stopping = False
         if self._known:
@@ -109,16 +108,15 @@ class Player:
                 self.stopping = True
                 self.trajectory.cut(frame + self.committed_rows)
                 coming = coming[: self.committed_rows]
-            delay = min(
-                behind + self.delay.steps, len(coming)
-            )  # after these the actions run out, and the robot stops
+            # After the last of the coming actions the robot stops, so the delay counts no further.
+            delay = min(behind + self.delay.steps, len(coming))
             if self.future and len(coming) and state is not None:
                 fields["state"] = self.motion.roll(state, coming[behind : max(delay, behind)])
             if self.handover.method == "rtc" and len(coming) > behind:
                 fields.update(
                     previous=self.motion.rows(coming, state),
                     delay=delay,
-                    # The guidance ends at H - horizon, and must not end before the last row that is executed.
+                    # The guidance ends at H - horizon. It must not end before the last action that is executed.
                     horizon=max(0, min(max(self.rule.horizon(self.size), delay), self.size - delay)),
                     **self.handover.continuation,
                 )
@@ -126,12 +124,12 @@ class Player:
         return self.request
 
     def accept(self, actions: np.ndarray, step: int) -> None:
-        """Merge the answer to the request in progress. actions: float32 [H, D] in robot units."""
+        """Merge the answer to the request in progress. ``actions`` is float32 [H, D] in robot units."""
         request = self.request
         assert request is not None, "a chunk without a request"
         self.request = None
         self.delay.add(step - request.step)
-        # Actions whose step has passed. Those of steps in which the robot stood still were not executed, and stay.
+        # Number of actions whose step has passed. While the robot stood still, it executed none, so those stay.
         passed = max(0, self._stopped - request.frame) if self._fresh else step - request.frame
         origin = step - passed if self.handover.timed else step
         targets = self.motion.targets(actions, request.state)
@@ -154,11 +152,10 @@ class Player:
         self.size, self._started, self._fresh = len(targets), step, False
 
     def _halts(self, targets: np.ndarray, passed: int, step: int) -> bool:
-        """Return True if a chunk's first ``passed`` actions [H, D] lead elsewhere than the actions that were
-        executed.
+        """Return True if a chunk's first ``passed`` actions [H, D] lead to another position than the executed actions.
 
-        One of the two chunks is then wrong, and the rest of the new one would follow from a motion that did not
-        happen. After such a stop, the robot takes the next chunk as it is.
+        One of the two chunks is then wrong, and the rest of the new chunk would follow from a motion that did not
+        happen. After such a stop, the robot executes the next chunk without this check.
         """
         if self.halted or not 0 < passed <= len(targets):
             self.halted = False
@@ -177,9 +174,12 @@ class Player:
         return 0 <= self.age(step) <= self.refine
 
     def refined(self, rows: np.ndarray, step: int, state: np.ndarray | None = None) -> None:
-        """Take an edge adapter's version of the newest chunk.
+        """Replace actions of the newest chunk by those of an edge adapter.
 
-        rows: float32 [R, D], for ``step`` and the steps after it, in the form of a chunk whose frame had ``state``.
+        Args:
+            rows: float32 [R, D], the actions for ``step`` and the next steps, as in a chunk whose frame has ``state``.
+            step: The control step.
+            state: State of the robot in this step, float [S].
         """
         newest = self._known[-1]
         targets = self.motion.targets(rows, state)
@@ -193,15 +193,16 @@ class Player:
         return step - self._known[-1].frame
 
     def _left(self, step: int) -> int:
-        """Return the number of remaining actions. Actions of an adapter are not counted, because each step computes
-        them again.
+        """Return the number of remaining actions of the chunk.
+
+        An adapter's actions are not counted, because each control step computes them again.
         """
         if self.refine and self._known:
             return self._known[-1].origin + self.size - step
         return self.trajectory.left(step)
 
     def failed(self) -> None:
-        """Give up the request in progress. The next one is due at once."""
+        """Give up the request in progress. The next request is due at once."""
         self._again = self.request is not None
         self.request = None
 
@@ -213,7 +214,7 @@ class Player:
         self._known, self._fresh = [], True
 
     def take(self, step: int) -> Node | None:
-        """Return and commit the action of this step; None if there is none and the robot holds."""
+        """Return and commit the action of this step; None without an action, so that the robot holds."""
         if self.handover.stops and self.waiting:
             self.trajectory.clear()
         node = self.trajectory.take(step)

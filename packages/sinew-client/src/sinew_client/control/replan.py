@@ -15,8 +15,8 @@ class ReplanState:
         since: Control steps since the last request.
         left: Remaining actions.
         size: Actions in a chunk.
-        disagreement: Difference between the newest chunk and the one that it replaced (:func:`disagreement`); None if
-            they had no step in common.
+        disagreement: Difference between the newest chunk and the chunk that it replaced (:func:`disagreement`); None
+            if they had no step in common.
     """
 
     since: int
@@ -63,11 +63,11 @@ class Queue(ReplanRule):
 
 @dataclass(frozen=True)
 class Disagreement(ReplanRule):
-    """Requests at once after a chunk that contradicts the previous one, else after ``steps``.
+    """Requests at once after a chunk that contradicts the previous chunk, else after ``steps``.
 
     Attributes:
         limit: Root mean square difference over the common steps, in the units of :func:`disagreement`.
-        steps: Control steps between two requests otherwise.
+        steps: Control steps between two requests if chunks agree.
     """
 
     limit: float
@@ -85,8 +85,8 @@ def disagreement(old: np.ndarray, new: np.ndarray, scale: np.ndarray | None = No
     """Return the root mean square difference of two plans [R, D] for the same steps; None if R is 0.
 
     Args:
-        old: The plan before.
-        new: The plan now.
+        old: The previous plan.
+        new: The present plan.
         scale: [D], typical size of each number, such as the standard deviation of the data; None for 1.
     """
     count = min(len(old), len(new))

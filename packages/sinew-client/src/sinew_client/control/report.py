@@ -14,9 +14,9 @@ from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
 from sinew_client.control.watchdog import Watchdog
 
-KEPT = 100_000  # ages of one source
+KEPT = 100_000  # ages that are stored of each source
 LISTED = 8  # limits of single joints that a report lists
-MAX_SOURCES = 64  # whose ages are kept
+MAX_SOURCES = 64  # sources whose ages are stored
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Cadence:
         steps: Control steps.
         executed: Control steps with a command.
         skipped: Periods without a tick.
-        failed_requests: Requests without an executable answer. ``faults`` of them are errors
-            (:class:`~sinew_client.faults.Faults`), the others were late or lost.
-        unanswered: Number of them after the last chunk.
-        request_ms: Durations of the last requests, in whole control steps, by which the next request is planned.
+        failed_requests: Requests without an executable answer. Those that are errors are in ``faults``
+            (:class:`~sinew_client.faults.Faults`). The others were late or lost.
+        unanswered: Number of failed requests after the last chunk.
+        request_ms: Expected duration of the next request, from the last requests, in whole control steps.
         watchdog: True if a watchdog watched the loop.
         watchdog_holds: Holds of the watchdog.
         longest_gap_ms: Longest gap between two commands or holds.
@@ -45,8 +45,8 @@ class Cadence:
             (:class:`~sinew_client.control.listeners.shadow.ShadowAgreement`).
         sources: For a robot that states when its sources were measured: age of each camera and of the state, and the
             largest time between frames ("skew"), ms (:class:`SourceAges`).
-        rest: Whether the robot has returned to its rest pose, and why not
-            (:class:`~sinew_client.control.rest.RestPose`); {} if it never got a command.
+        rest: Outcome of the return to the rest pose, with the reason if the robot did not return
+            (:class:`~sinew_client.control.rest.RestPose`); {} if the robot never got a command.
     """
 
     hz: float
@@ -79,7 +79,7 @@ class Cadence:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return lines for people: a name and its text."""
+        """Return the lines of the printed report: a name and its text."""
         lines = [
             ("control rate", f"{self.rate_hz:.2f} Hz of {self.hz:g} over {self.seconds:.1f} s"),
             ("late ticks", f"{self.late} of {self.steps}, {self.skipped} periods skipped"),
@@ -101,8 +101,8 @@ class Cadence:
         ]
         if self.filter:
             ms, missing = self.filter["delay_ms"], self.filter["missing"]
-            made = f"{ms:.0f} ms behind, made up for by later rows but in {missing} steps"
-            lines.append(("filter", f"{self.filter['filter']}: {made}"))
+            lag = f"{ms:.0f} ms behind, made up for by later rows but in {missing} steps"
+            lines.append(("filter", f"{self.filter['filter']}: {lag}"))
         if self.handed:
             lines.append(("hand-overs", AuthorityChange(**self.handed).text()))
         if self.rest:
@@ -123,8 +123,18 @@ def cadence(
     sources: SourceAges,
     listeners: Mapping[str, Any],
 ) -> Cadence:
-    """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer.
-    listeners: fields that the loop's listeners report."""
+    """Assemble the report of a run.
+
+    Args:
+        controller: The loop's controller.
+        pace: The loop's ticks.
+        steps: Number of control steps with a command or a hold.
+        failed: Number of requests without an answer.
+        substeps: Ticks per control step.
+        watchdog: The loop's watchdog.
+        sources: Ages of the cameras and of the state.
+        listeners: Fields that the loop's listeners report.
+    """
     smoothing = controller.smoothing if isinstance(controller, Controller) else None
     span = (pace.ticks + pace.skipped) * pace.period
     period = pace.period * substeps
@@ -164,7 +174,7 @@ def cadence(
 
 
 def _clipped(counts: Mapping[str, int]) -> list[str]:
-    """Return which limits changed commands, most first: of many joints a line for each kind of limit."""
+    """List the limits that changed commands, most frequent first. With many joints, each kind of limit is one line."""
     ordered = sorted(counts.items(), key=lambda each: -each[1])
     if len(ordered) <= LISTED:
         return [f"{count} x {name}" for name, count in ordered]
@@ -180,13 +190,18 @@ def _clipped(counts: Mapping[str, int]) -> list[str]:
 
 
 class SourceAges:
-    """How old each source of an observation was when it was looked at, and how far the cameras' frames were apart."""
+    """The age of each source at its observation, and the time between the frames of different cameras."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}
 
     def add(self, ages: Mapping[str, float], cameras: Iterable[str]) -> None:
-        """Note one observation: seconds by source, of which ``cameras`` are those of its frames."""
+        """Record one observation.
+
+        Args:
+            ages: Source -> age in seconds.
+            cameras: The sources that are cameras with a frame in this observation.
+        """
         seconds = dict(ages)
         frames = [ages[name] for name in cameras if name in ages]
         if len(frames) > 1:
@@ -198,18 +213,18 @@ class SourceAges:
                     own.append(age)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return p50, p95, p99 and the largest of each, in milliseconds."""
+        """Return p50, p95, p99 and max of each source's ages, in milliseconds."""
         return {name: percentiles(1e3 * age for age in ages) for name, ages in self._seconds.items() if ages}
 
 
 def gap(milliseconds: float, watched: bool, holds: int) -> str:
-    """Return the longest gap between two commands or holds in words."""
+    """Return the longest gap between two commands or holds as a text."""
     by = f"{holds} holds by the watchdog" if watched else "no watchdog"
     return f"{milliseconds:.3g} ms between two commands or holds, {by}"
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Return p50, p95, p99 and max of numbers; {} without any."""
+    """Return p50, p95, p99 and max of numbers; {} without numbers."""
     numbers = np.fromiter(values, np.float64)
     if not numbers.size:
         return {}
@@ -218,12 +233,12 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def rate(count: int, seconds: float) -> str:
-    """Return how many a second, for people."""
+    """Return a rate per second as a text."""
     return f"{count / seconds:.2f} Hz" if seconds else "- Hz"
 
 
 def agreement_rows(agreement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the agreement of a shadow in lines for people: a name and its text."""
+    """Return the lines of a printed report about shadow mode: a name and its text."""
     lines = [("agreement", f"{agreement['steps']} steps, {agreement['missing']} without a row of the policy")]
     rows = agreement.get("rows") or {"row": [], "numbers": {}}
     shown = sorted(

@@ -23,22 +23,22 @@ from sinew_client.robot_report import FARTHEST, MAX_POINTS, RobotReport
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S = 1.0  # between two reports
-TIMEOUT_S = 1.0  # for one of them,
-LAST_S = 0.3  # and for the last, which the end of a run waits for
-RECENT = 10  # reports of which rates and ages are
+PERIOD_S = 1.0  # seconds between two reports
+TIMEOUT_S = 1.0  # time limit of a report, seconds
+LAST_S = 0.3  # time limit of the last report, seconds, because the end of a run waits for it
+RECENT = 10  # number of reports over which rates and ages are computed
 
 
 class Reporter:
-    """Reports a loop's run to its server inside a ``with`` block, and at the end that the run has ended.
+    """Reports a loop's run to its server inside a ``with`` block. The last report states that the run has ended.
 
-    Each report opens a connection for a moment, so it never occupies a place at the server. A report without an
-    answer is dropped. A server that rejects a report gets no more, which is logged.
+    Each report opens its own short connection, so it never occupies a connection slot of the server. A report without
+    an answer is dropped. A server that rejects a report gets no more reports, and the rejection is logged.
 
     Args:
         loop: The loop.
-        where: Its ``present`` is the server's address: ``Servers`` or ``StreamLink``.
-        name: Name of the robot, for people.
+        where: ``Servers`` or ``StreamLink``, whose ``present`` is the server's address.
+        name: Name of the robot on the dashboard.
         facts: Facts of the robot, with its episodes and its arm; None reads them from the loop's robot.
 
     Attributes:
@@ -74,7 +74,7 @@ class Reporter:
         self._thread.join(TIMEOUT_S + LAST_S)
 
     def look(self, ended: bool = False) -> RobotReport:
-        """Return how the run goes now."""
+        """Return the present state of the run."""
         loop, controller = self._loop, self._loop.controller
         (then, old_steps, old_ages), (now, steps, ages) = self._recent[0], self._note()
         span, ms = max(now - then, 1e-6), 1e3 / loop.settings.hz
@@ -110,7 +110,7 @@ class Reporter:
         )
 
     def _note(self) -> tuple[float, int, dict[int, int]]:
-        # dict() copies in one step, while the loop counts on.
+        # dict() copies the counts in one step, although the loop changes them in another thread.
         self._recent.append((time.monotonic(), self._loop.steps, dict(self._loop.controller.ages)))
         return self._recent[-1]
 

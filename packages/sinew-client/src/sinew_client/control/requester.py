@@ -1,6 +1,4 @@
-"""Carries one request at a time on its own thread, with a deadline, cancellation, and reconnects at growing
-intervals.
-"""
+"""Carries one request at a time on its own thread, with deadline, cancellation and reconnects at growing intervals."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ class Outcome:
 
     Attributes:
         value: Result of the call.
-        reason: Why it failed; "" if it did not.
-        kind: Kind of the error; "" if it only came too late (:func:`~sinew_client.faults.kind_of`).
+        reason: Why the request failed; "" after a success.
+        kind: Kind of the error; "" if the answer was only too late (:func:`~sinew_client.faults.kind_of`).
     """
 
     value: Any = None
@@ -41,19 +39,20 @@ class Outcome:
 class Requester:
     """Sends one request at a time through a connection, without ever blocking its owner.
 
-    A call that hangs is left on its thread. The first one is forgotten after 10 s, each later one after twice as
-    long. So there is always a next request, and threads do not pile up.
+    A call that hangs stays on its thread. At most four such calls are counted. When they reach this number, the oldest
+    is forgotten after 10 s, and the next ones after twice as long each. So a next request is always possible, and
+    threads do not pile up.
 
     All times are seconds of one monotonic clock that the caller reads. If that clock is set back, the stored times
     move with it.
 
     Args:
-        connect: Opens a connection and returns its call. It runs on the thread, again after every failure. The call's
-            attribute ``close``, if any, is called when the connection is dropped.
+        connect: Opens a connection and returns its call. It runs on the request thread, again after every failure. If
+            the call has an attribute ``close``, it is called when the connection is dropped.
         deadline: Seconds until a request has failed. The call gets the same number as its time limit.
     """
 
-    continuous = False  # an answer for each observation
+    continuous = False  # each observation gets one answer
 
     def __init__(self, connect: Callable[[], Call], deadline: float):
         self._connect, self.deadline = connect, deadline
@@ -63,9 +62,9 @@ class Requester:
         self._wait, self._not_before = FIRST_WAIT, float("-inf")
         self._hanging: dict[
             _Worker, float
-        ] = {}  # workers with a hanging call -> time at which they were left
+        ] = {}  # worker with a hanging call -> time at which it was abandoned
         self._patience, self._lock = FIRST_PATIENCE, threading.Lock()
-        self._now = float("-inf")  # the latest time
+        self._now = float("-inf")  # the latest time of the clock
         self.failures = 0
 
     @property
@@ -73,7 +72,7 @@ class Requester:
         return self._answer is not None
 
     def ready(self, now: float) -> bool:
-        """Return True if a request may be sent now: none is in progress, and the last failure is long enough ago."""
+        """Return True if a request may be sent now: none is in progress, and the pause after a failure is over."""
         self._look(now)
         return not self.busy and now >= self._not_before and self._free(now)
 
@@ -91,7 +90,7 @@ class Requester:
             self._answer.put(_failed(error))
 
     def poll(self, now: float) -> Outcome | None:
-        """Return the outcome of the request, once; None if it is in progress or there is none."""
+        """Return the outcome of the request once. The result is None if the request is in progress or was returned."""
         self._look(now)
         if self._answer is None:
             return None
@@ -125,7 +124,7 @@ class Requester:
             self._worker = None
 
     def _abandon(self) -> None:
-        """Leave the worker to its call. The next request opens a new connection on a new thread."""
+        """Leave the worker with its hanging call. The next request opens a new connection on a new thread."""
         self._answer = None
         if self._worker is None:  # the system could not start a thread
             return
@@ -139,7 +138,7 @@ class Requester:
             self._hanging.pop(worker, None)
 
     def _free(self, now: float) -> bool:
-        """Return True if another call may hang. Forget the oldest one if it has hung for too long."""
+        """Return True if another call may hang. Forget the oldest hanging call if it has hung for too long."""
         with self._lock:
             if len(self._hanging) < ABANDONED:
                 return True
@@ -161,12 +160,10 @@ class Requester:
 
 
 class _Worker:
-    """A thread with a connection. It reconnects after a failure, and ends when it is told to or when its call
-    returns.
-    """
+    """A thread with a connection. It reconnects after a failure. After :meth:`end`, it ends when its call returns."""
 
-    def __init__(self, connect: Callable[[], Call], left: Callable[[_Worker], None]):
-        self._connect, self._left = connect, left
+    def __init__(self, connect: Callable[[], Call], on_end: Callable[[_Worker], None]):
+        self._connect, self._left = connect, on_end
         self._jobs: SimpleQueue = SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="sinew-request", daemon=True)
         self.thread.start()
@@ -203,14 +200,14 @@ def _failed(error: BaseException) -> Outcome:
     """Return the outcome of a request that raised. Unexpected errors are logged with their traceback."""
     kind = kind_of(error)
     try:
-        said = str(error)[:LONGEST_REASON]
-    except Exception:  # noqa: BLE001 - it is the error's own
-        said = "(its text cannot be made)"
-    reason = f"{type(error).__name__}: {said}"
+        text = str(error)[:LONGEST_REASON]
+    except Exception:  # noqa: BLE001 - the error's own method __str__ may raise anything
+        text = "(its text cannot be made)"
+    reason = f"{type(error).__name__}: {text}"
     if isinstance(error, ClientError):
         return Outcome(reason=reason, kind=kind)
     if isinstance(error, SinewError):  # an error of a policy in this process
-        return Outcome(reason=said or kind or type(error).__name__, kind=kind)
+        return Outcome(reason=text or kind or type(error).__name__, kind=kind)
     logger.error("the request failed", exc_info=error)
     return Outcome(reason=f"internal error: {reason}", kind=kind)
 

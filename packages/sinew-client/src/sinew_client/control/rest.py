@@ -1,7 +1,7 @@
 """The end of a run: the robot returns to a pose slowly, without a policy and without a server.
 
-The pose is where the robot was when the run began, or a rest pose with a name. The robot stays where it is if its state
-is not known, if a person commands it, or if nothing tells where its commands lead.
+The pose is the robot's pose at the start of the run, or a named rest pose. The robot stays where it is if its state is
+unknown, if a person commands it, or if the motion does not tell the positions of its commands.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ logger = logging.getLogger(__name__)
 
 HOLD, FIRST = "hold", "first"
 SETTLE_S = 0.5  # seconds of holding before the return begins: the arm comes to rest, and its state is checked
-PATIENCE_S = (
-    1.0  # seconds without a usable state, or short of the pose at the end, after which the robot is held
-)
-# A return takes at least 3 s, as LeRobot's does. A joint crosses its whole range in no less than 10 s.
+# Seconds after which the robot is held if it has no valid state, or if it does not reach the pose at the end.
+PATIENCE_S = 1.0
+# A return takes at least 3 s, as in LeRobot. A joint takes at least 10 s to cross its whole range.
 LEAST_S, RANGE_S = 3.0, 10.0
-FREE_S = 5.0  # seconds, if nothing states the range or the speed of a joint
+FREE_S = 5.0  # least duration in seconds if a joint has neither a range nor a speed limit
 MARGIN = 0.5  # share of each limit of velocity, acceleration, jerk and jump that the return uses
 # Peaks of the path 10 u^3 - 15 u^4 + 6 u^5 over u from 0 to 1: its first, second and third derivative.
 PEAKS = (1.875, 5.7735, 60.0)
-# Shares of the length of the way. A state that stays the same bit for bit over a tenth of it is that of a frozen
-# sensor. An arm whose motors lag by 0.2 s is behind by 0.13 at the fastest point of the shortest return, so one that is
-# behind by a quarter is blocked. One that has come within a tenth has arrived.
+# Shares of the length of the way. If the state stays the same bit for bit over a tenth of the way, the sensor is
+# frozen. An arm whose motors lag by 0.2 s is behind by 0.13 at the fastest point of the shortest return, so an arm that
+# is behind by a quarter is blocked. An arm within a tenth of the pose has arrived.
 FROZEN_SHARE, BEHIND_SHARE, ARRIVED_SHARE = 0.1, 0.25, 0.1
-# Numbers of a rotation: a straight line between two of them may be the long way round.
+# Names of a rotation's numbers. Linear interpolation between two rotations may turn the long way round.
 _ROTATION = frozenset(
     (
         "roll",
@@ -74,8 +73,8 @@ def rest_of(
 
     Args:
         chosen: The user's choice: ``hold``, ``first``, the name of one of the robot's ``poses``, or the numbers of a
-            pose in the order of a command. None lets a robot that can break something return to its first pose, if
-            its commands are positions of joints.
+            pose in the order of a command. None returns a physical robot to its first pose if its commands are
+            positions of joints, and holds any other robot.
         facts: The robot's facts.
         motion: Reference of the commands.
         limits: The limits of the run.
@@ -100,9 +99,9 @@ def rest_of(
         if chosen in (HOLD, FIRST):
             return chosen, ()
         if chosen not in facts.poses:
-            known = [HOLD, FIRST, *facts.poses]
+            choices = [HOLD, FIRST, *facts.poses]
             raise SettingsError(
-                f"rest: expected one of {', '.join(known)}, got {chosen!r:.80}{did_you_mean(chosen, known)}; name"
+                f"rest: expected one of {', '.join(choices)}, got {chosen!r:.80}{did_you_mean(chosen, choices)}; name"
                 " poses in the table [poses] of the limits file, or in the robot's `poses`"
             )
         chosen = facts.poses[chosen]
@@ -117,7 +116,7 @@ def rest_of(
 
 
 def _crooked(facts: RobotFacts, motion: Motion, names: Sequence[str], dim: int) -> str:
-    """Return why there is no straight way back that a robot may take unasked, "" if there is one."""
+    """Return the reason why the robot cannot return on a straight line by default; "" if it can."""
     if not dim or not np.any(motion.placed(dim)):
         return "nothing states that its commands are positions (--motion states it)"
     if facts.between is None and _rotations(names):
@@ -129,13 +128,13 @@ def pose_of(given: Any, names: Sequence[str], dim: int, where: str = "rest") -> 
     """Return the numbers of a pose in the order of a command.
 
     Args:
-        given: A list with one number for each number of a command, or a mapping from its name.
+        given: A list with one number for each number of a command, or a mapping from the numbers' names.
         names: Names of the numbers of a command.
-        dim: D, numbers of a command; 0 if it is not known.
-        where: What an error calls the pose.
+        dim: D, numbers of a command; 0 if it is unknown.
+        where: Name of the pose in error messages.
 
     Raises:
-        SettingsError: The pose has other numbers.
+        SettingsError: The count or the names of the numbers differ from those of a command.
     """
     if isinstance(given, Mapping):
         if not names or sorted(given) != sorted(names):
@@ -157,7 +156,7 @@ def pose_of(given: Any, names: Sequence[str], dim: int, where: str = "rest") -> 
 
 
 def read_poses(path: Path) -> Mapping[str, Any]:
-    """Return the table ``poses`` of a limits file: rest poses by name, {} without one. Raises SettingsError."""
+    """Read the table ``poses`` of a limits file: rest poses by name, {} without the table. Raises SettingsError."""
     read = read_toml if path.suffix == ".toml" else read_json
     try:
         poses = read(path, finite=False).get("poses", {})
@@ -179,7 +178,7 @@ def within(pose: np.ndarray, motion: Motion, limits: Sequence[Limits]) -> np.nda
 
 
 def _rotations(names: Sequence[str]) -> bool:
-    """Return True if a number of a command is that of a rotation by its name."""
+    """Return True if a name of a command's numbers is that of a rotation."""
     return any(name.lower().replace("/", ".").replace(" ", ".").split(".")[-1] in _ROTATION for name in names)
 
 
@@ -187,10 +186,10 @@ class RestPose(LoopListener):
     """Returns the robot to its rest pose after a run. It belongs to one loop, and listens to all of the run.
 
     Args:
-        settings: The run's settings, with ``rest`` resolved (:func:`resolved`).
+        settings: The run's settings, with ``rest`` resolved (:func:`rest_of`).
         dim: D, numbers of a command.
         facts: The robot's facts.
-        also: Further limits that the return keeps, such as the policy's own beside those that a person chose.
+        also: Further limits that the return keeps, such as the policy's own limits in addition to the user's.
 
     Attributes:
         outcome: ``{"returned": bool, "text": ..., "seconds": ...}`` after the end of a run, {} before.
@@ -203,14 +202,15 @@ class RestPose(LoopListener):
         self.outcome: dict[str, Any] = {}
         self._first: np.ndarray | None = None  # the state before the first command
         self._row: np.ndarray | None = None  # the newest command
-        # The newest state, and the least and largest target that the robot was sent since it last changed.
+        # The newest state, and the smallest and largest target that was sent since this state last changed.
         self._state: np.ndarray | None = None
         self._swept: tuple[np.ndarray, np.ndarray] | None = None
         self._goes = False
         self._begin()
 
     def _begin(self) -> None:
-        self._settled = self._blind = self._late = self._part = 0.0  # seconds, and share of the path
+        # Seconds of holding at the start, without a state, and short of the pose; and the share of the path so far.
+        self._settled = self._blind = self._late = self._part = 0.0
         self._start = self._goal = self._way = np.zeros(0)
         self._slack = self._seconds = self._taken = 0.0
         self._moving = self._short = False
@@ -252,7 +252,7 @@ class RestPose(LoopListener):
         A second :meth:`Loop.stop` ends the return at once. Nothing that the robot raises leaves this method.
         """
         loop = self.loop
-        if self._row is None:  # it is where it was
+        if self._row is None:  # the robot never got a command, so it has not moved
             return
         self.outcome = {}
         if reason := self._stays():
@@ -271,7 +271,7 @@ class RestPose(LoopListener):
             logger.exception("the robot failed on its way to its %s", self._name())
             self._ends(f"the robot failed: {type(error).__name__}: {error!s:.200}")
         finally:
-            if self._goes:  # a signal that no handler takes
+            if self._goes:  # a signal without a handler, such as KeyboardInterrupt, ended the return
                 self._ends("it was stopped")
             loop.returning = False
             if loop.controller.driver == RETURNING:
@@ -281,7 +281,7 @@ class RestPose(LoopListener):
         return "first pose" if self.rest == FIRST else "rest pose"
 
     def _stays(self) -> str:
-        """Return why the robot may not return, "" if it may."""
+        """Return the reason why the robot must not return; "" if it may return."""
         loop = self.loop
         if self.rest in (None, HOLD):
             return "rest is hold"
@@ -332,7 +332,7 @@ class RestPose(LoopListener):
         return np.asarray(controller.motion.pose(seen, controller.dim), np.float64)
 
     def _plans(self) -> str:
-        """Plan the way; return why there is none, "" if there is one."""
+        """Plan the way to the pose. Return the reason if there is no way; "" if the plan is made."""
         loop, controller = self.loop, self.loop.controller
         dim, motion = controller.dim, controller.motion
         assert self._row is not None
@@ -340,10 +340,10 @@ class RestPose(LoopListener):
         if not posed.any():
             return "nothing tells where its commands lead (motion absolute, relative or offsets)"
         here = self._pose()
-        # From where it was sent, so that it does not sag: a motor that holds a load is a little below.
+        # Start at the last command so that the arm does not sag: a motor under load is a little below its command.
         sent = loop.last_row if motion.placed(dim).any() else None
         start = np.where(posed, here if sent is None else np.asarray(sent, np.float64), self._row)
-        assert self._first is not None  # a request has shown it
+        assert self._first is not None  # a command needs a request, and a request observes the robot
         goal = self._pose(self._first) if self.rest == FIRST else np.asarray(self.rest, np.float64)
         if goal.shape != start.shape or not np.all(np.isfinite(goal[posed])):
             return "its first pose is not known"
@@ -362,7 +362,7 @@ class RestPose(LoopListener):
         return ""
 
     def _duration(self, way: np.ndarray, motion: Motion) -> float:
-        """Return the seconds of the return, within a share of each limit and of the range."""
+        """Return the duration of the return in seconds, so that it uses at most a share of each limit and range."""
         hz = self.settings.hz
         unlimited = np.full(len(way), np.inf)
         velocity, acceleration, jerk, span = unlimited, unlimited, unlimited, unlimited
@@ -398,7 +398,10 @@ class RestPose(LoopListener):
         return max(seconds)
 
     def _lags(self) -> str:
-        """Return why the return may not go on, "" if it may. It ends the return where it has arrived."""
+        """Return the reason why the return must stop; "" if it may continue.
+
+        If the robot has arrived, this method ends the return.
+        """
         posed = self.loop.controller.motion.posed(len(self._way))
         length = float(np.linalg.norm(self._way))
         self._taken += self.settings.period
@@ -423,7 +426,7 @@ class RestPose(LoopListener):
         return "it does not arrive" if self._late > PATIENCE_S else ""
 
     def _sent(self) -> np.ndarray:
-        """Return the target that the robot was sent last, float64 [D]."""
+        """Return the last target that was sent to the robot, float64 [D]."""
         loop = self.loop
         if loop.last_row is None or not loop.controller.motion.placed(len(self._way)).any():
             return self._at(self._part)
@@ -442,7 +445,7 @@ class RestPose(LoopListener):
         return self.loop.controller.motion.command(target, self.loop.observer.state)
 
     def _ends(self, reason: str) -> None:
-        """End the return. reason: why the robot is held where it is; "" if it is at its pose."""
+        """End the return. ``reason`` is why the robot is held where it is; "" if it is at its pose."""
         self._goes = False
         seconds = round(self._taken, 3)
         if reason:

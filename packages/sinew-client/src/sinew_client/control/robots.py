@@ -29,7 +29,8 @@ class RobotError(ClientError):
 class Dry:
     """A robot without hardware that fits a policy: frames of noise, and a state that follows the commands.
 
-    policy: The policy's description (``metadata()["policy"]``).
+    Args:
+        policy: The policy's description (``metadata()["policy"]``).
     """
 
     physical = False
@@ -59,9 +60,12 @@ class Dry:
 
 
 class Pair:
-    """Two of LeRobot's robots as one. Names of the first begin with ``left_``, of the second with ``right_``.
+    """Two of LeRobot's robots as one robot.
 
-    Raises :class:`RobotError` if only one of them uses degrees.
+    Names of the first robot's numbers begin with ``left_``, those of the second with ``right_``.
+
+    Raises:
+        RobotError: Only one of the robots uses degrees.
     """
 
     def __init__(self, left: Any, right: Any):
@@ -87,7 +91,7 @@ class Pair:
         return self._named(lambda arm: arm.observation_features)
 
     def connect(self) -> None:
-        """Open both, or neither."""
+        """Connect both robots. If the second cannot be connected, disconnect the first."""
         self.sides["left"].connect()
         try:
             self.sides["right"].connect()
@@ -96,7 +100,7 @@ class Pair:
             raise
 
     def disconnect(self) -> None:
-        """Close both, the second also where the first fails."""
+        """Disconnect both robots, the second one even if the first one raises."""
         try:
             self.sides["left"].disconnect()
         finally:
@@ -116,11 +120,11 @@ class Pair:
 class LeRobotArm:
     """One of LeRobot's robots, with joints in the order of its action features and cameras by their names.
 
-    Holding sends the last action again, or the present position before the first action. The robot's bus takes one
-    caller at a time, so the robot is not held while it is observed. Its servos keep their goal meanwhile.
+    To hold, it sends the last action again, or the present position before the first action. The robot's bus takes one
+    caller at a time, so the robot is not held while it is observed. Its servos keep their goal in this time.
 
-    The motors stay on when the robot is closed away from its rest pose, so that it does not fall, if its
-    configuration has ``disable_torque_on_disconnect``.
+    If the robot is closed away from its rest pose and its configuration has ``disable_torque_on_disconnect``, the
+    motors stay on, so that the robot does not fall.
 
     Args:
         robot: A robot with ``action_features``, ``observation_features``, ``get_observation`` and ``send_action``
@@ -132,7 +136,7 @@ class LeRobotArm:
             robot's joints keep their order.
 
     Attributes:
-        motion: Reference of the commands, if their names tell it.
+        motion: Reference of the commands, if it follows from their names.
         joint_unit: "deg", or "of -100 to 100" (of the calibrated range), if the configuration states it.
     """
 
@@ -168,13 +172,15 @@ class LeRobotArm:
                     f"cameras: the policy requires {camera}; the robot has {', '.join(known) or 'none'}. Map it with"
                     f" --rename {camera}=CAMERA"
                 )
-        # LeRobot's own arms call goal positions so, in actions and in the state.
+        # LeRobot's own arms use the suffix .pos for goal positions in actions, and for positions in the state.
         absolute = all(name.endswith(".pos") for name in self.joints)
         self.motion = {"kind": "absolute"} if absolute else None
         degrees = getattr(getattr(robot, "config", None), "use_degrees", None)
         self.joint_unit = "" if degrees is None else "deg" if degrees else "of -100 to 100"
         self._last: dict[str, float] | None = None
-        self._free = True  # its motors may be switched off: it has not moved, or is at its rest pose
+        self._free = (
+            True  # True if the motors may be switched off: the robot has not moved, or is at its rest pose
+        )
 
     def observe(self) -> dict[str, Any]:
         taken = time.monotonic()
@@ -195,18 +201,18 @@ class LeRobotArm:
         self.robot.send_action(self._last)
 
     def rested(self) -> None:
-        """Take note that it is at its rest pose, where its motors may be switched off."""
+        """Record that the robot is at its rest pose, where its motors may be switched off."""
         self._free = True
 
     def close(self) -> None:
-        """Disconnect it. Away from its rest pose its motors stay on, with the last command as their goal."""
+        """Disconnect the robot. Away from the rest pose its motors stay on, with the last command as their goal."""
         for side in [] if self._free else getattr(self.robot, "sides", {"": self.robot}).values():
             keep_torque(side)
         self.robot.disconnect()
 
 
 def keep_torque(robot: Any) -> None:
-    """Let one of LeRobot's robots keep its motors on when it is disconnected, with what it has inside."""
+    """Configure one of LeRobot's robots, and the arms inside it, to keep the motors on at a disconnect."""
     for part in (robot, *(getattr(robot, name, None) for name in ("left_arm", "right_arm"))):
         config = getattr(part, "config", None)
         if getattr(config, "disable_torque_on_disconnect", False):
@@ -219,42 +225,52 @@ def keep_torque(robot: Any) -> None:
 def joints_of(
     policy: Mapping[str, Any], state: Sequence[str], action: Sequence[str], given: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the robot's joints in the order of a policy's state and action; in its own order if the policy names no
-    joints.
+    """Return the robot's joints in the order of a policy's state, and in the order of its action.
 
-    given: Joint of the policy -> joint of the robot. Raises :class:`RobotError` if they do not fit.
+    If the policy names no joints, they are in the robot's own order.
+
+    Args:
+        policy: The policy's description.
+        state: Joints of the robot's state.
+        action: Joints of the robot's command.
+        given: Joint of the policy -> joint of the robot.
+
+    Raises:
+        RobotError: The joints do not fit.
     """
-    found, told = [], {**given}
+    orders, unknown = [], {**given}
     for what, had in (("state", state), ("action", action)):
-        wanted = list(policy[what].get("names") or ())
-        found.append(match_joints(wanted, had, given, what) if wanted else list(had))
-        told = {name: other for name, other in told.items() if name not in wanted}
-    if told:
-        known = [name for what in ("state", "action") for name in policy[what].get("names") or ()]
+        joints = list(policy[what].get("names") or ())
+        orders.append(match_joints(joints, had, given, what) if joints else list(had))
+        unknown = {name: other for name, other in unknown.items() if name not in joints}
+    if unknown:
+        allowed = [name for what in ("state", "action") for name in policy[what].get("names") or ()]
         raise RobotError(
-            f"--rename-joint: expected joints of the policy, {', '.join(dict.fromkeys(known)) or 'which names none'},"
-            f" got {', '.join(told)}"
+            f"--rename-joint: expected joints of the policy, {', '.join(dict.fromkeys(allowed)) or 'which names none'},"
+            f" got {', '.join(unknown)}"
         )
-    return found[0], found[1]
+    return orders[0], orders[1]
 
 
 def match_joints(
     wanted: Sequence[str], had: Sequence[str], given: Mapping[str, str], what: str = "joints"
 ) -> list[str]:
-    """Return the robot's joint for each joint of a policy: the one in ``given``, the same name, or the same name
-    without LeRobot's ``.pos``.
+    """Return the robot's joint for each joint of a policy.
 
-    Raises :class:`RobotError` with the missing joints and the option that maps them.
+    That is the joint in ``given``, or the joint with the same name, with or without LeRobot's ``.pos``.
+
+    Raises:
+        RobotError: Joints are missing. The message names them and the option that maps them.
     """
-    found = []
+    matches = []
     for name in wanted:
         names = [given[name]] if name in given else [name, f"{name}.pos"]
         if name.endswith(".pos") and name not in given:
             names.append(name[: -len(".pos")])
-        found.append(next((other for other in names if other in had), ""))
-    lost = [name for name, other in zip(wanted, found) if not other]
-    spare = [name for name in had if name not in found]
-    if lost or spare or len(set(found)) < len(found):
+        matches.append(next((other for other in names if other in had), ""))
+    lost = [name for name, other in zip(wanted, matches) if not other]
+    spare = [name for name in had if name not in matches]
+    if lost or spare or len(set(matches)) < len(matches):
         # With several unmatched joints, no pair is shown: it would be a guess, and copying it would swap joints.
         example = f"for each of {', '.join(lost or wanted)}: --rename-joint NEW=JOINT, NEW the robot's"
         if len(lost) == len(spare) == 1:
@@ -263,7 +279,7 @@ def match_joints(
             f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; map"
             f" them, {example}"
         )
-    return found
+    return matches
 
 
 def open_lerobot(
@@ -276,14 +292,14 @@ def open_lerobot(
     """Open and connect one of LeRobot's robots.
 
     Args:
-        kind: Its type, such as ``so101_follower``, or two types joined by a plus for a :class:`Pair`.
-        options: Fields of its configuration; for a pair those of ``left`` and ``right``.
+        kind: Type of the robot, such as ``so101_follower``, or two types joined by a plus for a :class:`Pair`.
+        options: Fields of the robot's configuration; for a pair, the fields of ``left`` and of ``right``.
         policy: The policy's description.
         cameras: Camera of the policy -> camera of the robot.
         joints: Joint of the policy -> joint of the robot.
 
     Raises:
-        RobotError: It cannot be opened, or does not fit.
+        RobotError: The robot cannot be opened, or does not fit the policy.
     """
     kinds = kind.split("+")
     if len(kinds) > 1 and (len(kinds) > 2 or sorted(options) != ["left", "right"]):
@@ -300,29 +316,31 @@ def open_lerobot(
         ) from error
     try:
         each = [options] if len(kinds) == 1 else [options["left"], options["right"]]
-        made = [
+        arms = [
             robots.make_robot_from_config(
                 lerobot_config(lerobot_choice(robots, robots.RobotConfig, one), own)
             )
             for one, own in zip(kinds, each)
         ]
-        robot = made[0] if len(made) == 1 else Pair(*made)
+        robot = arms[0] if len(arms) == 1 else Pair(*arms)
         arm = LeRobotArm(robot, policy, cameras, joints)
         robot.connect()
     except ClientError:
         raise
     except UnknownTypeError as error:
         raise RobotError(f"lerobot: {error}") from error
-    except Exception as error:  # drivers raise any type: no servo, no calibration, a port that is gone
+    except Exception as error:  # drivers raise any type, for example without a servo, a calibration or a port
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
 
 
 def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
-    """Return one of LeRobot's configurations from plain values, in the form of its command line: cameras are objects
-    with their ``type``.
+    """Create one of LeRobot's configurations from plain values.
 
-    Raises ValueError that names the field.
+    The values have the form of LeRobot's command line: cameras are objects with their ``type``.
+
+    Raises:
+        ValueError: A field is not valid. The message names it.
     """
     draccus = importlib.import_module("draccus")  # the library of LeRobot's configurations
     try:
@@ -331,11 +349,7 @@ def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
-PLUGINS = (
-    "lerobot_robot_",
-    "lerobot_camera_",
-    "lerobot_teleoperator_",
-)  # prefixes of LeRobot's plugins
+PLUGINS = ("lerobot_robot_", "lerobot_camera_", "lerobot_teleoperator_")  # prefixes of LeRobot's plugins
 
 
 class UnknownTypeError(KeyError):
@@ -346,12 +360,12 @@ class UnknownTypeError(KeyError):
 
 
 def import_plugins() -> dict[str, str]:
-    """Import the installed plugins of LeRobot, which register their types, as LeRobot's own commands do.
+    """Import the installed plugins of LeRobot, as LeRobot's own commands do. A plugin registers its types.
 
-    Releases up to 0.4 find them by the names of modules, later ones by the names of distributions.
+    Releases up to 0.4 find plugins by the names of modules, later releases by the names of distributions.
 
     Returns:
-        Why a plugin could not be imported, by its name.
+        Name of each plugin that could not be imported -> the reason.
     """
     names = {module.name for module in pkgutil.iter_modules()}
     names.update(each.metadata["Name"] or "" for each in importlib.metadata.distributions())
@@ -360,7 +374,7 @@ def import_plugins() -> dict[str, str]:
 
 
 def _problem_of(plugin: str) -> str:
-    """Import a plugin, and return why that failed; "" if it did not."""
+    """Import a plugin. Return the reason if the import failed, else ""."""
     try:
         importlib.import_module(plugin)
     except Exception as error:  # noqa: BLE001 - any error of a plugin; the robot may need another plugin
@@ -398,8 +412,8 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
     if broken:
         others = "; ".join(f"{name}: {why}" for name, why in broken.items())
         raise ImportError(f"expected a type that is known, got {kind}; these could not be imported: {others}")
-    known = sorted(base.get_known_choices()) if hasattr(base, "get_known_choices") else folders
-    types = ", ".join(known) or "the types that LeRobot registers"
+    registered = sorted(base.get_known_choices()) if hasattr(base, "get_known_choices") else folders
+    types = ", ".join(registered) or "the types that LeRobot registers"
     raise UnknownTypeError(
         f"expected one of {types}, got {kind!r}; a type of your own comes with an installed package named"
         f" {PLUGINS[0]}NAME"
@@ -407,23 +421,21 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
 
 
 def find_class(text: str) -> Callable[..., Robot]:
-    """Return the class that ``module:Class`` names, from the current folder or an installed package. Raises
-    ClientError.
-    """
-    made = load_named(text, f"robot {text}")
-    if not callable(made):
-        raise RobotError(f"robot {text}: expected a class, got {type(made).__name__}")
-    return made
+    """Load the class ``module:Class`` from the current folder or an installed package. Raises ClientError."""
+    value = load_named(text, f"robot {text}")
+    if not callable(value):
+        raise RobotError(f"robot {text}: expected a class, got {type(value).__name__}")
+    return value
 
 
 def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str] | None = None) -> Any:
-    """Return an instance of ``module:Class``, with the methods observe, act and hold.
+    """Create an instance of ``module:Class``, a class with the methods observe, act and hold.
 
-    cameras: Camera of the policy -> camera of the robot, if they have other names.
+    ``cameras`` maps a camera of the policy to a camera of the robot, if their names differ.
     """
-    made = find_class(text)
+    factory = find_class(text)
     try:
-        robot = made(**options)
+        robot = factory(**options)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise RobotError(f"robot {text}: {type(error).__name__}: {error}") from error
     methods = ("observe", "act", "hold")
@@ -434,9 +446,9 @@ def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str]
 
 
 def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> Any:
-    """Return the robot with its numbers in the order of the policy's.
+    """Return the robot with its numbers in the order of the policy's numbers.
 
-    A robot without ``joints``, or with a policy that names none, is returned unchanged.
+    The robot is returned unchanged if it has no ``joints``, or if the policy names no joints.
 
     Args:
         robot: The robot. Its ``joints`` are a list of names, or one list each for "state" and "action".
@@ -444,7 +456,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
         given: Joint of the policy -> joint of the robot.
 
     Raises:
-        RobotError: The joints do not fit, or ``given`` has joints and the robot has no names.
+        RobotError: The joints do not fit, or ``given`` has joints but the robot has no names.
     """
     names = facts_of(robot).joints
     if names is None:
@@ -463,7 +475,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
             " something else"
         )
     for what in ("state", "action"):
-        dim = policy[what].get("dim")  # none where the policy's numbers are poses
+        dim = policy[what].get("dim")  # None if the policy's numbers are poses
         if dim is not None and len(each[what]) != int(dim):
             raise RobotError(f"robot: joints: expected {dim} names of its {what}, got {len(each[what])}")
     if not (given or policy["state"].get("names") or policy["action"].get("names")):
@@ -476,9 +488,11 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
 
 
 class Renamed:
-    """A robot with its cameras under the policy's names.
+    """A robot with the policy's names for its cameras.
 
-    cameras: Camera of the policy -> camera of the robot; the others keep their names.
+    Args:
+        robot: The robot.
+        cameras: Camera of the policy -> camera of the robot. All other cameras keep their names.
     """
 
     def __init__(self, robot: Any, cameras: Mapping[str, str]):
@@ -495,7 +509,7 @@ class Renamed:
 
 
 class Ordered:
-    """A robot with its numbers in the order of a policy's.
+    """A robot with its numbers in the order of a policy's numbers.
 
     Args:
         robot: The robot.
@@ -514,7 +528,7 @@ class Ordered:
         self.hold = robot.hold
 
     def facts(self) -> RobotFacts:
-        """Return the facts of the robot itself, its joints in the policy's order."""
+        """Return the facts of the robot itself, with the joints in the policy's order."""
         own = facts_of(self._robot)
         sense = own.sense
         reordered = None if sense is None else lambda: np.asarray(sense())[self._states]
@@ -529,23 +543,29 @@ class Ordered:
 
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())
-        found = {**seen, "state": np.asarray(seen["state"])[self._states]}
-        if seen.get("action") is not None:  # the command of another driver
+        observation = {**seen, "state": np.asarray(seen["state"])[self._states]}
+        if seen.get("action") is not None:  # another driver's command
             place = np.argsort(self._actions)
-            found["action"] = np.asarray(seen["action"])[place]
-        return found
+            observation["action"] = np.asarray(seen["action"])[place]
+        return observation
 
     def act(self, row: np.ndarray) -> None:
         self._robot.act(np.asarray(row)[self._actions])
 
 
 def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, Any]:
-    """Return frames under the policy's names. cameras: Camera of the policy -> camera of the robot. Raises
-    RobotError.
+    """Return frames with the policy's names for the cameras.
+
+    Args:
+        images: Frames by the robot's cameras.
+        cameras: Camera of the policy -> camera of the robot.
+
+    Raises:
+        RobotError: The robot has no such camera.
     """
     for camera in cameras.values():
         if camera not in images:
             raise RobotError(f"--rename: the robot has {', '.join(images) or 'none'}, and no {camera}")
-    taken = set(cameras.values())
-    left = {name: frame for name, frame in images.items() if name not in taken}
-    return {**left, **{name: images[camera] for name, camera in cameras.items()}}
+    sources = set(cameras.values())
+    others = {name: frame for name, frame in images.items() if name not in sources}
+    return {**others, **{name: images[camera] for name, camera in cameras.items()}}

@@ -1,7 +1,7 @@
 """One robot's run: the only place that assembles a control loop.
 
 The command line, :func:`sinew.run`, the evaluation, the ROS node and the LeRobot plugin all open a :class:`Run`. So the
-same policy on the same robot has the same limits, rate, chunk merging and action prefix, wherever it is started.
+same policy on the same robot always has the same limits, rate, chunk merging and action prefix.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
     from sinew_client.control.adapter import Adapter
 
 Sources = Union[Source, Callable[[], Call]]
-# Settings that follow from the policy. Nobody chooses the first two.
+# Settings that follow from the policy. A user cannot choose the first two.
 FOLLOWS = ("committed_rows", "refine", "chunk_size")
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How a policy will drive a robot, before anything moves.
+    """The resolved settings of a run, before anything moves.
 
     Attributes:
         policy: The policy's description: ``metadata()["policy"]`` of a server, or ``spec.to_dict()``.
         robot: The robot.
         facts: What the robot states about itself.
         settings: All settings of the controller.
-        choice: How chunks are merged, and why.
-        prompt: The first instruction; "" if observations bring it.
+        choice: The method of chunk merging, and the reason for it.
+        prompt: The first instruction; "" if observations contain it.
         dim: D, numbers of a command; 0 if the policy does not state it.
         names: Names of the numbers of "state" and "action"; [] if neither policy nor robot names them.
-        also: The policy's own limits where a person chose others. The return to the rest pose keeps both.
-        fixed_prompt: True if a person chose the instruction for all episodes.
-        notes: What a person should know before the robot moves, a sentence each.
+        also: The policy's own limits, if the user chose other limits. The return to the rest pose keeps both.
+        fixed_prompt: True if the user chose the instruction for all episodes.
+        notes: Notes for the user before the robot moves, one sentence each.
     """
 
     policy: Mapping[str, Any]
@@ -79,20 +79,22 @@ class RunPlan:
         edge: Adapter | None = None,
         takeover: bool = False,
     ) -> RunPlan:
-        """Derive all settings of a run from a policy, a robot, and the settings that a person chose.
+        """Derive all settings of a run from a policy, a robot, and the settings that the user chose.
 
         Args:
             policy: The policy's description.
             robot: The robot.
-            settings: Fields of :class:`Settings` that a person chose. ``limits`` is a mapping or :class:`Limits`;
-                absent or None takes the policy's own, {} takes none. ``hz`` is the robot's or the policy's if absent.
-            prompt: The instruction for all episodes. "" takes the robot's own, or else the policy's. None leaves it
-                to the observations.
+            settings: Fields of :class:`Settings` that the user chose. ``limits`` is a mapping or :class:`Limits`. If
+                it is absent or None, the policy's own limits apply; {} sets no limits. If ``hz`` is absent, it is the
+                robot's or the policy's rate.
+            prompt: The instruction for all episodes. "" takes the robot's instruction, or else the policy's. None
+                takes the instruction of the observations.
             edge: An adapter that refines chunks in every control step.
-            takeover: True if a human may take over. The robot's steps are then always measured.
+            takeover: True if a human may take over. The difference between successive commands is then always
+                measured.
 
         Returns:
-            The plan. Nothing has moved or been opened.
+            The plan. Nothing has moved, and no connection is open.
 
         Raises:
             SettingsError: A setting is missing, unknown, or does not fit the policy. The message begins with its
@@ -124,7 +126,7 @@ class RunPlan:
             choice = choose(way, motion, policy, edge is not None, facts.motion, replan)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        # A stream has no late chunks; its motion only says where the robot is before the first command.
+        # A stream has no late chunks. Its motion only gives the robot's position before the first command.
         played = (motion or stated(policy) or facts.motion) if continuous else choice.motion
         measured = motion or stated(policy) or facts.motion
         given_limits = chosen.pop("limits", None)
@@ -151,7 +153,7 @@ class RunPlan:
             edge.check(policy, resolved.hz)
         resolved.check_start(dim, state.get("dim"))
         if dim:
-            resolved.controller(dim)  # raises for what does not fit, before anything is opened or moves
+            resolved.controller(dim)  # raises for settings that do not fit, before anything moves
         return cls(
             policy,
             robot,
@@ -168,13 +170,13 @@ class RunPlan:
 
 
 def _window(rows: int, policy: Mapping[str, Any], hz: float) -> int:
-    """Return the most waypoints of a stream's window: a whole chunk at the robot's rate."""
+    """Return the largest number of waypoints in a stream's window: a whole chunk at the robot's rate."""
     own = float(policy.get("control_hz") or hz)
     return max(MAX_ROWS, min(math.ceil(rows * max(1.0, hz / own)) + 1, LARGEST_CHUNK))
 
 
 def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the first instruction, and a note if it replaces the robot's own."""
+    """Return the first instruction, and a note if it replaces the robot's own instruction."""
     if prompt is None:
         return "", ()
     own = facts.task()
@@ -190,15 +192,15 @@ def _prompt(prompt: str | None, facts: RobotFacts, policy: Mapping[str, Any]) ->
 
 
 def _limits(
-    given: Mapping[str, Any] | Limits | None, policy: Mapping[str, Any], dim: int, names: Sequence[str]
+    chosen: Mapping[str, Any] | Limits | None, policy: Mapping[str, Any], dim: int, names: Sequence[str]
 ) -> Limits | None:
-    """Return the limits of a run: those that a person chose, or else the policy's own."""
-    if isinstance(given, Limits):
-        limits: Limits | None = given
-    elif given is None:
+    """Return the limits of a run: the user's limits, or else the policy's own."""
+    if isinstance(chosen, Limits):
+        limits: Limits | None = chosen
+    elif chosen is None:
         limits = Limits.from_metadata(policy) if dim else None
     else:
-        limits = Limits.parse(given, dim) if given else None
+        limits = Limits.parse(chosen, dim) if chosen else None
     return None if limits is None else limits.ordered(names)
 
 
@@ -209,8 +211,9 @@ def _plain(limits: Limits | None) -> dict[str, Any] | None:
 def _measured(
     limits: Limits | None, motion: Mapping[str, Any] | None, names: Sequence[str], dim: int
 ) -> dict[str, Any]:
-    """Return limits with a standing command, so that the step between human and policy can be measured at a
-    take-over.
+    """Return limits that have a standing command.
+
+    With them, the difference between the human's and the policy's commands can be measured at a take-over.
     """
     plain = dict(_plain(limits) or {"names": list(names)})
     if not any(value is not None for value in plain.get("still") or ()):
@@ -262,11 +265,11 @@ class Run:
         Args:
             plan: The result of :meth:`RunPlan.of`.
             source: A source of actions, or a function that opens a connection for requests.
-            robot: The robot for the loop if it is not the plan's own, such as a wrapper around it.
+            robot: The robot for the loop; None takes the plan's robot. It may be a wrapper around that robot.
             server: The source of the server's present address, for reports.
             edge: The adapter of the plan.
-            listeners: Further parts of the loop, such as a take-over; called after the policy's history and the
-                adapter.
+            listeners: Further parts of the loop, such as a take-over. They are called after the policy's history and
+                the adapter.
             pace: See :class:`Loop`.
             hold_refused: See :class:`Loop`.
         """
@@ -317,13 +320,13 @@ class Run:
             policy: The address of a server ("tcp://host:port", or a list of them), an open policy, or a policy's
                 description together with ``source``.
             robot: The robot, with the methods observe, act and hold.
-            settings: Fields of :class:`Settings` that you choose, such as ``{"hz": 30, "limits": {...}}``. All others
-                follow from the policy and the robot.
+            settings: Fields of :class:`Settings` that you choose, such as ``{"hz": 30, "limits": {...}}``. All other
+                settings follow from the policy and the robot.
             prompt: The instruction; see :meth:`RunPlan.of`.
             api_key: Key of the server.
             source: The source of actions, if ``policy`` is a description.
             edge: An adapter that refines chunks in every control step.
-            takeover: A function that makes the listeners for a human driver from the plan
+            takeover: A function that creates the listeners for a human driver from the plan
                 (:class:`sinew_client.arm.takeover.Takeover`).
             listeners: Further parts of the loop.
             pace: See :class:`Loop`.
@@ -362,7 +365,7 @@ class Run:
 
         Args:
             path: The file; it must not exist yet.
-            **head: Entries of its first line in addition to the settings, such as the name of the robot.
+            **head: Further entries of the first line in addition to the settings, such as the robot's name.
         """
         journal = Journal(path, self.plan.settings, self.plan.dim, prompt=self.plan.prompt, **head)
         self._stack.callback(journal.close)
@@ -373,23 +376,23 @@ class Run:
 
         Args:
             server: The source of the server's present address: ``Servers`` or ``StreamLink``.
-            name: Name of the robot, for people.
+            name: Name of the robot on the dashboard.
             api_key: Key of the server.
-            session: Name of the robot's stream, if it has one.
+            session: Name of the robot's stream, if it has a stream.
         """
         from sinew_client.control.reporter import Reporter
 
         self._stack.enter_context(Reporter(self.loop, server, api_key, session, name, facts=self.plan.facts))
 
     def run(self, steps: int | None = None) -> Cadence:
-        """Drive the robot. The robot holds at the end, whatever ended the run.
+        """Drive the robot. The robot holds at the end of the run, even after an error.
+
+        Then the robot returns to its rest pose (``Settings.rest``) and holds there. It holds where it is if its state
+        is unknown, if a person commands it, or if the run is paused.
 
         Args:
-            steps: Control steps since the start of the run; None drives until the robot ends the run, or until
-                :meth:`stop`.
-
-        Whatever ended the run, the robot then returns to its rest pose (``Settings.rest``) and holds there. It holds
-        where it is if its state is not known, if a person commands it, or if the run is paused.
+            steps: Number of control steps since the start of the run; None drives until the robot ends the run, or
+                until :meth:`stop`.
 
         Returns:
             The report of the run so far.
@@ -419,7 +422,7 @@ class Run:
 
 
 def described(policy: Any) -> Mapping[str, Any]:
-    """Return the description of an open policy, with the limits of its actions if it states them."""
+    """Return the description of an open policy, with the limits of its actions if the policy states them."""
     stated: Mapping[str, Any] = (
         policy.metadata()["policy"] if hasattr(policy, "metadata") else policy.spec.to_dict()
     )

@@ -36,9 +36,10 @@ class RowsError(ClientError, ValueError):
 def checked_rows(
     given: Any, dim: int, most: int = MAX_ROWS, least: int = 1, what: str = "a chunk"
 ) -> np.ndarray:
-    """Check actions, and return them as float32 [least to most, dim]. dim 0 allows any width.
+    """Check actions, and return them as float32 [least to most, dim]. With ``dim`` 0, any width is allowed.
 
-    Raises :class:`RowsError` for anything except finite real numbers of that shape.
+    Raises:
+        RowsError: The actions are not finite real numbers of that shape.
     """
     try:
         rows = np.asarray(given)
@@ -59,7 +60,7 @@ def checked_rows(
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each number of a command, float64 [D], in robot units and seconds. Infinite where there is no limit.
+    """Limits of each number of a command, float64 [D], in robot units and seconds. An infinite value is no limit.
 
     Attributes:
         low: Smallest command.
@@ -71,9 +72,9 @@ class Limits:
             the robot holds.
         workspace_low: Smallest pose that a command may lead to, in the numbers of the state, for actions that are
             measured from the state (:class:`~sinew_client.control.motion.Offsets`).
-        workspace_high: Largest pose.
-        still: The command of a robot that stands still, if that is a number of its own, such as 0 for a velocity. NaN
-            if the robot holds by repeating the last command.
+        workspace_high: Largest pose that a command may lead to.
+        still: The command of a robot that stands still, such as 0 for a velocity. NaN if the robot holds by repeating
+            the last command.
         names: Name of each number; () if unknown.
         when: "clip" sends the nearest allowed command and counts it. "hold" holds instead.
     """
@@ -147,12 +148,12 @@ class Limits:
         """
         if not 1 <= dim <= MAX_DIM:
             raise LimitsError(f"{where}: expected 1 to {MAX_DIM} numbers in a command, got {dim}")
-        known = {*_NAMES, "names", "when"}
+        keys = {*_NAMES, "names", "when"}
         for key in given:
-            if key not in known:
-                hint = did_you_mean(named(key), sorted(known))
+            if key not in keys:
+                hint = did_you_mean(named(key), sorted(keys))
                 raise LimitsError(
-                    f"{where}.{named(key)}: expected one of {', '.join(sorted(known))}, got an unknown key{hint}"
+                    f"{where}.{named(key)}: expected one of {', '.join(sorted(keys))}, got an unknown key{hint}"
                 )
         vectors = [
             _vector(given.get(name), dim, f"{where}.{name}", -1 if name.endswith("low") else 1)
@@ -184,14 +185,14 @@ class Limits:
         """
         try:
             read = read_toml if path.suffix == ".toml" else read_json
-            given = read(path, finite=False)  # an infinite limit is no limit
+            table = read(path, finite=False)  # an infinite limit is no limit
         except (OSError, ValueError) as error:
             raise LimitsError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-        if isinstance(given, dict) and isinstance(given.get("limits"), dict):
-            given = given["limits"]
-        if not isinstance(given, dict):
-            raise LimitsError(f"{path}: expected a table of limits, got {type(given).__name__}")
-        return cls.parse(given, dim, str(path))
+        if isinstance(table, dict) and isinstance(table.get("limits"), dict):
+            table = table["limits"]
+        if not isinstance(table, dict):
+            raise LimitsError(f"{path}: expected a table of limits, got {type(table).__name__}")
+        return cls.parse(table, dim, str(path))
 
     @classmethod
     def from_metadata(cls, policy: Mapping[str, Any]) -> Limits | None:
@@ -201,18 +202,18 @@ class Limits:
             policy: The policy's description, ``metadata()["policy"]``.
 
         Returns:
-            The limits; None if it states none.
+            The limits; None if the server states no limits.
 
         Raises:
             LimitsError: The description is malformed.
         """
         action = policy.get("action") or {}
-        given = action.get("limits") if isinstance(action, dict) else action
-        if not given:
+        table = action.get("limits") if isinstance(action, dict) else action
+        if not table:
             return None
-        if not isinstance(given, dict) or not isinstance(action.get("dim"), int):
+        if not isinstance(table, dict) or not isinstance(action.get("dim"), int):
             raise LimitsError(f"action: expected its dim and its limits as a table, got {shown(action)}")
-        return cls.parse({"names": action.get("names"), **given}, action["dim"], "action.limits")
+        return cls.parse({"names": action.get("names"), **table}, action["dim"], "action.limits")
 
     def ordered(self, names: Sequence[str], where: str = "limits") -> Limits:
         """Return the same limits in another order of the numbers.
@@ -277,25 +278,25 @@ class Verdict:
 
 
 class Guard:
-    """Checks every command against the limits and the commands before it.
+    """Checks every command against the limits and the previous commands.
 
     Velocity is the change of position commands per second, as float32 numbers, from the position of :meth:`start` on.
     Until that position is known, nothing may be sent.
 
-    * Range and velocity hold to the bit. The ends of the range are rounded to float32.
+    * Range and velocity are kept bit for bit. The ends of the range are rounded to float32.
     * The robot may slow down by less than one float32 step more than its acceleration allows, if no number in between
     can be sent.
     * Near the end of its range, the robot is slowed early enough to stop there within its acceleration.
-    * Holding (repeating the last command) is always allowed, whatever the acceleration: stopping comes first.
-    * A robot that stands outside its range is led back, never further out.
-    * With a limit of jerk, commands approach the wanted one as fast as allowed without overshoot
-    (:mod:`~sinew_client.control.jerk`), if that is still possible. Acceleration and jerk then hold up to the rounding
-    of commands, 16 steps of float32.
+    * A hold (repeating the last command) is always allowed, even beyond the acceleration, because a stop has priority.
+    * A robot that stands outside its range may move back, but never further out.
+    * With a jerk limit, commands approach the requested command as fast as allowed without overshoot
+    (:mod:`~sinew_client.control.jerk`), if that is still possible. Acceleration and jerk are then kept up to the
+    rounding of commands, 16 steps of float32.
 
     Args:
         limits: The limits; None checks only that commands are finite.
         period: Seconds between two commands.
-        still: float [D], the standing command where ``limits.still`` has none.
+        still: float [D], the standing command for numbers without one in ``limits.still``.
     """
 
     def __init__(self, limits: Limits | None, period: float, still: np.ndarray | None = None):
@@ -310,8 +311,8 @@ class Guard:
                 limits.jerk * period**3,
             )  # fmt: skip
             self._smooth = JerkLimit(bounds.take(self._jerky))
-        self._last = np.zeros(0)  # float64 [D], numbers of float32; NaN where it is not known
-        self.before: np.ndarray | None = None  # float32 [D], position before the last command; NaN: not known
+        self._last = np.zeros(0)  # last command, float64 [D] with values of float32; unknown numbers are NaN
+        self.before: np.ndarray | None = None  # position before the last command, float32 [D]; unknown: NaN
         self.start(None)
 
     @property
@@ -321,19 +322,21 @@ class Guard:
 
     @property
     def here(self) -> np.ndarray | None:
-        """The last command, float64 [D], NaN where it is not known; None without limits."""
+        """The last command, float64 [D], with NaN for unknown numbers; None without limits."""
         return None if self.limits is None else self._last
 
     def start(self, position: np.ndarray | None) -> None:
-        """Set the robot's position at standstill.
+        """Set the position of the standing robot.
 
-        position: float [D], NaN where it is not known; None if no number is known.
+        ``position`` is float [D], with NaN for unknown numbers. None means that no number is known.
         """
         if self.limits is None:
             return
         fits = position is not None and np.shape(position) == (self.limits.dim,)
         at = _sent(np.asarray(position)) if fits else np.full(self.limits.dim, np.nan)
-        self._last = np.where(np.isfinite(at), at, np.nan)  # never where it was before
+        self._last = np.where(
+            np.isfinite(at), at, np.nan
+        )  # never the previous position, which may be wrong now
         self.held()
 
     def held(self) -> None:
@@ -343,7 +346,7 @@ class Guard:
             self.skipped()
 
     def skipped(self) -> None:
-        """Record that nothing was sent for a while: the last command still holds, at velocity 0."""
+        """Record that nothing was sent for a while: the robot stays at the last command, with velocity 0."""
         self._step = np.zeros(len(self._last))  # change of position by the last command
         if self.limits is not None:
             self._smooth.rest(self._last[self._jerky])
@@ -357,35 +360,36 @@ class Guard:
         """Check a command, and remember it as sent.
 
         Args:
-            row: float [D], the wanted command.
-            said: The action before the workspace changed it. Neither this nor the checked command may be a jump.
-            inside: Returns True if a command stays in the workspace. A command that does not is neither sent nor
-                remembered.
+            row: float [D], the requested command.
+            said: The command before it was clipped to the workspace. Neither this nor the checked command may be a
+                jump.
+            inside: Returns True if a command stays in the workspace. A command outside is neither sent nor stored.
 
         Returns:
             The command that may be sent in place of ``row``, or the reason to hold.
         """
         with np.errstate(over="ignore"):
             row = np.asarray(row, np.float32)
-        wanted = row.astype(np.float64)
-        if not np.all(np.isfinite(wanted)):
+        requested = row.astype(np.float64)
+        if not np.all(np.isfinite(requested)):
             return Verdict(None, "the command is not finite")
         if self.limits is None:
             return Verdict(row)
-        if wanted.shape != (self.limits.dim,):
+        if requested.shape != (self.limits.dim,):
             return Verdict(
-                None, f"a command has shape {list(wanted.shape)}, the limits have {self.limits.dim} numbers"
+                None,
+                f"a command has shape {list(requested.shape)}, the limits have {self.limits.dim} numbers",
             )
         if not self.known:
             return Verdict(None, UNPLACED)
         last = np.where(
-            np.isnan(self._last), wanted, self._last
-        )  # numbers with only a range need no last command
-        allowed, clipped = self._allowed(wanted, last, self.limits)
-        jumps = np.abs((wanted if said is None else said) - last) > self.limits.jump
+            np.isnan(self._last), requested, self._last
+        )  # numbers that have only a range do not need the last command
+        allowed, clipped = self._allowed(requested, last, self.limits)
+        jumps = np.abs((requested if said is None else said) - last) > self.limits.jump
         jumps |= (
             np.abs(allowed - last) > self.limits.jump
-        )  # a robot outside its range may be sent far back in
+        )  # a clipped command may bring a robot that is outside its range far back
         if jumps.any():
             names = _named([("jump", jumps)], self.limits)
             return Verdict(None, "too far from the last command: {}".format(", ".join(names)), names)
@@ -401,21 +405,21 @@ class Guard:
         return Verdict(allowed if clipped else row, "", clipped)
 
     def _allowed(
-        self, wanted: np.ndarray, last: np.ndarray, limits: Limits
+        self, requested: np.ndarray, last: np.ndarray, limits: Limits
     ) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the nearest command that may be sent, float32 [D], and which limits changed it."""
-        inside = np.clip(wanted, self._low, self._high)
+        """Return the nearest allowed command, float32 [D], and the limits that changed it."""
+        inside = np.clip(requested, self._low, self._high)
         move = inside - last
         fastest = limits.velocity * self.period
         push = limits.acceleration * self.period**2  # largest difference of two successive steps
-        # The furthest up and down from which the robot can still brake before the end of its range, if it can.
+        # The largest steps up and down after which the robot can still brake before the end of its range, if possible.
         up = np.maximum(_braking(self._high - last, push), self._step - push)
         up = np.minimum(np.minimum(fastest, self._step + push), up)
         down = np.minimum(-_braking(last - self._low, push), self._step + push)
         down = np.maximum(np.maximum(-fastest, self._step - push), down)
         slow, smooth = np.clip(move, -fastest, fastest), np.clip(move, down, up)
-        hits = [("range", inside != wanted), ("velocity", slow != move), ("acceleration", smooth != slow)]
-        # Numbers that no limit changed keep the wanted command, without the rounding of last + step.
+        hits = [("range", inside != requested), ("velocity", slow != move), ("acceleration", smooth != slow)]
+        # Numbers that no limit changed keep the requested command, without the rounding of last + step.
         sent = np.where(smooth == move, inside, last + smooth).astype(np.float32)
         went = sent.astype(np.float64) - last
         sent = np.where((went > 0) & (went > up), np.nextafter(sent, np.float32(-np.inf)), sent)
@@ -428,24 +432,24 @@ class Guard:
     def _smoothed(
         self, inside: np.ndarray, last: np.ndarray, sent: np.ndarray, hits: list[tuple[str, np.ndarray]]
     ) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
-        """Return the commands, with those of numbers whose jerk is limited, and the limits that changed them."""
-        jerky, wanted = self._jerky, inside.astype(np.float32)
+        """Apply the jerk limits. Return the command, and the limits that changed it."""
+        jerky, requested = self._jerky, inside.astype(np.float32)
         sent = sent.copy()
         sent[jerky] = self._smooth.towards(inside[jerky], last[jerky])
-        reached = jerky & (sent == wanted)  # the wanted command is sent, so no other limit changed it
+        reached = jerky & (sent == requested)  # the requested number is sent, so no other limit changed it
         hits = [hits[0], *((name, mask & ~reached) for name, mask in hits[1:])]
         named = np.any([mask for _, mask in hits], axis=0)
         return sent, [*hits, ("jerk", jerky & ~reached & ~named)]
 
 
 def _sent(numbers: np.ndarray) -> np.ndarray:
-    """Return numbers rounded to float32, as commands have them, in float64."""
+    """Round numbers to float32, like commands, and return them as float64."""
     with np.errstate(over="ignore"):
         return numbers.astype(np.float32).astype(np.float64)
 
 
 def _braking(distance: np.ndarray, push: np.ndarray) -> np.ndarray:
-    """Return the largest step from which steps that shrink by ``push`` each end within ``distance``.
+    """Return the largest first step of a sequence of steps that each shrink by ``push`` and end within ``distance``.
 
     Steps u, u - push, ... add up to at most (u + push / 2)^2 / (2 push).
     """

@@ -1,4 +1,4 @@
-"""Connections to one of several servers, for a requester that opens a new one after a failure."""
+"""Connections to one of several servers, for a requester that opens a new connection after a failure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from sinew_client.protocol import MAX_ROWS
 
 
 class Servers:
-    """Opens connections. It begins with the server that answered last, so a lost server costs its time limit only
-    once.
+    """Opens connections. It tries the server that answered last first, so a lost server costs its time limit only once.
 
     Args:
-        addresses: As for :class:`Client`.
-        without: Fields of an observation that are not sent, such as a ``time`` of another clock than the server's.
-        max_rows: Most actions in an answer, as for :class:`Client`.
+        addresses: Addresses of the servers, as for :class:`Client`.
+        without: Fields of an observation that are not sent, such as ``time`` if the server has another clock.
+        max_rows: Largest number of actions in an answer, as for :class:`Client`.
         frames: Encoding of the frames.
-        policy: Description of the policy; None takes that of the first server that answers. Chunks of another policy
-            are rejected.
+        policy: Description of the policy. None takes the description of the first server that answers. Chunks of
+            another policy are rejected.
         parts: Parts of the description that must be equal.
     """
 
@@ -43,7 +42,7 @@ class Servers:
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
         self.frames = frames or Frames()
         self.fitted = Fitted(policy, parts)
-        self.present = self.addresses[0]  # the server that answered last, or that is tried first
+        self.present = self.addresses[0]  # the server that answered last; before an answer, the first one
 
     def __call__(self) -> Call:
         return Call(self)
@@ -52,7 +51,7 @@ class Servers:
         return Client(self.addresses, api_key=self._key, max_rows=self._max_rows)
 
     def left_at(self, place: int) -> None:
-        """Begin with this address from now on, and try the ones before it last."""
+        """Try the address with index ``place`` first from now on, and the addresses before it last."""
         self.addresses = self.addresses[place:] + self.addresses[:place]
         self.present = self.addresses[0]
 
@@ -74,7 +73,7 @@ class PolicyCall:
 
 
 class Call(PolicyCall):
-    """One connection to whichever server answers."""
+    """One connection to the first server that answers."""
 
     policy: Client
 

@@ -22,7 +22,7 @@ from sinew_client.errors import ClientError
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.untrusted import named, shown
 
-LARGEST_CHUNK = 8192  # most actions in a chunk; bundles have the same bound
+LARGEST_CHUNK = 8192  # largest number of actions in a chunk; bundles have the same limit
 _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("handover", "replan", "fusion", "filter"), (str,)),
     **dict.fromkeys(("motion", "limits"), (Mapping, type(None))),
@@ -31,7 +31,7 @@ _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("finish", "future", "watchdog"), (bool,)),
     **dict.fromkeys(("substeps", "committed_rows", "refine", "chunk_size"), (Integral,)),
 }
-# Settings that concern requests for chunks. A stream has none, so it rejects them.
+# Settings of requests for chunks. A stream sends no such requests, so it rejects these settings.
 _OF_CHUNKS = (
     "handover", "replan", "max_age", "finish", "future", "substeps", "committed_rows", "refine", "filter", "speed"
 )  # fmt: skip
@@ -53,33 +53,34 @@ class Settings:
         motion: Reference of the actions: {"kind": "as is"}, {"kind": "absolute"} (with columns if the state has other
             numbers too), {"kind": "relative", "action": [...], "state": [...]}, or {"kind": "offsets", "action":
             [...], "state": [...], "scale": 1, "low": ..., "high": ...}. None is "as is".
-        limits: Limits of what the robot is sent (:meth:`~sinew_client.control.safety.Limits.parse`); None for none.
-        max_age: Seconds after its frame for which an action may be executed. None: an action is valid in its own
-            step.
+        limits: Limits of the commands (:meth:`~sinew_client.control.safety.Limits.parse`); None sets no limits.
+        max_age: Largest age of an executed action, in seconds since the chunk's frame. None sets no limit.
         deadline: Seconds to wait for an answer.
-        stale: Seconds after which a frame is too old to act on.
-        finish: Execute the remaining actions after a request has failed, instead of holding at once.
-        future: Send the policy the state that the robot will have when the answer arrives.
+        stale: Largest age of a frame for a request, in seconds.
+        finish: True executes the remaining actions after a request has failed. False holds at once.
+        future: True sends the policy the state that the robot will have when the answer arrives.
         substeps: Commands per control step, for actuators that need a higher rate.
-        committed_rows: Longest action prefix that the policy was trained to continue, from its metadata; 0 if none or
-            unknown. Trained real-time chunking never commits to more, and the robot stands still for the rest of the
-            delay.
-        refine: Control steps after its frame in which an edge adapter refines a chunk; 0 without an adapter.
+        committed_rows: Longest action prefix that the policy was trained to continue, from its metadata; 0 if there is
+            none, or if it is unknown. Trained real-time chunking never commits to a longer prefix, and the robot
+            stands still for the rest of the delay.
+        refine: Number of control steps after a chunk's frame in which an edge adapter refines the chunk; 0 without an
+            adapter.
         chunk_size: Actions in a chunk, from the policy's metadata. Longer chunks are rejected. 0 if unknown, which
             allows :data:`~sinew_client.protocol.MAX_ROWS`.
-        watchdog: Hold the robot from another thread while its loop is late, for example because ``observe`` blocks.
+        watchdog: True holds the robot from another thread while its loop is late, for example because ``observe``
+            blocks.
         fusion: How the windows of a stream are fused (:func:`~sinew_client.control.blend.parse_fusion`); "" requests
-            chunks. For a stream, ``hz`` is the rate of its waypoints, ``stale`` counts from the frame that a waypoint
-            was computed from, and ``chunk_size`` bounds the waypoints of a window. ``motion`` then states only the
-            position before the first command, because waypoints are sent as they are.
+            chunks. For a stream, ``hz`` is the rate of its waypoints, ``stale`` is the largest age of the frame from
+            which a waypoint was computed, and ``chunk_size`` is the largest number of waypoints in a window.
+            ``motion`` then gives only the position before the first command, because waypoints are sent unchanged.
         filter: Filter of the actions before they are sent (:func:`~sinew_client.control.smoothing.parse_filter`); ""
-            for none.
+            applies no filter.
         speed: Speed at which chunks are played, above 0 and at most 1.
-        stale_of: Camera or "state" -> seconds after which it is too old to act on, if they differ from ``stale``.
+        stale_of: Camera or "state" -> its largest age in seconds, if it differs from ``stale``.
         skew: Largest time between the newest frames of two cameras, seconds; None allows any. ``stale_of`` and
             ``skew`` apply if the robot states when each frame was exposed (``times`` of its observations).
-        rest: Where the robot goes at the end of a run (:mod:`~sinew_client.control.rest`): "hold" for nowhere, "first",
-            the numbers of a pose, or the name of one of the robot's poses. None lets
+        rest: Pose to which the robot returns at the end of a run (:mod:`~sinew_client.control.rest`): "first", the
+            numbers of a pose, or the name of one of the robot's poses. "hold" holds the robot where it is. None lets
             :class:`~sinew_client.control.run.RunPlan` choose.
 
     Raises:
@@ -146,14 +147,14 @@ class Settings:
 
     @property
     def choice(self) -> Choice:
-        """How chunks are merged, and why. Raises SettingsError for an unknown method."""
+        """The method of chunk merging, and the reason for it. Raises SettingsError if the method is unknown."""
         try:
             return choose(self.handover, self.motion, refined=bool(self.refine))
         except ValueError as error:
             raise SettingsError(str(error)) from error
 
     def controller(self, dim: int) -> BaseController:
-        """Return a controller.
+        """Create a controller with these settings.
 
         Args:
             dim: D, numbers of a command.
@@ -167,7 +168,7 @@ class Settings:
         return self.of_stream(dim) if self.fusion else self.of_chunks(dim)
 
     def of_stream(self, dim: int) -> StreamController:
-        """Return a controller of a stream's windows. Raises ClientError."""
+        """Create a controller for a stream's windows. Raises ClientError."""
         try:
             fusion = parse_fusion(self.fusion)
         except ValueError as error:
@@ -182,7 +183,7 @@ class Settings:
         return StreamController(fusion, self.hz, self.stale, motion, guard, dim, self.chunk_size or MAX_ROWS)
 
     def of_chunks(self, dim: int) -> Controller:
-        """Return a controller of requested chunks. Raises ClientError."""
+        """Create a controller for requested chunks. Raises ClientError."""
         try:
             player = Player(
                 parse_handover(self.choice.handover),
@@ -242,12 +243,11 @@ class Settings:
             )
 
     def check_start(self, dim: int, state_dim: int | None = None) -> None:
-        """Raise :class:`SettingsError` if the position before the first command is unknown, but limits of velocity or
-        acceleration need it.
+        """Check that the position before the first command is known if limits of velocity or acceleration need it.
 
         Args:
             dim: D, numbers of a command.
-            state_dim: Numbers of the robot's state, if they are known before it is observed.
+            state_dim: Count of the state's numbers, if it is known before the robot is observed.
 
         Raises:
             SettingsError: The position is unknown.
@@ -259,14 +259,15 @@ class Settings:
         return Limits.parse(self.limits, dim) if self.limits is not None else None
 
     def parse_motion(self) -> Motion:
-        """Return the motion. For a stream it is only the position before the first command, because waypoints are
-        sent as they are.
+        """Return the motion.
+
+        For a stream, it gives only the position before the first command, because waypoints are sent unchanged.
         """
         try:
-            found = parse_motion(self.motion)
+            motion = parse_motion(self.motion)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        return Motion() if self.fusion and isinstance(found, Relative) else found
+        return Motion() if self.fusion and isinstance(motion, Relative) else motion
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -289,34 +290,34 @@ def check_workspace(limits: Limits, motion: Motion) -> None:
 
 
 def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) -> None:
-    """Raise :class:`SettingsError` if limits of velocity or acceleration have no known position to start from.
+    """Check that limits of velocity and acceleration have a known position to start from.
 
     Without a position, the first command would not be limited, or would never be sent.
 
     Args:
         limits: The limits.
         motion: The reference of the actions.
-        state_dim: Numbers of a state, if known.
+        state_dim: Count of the state's numbers, if known.
 
     Raises:
         SettingsError: The position is unknown.
     """
     placed = motion.placed(limits.dim)
     seen = placed if state_dim is None else np.isfinite(motion.position(np.zeros(state_dim), limits.dim))
-    known = seen | ~np.isnan(motion.still(limits.dim)) | ~np.isnan(limits.still)
-    lost = limits.paced & ~known
+    has_start = seen | ~np.isnan(motion.still(limits.dim)) | ~np.isnan(limits.still)
+    lost = limits.paced & ~has_start
     if lost.any():
         missing = ", ".join(limits.name(int(joint)) for joint in np.flatnonzero(lost))
-        given = ", ".join(f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any())
+        needs = ", ".join(f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any())
         if placed[lost].all():  # the motion is absolute, but the state has another number of entries
             columns = list(range(limits.dim))
             raise SettingsError(
-                f"{given}: the robot's position before its first command is unknown: a command has {limits.dim} numbers"
+                f"{needs}: the robot's position before its first command is unknown: a command has {limits.dim} numbers"
                 f" and the state {state_dim}. Set a motion with columns, such as"
                 f' {{"kind": "absolute", "action": {columns}, "state": {columns}}} for the first {limits.dim}'
             )
         raise SettingsError(
-            f"{given}: expected a motion that tells the robot's position before its first command (absolute: its state)"
+            f"{needs}: expected a motion that tells the robot's position before its first command (absolute: its state)"
             " or limits.still, the command of a standing robot (0 for velocities and delta actions); got neither for"
             f" {missing}"
         )

@@ -1,8 +1,8 @@
 """Low-pass filters of actions, with their lag compensated by looking ahead.
 
 A filter that lags by L control steps gets the action that is due L steps later, interpolated between two actions.
-Chunks contain the later actions. A motion at constant speed then passes unchanged. At the end of a chunk, the last
-action is repeated: the robot arrives later by the missing steps, which are counted.
+Chunks contain the later actions. So a motion at constant speed passes unchanged. At the end of a chunk, the last action
+is repeated. The robot then arrives later by the missing steps, which are counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from sinew_client.control.trajectory import Node, Trajectory
 
-MAX_LAG = 64.0  # control steps
+MAX_LAG = 64.0  # largest lag of a filter, in control steps
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Filter:
     Attributes:
         share: Weight of the newest input, above 0 and at most 1.
         stages: Number of averages.
-        columns: Numbers of an action; () filters those that are positions
-            (:meth:`~sinew_client.control.motion.Motion.posed`), or all if the motion is unknown.
-        text: The text form.
+        columns: Numbers of an action that are filtered. () filters the numbers that are positions
+            (:meth:`~sinew_client.control.motion.Motion.posed`), or all numbers if the motion is unknown.
+        text: The text form of the filter.
     """
 
     share: float
@@ -56,12 +56,12 @@ def parse_filter(text: str, hz: float) -> Filter | None:
     """Read a filter.
 
     Args:
-        text: ``ema:SHARE`` (an exponential average) or ``lowpass:HZ`` (two of them, with amplitude 1 / sqrt(2) at
-            HZ), each optionally with ``:COLUMNS``, separated by commas. "" for none.
+        text: ``ema:SHARE`` (an exponential average) or ``lowpass:HZ`` (two exponential averages, with amplitude
+            1 / sqrt(2) at HZ). ``:COLUMNS`` may follow, separated by commas. "" is no filter.
         hz: Control steps per second.
 
     Returns:
-        The filter, or None.
+        The filter; None for "".
 
     Raises:
         ValueError: A part is not valid. The message names it.
@@ -85,9 +85,9 @@ def parse_filter(text: str, hz: float) -> Filter | None:
 
 
 def _share(angle: float) -> float:
-    """Return the share of an average that two of give 1 / sqrt(2) of an amplitude at ``angle`` per step.
+    """Return the share for which two averages together have the gain 1 / sqrt(2) at ``angle`` per step.
 
-    One has the squared gain (1 - b)^2 / (1 + b^2 - 2 b cos(angle)) with b = 1 - share, which is to be 1 / sqrt(2).
+    One average has the squared gain (1 - b)^2 / (1 + b^2 - 2 b cos(angle)) with b = 1 - share. It must be 1 / sqrt(2).
     """
     gain = math.sqrt(0.5)
     half = (1.0 - gain * math.cos(angle)) / (1.0 - gain)
@@ -95,9 +95,14 @@ def _share(angle: float) -> float:
 
 
 class Smoothing:
-    """A filter at work on the targets of one robot.
+    """Applies a filter to the targets of one robot.
 
-    posed: bool [D], which numbers are places. missing: control steps in which rows to look ahead to were not there.
+    Args:
+        design: The filter.
+        posed: bool [D], True for the numbers that are positions.
+
+    Attributes:
+        missing: Number of control steps without the later actions that the filter needs.
     """
 
     def __init__(self, design: Filter, posed: np.ndarray):
@@ -111,7 +116,7 @@ class Smoothing:
         self._stages = np.full((design.stages, len(posed)), np.nan)
 
     def rest(self, target: np.ndarray | None = None) -> None:
-        """Restart at a target, float [D], at which the robot stands. NaN or None restarts at the first action."""
+        """Restart at the target, float [D], at which the robot stands. NaN or None restarts at the first action."""
         at = np.full(self._stages.shape[1], np.nan) if target is None else np.asarray(target, np.float64)
         self._stages = np.tile(at, (self.design.stages, 1))
 
@@ -131,7 +136,7 @@ class Smoothing:
         return np.where(self.mask, value, node.row).astype(np.float32)
 
     def _ahead(self, node: Node, trajectory: Trajectory) -> np.ndarray:
-        """Return the action that the filter gets now, so that its output is due in this step, float64 [D]."""
+        """Return the input of the filter whose output is due in this step, float64 [D]."""
         first, part = divmod(self.design.lag, 1.0)
         rows = [node.row]
         for ahead in range(1, int(first) + 2):

@@ -1,5 +1,7 @@
-"""A stream as a source of the robot's loop: a sample is sent in every tick, frames when there are new ones, and
-windows of waypoints arrive without requests.
+"""A stream as a source of actions for the robot's loop.
+
+The client sends a sample in every tick, and frames when there are new ones. Windows of waypoints arrive without
+requests.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ class LinkProtocol(Protocol):
     """The transport of a stream: :class:`sinew_client.streams.StreamLink`, or a substitute without a socket.
 
     Attributes:
-        errors: Number of messages that came in place of windows.
-        error: Text of the last one.
-        faults: Those that are not part of normal operation.
+        errors: Number of error messages that arrived in place of windows.
+        error: Text of the last error message.
+        faults: Errors that are not part of normal operation.
     """
 
     label: str
@@ -68,7 +70,7 @@ class Stream:
     def __init__(self, link: LinkProtocol):
         self.link, self.frames = link, 0
         self._come: deque[Outcome | None] = deque()  # outcomes of one poll of the link; None marks its end
-        self._told, self._kinds = 0, Counter()  # type: ignore[var-annotated]  # of the link's errors, those yielded
+        self._told, self._kinds = 0, Counter()  # type: ignore[var-annotated]  # count and kinds of the yielded errors
 
     @property
     def failures(self) -> int:
@@ -122,14 +124,14 @@ class Stream:
 
 
 class Watching:
-    """A robot that is observed with frames ``camera_hz`` times a second, and with its state alone in between.
+    """A robot that is observed with frames ``camera_hz`` times a second, and with only its state in between.
 
-    If the robot has a method ``sense``, it returns the state alone, float [S].
+    If the robot has a method ``sense``, this method returns only the state, float [S].
     """
 
     def __init__(self, robot: Any, camera_hz: float, now: Callable[[], float] = time.monotonic):
         self.robot, self._period, self._now = robot, 1.0 / camera_hz, now
-        self._due = float("-inf")  # when the next frame is to go out
+        self._due = float("-inf")  # time at which the next frame must be sent
         self.act, self.hold = robot.act, robot.hold
         self._facts = facts_of(robot)
 
@@ -138,8 +140,9 @@ class Watching:
         return self._facts
 
     def observe(self) -> Mapping[str, Any]:
-        """Return the robot's observation, or the state alone between frames. ``blind`` is the reason if a due frame
-        is missing.
+        """Return the robot's observation, or only the state between frames.
+
+        If a due frame is missing, the field ``blind`` is the reason.
         """
         if self._facts.sense is not None:
             seen, state = None, self._facts.sense()
@@ -147,14 +150,17 @@ class Watching:
             seen = self.robot.observe()
             state = seen["state"]
         now = self._now()
-        if now < self._due - 1e-6 and self._due - now <= self._period:  # more: the clock was set back
+        # No frame is due yet. A wait longer than a period means that the clock was set back.
+        if now < self._due - 1e-6 and self._due - now <= self._period:
             return {"state": state}
         try:
-            seen = self.robot.observe() if seen is None else seen  # blind: due until there is one
+            seen = (
+                self.robot.observe() if seen is None else seen
+            )  # a missing frame stays due until it is there
         except NoObservation as reason:
             return {"state": state, "blind": str(reason)}
         following = self._due + self._period
-        self._due = following if following > now else now + self._period  # missed frames are not made up for
+        self._due = following if following > now else now + self._period  # missed frames are not sent later
         return {**seen, "state": state}
 
 
@@ -166,11 +172,11 @@ class StreamReport:
         misses: Ticks without a waypoint after the first window.
         held: Reason -> ticks in which the robot held.
         frames: Frames that were sent.
-        frames_used: Frames that a window was computed from. Newer frames replaced the others.
+        frames_used: Frames from which a window was computed. Newer frames replaced the other frames.
         delay: Waypoints from a sample to the first waypoint that its window can change.
         executed: Ticks with a waypoint.
-        errors: Messages in place of windows, and invalid windows. ``faults`` of them are not part of normal operation
-            (:class:`~sinew_client.faults.Faults`).
+        errors: Number of error messages in place of windows, and of invalid windows. ``faults`` has the errors that
+            are not part of normal operation (:class:`~sinew_client.faults.Faults`).
         watchdog: True if a watchdog watched the loop.
         watchdog_holds: Holds of the watchdog.
         longest_gap_ms: Longest gap between two commands or holds.
@@ -202,7 +208,7 @@ class StreamReport:
 
     @classmethod
     def of(cls, loop: Loop) -> StreamReport:
-        """Return the report of a loop on a :class:`Stream`, so far."""
+        """Return the report so far of a loop with a :class:`Stream`."""
         run, source, player = loop.report(), loop.source, loop.controller
         assert isinstance(source, Stream)
         assert isinstance(player, StreamController)

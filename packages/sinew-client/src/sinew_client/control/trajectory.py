@@ -1,7 +1,7 @@
 """Actions with timestamps: which action belongs to which control step, and which actions can still change.
 
-Step k is due k periods after the clock's start. A controller has control steps. A stream has waypoints, which are the
-same at its own, higher rate (docs/stream.md).
+Step k is due k periods after the clock's start. The steps of a controller are control steps. The steps of a stream are
+its waypoints, which have a higher rate (docs/stream.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from sinew_client.control.blend import Fusion
 
-HISTORY = 64  # committed rows that stay readable: an old frame's chunk begins among them
+HISTORY = 64  # committed actions that stay readable, because the chunk of an old frame begins among them
 
 
 class Node(NamedTuple):
@@ -42,60 +42,60 @@ class Trajectory:
     """
 
     def __init__(self, history: int = HISTORY) -> None:
-        self._history = history  # committed rows that stay readable
+        self._history = history  # number of committed actions that stay readable
         self._nodes: dict[int, Node] = {}
         self._commanded: dict[int, np.ndarray] = {}
         self._next = 0  # the first step that is not committed
 
     def put(self, nodes: Iterable[Node]) -> None:
-        """Write rows. Rows of steps that are already committed are left out."""
+        """Write actions, except those whose step is already committed."""
         for node in nodes:
             if node.step >= self._next:
                 self._nodes[node.step] = node
-                if (
-                    node.step < self._next
-                ):  # the step was committed meanwhile, so no reader will remove this entry
+                # The reader may have committed the step since the check above. It would then never remove the entry.
+                if node.step < self._next:
                     self._nodes.pop(node.step, None)
 
     def fused(self, nodes: Sequence[Node], fusion: Fusion) -> list[Node]:
-        """Return nodes whose rows are fused with those that are here for the same steps."""
+        """Fuse new actions with the stored actions for the same steps, and return the results."""
         if not nodes:
             return []
         first = max(self._next, nodes[0].step)
-        found = []
+        merged = []
         for node in nodes:
             old = self._nodes.get(node.step)
             row = node.row if old is None else fusion(old.row, node.row, node.step - first)
-            found.append(node if row is node.row else node._replace(row=row))
-        return found
+            merged.append(node if row is node.row else node._replace(row=row))
+        return merged
 
     @property
     def next(self) -> int:
-        """Return the first step that is not committed."""
+        """The first step that is not committed."""
         return self._next
 
     def clear(self) -> None:
-        """Drop every uncommitted row."""
+        """Drop all uncommitted actions."""
         self._nodes.clear()
 
     def cut(self, step: int) -> None:
-        """Drop the rows of ``step`` and of everything after it."""
+        """Drop the actions of ``step`` and of all later steps."""
         for at in list(self._nodes):
             if at >= step:
                 self._nodes.pop(at, None)
 
     def at(self, step: int) -> Node | None:
-        """Return the row of ``step`` without committing it, or None."""
+        """Return the action of ``step`` without committing it; None without an action."""
         return self._nodes.get(step)
 
     def take(self, step: int) -> Node | None:
-        """Commit ``step`` and all steps before it. Return its action, or None without one.
+        """Commit ``step`` and all steps before it. Return the action of ``step``; None without an action.
 
-        Raises ValueError for a committed step: an action is never executed twice.
+        Raises:
+            ValueError: The step is already committed. An action is never executed twice.
         """
         if step < self._next:
             raise ValueError(f"step {step} has been committed, the next one is {self._next}")
-        self._next = step + 1  # first, so that nothing changes between the look and the commit
+        self._next = step + 1  # commit first, so that no writer changes the action after it is read
         node = self._nodes.get(step)
         for old in list(self._nodes):
             if old <= step:
@@ -105,25 +105,25 @@ class Trajectory:
     def commanded(self, step: int, row: np.ndarray) -> None:
         """Record the command that was sent in ``step``: the action after the limits, or the hold."""
         self._commanded[step] = row
-        # One, or more after steps that were left out.
+        # This deletes one command, or several after skipped steps.
         while (oldest := next(iter(self._commanded))) <= step - self._history:
             del self._commanded[oldest]
 
     def left(self, step: int) -> int:
-        """Return how many rows follow without a gap, that of ``step`` included."""
+        """Return the number of actions from ``step`` on without a gap."""
         count = 0
         while step + count in self._nodes:
             count += 1
         return count
 
     def __len__(self) -> int:
-        """Return how many rows are not committed."""
+        """Return the number of uncommitted actions."""
         return len(self._nodes)
 
     def rows_from(self, step: int) -> np.ndarray:
         """Return the commands since ``step`` and the actions after them, float32 [R, D].
 
-        It ends at the first step without either. Committed steps count with their command, not with their plan.
+        The result ends at the first step that has neither. A committed step has its command, not its planned action.
         """
         rows = []
         while True:

@@ -11,12 +11,12 @@ from sinew_client.control.facts import facts_of
 
 logger = logging.getLogger(__name__)
 
-PERIODS = 2.0  # without a command or a hold before a robot is held
-LEAST_S = 0.01  # a thread does not keep shorter times
+PERIODS = 2.0  # periods without a command or a hold, after which the robot is held
+LEAST_S = 0.01  # shortest time limit in seconds, because a thread cannot wait precisely for shorter times
 
 
 class Watchdog:
-    """Calls ``hold`` if the loop gave neither a command nor a hold for two periods, and then once per period.
+    """Calls ``hold`` if the loop sent neither a command nor a hold for two periods, and then once per period.
 
     The loop calls :meth:`claim` before each command or hold, and :meth:`sent` after it. ``claim`` waits for a hold in
     progress, and no hold begins for the next two periods. So a hold follows a newer command only if sending that
@@ -46,10 +46,10 @@ class Watchdog:
         self.limit = max(PERIODS * period, LEAST_S)
         self.holds = self.failures = 0
         self.longest = 0.0
-        self._lock = threading.Lock()  # held while a hold is decided on and sent
-        self._due = 0.0  # when the robot is to be held
+        self._lock = threading.Lock()  # the thread keeps it while it decides on a hold and sends the hold
+        self._due = 0.0  # time at which the robot must be held
         self._last: float | None = None  # time of the robot's last command or hold
-        self._held = False  # since the last claim
+        self._held = False  # True if the watchdog held the robot since the last claim
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -65,7 +65,7 @@ class Watchdog:
     def __exit__(self, *exc_info: Any) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(1.0)  # bounded, so that a hold that never returns does not block the end
+            self._thread.join(1.0)  # with a time limit, because a hold may never return
 
     def claim(self) -> bool:
         """Reserve the robot for a command or a hold. Return True if the watchdog held it since the last claim."""
@@ -97,7 +97,7 @@ class Watchdog:
                 return
 
     def _watched(self) -> None:
-        """Hold, with the robot claimed."""
+        """Hold the robot. The caller has the lock."""
         if not self._held:
             logger.warning("no command for %.3g s: the watchdog holds the robot", self.limit)
         self._held = True
@@ -113,8 +113,12 @@ class Watchdog:
 
 
 def watchdog_of(robot: Any, period: float, wanted: bool, real: bool) -> Watchdog:
-    """Return the watchdog of a robot. It is active if the robot allows it (``concurrent_hold``).
+    """Create the watchdog of a robot. It is active if the robot allows it (``concurrent_hold``).
 
-    wanted: The setting. real: True if the loop runs on the machine's clock.
+    Args:
+        robot: The robot.
+        period: Seconds between two commands.
+        wanted: The setting ``watchdog``.
+        real: True if the loop runs on the machine's clock.
     """
     return Watchdog(robot.hold, period, wanted and real and facts_of(robot).concurrent_hold)

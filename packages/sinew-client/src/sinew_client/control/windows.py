@@ -1,6 +1,4 @@
-"""The controller of a stream: windows of waypoints arrive without requests and replace waypoints that are not
-executed yet.
-"""
+"""The controller of a stream: windows of waypoints arrive without requests and replace waypoints of the future."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_REASON = 400  # characters
-WINDOWS = 256  # windows whose sample and frame are remembered
-PREFIXES = 10_000  # whose ages are remembered
-MAX_DELAY = 1000  # nodes: what a longer stall measures would only keep windows out of reach after it
+WINDOWS = 256  # number of windows whose sample and frame are stored
+PREFIXES = 10_000  # number of prefixes whose ages are stored
+MAX_DELAY = 1000  # waypoints; a longer delay, measured in a stall, would put the next windows out of reach
 NO_WINDOW, OUT_OF_NODES, OLD_FRAME, BLIND = (
     "no window yet",
     "out of nodes",
@@ -43,18 +41,18 @@ class StreamController(BaseController):
     A missing observation holds the robot in that step and drops no waypoint. A window counts as failed in these
     cases:
 
-    * It has no rows, more than ``max_rows``, or rows other than ``dim`` finite numbers.
-    * It begins at a waypoint that no delay can explain.
+    * It has more than ``max_rows`` rows, or rows that are not ``dim`` finite numbers.
+    * It begins further ahead than the longest delay allows.
     * It refers to a sample or frame that does not exist yet.
 
     Args:
         hz: Waypoints per second.
         stale: Seconds after which a waypoint's frame is too old to act on. The robot then holds.
-        motion: Tells the robot's position before its first command.
+        motion: Gives the robot's position before its first command.
 
     Attributes:
-        windows: Number of windows that were taken.
-        bad: Number of windows that could not be taken.
+        windows: Number of valid windows.
+        bad: Number of invalid windows.
         misses: Steps without a waypoint after the first window.
     """
 
@@ -77,12 +75,12 @@ class StreamController(BaseController):
         self.reactions = Reactions()
         self.newest: StreamWindow | None = None
         self.prefix_ages: list[float] = []
-        self._about: OrderedDict = OrderedDict()  # number of a window, as it came -> the window
-        self._asked = -1  # the step of the newest sample, and when it was
-        self._time = -math.inf
+        self._about: OrderedDict = OrderedDict()  # number of a window, by arrival -> the window
+        self._asked = -1  # control step of the newest sample
+        self._time = -math.inf  # time of the newest sample
         self._world = -math.inf  # frames up to this time belong to an earlier episode
-        self._blind = (-1, "")  # the step in which the robot cannot act on what it sees, and why
-        self._failing = ""  # the last error since there was news
+        self._blind = (-1, "")  # the step without a usable observation, and the reason
+        self._failing = ""  # the last error since the last window with a new frame
 
     @property
     def chunks(self) -> int:
@@ -117,7 +115,7 @@ class StreamController(BaseController):
         )
 
     def arrived(self, step: int, answer: StreamWindow) -> bool:
-        """Take a window. Return whether it is valid."""
+        """Take a window. Return True if it is valid."""
         try:
             rows = self._checked(answer, step)
         except RowsError as error:
@@ -155,8 +153,11 @@ class StreamController(BaseController):
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
         """Hold in this step.
 
-        moved: True if the world has changed, as in a new episode. The robot then holds until a window has a newer
-        frame.
+        Args:
+            step: The control step.
+            reason: Why the robot holds.
+            moved: True if the scene has changed, as in a new episode. The robot then holds until a window has a newer
+                frame.
         """
         self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         if not moved:
@@ -195,7 +196,7 @@ class StreamController(BaseController):
         return rows
 
     def _put(self, window: StreamWindow, rows: np.ndarray) -> None:
-        """Plan a window's nodes."""
+        """Merge a window's waypoints into the trajectory."""
         if self.newest is None or window.frame_time > self.newest.frame_time:
             self._failing = ""
             self.frames_used += 1
