@@ -34,7 +34,7 @@ class Ensembled:
         Args:
             chunk: float32 [H, D], computed from this step's observation.
         """
-        # Imported here, because it imports the whole control loop, which other policies do not need
+        # Imported here, because it imports the whole control loop, which other policies do not need.
         from sinew_client.control.blend import ensemble
 
         self._chunks.append(np.asarray(chunk, np.float32))
@@ -44,24 +44,24 @@ class Ensembled:
 
 
 class ActionQueue:
-    """An episode: hands out the actions of a policy's chunks one by one, and requests the next chunk when they are
-    used up.
+    """An episode that hands out the actions of a policy's chunks one by one. It requests the next chunk after the last
+    action.
 
-    A policy that was trained for temporal ensembling (``PolicySpec.temporal_ensemble``) is asked at every step, and
-    the actions of its chunks are averaged, unless you pass ``rows``.
+    A policy that was trained for temporal ensembling (``PolicySpec.temporal_ensemble``) gets a request in every step,
+    and the actions of its chunks are averaged, unless you pass ``rows``.
 
     Args:
         policy: Any open policy (:func:`sinew_client.connect`). It stays open.
-        rows: Actions of a chunk that are handed out before the next request. None takes the number with which the
+        rows: Number of actions that are handed out before the next request. None takes the number with which the
             policy was evaluated (``PolicySpec.n_action_steps``), else the whole chunk.
         session: Session of the requests, for several episodes at the same time.
 
     Attributes:
         chunk: The chunk whose actions are handed out at present; None before the first request.
-        rows: Actions that are handed out per chunk.
+        rows: Number of actions that are handed out per chunk.
 
     Raises:
-        ClientError: ``rows`` is more than a chunk has.
+        ClientError: ``rows`` is larger than the policy's chunk.
 
     Example:
         >>> queue = ActionQueue(policy)
@@ -81,7 +81,7 @@ class ActionQueue:
         self._begin()
 
     def __len__(self) -> int:
-        """Return how many actions are left before the next request."""
+        """Return the number of actions before the next request."""
         return len(self._queue)
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class ActionQueue:
     ) -> np.ndarray:
         """Return the action of this control step. Call it once per step.
 
-        The policy is asked if no action is left, or if the instruction has changed. A policy with an observation
+        The policy gets a request if no action is left, or if the instruction has changed. A policy with an observation
         history gets the earlier steps automatically.
 
         Args:
@@ -112,12 +112,12 @@ class ActionQueue:
             float32 [D] in robot units.
 
         Raises:
-            SinewError: The errors of the policy's ``infer``. No action is handed out then, but the step counts.
+            SinewError: The policy's ``infer`` raised it. The step counts, although there is no action.
         """
-        given = vars(observation) if isinstance(observation, Observation) else observation
-        self._history.see(self._step, given.get("images") or {}, given.get("state"))
+        fields = vars(observation) if isinstance(observation, Observation) else observation
+        self._history.see(self._step, fields.get("images") or {}, fields.get("state"))
         step, self._step = self._step, self._step + 1
-        prompt = given.get("prompt")
+        prompt = fields.get("prompt")
         if not self._queue or prompt != self._prompt:
             self._queue.clear()
             self.chunk = self.policy.infer(self._asked(observation, step), timeout=timeout)

@@ -13,8 +13,8 @@ ONE_WORD = 0.6  # smallest similarity of a word and its misspelling; difflib's d
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'camera1'?`` if ``name`` looks like a misspelling of a known name, else "".
 
-    A different name is not a misspelling: ``pi0_fast_libero`` is another model than ``pi0_libero``, and ``camera4``
-    another camera than ``camera1``.
+    A different name is not a misspelling: ``pi0_fast_libero`` and ``pi0_libero`` are different models, and ``camera4``
+    and ``camera1`` are different cameras.
     """
     names = list(known)
     words = {word for each in names for word in _words(each)}
@@ -30,12 +30,12 @@ def _words(name: str) -> list[str]:
 def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
     """Return True if each word of ``name`` equals the word of ``known`` at the same place, or misspells it.
 
-    words: All words of the known names. A known word is never a misspelling of another one, nor is a word with
+    ``words`` has all words of the known names. A known word is never a misspelling of another word, nor is a word with
     another number.
     """
     left, right = _words(name), _words(known)
     if "".join(left) == "".join(right):
-        return True  # the separators differ
+        return True  # only the separators differ
     return len(left) == len(right) and all(
         a == b
         or (
@@ -48,9 +48,7 @@ def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
 
 
 class SinewError(Exception):
-    """Base of all errors that a user can cause or meet. Servers send ``code``, which does not change between
-    versions.
-    """
+    """Base of all errors that a user can cause or meet. Servers send ``code``, which is the same in all versions."""
 
     code = "internal"
 
@@ -86,9 +84,9 @@ class ObservationError(SinewError):
         Args:
             key: The key.
             known: The keys that are allowed.
-            expected: The message's text for these; "" lists them.
+            expected: The message's text for the allowed keys; "" lists them.
         """
-        # A key of another type may be as long as it likes, so only short numbers are written out.
+        # A key of another type may have any length, so only short numbers are written out.
         short = isinstance(key, int) and key.bit_length() < 64
         name = key[:100] if isinstance(key, str) else str(key) if short else type(key).__name__
         names = list(known)
@@ -128,7 +126,7 @@ class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N8
 
 
 class RequestTimeout(ClientError, TimeoutError):  # noqa: N818
-    """There was no answer in time: no server at the address, a server that still loads, or one that is too slow."""
+    """There was no answer in time: the address has no server, or the server still loads or is too slow."""
 
 
 class ConnectionLost(ClientError, ConnectionError):  # noqa: N818
@@ -148,7 +146,7 @@ class ClosedError(ClientError):
 
 
 class Refused(ClientError):  # noqa: N818
-    """The policy rejects the robot's observations. It did so from the first one, so the robot has not moved."""
+    """The policy rejects the robot's observations. It rejected the very first one, so the robot has not moved."""
 
 
 class ServerError(ClientError):

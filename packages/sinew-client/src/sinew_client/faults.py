@@ -9,21 +9,18 @@ from sinew_client.errors import ConnectionLost, LateChunk, RequestTimeout
 
 # Requests that a server did not compute, for a reason of normal operation.
 UNCOMPUTED = ("busy", "cancelled", "deadline", "shutting_down", "superseded")
-# What will be answered to every observation of this robot: policy, robot or key are not the right ones.
+# Errors that every observation of this robot will get, because the policy, the robot or the key is wrong.
 PERMANENT = ("bad_observation", "bad_request", "missing_package", "unauthorized", "unknown_policy")
 
-KINDS, LONGEST_KIND, LONGEST_TEXT = (
-    100,
-    64,
-    1000,
-)  # bounds of servers' errors: kinds, and characters of each text
+# Limits of servers' errors: number of kinds, characters of a kind, and characters of a text.
+KINDS, LONGEST_KIND, LONGEST_TEXT = 100, 64, 1000
 
 
 def kind_of(error: BaseException) -> str:
     """Return the kind of an error: a server's code, or the name of its type.
 
-    "" for an answer that came too late or not at all: a deadline, a lost connection, a server that is busy, stops, or
-    got a newer request. The robot then holds, requests again and continues.
+    The kind is "" if the answer came too late or not at all: after a deadline, with a lost connection, or if the server
+    is busy, stops, or got a newer request. The robot then holds, requests again and continues.
     """
     code = getattr(error, "code", "")
     if isinstance(error, (RequestTimeout, ConnectionLost, LateChunk)) or code in UNCOMPUTED:
@@ -35,8 +32,8 @@ class Faults:
     """Counts failed answers.
 
     Attributes:
-        first: Text of the first one.
-        counts: Kind -> number.
+        first: Text of the first failed answer.
+        counts: Kind -> number of failed answers.
     """
 
     def __init__(self) -> None:
@@ -52,7 +49,7 @@ class Faults:
         return sum(self.counts.values())
 
     def __str__(self) -> str:
-        """Return one line for people, "" where nothing failed."""
+        """Return a line of text about all failed answers; "" if there are none."""
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.counts.most_common())
         return f"{kinds}; the first: {self.first}" if kinds else ""
 

@@ -1,4 +1,4 @@
-"""Compare the parts of a policy's description that its robots rely on with those of another policy."""
+"""Compare two policies' descriptions in the parts that their robots rely on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sinew_client.types import PolicySpec, VectorSpec
 if TYPE_CHECKING:
     from sinew_client.policy import Policy
 
-# What a running loop was fitted to, and what its commands mean.
+# The parts to which a running loop was fitted, and the parts that give its commands their meaning.
 TAKEN = ("cameras", "state", "action", "control_hz", "embodiment", "motion")
 COMMANDS = ("action", "control_hz", "embodiment", "motion")
 
 
 def form(spec: PolicySpec, parts: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the parts of a policy's description that its robots rely on, by name, as far as the policy states them.
+    """Return the parts of a policy's description that its robots rely on, by name, if the policy states them.
 
-    parts: Names to return, or their first part before a dot; () for all.
+    ``parts`` has the names to return, or their first part before a dot; () returns all parts.
     """
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "cameras": tuple(each.name for each in spec.cameras),
         "state.dim": spec.state.dim,
         "action.dim": spec.action.dim,
@@ -34,9 +34,9 @@ def form(spec: PolicySpec, parts: Sequence[str] = ()) -> dict[str, Any]:
         "motion": None if spec.motion is None else tuple(asdict(spec.motion).items()),
     }
     for keys in spec.keys:
-        found[f"keys.{keys.wire}"] = (tuple(sorted(keys.images.items())), keys.state, keys.prompt)
-    wanted = {name: value for name, value in found.items() if not parts or name.partition(".")[0] in parts}
-    return {name: value for name, value in wanted.items() if value not in (None, "", ())}
+        values[f"keys.{keys.wire}"] = (tuple(sorted(keys.images.items())), keys.state, keys.prompt)
+    selected = {name: value for name, value in values.items() if not parts or name.partition(".")[0] in parts}
+    return {name: value for name, value in selected.items() if value not in (None, "", ())}
 
 
 def _vector(name: str, spec: VectorSpec) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _vector(name: str, spec: VectorSpec) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], who: str = "") -> dict[str, str]:
-    """Return a sentence for each name of :func:`form` that both state differently. who: Owner of the expected value."""
+    """Return a sentence for each name of :func:`form` whose values differ. ``who`` is the owner of the first value."""
     return {
         key: f"{key}: expected {_text(before[key])}{who}, got {_text(after[key])}"
         for key in before
@@ -56,8 +56,8 @@ class Fitted:
     """The policy that a robot was fitted to. It rejects other policies.
 
     Args:
-        policy: The policy's description (``metadata()["policy"]``); None takes that of the first policy that is
-            checked.
+        policy: The policy's description (``metadata()["policy"]``). None takes the description of the first policy
+            that is checked.
         parts: Names of :func:`form` that are compared.
     """
 
@@ -66,10 +66,15 @@ class Fitted:
         self._form = None if policy is None else form(PolicySpec.from_dict(policy), parts)
 
     def check(self, server: Policy) -> None:
-        """Raise :class:`UnsafeChunk` where another policy answers, with other cameras, joints, units, rate or motion.
-        Asks the server, once a connection and after each exchange of its policy."""
+        """Check that a server's policy has the same cameras, joints, units, rate and motion.
+
+        The server gets a request for its description once per connection, and after each hot-swap of its policy.
+
+        Raises:
+            UnsafeChunk: The policy is a different one.
+        """
         try:
-            found = form(server.spec, self._parts)
+            described = form(server.spec, self._parts)
         except ClientError as error:
             if self._form is None and type(error) is ClientError:
                 return  # a server without a description, such as vla.cpp's
@@ -78,8 +83,8 @@ class Fitted:
         if getattr(server, "exchanged", False):
             raise UnsafeChunk(f"{where} has replaced the policy that computed this answer; ask again")
         if self._form is None:
-            self._form = found
-        if others := differing(self._form, found):
+            self._form = described
+        if others := differing(self._form, described):
             raise UnsafeChunk(
                 f"{where} has another policy than the robot was fitted to: {'; '.join(others.values())}"
             )
@@ -93,7 +98,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a refusal shows it."""
+    """Return a value in the form of an error message."""
     if isinstance(value, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in value):
         value = dict(value)
     if isinstance(value, tuple):

@@ -15,15 +15,16 @@ from sinew_client.untrusted import shown
 class History:
     """Stores the observation of each control step, as far back as a policy reads.
 
-    The spacing is that of training, in control steps, and not that of requests, which come at any step. So all (T -
-    1) * stride + 1 steps are stored. The robot stores them and the server none, so a server may restart in the middle
-    of an episode. Frames are copied, so a robot may overwrite them.
+    The spacing is that of training, in control steps. Requests come at any step, so all (T - 1) * stride + 1 steps are
+    stored. The robot stores the history and the server does not, so a server may restart in the middle of an episode.
+    Frames are copied, so a robot may overwrite them.
 
     Args:
         moments: T of the policy (:attr:`PolicySpec.history`), with the observation itself as the newest step. 1
             stores nothing.
-        stride: Control steps from one of them to the next.
-        padding: Replacement of steps before the first one, "repeat" or "mask" (:attr:`PolicySpec.history_padding`).
+        stride: Control steps from one observation step of the history to the next.
+        padding: Replacement of steps before the first observation, "repeat" or "mask"
+            (:attr:`PolicySpec.history_padding`).
 
     Raises:
         ClientError: No policy has such a history.
@@ -39,14 +40,16 @@ class History:
 
     @classmethod
     def of(cls, policy: Mapping[str, Any]) -> History:
-        """Return the history of a policy's description. Its default is one observation step. Raises
-        :class:`ClientError`.
+        """Create the history that a policy's description states; by default one observation step.
+
+        Raises:
+            ClientError: The description is not valid.
         """
-        said = [policy.get("history") or 1, policy.get("history_stride") or 1]
-        for name, value in zip(("history", "history_stride"), said):
+        numbers = [policy.get("history") or 1, policy.get("history_stride") or 1]
+        for name, value in zip(("history", "history_stride"), numbers):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ClientError(f"policy.{name}: expected a whole number, got {shown(value)}")
-        return cls(*said, padding=policy.get("history_padding") or "repeat")
+        return cls(*numbers, padding=policy.get("history_padding") or "repeat")
 
     def see(self, step: int, images: Mapping[str, Any], state: Any) -> None:
         """Store the observation of a control step. For the same step, the last call counts."""
@@ -58,21 +61,21 @@ class History:
         self._kept.append((step, Moment(frames, np.array(state))))
 
     def before(self, step: int) -> tuple[Moment, ...]:
-        """Return the T - 1 observation steps before a control step, ``stride`` steps apart, oldest first; () without
-        any.
+        """Return the T - 1 observation steps before a control step, ``stride`` steps apart, oldest first.
 
-        A step without an observation is replaced by the one before it. Steps before the first one are filled with the
-        first if the padding is "repeat", and left out if it is "mask".
+        A step without an observation is replaced by the step before it. Steps before the first observation are filled
+        with the first observation if the padding is "repeat", and left out if it is "mask". Without any observation,
+        the result is ().
         """
         if self.moments == 1 or not self._kept:
             return ()
-        found = []
-        for wanted in range(step - (self.moments - 1) * self.stride, step, self.stride):
-            seen = [moment for at, moment in self._kept if at <= wanted]
+        steps = []
+        for due in range(step - (self.moments - 1) * self.stride, step, self.stride):
+            seen = [moment for at, moment in self._kept if at <= due]
             if seen or self.padding == "repeat":
-                found.append(seen[-1] if seen else self._kept[0][1])
-        return tuple(found)
+                steps.append(seen[-1] if seen else self._kept[0][1])
+        return tuple(steps)
 
     def clear(self) -> None:
-        """Forget all moments: the world is another one, such as a new episode's."""
+        """Forget all observation steps, because the scene has changed, as in a new episode."""
         self._kept.clear()

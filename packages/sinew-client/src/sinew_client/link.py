@@ -1,7 +1,7 @@
 """One connection to a server, over a plain socket: a request is sent and its reply received, without another thread.
 
-ZeroMQ's library passes every message through a thread of its own, and copies it for that. Here the kernel reads the
-frames in place, and wakes the thread that waits.
+ZeroMQ's library passes every message through its own thread, and copies the message for it. Here the kernel reads the
+frames in place, and wakes the waiting thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from sinew_client import tls, zmtp
 from sinew_client.errors import ClientError, ConnectionLost
 
 MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred million
-MAX_TURNS = 64  # looks at what came between two requests, a buffer each
+MAX_TURNS = 64  # largest number of buffers that are read between two requests
 MAX_PARTS = 512  # parts in one system call; the kernel's limit is 1,024
 LONGEST_S = 1e6  # longest wait in seconds
-_CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED has them
-_SELECTOR = getattr(
-    selectors, "PollSelector", selectors.SelectSelector
-)  # select() takes no descriptor above 1,023
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, in the form of SO_PEERCRED
+# poll() is preferred, because select() supports no descriptor above 1,023.
+_SELECTOR = getattr(selectors, "PollSelector", selectors.SelectSelector)
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # not all systems have all three
 
 
@@ -51,7 +50,7 @@ def place_of(address: str) -> tuple:
 
 
 def has_tls(place: tuple) -> bool:
-    """Return True for a place that :func:`place_of` returned of a ``tls://`` address."""
+    """Return True if a place of :func:`place_of` belongs to a ``tls://`` address."""
     return place[2:] == ("tls",)
 
 
@@ -61,18 +60,18 @@ def unix_place(place: tuple) -> list:
 
 
 def unconnected(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
-    """Return a socket that is to be connected to an address of ``getaddrinfo``.
+    """Create a socket for an address of ``getaddrinfo``, which is not connected yet.
 
-    To this machine it sends without pauses. Where a system's congestion control is BBR, the end of a frame may wait
-    there for ten milliseconds and more, for the sake of a network that is not there.
+    A socket to this machine uses the congestion control "reno". With BBR, which some systems use by default, the end of
+    a frame may wait for ten milliseconds or more, although there is no network.
     """
-    made = socket.socket(family, kind, protocol)
+    connection = socket.socket(family, kind, protocol)
     local = isinstance(address, tuple) and (address[0].startswith("127.") or address[0] == "::1")
     if local and hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError):  # some systems have the option and not this value
-            # From the beginning: a connection that BBR has begun is paced by whatever follows it
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-    return made
+        with contextlib.suppress(OSError):  # some systems have the option but not this value
+            # The option is set before the connection, because a connection that begins with BBR stays paced.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    return connection
 
 
 def check_owner(made: socket.socket) -> None:
@@ -93,24 +92,27 @@ def check_owner(made: socket.socket) -> None:
 
 
 def connected(place: tuple, end: float) -> socket.socket:
-    """Return a connection to a place, without TLS yet. Raises OSError, a ``socket.timeout`` at ``end``.
+    """Return a connection to a place, without TLS yet.
 
-    Each address of the host gets its share of the time. The system's resolver takes its own.
+    Each address of the host gets its share of the time. The system's resolver has its own time limit.
+
+    Raises:
+        OSError: No address can be reached. At ``end``, the error is ``socket.timeout``.
     """
-    found = unix_place(place) or socket.getaddrinfo(*place[:2], type=socket.SOCK_STREAM)
+    candidates = unix_place(place) or socket.getaddrinfo(*place[:2], type=socket.SOCK_STREAM)
     error = OSError("the host has no address")
-    for index, (family, kind, protocol, _, address) in enumerate(found):
-        made = unconnected(family, kind, protocol, address)
+    for index, (family, kind, protocol, _, address) in enumerate(candidates):
+        connection = unconnected(family, kind, protocol, address)
         try:
-            share = (end - time.monotonic()) / (len(found) - index)
-            made.settimeout(max(1e-3, min(LONGEST_S, share)))
-            made.connect(address)
-            check_owner(made)
+            share = (end - time.monotonic()) / (len(candidates) - index)
+            connection.settimeout(max(1e-3, min(LONGEST_S, share)))
+            connection.connect(address)
+            check_owner(connection)
         except OSError as wrong:
-            made.close()
+            connection.close()
             error = wrong
         else:
-            return made
+            return connection
     raise error
 
 
@@ -130,7 +132,7 @@ def secured(made: socket.socket, place: tuple, end: float) -> socket.socket:
 
 
 def payload_of(message: zmtp.Message, before: int) -> bytes:
-    """Return the last frame of a message, before which so many empty ones stand. Raises :class:`ConnectionLost`."""
+    """Return the last frame of a message, which must follow ``before`` empty frames. Raises :class:`ConnectionLost`."""
     *head, payload = message.frames or [b""]
     if message.count != before + 1 or len(message.frames) != message.count or any(head):
         raise ConnectionLost(f"expected a reply of one frame, got {message.count} and {message.size} bytes")
@@ -138,7 +140,7 @@ def payload_of(message: zmtp.Message, before: int) -> bytes:
 
 
 def set_options(made: socket.socket) -> None:
-    """Have small packets sent at once, and a silent peer found after 25 seconds, where packets and peers are TCP's."""
+    """Set TCP options: small packets are sent at once, and a silent peer is detected after 25 seconds."""
     if made.family not in (socket.AF_INET, socket.AF_INET6):
         return
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -151,9 +153,11 @@ def set_options(made: socket.socket) -> None:
 class Link:
     """An open connection to a ROUTER or REP socket. Not thread-safe.
 
-    The constructor connects and shakes hands until ``end``, ``time.monotonic()`` seconds.
+    The constructor connects and completes the handshake.
 
     Args:
+        place: A place of :func:`place_of`.
+        end: Time limit, ``time.monotonic()`` seconds.
         kind: The role of this end. b"REQ" has :meth:`ask`, which waits for the reply. b"DEALER" has :meth:`put`,
             :meth:`flush` and :meth:`get`, which never wait.
 
@@ -163,8 +167,10 @@ class Link:
     """
 
     def __init__(self, place: tuple, end: float, kind: bytes = b"REQ"):
-        self._unsent: collections.deque = collections.deque()  # messages, of which the first may have begun
-        self.frames: Any = None  # memory that both ends share (shared.py)
+        self._unsent: collections.deque = (
+            collections.deque()
+        )  # messages to send; the first may be sent in part
+        self.frames: Any = None  # frames in memory that both ends share (shared.py)
         self._socket = connected(place, end)
         try:
             self._socket = secured(self._socket, place, end)
@@ -185,16 +191,15 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Close the connection. In a forked process, only its own end closes."""
+        """Close the connection. A forked process closes only its own end."""
         self._socket.close()
 
     @property
     def stands(self) -> bool:
-        """False if the connection can no longer be used: it has ended, or has received invalid bytes or an unexpected
-        message.
+        """False if the connection has ended, or has received invalid bytes or an unexpected message.
 
         PINGs do not count, because a server may use them to keep its connections alive. At most 64 buffers are
-        checked, so that a peer that never stops sending costs no more here. :meth:`ask` finds later problems.
+        checked, so that a peer that sends without end cannot block the client. :meth:`ask` detects later problems.
         """
         try:
             for _ in range(MAX_TURNS):
@@ -209,12 +214,14 @@ class Link:
     def ask(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bytes | None:
         """Send a request, and return its reply; None at ``end``.
 
-        Raises OSError and :class:`ConnectionLost` if the connection breaks.
-
         Args:
             parts: Parts of the request, which are sent one after the other.
             end: Time limit, ``time.monotonic()`` seconds.
             beside: Ancillary data for ``sendmsg`` of a Unix socket, sent with the first bytes.
+
+        Raises:
+            OSError: The connection broke.
+            ConnectionLost: The reply is not valid.
         """
         opening = zmtp.head(0, more=True) + zmtp.head(sum(map(len, parts)))  # the empty frame of a REQ socket
         if not self._send([opening, *parts], end, beside):
@@ -227,7 +234,7 @@ class Link:
 
     @property
     def unsent(self) -> int:
-        """Messages that were put and have not left whole."""
+        """Number of messages of :meth:`put` that are not sent completely."""
         return len(self._unsent)
 
     def put(self, parts: Sequence[zmtp.Frame]) -> None:
@@ -282,12 +289,12 @@ class Link:
             raise ConnectionLost(f"the other end is not a ZeroMQ server: {error}") from error
 
     def _answer(self, end: float) -> None:
-        """Send the replies of the protocol itself: greeting, handshake, PONG."""
+        """Send the replies that ZeroMQ itself requires: greeting, handshake, PONG."""
         while self._framing.replies:
             self._send([self._framing.replies.pop(0)], end)
 
     def _receive(self, end: float) -> bool:
-        """Receive available bytes, or wait for the first ones. Return False if none arrive until ``end``."""
+        """Receive available bytes, or wait for the first bytes. Return False if no bytes arrive until ``end``."""
         while self._buffered() or self._wait(selectors.EVENT_READ, end):
             with contextlib.suppress(BlockingIOError):
                 count = self._socket.recv_into(self._framing.room())
@@ -303,22 +310,22 @@ class Link:
 
     def _send(self, parts: Sequence[zmtp.Frame], end: float, beside: Sequence = ()) -> bool:
         """Send all parts. Return False if the peer has not accepted them until ``end``."""
-        left = (
+        pending = (
             [memoryview(b"".join(parts))] if len(parts) > MAX_PARTS else [memoryview(each) for each in parts]
         )
-        gather = getattr(self._socket, "sendmsg", None)  # not everywhere
-        while left:
+        gather = getattr(self._socket, "sendmsg", None)  # some systems, and TLS sockets, have no sendmsg
+        while pending:
             try:
-                sent = gather(left, beside) if gather else self._socket.send(left[0])
+                sent = gather(pending, beside) if gather else self._socket.send(pending[0])
             except BlockingIOError:
                 if not self._wait(selectors.EVENT_WRITE, end):
                     return False
                 continue
             beside = ()
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
+            while pending and sent >= len(pending[0]):
+                sent -= len(pending.pop(0))
             if sent:
-                left[0] = left[0][sent:]
+                pending[0] = pending[0][sent:]
         return True
 
     def _wait(self, event: int, end: float) -> bool:

@@ -23,9 +23,14 @@ def search_here() -> str:
 
 
 def load_module(name: str, what: str) -> Any:
-    """Import a module of the user's, from the current folder or an installed package. what: The option, for messages.
+    """Import a module of the user from the current folder or an installed package.
 
-    Raises :class:`ModuleError`, in one line, for a module that is missing or does not import.
+    Args:
+        name: Name of the module.
+        what: The option that names the module, for messages.
+
+    Raises:
+        ModuleError: The module is missing or cannot be imported. The message is one line.
     """
     here = search_here()
     try:
@@ -42,13 +47,13 @@ def load_module(name: str, what: str) -> Any:
 
 
 def load_named(text: str, what: str) -> Any:
-    """Import the object that ``module:name`` names. what: The option, for messages. Raises :class:`ModuleError`."""
+    """Import the object ``module:name``. ``what`` is the option, for messages. Raises :class:`ModuleError`."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ModuleError(f"{what}: expected module:name, got {text!r}")
-    found = load_module(module, what)
+    imported = load_module(module, what)
     try:
-        return getattr(found, name)
+        return getattr(imported, name)
     except AttributeError:
-        where = getattr(found, "__file__", None) or module
+        where = getattr(imported, "__file__", None) or module
         raise ModuleError(f"{what}: {where} has no {name!r}") from None

@@ -19,16 +19,17 @@ Self = TypeVar("Self", bound="OpenPolicy")
 def asking(
     observation: Observation | Mapping[str, Any], question: str | None, max_tokens: int | None
 ) -> Mapping[str, Any]:
-    """Return an observation that requests text alone: the answer to ``question``, or a subtask if it is None.
+    """Return an observation that requests only text: the answer to ``question``, or a subtask if it is None.
 
-    Raises ObservationError for an empty question.
+    Raises:
+        ObservationError: The question is empty.
     """
     if question is not None and not (isinstance(question, str) and question.strip()):
         got = "an empty string" if isinstance(question, str) else type(question).__name__
         raise ObservationError("question", "a non-empty text", got)
-    given = vars(observation) if isinstance(observation, Observation) else observation
-    asked = {"question": question} if question is not None else {"subtask": True, "text_only": True}
-    return {**given, **asked, "text_tokens": max_tokens}
+    fields = vars(observation) if isinstance(observation, Observation) else observation
+    request = {"question": question} if question is not None else {"subtask": True, "text_only": True}
+    return {**fields, **request, "text_tokens": max_tokens}
 
 
 def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None:
@@ -50,20 +51,20 @@ def refuse_words(observation: Observation | Mapping[str, Any], who: str) -> None
 class OpenPolicy:
     """Base of policies that compute in this process.
 
-    After ``close`` their methods raise ClosedError. They also do in a forked process, which lacks the parent's
-    threads.
+    After ``close``, their methods raise ClosedError. In a forked process they raise it too, because the process lacks
+    the parent's threads.
     """
 
     _closed = False
     _process: int
 
     def __new__(cls: type[Self], *_: Any, **__: Any) -> Self:
-        made = super().__new__(cls)
-        made._process = os.getpid()
-        return made
+        instance = super().__new__(cls)
+        instance._process = os.getpid()
+        return instance
 
     def reset(self, session: str = "") -> None:
-        """Do nothing: answers do not depend on earlier ones."""
+        """Do nothing, because answers do not depend on earlier requests."""
         self._refuse_closed()
 
     def episode(self, *, rows: int | None = None, session: str = "") -> ActionQueue:
@@ -82,7 +83,7 @@ class OpenPolicy:
             self._release()
 
     def _release(self) -> None:
-        """Release the resources. Called once."""
+        """Release the resources. :meth:`close` calls this once."""
 
     def _refuse_closed(self) -> None:
         """Raise :class:`ClosedError` after :meth:`close`."""
@@ -103,13 +104,12 @@ class OpenPolicy:
 
 
 class Limit(threading.Event):
-    """An event that is set after a time limit, or when another event is set. It cancels an inference that takes too
-    long.
+    """An event that is set after a time limit, or when another event is set. It cancels a slow inference.
 
-    As a context manager it turns the CancelledError of its own time limit into RequestTimeout.
+    As a context manager, it replaces the CancelledError of its own time limit by RequestTimeout.
 
     Args:
-        seconds: The time limit; None for none.
+        seconds: The time limit; None sets no limit.
         other: The other event, if any.
     """
 
@@ -126,11 +126,12 @@ class Limit(threading.Event):
         return super().is_set() or self.passed or (self._other is not None and self._other.is_set())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set, at most ``timeout`` seconds. Return whether it is set. ``other`` is checked at
-        the end.
+        """Wait until the event is set, at most ``timeout`` seconds. Return True if it is set.
+
+        The event ``other`` is checked only at the beginning and at the end.
         """
-        left = self._end - time.monotonic()
-        longest = min(left, threading.TIMEOUT_MAX if timeout is None else timeout)
+        remaining = self._end - time.monotonic()
+        longest = min(remaining, threading.TIMEOUT_MAX if timeout is None else timeout)
         return self.is_set() or super().wait(max(0.0, longest)) or self.is_set()
 
     def __enter__(self) -> Limit:

@@ -20,12 +20,13 @@ from sinew_client.untrusted import UntrustedError, parse_json, shown
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 CONDITION_KEYS = ("advantage", "guidance_scale")
-OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")  # the last is the request's
+OBSERVATION_KEYS = (
+    *(each.name for each in fields(Observation)),
+    "deadline_ms",
+)  # the last is a field of the request
 
-MAX_ROWS, MAX_DIM = (
-    1024,
-    1024,
-)  # bounds of an answer: actions, if the policy states no number, and numbers of an action
+# Limits of an answer: number of actions, if the policy states no number, and numbers of an action.
+MAX_ROWS, MAX_DIM = 1024, 1024
 
 _KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(
@@ -41,9 +42,13 @@ _GENERATION = schema.PredictRequest.DESCRIPTOR.fields_by_name["generation"].numb
 
 
 def split_address(address: str) -> tuple:
-    """Return (address, policy) of ``[tcp://]host:port[/policy]``, ``tls://host:port[/policy]`` or
-    ``ipc:///path[#policy]``. Raises :class:`ClientError`: the one place where an address is refused, for every kind of
-    client.
+    """Split an address into (address, policy).
+
+    The forms are ``[tcp://]host:port[/policy]``, ``tls://host:port[/policy]`` and ``ipc:///path[#policy]``. All kinds
+    of clients check their addresses here.
+
+    Raises:
+        ClientError: The address has another form.
     """
     scheme, separator, rest = address.rpartition("://")
     if scheme == "ipc" and rest.startswith("/"):
@@ -61,7 +66,7 @@ def split_address(address: str) -> tuple:
 
 
 def need_pillow() -> None:
-    """Raise :class:`ClientError` where frames cannot be compressed."""
+    """Raise :class:`ClientError` if Pillow, which compresses frames, is not installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -69,7 +74,7 @@ def need_pillow() -> None:
 
 
 def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an observation as the mapping that a request is made of."""
+    """Return the fields of an observation as a mapping."""
     return vars(observation) if isinstance(observation, Observation) else observation
 
 
@@ -85,8 +90,13 @@ def infer_parts(
     api_key: str = "",
     policy: str = "",
 ) -> list:
-    """Return an INFER request to a policy, "" for the server's first: its bytes in parts, of which the frames are views
-    of those given. Raises :class:`InvalidObservation` naming the field that does not fit."""
+    """Encode an INFER request in parts. The parts with frames are views of the observation's frames.
+
+    ``policy`` is the name of the policy; "" is the server's first policy.
+
+    Raises:
+        InvalidObservation: A field cannot be encoded. The message names it.
+    """
     for key in observation:
         if key not in _KNOWN:
             raise InvalidObservation.unknown(key, OBSERVATION_KEYS)
@@ -113,9 +123,9 @@ def infer_parts(
         request.previous.extend(floats("previous", observation["previous"], 2).reshape(-1).tolist())
     for key, value in observation.items():
         if key in _SCALARS and value is not None:
-            # numpy scalars are common here and protobuf 3.20 does not take all of them
+            # Values are often numpy scalars, and protobuf 3.20 does not accept all of them.
             value = value.item() if isinstance(value, np.generic) else value
-            if key == "text_tokens" and not value:  # which a message could not tell from none
+            if key == "text_tokens" and not value:  # in a message, 0 is the same as an absent value
                 raise InvalidObservation(key, "1 or more", str(value))
             _assign(key, setattr, request, key, value)
 
@@ -129,8 +139,11 @@ def infer_all_parts(
     api_key: str = "",
     policy: str = "",
 ) -> list:
-    """Return one INFER request of several observations, as :func:`infer_parts` does that of one. Raises
-    :class:`InvalidObservation` naming the observation, and its field, that does not fit."""
+    """Encode one INFER request with several observations in parts, as :func:`infer_parts` does for one.
+
+    Raises:
+        InvalidObservation: A field cannot be encoded. The message names the observation and its field.
+    """
     if not 0 < len(observations) <= MOST_TOGETHER:
         raise InvalidObservation("observations", f"1 to {MOST_TOGETHER}", str(len(observations)))
     parts = [schema.PredictRequest(request_id=request_id, api_key=api_key, policy=policy).SerializeToString()]
@@ -139,7 +152,7 @@ def infer_all_parts(
             if observation.get("deadline_ms") is not None:
                 raise InvalidObservation("deadline_ms", "no deadline for one of several observations", "one")
             single = infer_parts(observation, 0, jpeg_quality)
-            # Frames of several observations are sent: the lengths of what is around them count theirs
+            # These frames never go to shared memory, because the lengths of the enclosing fields include their bytes.
             inner = [bytes(part) if isinstance(part, FrameHead) else part for part in single]
         except InvalidObservation as error:
             raise InvalidObservation(
@@ -152,8 +165,13 @@ def infer_all_parts(
 def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callable) -> list:
     """Return the outcome of each observation of a request, in their order: a chunk, or the error for it.
 
-    chunk: Makes a chunk from a reply and its observation, or raises. Raises :class:`ClientError` if the reply has
-    another number of answers.
+    Args:
+        reply: The reply.
+        observations: The observations of the request.
+        chunk: Creates a chunk from an answer and its observation, or raises.
+
+    Raises:
+        ClientError: The reply has another number of answers.
     """
     if len(reply.answers) != len(observations):
         raise ClientError(
@@ -172,8 +190,11 @@ def accepted_all(reply, observations: Sequence[Mapping[str, Any]], chunk: Callab
 
 
 def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[np.ndarray]]:
-    """Return the named frames and the states, float32 [D], of all moments of an observation, oldest first. Raises
-    :class:`InvalidObservation` for moments that do not go together."""
+    """Return the named frames and the states, float32 [D], of all observation steps, oldest first.
+
+    Raises:
+        InvalidObservation: The steps differ in their cameras or in the size of their states.
+    """
     earlier = observation.get("earlier")
     earlier = () if earlier is None else earlier
     if not isinstance(earlier, (list, tuple)):
@@ -202,11 +223,11 @@ def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], lis
 
 def with_frames(request, frames: Iterable[tuple[str, Any]], jpeg_quality: int | None = None) -> list:
     """Return a request with frames, in parts. Raises :class:`InvalidObservation` for an invalid frame."""
-    # The frames are put behind the rest by hand, because protobuf would copy them: its own serializer takes 0.4 ms for
-    # two of 224 x 224.
+    # The frames are appended here by hand, because protobuf would copy them: its serializer takes 0.4 ms for two frames
+    # of 224 x 224.
     parts, encoded = [request.SerializeToString()], {}  # type: ignore[var-annotated]
     for name, frame in frames:
-        # Observation steps may share a picture, such as that of a goal
+        # Observation steps may share a frame, such as the picture of a goal.
         if id(frame) not in encoded:
             encoded[id(frame)] = _encode_frame(str(name), frame, jpeg_quality)
         parts += encoded[id(frame)]
@@ -221,7 +242,7 @@ def encode_control(
     policy: str = "",
     report: RobotReport | None = None,
 ) -> bytes:
-    """Return a request without an observation. ``kind``: "METADATA", "HEALTH", "RESET" or, with one, "REPORT"."""
+    """Encode a request without an observation. ``kind`` is "METADATA", "HEALTH", "RESET", or "REPORT" with a report."""
     number = schema.PredictRequest.Kind.Value(kind)
     request = schema.PredictRequest(
         kind=number, request_id=request_id, session=session, api_key=api_key, policy=policy
@@ -232,7 +253,7 @@ def encode_control(
 
 
 def decode_reply(payload: bytes, request_id: int):
-    """Return the reply message. Raises :class:`ServerError` when it carries an error."""
+    """Decode a reply. Raises :class:`ServerError` if the reply is an error, :class:`ClientError` if it is not valid."""
     reply = schema.PredictResponse()
     try:
         reply.ParseFromString(payload)
@@ -245,13 +266,13 @@ def decode_reply(payload: bytes, request_id: int):
 
 
 def raise_error(reply) -> None:
-    """Raise :class:`ServerError` for a reply that carries one."""
+    """Raise :class:`ServerError` if a reply is an error."""
     if reply.error or reply.error_code:
         raise ServerError(_plain(reply.error_code) or "unknown", _plain(reply.error))
 
 
 def _plain(text: str) -> str:
-    """Return a server's text as it may be printed: a line of at most 1,000 characters, without control characters."""
+    """Return a server's text in a form that is safe to print: at most 1,000 characters, no control characters."""
     return "".join(each if each.isprintable() else " " for each in text[:1000])
 
 
@@ -273,10 +294,19 @@ def accepted(
     limits,
     max_rows: int = MAX_ROWS,
 ) -> ActionChunk:
-    """Return the chunk of a reply. asked: ``time.perf_counter()`` at the call.
+    """Decode the chunk of a reply, and check that it may be executed.
 
-    Raises :class:`UnsafeChunk` if it answers an observation older than ``max_age`` seconds, is outside ``limits``, or
-    was computed with another adapter than requested. Old servers ignore the adapter.
+    Args:
+        reply: The reply.
+        observation: The observation of the request.
+        asked: ``time.perf_counter()`` at the call.
+        max_age: Largest age of the observation in seconds; None sets no limit.
+        limits: (lowest, highest) of each action, or None.
+        max_rows: Largest number of actions.
+
+    Raises:
+        UnsafeChunk: The observation is too old, an action is outside the limits, or the chunk was computed with
+            another adapter than requested. Old servers ignore the adapter.
     """
     words_alone = observation.get("question") or observation.get("text_only")
     chunk = decode_chunk(reply, asked, max_rows, 0 if words_alone else 1)
@@ -296,9 +326,17 @@ def accepted(
 
 
 def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
-    """Return the rows of a reply, float32 [least to max_rows, D]. Raises :class:`ClientError`, of which
-    :class:`UnsafeChunk` for rows that must not be executed."""
-    count, horizon, dim = len(reply.actions), reply.horizon, reply.dim  # before they are made into an array
+    """Decode the actions of a reply, float32 [least to max_rows, D].
+
+    Raises:
+        ClientError: The reply is not valid.
+        UnsafeChunk: The actions must not be executed: there are too many numbers, or a number is not finite.
+    """
+    count, horizon, dim = (
+        len(reply.actions),
+        reply.horizon,
+        reply.dim,
+    )  # checked before the array is allocated
     if count != horizon * dim or not (least <= horizon and dim >= 1):
         raise ClientError(f"the reply holds {count} numbers for {horizon} actions of {dim} dimensions")
     if horizon > max_rows or dim > MAX_DIM:
@@ -312,9 +350,17 @@ def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
 
 
 def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, least: int = 1) -> ActionChunk:
-    """Return the chunk of a reply, with at least ``least`` actions. asked: ``time.perf_counter()`` at the call.
+    """Decode the chunk of a reply.
 
-    Raises :class:`UnsafeChunk`.
+    Args:
+        reply: The reply.
+        asked: ``time.perf_counter()`` at the call, or None.
+        max_rows: Largest number of actions.
+        least: Smallest number of actions.
+
+    Raises:
+        ClientError: The reply is not valid.
+        UnsafeChunk: The actions must not be executed.
     """
     if reply.context:
         raise ClientError("the reply holds a context and no actions: this policy answers Client.context")
@@ -333,9 +379,9 @@ def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS, le
 
 
 def decode_timing(reply) -> Timing:
-    """Return the times of a reply, in milliseconds."""
-    found = {each.name: value for each, value in reply.timing.ListFields()}
-    return Timing(**{**found, "step_ms": tuple(found.get("step_ms", ()))})
+    """Decode the times of a reply, in milliseconds."""
+    values = {each.name: value for each, value in reply.timing.ListFields()}
+    return Timing(**{**values, "step_ms": tuple(values.get("step_ms", ()))})
 
 
 def check_limits(chunk: ActionChunk, limits) -> None:
@@ -344,7 +390,7 @@ def check_limits(chunk: ActionChunk, limits) -> None:
     for each in (low, high):
         if each.ndim and each.shape != chunk.actions.shape[1:]:
             raise ClientError(f"limits: expected {chunk.actions.shape[1]} numbers, got {_describe(each)}")
-    within = (chunk.actions >= low) & (chunk.actions <= high)  # nothing is within a limit that is no number
+    within = (chunk.actions >= low) & (chunk.actions <= high)  # a NaN limit allows no action
     outside = np.argwhere(~within)
     if outside.size:
         row, dim = outside[0]
@@ -355,7 +401,7 @@ def check_limits(chunk: ActionChunk, limits) -> None:
 
 
 def described(metadata: dict) -> dict:
-    """Return metadata that describes a policy, and perhaps a server. Raises :class:`ClientError` for any other."""
+    """Check that metadata describes a policy, and perhaps a server, and return it. Raises :class:`ClientError`."""
     for part, absent in (("policy", None), ("server", {})):
         if not isinstance(metadata.get(part, absent), dict):
             raise ClientError(
@@ -366,20 +412,20 @@ def described(metadata: dict) -> dict:
 
 
 def decode_metadata(reply) -> dict:
-    """Return a server's description of itself. Raises :class:`ClientError` unless it is a JSON object."""
+    """Decode a server's description of itself. Raises :class:`ClientError` if it is not a JSON object."""
     try:
-        found = parse_json(reply.metadata)
+        description = parse_json(reply.metadata)
     except UntrustedError as error:
         raise ClientError(f"the reply's metadata is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ClientError(f"the reply's metadata: expected an object, got {shown(found)}")
-    return found
+    if not isinstance(description, dict):
+        raise ClientError(f"the reply's metadata: expected an object, got {shown(description)}")
+    return description
 
 
 def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:
-    """Return a field ``images`` in two parts: the bytes before the data, and the data as bytes or a flat view.
+    """Encode a field ``images`` in two parts: the bytes before the data, and the data as bytes or a flat view.
 
-    frame: uint8 or float [height, width, 3], or the bytes of a JPEG or PNG file.
+    ``frame`` is uint8 or float [height, width, 3], or the bytes of a JPEG or PNG file.
     """
     if isinstance(frame, (bytes, bytearray, memoryview)):
         data = bytes(frame)
@@ -421,8 +467,9 @@ class FrameHead(bytes):
 
 @functools.lru_cache(maxsize=64)  # a robot's frames have the same few sizes
 def image_head(encoding: int, height: int, width: int, length: int, offset: int | None = None) -> bytes:
-    """Return the bytes of a field ``images`` before ``length`` bytes of data. offset: Position of the data in shared
-    memory, if they are there.
+    """Return the bytes of a field ``images`` before ``length`` bytes of data.
+
+    ``offset`` is the position of the data in shared memory; None if the data are in the message.
     """
     head = schema.Image(encoding=encoding, height=height, width=width, offset=offset).SerializeToString()
     if offset is None:
@@ -431,7 +478,7 @@ def image_head(encoding: int, height: int, width: int, length: int, offset: int 
 
 
 def kept(parts: Sequence) -> list:
-    """Return the parts of a request with copies of the frames that they are views of."""
+    """Copy the parts of a request that are views of frames. Return all parts."""
     copies = {id(each): each if isinstance(each, bytes) else bytes(each) for each in parts}
     return [copies[id(each)] for each in parts]
 
@@ -464,7 +511,7 @@ def floats(name: str, value, *ndim: int) -> np.ndarray:
     if array.dtype.kind not in "fiub":
         raise InvalidObservation(name, "numbers", _describe(array))
     if array.dtype != np.float32:
-        with np.errstate(over="ignore"):  # the server refuses what is not finite
+        with np.errstate(over="ignore"):  # a number may become infinite, and the server rejects it
             array = array.astype(np.float32)
     if array.ndim not in ndim:
         expected = " or ".join(map(str, ndim))
@@ -472,11 +519,11 @@ def floats(name: str, value, *ndim: int) -> np.ndarray:
     return array
 
 
-def _assign(name: str, setter, *given) -> None:
+def _assign(name: str, setter, *arguments) -> None:
     try:
-        setter(*given)
+        setter(*arguments)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidObservation(name, f"what fits its field ({error})", shown(given[-1])) from error
+        raise InvalidObservation(name, f"what fits its field ({error})", shown(arguments[-1])) from error
 
 
 def _describe(array: np.ndarray) -> str:

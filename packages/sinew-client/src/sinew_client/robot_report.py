@@ -1,4 +1,4 @@
-"""Make and read a robot's report of its own run, a message to its server. No clocks, no sockets."""
+"""Encode and decode a robot's report of its own run, a message to its server. No clocks, no sockets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sinew_client.untrusted import shown
 
 STATES = ("starting", "moves", "holds", "paused", "aligning", "human", "ended")
 LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")
-MAX_BYTES = 8192  # most bytes of a message
+MAX_BYTES = 8192  # largest size of a message, bytes
 MAX_TEXT = 160  # characters of a name or reason
-MAX_COUNTS = 12  # reasons, or limits, that are told apart
-MAX_POINTS = 64  # most points of an arm
-FARTHEST = 1e3  # metres
+MAX_COUNTS = 12  # reasons, or limits, that are counted separately
+MAX_POINTS = 64  # largest number of points of an arm
+FARTHEST = 1e3  # largest coordinate of a point, metres
 LARGEST = 1 << 53  # largest number
 
 
 @dataclass(frozen=True)
 class RobotReport:
-    """The state of a robot's run. ``Report`` in ``sinew.proto`` describes the fields. None: not known."""
+    """The state of a robot's run. ``Report`` in ``sinew.proto`` describes the fields. None means unknown."""
 
     run: int
     state: str
@@ -50,34 +50,38 @@ class RobotReport:
 
     def to_message(self) -> Any:
         """Return the message, with texts and lists cut to their limits."""
-        found = schema.Report(limits=self.limits, arm=self.arm)
+        message = schema.Report(limits=self.limits, arm=self.arm)
         for name, value in vars(self).items():
             if name in ("held", "clipped"):
                 for text, count in _most(value).items():
-                    getattr(found, name).add(name=text, count=count)
+                    getattr(message, name).add(name=text, count=count)
             elif name not in ("limits", "arm") and value is not None:
-                setattr(found, name, _printable(value) if isinstance(value, str) else value)
-        return found
+                setattr(message, name, _printable(value) if isinstance(value, str) else value)
+        return message
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> RobotReport:
-        """Return the report of a message, which may come from anybody. Raises :class:`RequestError` by its field: for
-        more bytes, entries or characters than there may be, numbers that are none or below 0, and unknown words."""
+        """Decode a report from a message, which may come from an untrusted client.
+
+        Raises:
+            RequestError: The message is too large, or a field has too many entries or characters, an invalid or
+                negative number, or an unknown word. The message names the field.
+        """
         message = schema.Report()
         try:
             if len(data) > MAX_BYTES:
                 raise ValueError(f"{len(data)} bytes")
             message.ParseFromString(bytes(data))
-        except (DecodeError, ValueError) as error:  # ValueError: also text that is not UTF-8
+        except (DecodeError, ValueError) as error:  # a text that is not UTF-8 raises ValueError
             raise RequestError(
                 f"report: expected a Report of at most {MAX_BYTES} bytes, got {error}"
             ) from None
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for each in message.DESCRIPTOR.fields:
             name, value = each.name, getattr(message, each.name)
             if each.containing_oneof is not None and not message.HasField(name):
-                continue  # not known
-            found[name] = value
+                continue  # an absent value means that it is unknown
+            values[name] = value
             if isinstance(value, str):
                 _text(name, value)
             elif isinstance(value, (int, float)):
@@ -86,21 +90,21 @@ class RobotReport:
                 fits = len(value) <= 3 * MAX_POINTS and len(value) % 3 == 0
                 _check(fits, name, f"x, y, z of at most {MAX_POINTS} points", f"{len(value)} numbers")
                 _check(all(-FARTHEST <= x <= FARTHEST for x in value), name, "metres within 1000", "others")
-                found[name] = tuple(round(x, 4) for x in value)
+                values[name] = tuple(round(x, 4) for x in value)
             else:
                 _check(len(value) <= MAX_COUNTS, name, f"at most {MAX_COUNTS} entries", len(value))
                 if name == "limits":
-                    found[name] = tuple(value)
+                    values[name] = tuple(value)
                     continue
-                found[name] = {_text(name, one.name): one.count for one in value}
-                _check(len(found[name]) == len(value), name, "each name once", "one twice")
-                _check(max([0, *found[name].values()]) <= LARGEST, name, "counts up to 2^53", "more")
+                values[name] = {_text(name, one.name): one.count for one in value}
+                _check(len(values[name]) == len(value), name, "each name once", "one twice")
+                _check(max([0, *values[name].values()]) <= LARGEST, name, "counts up to 2^53", "more")
         _check(message.state in STATES, "state", f"one of {', '.join(STATES)}", shown(message.state))
         for word in message.limits:
             _check(word in LIMITS, "limits", f"one of {', '.join(LIMITS)}", shown(word))
-        won, played = found.get("successes", 0), found.get("episodes", 0)
+        won, played = values.get("successes", 0), values.get("episodes", 0)
         _check(won <= played, "successes", f"at most {played} episodes", won)
-        return cls(**found)
+        return cls(**values)
 
 
 def _printable(text: str) -> str:
@@ -108,12 +112,12 @@ def _printable(text: str) -> str:
 
 
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest counts, and the sum of the others."""
-    found: dict[str, int] = {}
+    """Return the largest counts, and the sum of all other counts."""
+    counted: dict[str, int] = {}
     for text, count in sorted(counts.items(), key=lambda each: -each[1]):
-        name = _printable(text) if len(found) < MAX_COUNTS - 1 else "others"
-        found[name] = found.get(name, 0) + max(0, count)
-    return found
+        name = _printable(text) if len(counted) < MAX_COUNTS - 1 else "others"
+        counted[name] = counted.get(name, 0) + max(0, count)
+    return counted
 
 
 def _check(fits: bool, name: str, expected: str, got: Any) -> None:

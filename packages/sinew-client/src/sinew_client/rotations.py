@@ -10,14 +10,20 @@ from __future__ import annotations
 import numpy as np
 
 TINY = 1e-12
-FLAT = 1e-3  # length, or sine of an angle, below which a direction is noise
+FLAT = 1e-3  # a direction is only noise if its length, or the sine of its angle, is smaller
 
 
 def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
-    """Return the pose ``relative`` in the frame in which ``reference`` is given: T_reference T_relative.
+    """Convert the pose ``relative`` to the frame of ``reference``: T_reference T_relative.
 
-    A pose is [x, y, z, rotation], the rotation six numbers or a rotation vector.
-    reference: [9] or [6]; relative: [..., 9] or [..., 6], in the same form -> the same shape as ``relative``.
+    A pose is [x, y, z, rotation], where the rotation is six numbers or a rotation vector.
+
+    Args:
+        reference: [9] or [6].
+        relative: [..., 9] or [..., 6], in the same form.
+
+    Returns:
+        The pose, in the shape of ``relative``.
     """
     to_matrix, from_matrix = (from_6d, to_6d) if relative.shape[-1] == 9 else (from_vector, to_vector)
     turn = to_matrix(reference[3:])  # [3, 3]
@@ -26,7 +32,7 @@ def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
 
 
 def from_6d(x: np.ndarray) -> np.ndarray:
-    """Return matrices [..., 3, 3] of [..., 6]: two rows, made orthonormal in order, and their cross product."""
+    """Convert six numbers [..., 6] to matrices [..., 3, 3]: two orthonormalised rows, and their cross product."""
     first = x[..., :3] / _length(x[..., :3])
     second = x[..., 3:] - (first * x[..., 3:]).sum(axis=-1, keepdims=True) * first
     second = second / _length(second)
@@ -34,8 +40,10 @@ def from_6d(x: np.ndarray) -> np.ndarray:
 
 
 def undetermined(x: np.ndarray) -> str:
-    """Return why a quaternion [4] or six numbers [6] stand for no one rotation, whatever is computed of them; "" where
-    they do, and for other forms."""
+    """Return the reason why a quaternion [4] or six numbers [6] do not determine a rotation; "" if they do.
+
+    The result is "" for all other forms.
+    """
     if len(x) == 4 and (size := float(np.linalg.norm(x))) < FLAT:
         return f"a quaternion of length {size:.2g}"
     if len(x) == 6:
@@ -54,7 +62,7 @@ def to_6d(matrix: np.ndarray) -> np.ndarray:
 
 
 def from_vector(x: np.ndarray) -> np.ndarray:
-    """Return matrices [..., 3, 3] of rotation vectors [..., 3] (Rodrigues' formula)."""
+    """Convert rotation vectors [..., 3] to matrices [..., 3, 3] (Rodrigues' formula)."""
     angle = np.linalg.norm(x, axis=-1)[..., None, None]
     cross = np.zeros((*x.shape[:-1], 3, 3))
     cross[..., 0, 1], cross[..., 0, 2], cross[..., 1, 2] = -x[..., 2], x[..., 1], -x[..., 0]
@@ -64,7 +72,7 @@ def from_vector(x: np.ndarray) -> np.ndarray:
 
 
 def to_vector(matrix: np.ndarray) -> np.ndarray:
-    """Return rotation vectors [..., 3], of angles 0 to pi, of matrices [..., 3, 3]; by way of quaternions."""
+    """Convert matrices [..., 3, 3] to rotation vectors [..., 3] with angles from 0 to pi, by way of quaternions."""
     q = to_quaternion(matrix)
     sine = np.linalg.norm(q[..., :3], axis=-1, keepdims=True)
     angle = 2 * np.arctan2(sine, q[..., 3:])
@@ -72,7 +80,7 @@ def to_vector(matrix: np.ndarray) -> np.ndarray:
 
 
 def from_quaternion(x: np.ndarray) -> np.ndarray:
-    """Return matrices [..., 3, 3] of quaternions [x, y, z, w], [..., 4], of any length but 0."""
+    """Convert quaternions [x, y, z, w], [..., 4], of any length except 0, to matrices [..., 3, 3]."""
     q = x / _length(x)
     cross = np.zeros((*x.shape[:-1], 3, 3))
     cross[..., 0, 1], cross[..., 0, 2], cross[..., 1, 2] = -q[..., 2], q[..., 1], -q[..., 0]
@@ -81,14 +89,14 @@ def from_quaternion(x: np.ndarray) -> np.ndarray:
 
 
 def from_rpy(x: np.ndarray) -> np.ndarray:
-    """Return matrices [..., 3, 3] of roll, pitch and yaw [..., 3]: R_z(yaw) R_y(pitch) R_x(roll)."""
+    """Convert roll, pitch and yaw [..., 3] to matrices [..., 3, 3]: R_z(yaw) R_y(pitch) R_x(roll)."""
     axes = np.eye(3)
     roll, pitch, yaw = (from_vector(x[..., i, None] * axes[i]) for i in range(3))
     return yaw @ pitch @ roll
 
 
 def to_rpy(matrix: np.ndarray) -> np.ndarray:
-    """Return roll, pitch and yaw [..., 3] of matrices [..., 3, 3]; of a pitch of 90 degrees the one without roll."""
+    """Convert matrices [..., 3, 3] to roll, pitch and yaw [..., 3]. At a pitch of 90 degrees, the roll is 0."""
     m = matrix
     flat = np.hypot(m[..., 0, 0], m[..., 1, 0])
     locked = flat < 1e-9
@@ -98,11 +106,11 @@ def to_rpy(matrix: np.ndarray) -> np.ndarray:
 
 
 def to_quaternion(matrix: np.ndarray) -> np.ndarray:
-    """Return quaternions [x, y, z, w], [..., 4], whose w is not negative, of matrices [..., 3, 3]."""
+    """Convert matrices [..., 3, 3] to quaternions [x, y, z, w], [..., 4], with w >= 0."""
     m = matrix
     trace = m[..., 0, 0] + m[..., 1, 1] + m[..., 2, 2]
     diagonal = np.stack([m[..., 0, 0], m[..., 1, 1], m[..., 2, 2]], axis=-1)
-    # Four candidates, each 4 q_i q; the largest component gives the accurate one (Shepperd 1978).
+    # Four candidates, each 4 q_i q. The candidate of the largest component is the most accurate (Shepperd 1978).
     squares = np.concatenate([1 + trace[..., None], 1 + 2 * diagonal - trace[..., None]], axis=-1)  # 4 q_i^2
     antisymmetric = np.stack(
         [m[..., 2, 1] - m[..., 1, 2], m[..., 0, 2] - m[..., 2, 0], m[..., 1, 0] - m[..., 0, 1]], axis=-1

@@ -1,13 +1,12 @@
 """The Protobuf messages of ``sinew.proto``, built when this module is imported.
 
-Generated ``_pb2`` modules are tied to a range of protobuf releases (code from protoc 4 refuses to
-load under protobuf 3.20, code from before 3.19 under protobuf 4), and a robot has the protobuf that
-its other software needs. The descriptor API is the same from 3.20 to 7, so the few messages are read
-from the file, whose form this module knows, and handed to it: as protoc does
-(``tests/serve/test_native_wire.py``).
+Generated ``_pb2`` modules work only with a range of protobuf releases: code from protoc 4 does not load under protobuf
+3.20, and code from before 3.19 does not load under protobuf 4. A robot has the protobuf release that its other software
+needs. The descriptor API is the same from 3.20 to 7. So this module reads the few messages from the file and passes
+them to that API, with the same result as protoc (``tests/serve/test_native_wire.py``).
 
-The descriptors live in a pool of their own: vla.cpp's client registers messages with the same full
-names in the default pool, and both must be able to live in one process.
+The descriptors are in their own pool, because vla.cpp's client registers messages with the same full names in the
+default pool, and both clients must be able to run in one process.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ PACKAGE = "vla"
 
 
 def read_messages(text: str) -> dict[str, dict[str, Any]]:
-    """Return message -> {"enums": {name: {value: number}}, "fields": [(number, name, type)]} of a ``.proto`` file.
+    """Parse a ``.proto`` file.
 
-    A type is "[repeated|optional ]<scalar, message or enum name>".
+    Returns:
+        Message -> {"enums": {name: {value: number}}, "fields": [(number, name, type)]}. A type is "[repeated|optional
+            ]<scalar, message or enum name>".
     """
     text, found = re.sub(r" *//.*", "", text), {}
     for message, body in re.findall(r"^message (\w+) {$(.*?)^}$", text, re.MULTILINE | re.DOTALL):
@@ -44,7 +45,7 @@ MESSAGES = read_messages((pkgutil.get_data("sinew_client", "sinew.proto") or b""
 
 
 def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str = PACKAGE) -> Any:
-    """Return messages that were read as a ``FileDescriptorProto``."""
+    """Convert the messages of :func:`read_messages` to a ``FileDescriptorProto``."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="sinew.proto", package=package, syntax="proto3")
     for message_name, described in messages.items():
@@ -56,7 +57,7 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
         for number, name, declared in described["fields"]:
             label, _, type_name = declared.rpartition(" ")
             field = message.field.add(
-                name=name, number=number, json_name=re.sub("_(.)", lambda found: found[1].upper(), name)
+                name=name, number=number, json_name=re.sub("_(.)", lambda match: match[1].upper(), name)
             )
             field.label = kinds.LABEL_REPEATED if label == "repeated" else kinds.LABEL_OPTIONAL
             if type_name in described["enums"]:
@@ -67,7 +68,7 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
                 field.type_name = f".{package}.{type_name}"
             else:
                 field.type = getattr(kinds, "TYPE_" + type_name.upper())
-            if label == "optional":  # presence in proto3 is a one-field oneof
+            if label == "optional":  # proto3 describes an optional field as a oneof with one field
                 field.proto3_optional = True
                 field.oneof_index = len(message.oneof_decl)
                 message.oneof_decl.add(name="_" + name)
@@ -75,14 +76,16 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
 
 
 def classes(file: Any) -> dict[str, Any]:
-    """Return the message classes of a ``FileDescriptorProto`` by name, in a pool of their own."""
+    """Return the message classes of a ``FileDescriptorProto`` by name. They have their own pool."""
     pool = descriptor_pool.DescriptorPool()
-    # Serialised, because the C++ implementation of protobuf 3.20 takes a file in no other form.
+    # The C++ implementation of protobuf 3.20 accepts a file only in serialised form.
     pool.AddSerializedFile(file.SerializeToString())
-    made = getattr(message_factory, "GetMessageClass", None)  # protobuf >= 4.22; the factory object left in 5
-    made = made or message_factory.MessageFactory(pool).GetPrototype
+    factory = getattr(
+        message_factory, "GetMessageClass", None
+    )  # protobuf 4.22 and later; version 5 removed MessageFactory.GetPrototype
+    factory = factory or message_factory.MessageFactory(pool).GetPrototype
     names = (each.name for each in file.message_type)
-    return {name: made(pool.FindMessageTypeByName(f"{file.package}.{name}")) for name in names}
+    return {name: factory(pool.FindMessageTypeByName(f"{file.package}.{name}")) for name in names}
 
 
 _classes = classes(file_descriptor())

@@ -1,7 +1,7 @@
 """Camera frames in memory that a client and a server of one machine share, together with a Unix socket: both ends.
 
-The client makes a memory file without a name (``memfd_create``), seals its size and sends its descriptor through the
-socket, once. Requests then contain the positions of their pixels and their generation, which is also in the file's
+The client creates a memory file without a name (``memfd_create``), seals its size and sends its descriptor through the
+socket once. Requests then contain the positions of their pixels and a generation number, which is also in the file's
 first bytes. The client cannot make a read of the server fail, because the file is memory and never shrinks. When both
 ends are closed, nothing remains.
 """
@@ -23,18 +23,19 @@ try:
     import fcntl
     import socket
 
-    PASSED = socket.CMSG_SPACE(struct.calcsize("i"))  # bytes beside a message that hold one descriptor
+    PASSED = socket.CMSG_SPACE(struct.calcsize("i"))  # bytes of ancillary data for one descriptor
     _CLOEXEC = socket.MSG_CMSG_CLOEXEC
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    # Not in a C library before glibc 2.27, nor in builds of Python for one
+    # A C library before glibc 2.27, and a Python that was built for it, lack these functions.
     AVAILABLE = hasattr(os, "memfd_create") and hasattr(os, "MFD_ALLOW_SEALING")
 except (ImportError, AttributeError):  # not Linux
     AVAILABLE = False
 
 SHARED, SENT = "shared memory", "in the message"
-# Bytes before the first frame, of which eight hold the generation; frames begin at multiples
+# The header before the first frame has this many bytes; eight of them hold the generation. Frames begin at multiples.
 HEADER = ALIGN = 64
-# Bytes of a request's frames below which they are sent: what a socket's buffer holds (208 KiB, usually) is as fast sent
+# Smallest size in bytes of a request's frames for shared memory. Frames that fit into a socket's buffer (usually 208
+# KiB) are as fast in the message.
 LEAST = 1 << 18
 _GENERATION = struct.Struct("<Q")
 
@@ -60,8 +61,10 @@ class SharedFrames:
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     def offer(self, ask: Callable[[list], str]) -> None:
-        """Offer the file to the server. ask: Sends a request with ancillary data for ``sendmsg``, and returns the
-        server's answer.
+        """Offer the file to the server.
+
+        Args:
+            ask: Sends a request with ancillary data for ``sendmsg``, and returns the server's answer.
         """
         try:
             self.state = (
@@ -71,59 +74,63 @@ class SharedFrames:
         except ServerError as error:
             self.state = f"{SENT}: the server rejected it: {error}"
         finally:
-            os.close(self._descriptor)  # the server has one of its own
+            os.close(self._descriptor)  # the server has received its own descriptor
 
     def placed(self, parts: Sequence) -> list:
-        """Copy the raw frames of a request into the file, and return its parts with their positions instead."""
+        """Copy the raw frames of a request into the file. Return the request's parts with positions in their place."""
         self._generation += 1
-        _GENERATION.pack_into(self._map, 0, 0)  # a reader of the last frames notices that they are gone
-        at, found, places = HEADER, [], {}  # type: ignore[var-annotated]
+        _GENERATION.pack_into(self._map, 0, 0)  # a reader of the last frames detects that they are gone
+        at, results, places = HEADER, [], {}  # type: ignore[var-annotated]
         for part in parts:
-            if room(head := found[-1] if found else b"", part):
+            if room(head := results[-1] if results else b"", part):
                 if id(part) not in places:
                     places[id(part)] = at
                     self._bytes[at : at + len(part)] = np.frombuffer(part, np.uint8)
                     at += room(head, part)
-                found[-1] = protocol.image_head(*head.frame, 0, places[id(part)])
+                results[-1] = protocol.image_head(*head.frame, 0, places[id(part)])
             else:
-                found.append(part)
+                results.append(part)
         _GENERATION.pack_into(self._map, 0, self._generation)
-        return [*found, protocol.generation(self._generation)]
+        return [*results, protocol.generation(self._generation)]
 
 
 def offered(size: int, ask: Callable[[list], str]) -> Any:
-    """Return memory for so many bytes of frames that was offered to the server (:meth:`SharedFrames.offer`).
+    """Create memory for ``size`` bytes of frames, and offer it to the server (:meth:`SharedFrames.offer`).
 
-    Without memory, the result has only the reason (``state``). Raises the errors of ``ask`` for a lost connection.
+    If there is no memory, the result has only the reason (``state``). If the connection is lost, the errors of ``ask``
+    are raised.
     """
     if not AVAILABLE or size >> 32:
         why = "they are 4 GiB or more" if AVAILABLE else "this Python has no memfd_create"
         return SimpleNamespace(state=f"{SENT}: {why}")
     try:
-        found = SharedFrames(size)
+        frames = SharedFrames(size)
     except OSError as error:
         return SimpleNamespace(state=f"{SENT}: no memory for them: {error}")
-    found.offer(ask)
-    return found
+    frames.offer(ask)
+    return frames
 
 
 def room(head: Any, part: Any) -> int:
-    """Return how many bytes a part of a request takes here, 0 if it is no frame of raw pixels. head: the part before
-    it."""
+    """Return the bytes that a part of a request takes in shared memory; 0 if it is not a frame of raw pixels.
+
+    ``head`` is the part of the request before it.
+    """
     return -(-len(part) // ALIGN) * ALIGN if isinstance(head, protocol.FrameHead) else 0
 
 
 def size_of(parts: Sequence) -> int:
-    """Return how many bytes of a request's parts can be placed here."""
+    """Return the bytes that all parts of a request take in shared memory."""
     return sum(map(room, parts, parts[1:]))
 
 
 class ReceivedFrames:
-    """The server's end: a connection's memory, mapped for reading. An unusable descriptor raises nothing; ``state``
-    has the reason.
+    """The server's end: a connection's memory, mapped for reading.
+
+    An unusable descriptor raises nothing. The attribute ``state`` then has the reason.
 
     Args:
-        descriptor: The received descriptor. It is closed here.
+        descriptor: The received descriptor. The constructor closes it.
         limit: Largest size in bytes.
     """
 
@@ -131,13 +138,16 @@ class ReceivedFrames:
         self._bytes = np.empty(0, np.uint8)
         try:
             self.state = self._open(descriptor, limit)
-        except (OSError, ValueError) as error:  # not a file of memory, or no address is free
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # the descriptor is not a memory file, or no address space is free
             self.state = f"{SENT}: expected a sealed file of memory, got one that says {error}"
         finally:
             os.close(descriptor)
 
     def _open(self, descriptor: int, limit: int) -> str:
-        # Of anything else, or of a file that may shrink, a read could end this process
+        # A read from any other file, or from a file that may shrink, could end this process.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
             return f"{SENT}: the shared memory is not sealed against shrinking"
         about = os.fstat(descriptor)
@@ -145,8 +155,8 @@ class ReceivedFrames:
             return f"{SENT}: expected pages of {mmap.PAGESIZE} bytes, got {about.st_blksize}"
         if not HEADER <= about.st_size <= HEADER + limit:
             return f"{SENT}: expected {HEADER} to {HEADER + limit} bytes, got {about.st_size}"
-        made = mmap.mmap(descriptor, about.st_size, access=mmap.ACCESS_READ)
-        self._bytes = np.frombuffer(made, np.uint8)
+        mapping = mmap.mmap(descriptor, about.st_size, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(mapping, np.uint8)
         return SHARED
 
     def pixels(self, name: str, at: int, size: int) -> memoryview:
@@ -165,7 +175,7 @@ class LentFrames:
     """The frames of one request in the shared memory of its connection.
 
     Attributes:
-        taken: True if some of its frames are in that memory.
+        taken: True if the request has frames in that memory.
     """
 
     def __init__(self, frames: ReceivedFrames, generation: int):
@@ -186,10 +196,13 @@ class LentFrames:
 
 
 def receive(made: Any, buffer: memoryview, limit: int) -> tuple[int, ReceivedFrames | None]:
-    """Receive from a Unix socket: (bytes, frames that were sent with them). Raises OSError."""
+    """Receive from a Unix socket. Return the count of bytes, and frames if they came with a descriptor.
+
+    Raises OSError.
+    """
     count, beside, _, _ = made.recvmsg_into([buffer], PASSED, _CLOEXEC)
-    found = None
+    frames = None
     for _, _, data in beside:
         for (descriptor,) in struct.iter_unpack("i", data):
-            found = ReceivedFrames(descriptor, limit)  # the last one counts, and all are closed
-    return count, found
+            frames = ReceivedFrames(descriptor, limit)  # the last descriptor is used, and all are closed
+    return count, frames

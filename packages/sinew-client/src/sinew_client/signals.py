@@ -1,4 +1,4 @@
-"""Signals in the way of Unix programs: a signal that the process was started to ignore stays ignored."""
+"""Signals as in Unix programs: a signal that was ignored at the start of the process stays ignored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Handler = Callable[[int, Optional[FrameType]], None]
 
 @contextlib.contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[list[signal.Signals]]:
-    """Handle signals with ``handler`` inside the block, and yield those that it gets. Main thread only.
+    """Handle signals with ``handler`` inside the block, and yield the signals that it handles. Main thread only.
 
     A shell without job control starts ``command &`` with SIGINT ignored, because Ctrl-C belongs to the program in the
     foreground. ``nohup`` ignores SIGHUP, so that the command outlives its terminal. Such signals stay ignored.

@@ -15,16 +15,16 @@ import numpy as np
 Array = TypeVar("Array")  # a tensor, or an array of an engine without torch
 
 LARGEST_BETA = 0.999  # largest beta of "squaredcos_cap_v2"
-LEAST_BETA = (
-    2.0**-24
-)  # smallest beta of "linear"; less is zero noise in single precision, and steps divide by it
+# Smallest beta of "linear". A smaller beta is zero noise in single precision, and steps divide by the noise.
+LEAST_BETA = 2.0**-24
 SMALLEST_VARIANCE = 1e-20  # smallest variance of DDPM's noise, before its root is taken
 MAX_LEVELS = 100_000
 
 
 class Estimate(NamedTuple):
-    """A step's estimate of the actions: ``(x - sigma * output) / alpha``, or the output itself if ``alpha`` is 0,
-    clipped to +-``clip``.
+    """A step's estimate of the actions, clipped to +-``clip``.
+
+    The estimate is ``(x - sigma * output) / alpha``, or the output itself if ``alpha`` is 0.
     """
 
     weight: float
@@ -33,16 +33,16 @@ class Estimate(NamedTuple):
     clip: float = math.inf
 
     def of(self, x: Any, output: Any) -> Any:
-        found = (x - self.sigma * output) / self.alpha if self.alpha else output
-        return found if self.clip == math.inf else found.clip(-self.clip, self.clip)
+        estimate = (x - self.sigma * output) / self.alpha if self.alpha else output
+        return estimate if self.clip == math.inf else estimate.clip(-self.clip, self.clip)
 
 
 class Step(NamedTuple):
     """One evaluation at ``time``, then ``keep * x + gain * output``, in double precision.
 
     Attributes:
-        estimate: Adds its ``weight`` times its value.
-        fresh: Adds this factor times the noise of number ``draw``. Noise 0 is the start of the solution.
+        estimate: If set, the step also adds the estimate's ``weight`` times the estimate.
+        fresh: Factor of the noise with number ``draw`` that the step adds. Noise 0 is the start of the solution.
     """
 
     time: float
@@ -53,15 +53,15 @@ class Step(NamedTuple):
     draw: int = 0
 
     def advance(self, x: Array, output: Array, noise: Any = None) -> Array:
-        """Return the x of the next step. noise: See :func:`drawn`."""
+        """Return the x of the next step. :func:`drawn` describes ``noise``."""
         parts: list[Any] = []
-        given: Any = output
+        product: Any = output
         if self.keep != 0.0:
             parts.append(x if self.keep == 1.0 else self.keep * x)  # type: ignore[operator]
         if self.gain != 0.0 or self.estimate is None:
-            parts.append(given if self.gain == 1.0 else self.gain * given)
+            parts.append(product if self.gain == 1.0 else self.gain * product)
         if self.estimate is not None:
-            parts.append(self.estimate.weight * self.estimate.of(x, given))
+            parts.append(self.estimate.weight * self.estimate.of(x, product))
         if self.fresh != 0.0:
             parts.append(self.fresh * drawn(noise, self.draw))
         moved = parts[0]
@@ -77,16 +77,17 @@ def drawn(noise: Any, index: int) -> Any:
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """The noise levels of a diffusion model: diffusers' DDIM and DDPM.
+    """The noise levels of a diffusion model, for the solvers DDIM and DDPM of diffusers.
 
     Attributes:
-        count: Levels of training.
-        spacing: Levels that a solution in n steps visits, from the last on: "leading", the first of each count // n,
-            or "even", each s-th of the smallest s that leaves n, a single one from the middle (OpenAI's
-            guided-diffusion, "ddimN"). With "even", some n are impossible.
+        count: Number of levels in training.
+        spacing: The levels that a solution in n steps visits, from the last level down. "leading" takes the first
+            level of each group of count // n levels. "even" takes every s-th level, with the smallest s that gives n
+            levels, and the middle level for n = 1 (OpenAI's guided-diffusion, "ddimN"). With "even", some n are
+            impossible.
         betas: "squaredcos_cap_v2", or "linear" from ``first_beta`` to ``last_beta``.
         predicts: Output of the head: "epsilon", the noise in x, or "sample", the actions.
-        clip: Bound of the estimated actions in model units; 0 for none.
+        clip: Largest magnitude of the estimated actions in model units; 0 sets no limit.
         fresh: True adds new noise in each step except the last (DDPM). False is DDIM with eta 0.
     """
 
@@ -111,8 +112,11 @@ class NoiseLevels:
             raise ValueError(f"levels: clip: expected 0 or more, got {self.clip}")
 
     def alphas(self) -> np.ndarray:
-        """Return how much of the actions' variance each level keeps, float32 [count], falling: the products of
-        1 - beta, which the reference sums up in double precision and keeps in single."""
+        """Return the share of the actions' variance at each level, float32 [count], falling.
+
+        The shares are the cumulative products of 1 - beta. As in the reference, they are computed in double precision
+        and stored in single precision.
+        """
         if self.betas == "linear":
             betas = np.linspace(self.first_beta, self.last_beta, self.count, dtype=np.float32)
         else:
@@ -126,7 +130,7 @@ class NoiseLevels:
         return np.cumprod((np.float32(1) - betas).astype(np.float64)).astype(np.float32)
 
     def possible(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` alone where a solution may have so many steps, else the nearest numbers below and above."""
+        """Return only ``count`` if a solution may have so many steps, else the nearest numbers below and above."""
         if count > self.count:
             return (self.count,)
         stride = -(-self.count // count)
@@ -136,7 +140,7 @@ class NoiseLevels:
         return fewer, -(-self.count // (stride - 1))
 
     def visited(self, count: int) -> range:
-        """Return the levels of a solution in ``count`` steps, falling. Raises ValueError for an impossible number."""
+        """Return the levels of a solution in ``count`` steps, falling. Raises ValueError for an impossible count."""
         if count not in (near := self.possible(count)):
             raise ValueError(f"solver_steps: expected {' or '.join(map(str, near))}, got {count}")
         if self.spacing == "leading":
@@ -147,7 +151,7 @@ class NoiseLevels:
         return range(0, self.count, -(-self.count // count))[::-1]
 
     def steps(self, count: int) -> list[Step]:
-        levels, alphas, found = self.visited(count), self.alphas(), []
+        levels, alphas, solution = self.visited(count), self.alphas(), []
         one = np.float32(1)
         for k, level in enumerate(levels):
             a, b = alphas[level], alphas[levels[k + 1]] if k + 1 < count else one
@@ -164,24 +168,24 @@ class NoiseLevels:
                 spread = float(np.sqrt(one - b))
                 keep, gain = (0.0, spread) if of_noise else (spread / sigma, -spread * alpha / sigma)
             estimate = Estimate(weight, sigma, alpha, clip) if of_noise else Estimate(weight, clip=clip)
-            found.append(Step(float(level), keep, gain, estimate, fresh, k + 1 if fresh else 0))
-        return found
+            solution.append(Step(float(level), keep, gain, estimate, fresh, k + 1 if fresh else 0))
+        return solution
 
 
 @dataclass(frozen=True)
 class Solver:
-    """How noise becomes actions. It is part of a policy's specification, and stored in bundles.
+    """The method that turns noise into actions. It is part of a policy's specification, and stored in bundles.
 
     Attributes:
         kind: "euler" integrates a velocity from ``start`` to ``end`` in equal steps. "single" takes the output of one
             evaluation as the actions. "renoise" takes each output as the actions and mixes them with the initial
             noise, whose share falls from ``start`` to ``end``. "diffusion" goes through ``levels``. "table" lists its
             steps.
-        start: Time of noise: 1 in openpi and LeRobot, 0 in GR00T and Evo-1.
-        end: Time of actions: 0 in openpi and LeRobot, 1 in GR00T and Evo-1.
+        start: Time of pure noise: 1 in openpi and LeRobot, 0 in GR00T and Evo-1.
+        end: Time of the actions: 0 in openpi and LeRobot, 1 in GR00T and Evo-1.
         noise: x at the start: "normal" (standard), "uniform" in [-1, 1], or "zeros".
-        table: For "table": rows (time, keep, gain).
-        levels: For "diffusion".
+        table: The steps of "table", as rows (time, keep, gain).
+        levels: The noise levels of "diffusion".
     """
 
     kind: Literal["euler", "single", "renoise", "diffusion", "table"] = "euler"
@@ -203,7 +207,7 @@ class Solver:
 
     @property
     def fixed_steps(self) -> int | None:
-        """The only possible number of steps, None where a request may choose."""
+        """The only possible number of steps; None if a request may choose the number."""
         fixed: dict[str, int] = {"single": 1, "table": len(self.table)}
         return fixed.get(self.kind)
 
@@ -213,11 +217,11 @@ class Solver:
         return self.levels.count if self.levels is not None else self.fixed_steps
 
     def draws(self, count: int) -> int:
-        """Return how many noises a solution in ``count`` steps draws, that of its start included."""
+        """Return the number of noises that a solution in ``count`` steps draws, including the noise at the start."""
         return count if self.levels is not None and self.levels.fresh else 1
 
     def steps(self, count: int) -> list[Step]:
-        """Return the evaluations of a solution in ``count`` steps. Raises ValueError for an impossible number."""
+        """Return the evaluations of a solution in ``count`` steps. Raises ValueError if the number is impossible."""
         if count < 1 or self.fixed_steps not in (None, count):
             raise ValueError(f"solver_steps: expected {self.fixed_steps or '1 or more'}, got {count}")
         if self.most_steps is not None and count > self.most_steps:
@@ -229,22 +233,23 @@ class Solver:
         if self.kind == "table":
             return [Step(*row) for row in self.table]
         span = self.end - self.start
-        # k / n and not k * (1 / n): time buckets of GR00T and Evo-1 are cut from this very quotient.
+        # k / n, not k * (1 / n): GR00T and Evo-1 compute their time buckets from exactly this quotient.
         times = [self.start + k * span / count for k in range(count)]
         if self.kind == "euler":
             return [Step(time, 1.0, span / count) for time in times]
-        left = [
+        shares = [
             (time - self.end) / -span for time in [*times[1:], self.end]
         ]  # share of the noise after each step
-        return [Step(time, 0.0, 1.0 - part, fresh=part) for time, part in zip(times, left)]
+        return [Step(time, 0.0, 1.0 - part, fresh=part) for time, part in zip(times, shares)]
 
     def times(self, count: int) -> list[float]:
         return [step.time for step in self.steps(count)]
 
     def denoised(self, x: Any, output: Any, time: float) -> Any:
-        """Return the actions after one Euler step from ``time`` to the end, the estimate that guidance uses.
+        """Return the actions after one Euler step from ``time`` to the end. Guidance uses this estimate.
 
-        Raises ValueError for a solver that integrates no velocity.
+        Raises:
+            ValueError: The solver has no such estimate.
         """
         if self.kind in ("table", "diffusion"):
             raise ValueError(f"solver: kind {self.kind} has no estimate of the denoised actions")

@@ -22,10 +22,9 @@ from sinew_client.form import Fitted
 from sinew_client.link import Link
 from sinew_client.tls import check_key_is_private
 
-UNSENT = (
-    4  # messages that may wait to be sent; then further ones are dropped, for they are old when they leave
-)
-UNREAD = 256  # windows that are read at once
+# Messages that may wait to be sent. Further messages are dropped, because they would be old when they are sent.
+UNSENT = 4
+UNREAD = 256  # windows that are read in one call
 LINGER_S = 0.05  # seconds for the last message of a stream to leave
 OPTIONS = ("rtc", "interpolation", "solver_steps", "seed", "text_tokens")
 
@@ -34,20 +33,20 @@ OPTIONS = ("rtc", "interpolation", "solver_steps", "seed", "text_tokens")
 class StreamWindow:
     """Waypoints ``step``, ``step + 1`` ... of a trajectory, ``rows`` float32 [K, D] in robot units.
 
-    There are no rows if the answer comes later than they would reach. Such a window still tells the delay.
+    If the answer is later than the last waypoint, there are no rows. Such a window still measures the delay.
 
     Attributes:
         step: Number of the first waypoint. Waypoint k belongs to k / rate seconds of the robot's clock.
         rows: The waypoints.
         sample_time: Time of the newest sample, seconds of the robot's clock.
-        frame_time: Time of the newest frame, likewise.
+        frame_time: Time of the newest frame, seconds of the robot's clock.
         prefix_age_ms: Milliseconds since the prefix was ready, on the server's clock.
         sensor_age_ms: Milliseconds since the sample arrived, on the server's clock.
         request_id: Id of the message with that sample.
-        label: How the server makes windows; "" except in the first one.
+        label: The server's method to compute windows, in the first window; "" in all others.
         text: Text that the policy's language head is generating, from its first token on.
-        said: Its last complete text.
-        deployment: Number of the policy that computed it, as in :class:`~sinew_client.ActionChunk`.
+        said: Last complete text of the language head.
+        deployment: Number of the policy that computed the window, as in :class:`~sinew_client.ActionChunk`.
     """
 
     step: int
@@ -68,17 +67,21 @@ class StreamWindow:
 class StreamLink:
     """A stream to a policy server. Its methods belong to one thread, the robot's loop, and never wait for the server.
 
-    A thread of its own connects, and sends bytes that the connection did not accept at once. A stream has no
-    handshake. While no server listens at the address, messages are dropped. The first one that arrives begins the
-    stream, also after a restart of the server. With several addresses, the next one is tried if a connection fails or
-    breaks, a stopping or unhealthy server rejects, or no window comes for ``timeout`` seconds after a sample.
+    Its own thread connects, and sends bytes that the connection did not accept at once. A stream has no handshake.
+    While no server listens at the address, messages are dropped. The first message that arrives begins the stream,
+    also after a restart of the server. With several addresses, the next address is tried in these cases:
+
+    * A connection fails or breaks.
+    * A stopping or unhealthy server rejects a message.
+    * No window arrives for ``timeout`` seconds after a sample.
 
     Args:
-        address: As for :class:`sinew_client.Client`, with ``/NAME`` for a policy other than the server's first.
+        address: Address, as for :class:`sinew_client.Client`, with ``/NAME`` for a policy other than the server's
+            first.
         rate: Waypoints per second.
-        connect_timeout: As for :class:`sinew_client.Client`.
-        max_rows: Most waypoints of a window.
-        policy: The server's description of the policy. Another policy gets no sample. None allows any.
+        connect_timeout: Time limit, as for :class:`sinew_client.Client`.
+        max_rows: Largest number of waypoints in a window.
+        policy: The server's description of the policy. Another policy gets no sample. None allows any policy.
         options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold), ``solver_steps`` and
             ``seed``, for checkpoints whose head has one time for all actions. ``text_tokens``: tokens of each text
             that the policy generates in parallel, if it has a language head.
@@ -87,7 +90,7 @@ class StreamLink:
         sent: Number of samples that were sent.
         dropped: Number of samples that were dropped.
         errors: Number of errors.
-        error: Text of the last one.
+        error: Text of the last error.
         faults: Errors that are not part of normal operation.
     """
 
@@ -105,7 +108,7 @@ class StreamLink:
         policy: Mapping[str, Any] | None = None,
     ):
         self.max_rows, self._fitted = max_rows, None if policy is None else Fitted(policy)
-        self._deployment = 0  # number of the policy that was compared with it
+        self._deployment = 0  # deployment number of the policy that passed the comparison
         self._addresses = Addresses(address)
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
@@ -117,17 +120,17 @@ class StreamLink:
         self._ids = itertools.count(1)
         self.sent = self.dropped = self.errors = 0
         self.error, self.label, self.faults = "", "", Faults()
-        self._ends = False  # before the next sample the stream is to be ended
-        self._asked: float | None = None  # when the first sample left since which nothing has come
+        self._ends = False  # True if the stream must be ended before the next sample
+        self._asked: float | None = None  # time of the first sample since the last received message
         self._closed = False
-        self._link: Link | None = None  # the open connection; the thread that made it closes it
-        self._changed = threading.Condition()  # guards the link, and tells of its changes
+        self._link: Link | None = None  # the open connection; the thread that opened it closes it
+        self._changed = threading.Condition()  # guards the link, and signals its changes
         self._thread = threading.Thread(target=self._keep_connected, name="sinew-stream", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
-        """The present one."""
+        """The present address."""
         return self._addresses.present
 
     @property
@@ -136,12 +139,12 @@ class StreamLink:
         return self._addresses.given[self._addresses.place]
 
     def wait_connected(self, seconds: float) -> bool:
-        """Wait for a connection. Return False if there is none after so many seconds."""
+        """Wait for a connection. Return False if there is no connection after ``seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._link is not None, seconds)
 
     def wait_window(self, seconds: float) -> bool:
-        """Wait until something has arrived, or the connection has ended. Return False if neither happens."""
+        """Wait until a message has arrived, or the connection has ended. Return False after ``seconds``."""
         link = self._link
         return link is not None and link.wait(monotonic() + seconds)
 
@@ -154,10 +157,21 @@ class StreamLink:
         frame_time: float | None = None,
         prompt: str = "",
     ) -> bool:
-        """Send a sample of ``time`` seconds, with or without frames. Return False if it was dropped without a
-        connection.
+        """Send a sample, with or without frames.
 
-        delay: Waypoints from the sample's own to the first one that the answer can change. Raises InvalidObservation.
+        Args:
+            state: State of the robot, float [S].
+            time: Time of the sample, seconds of the robot's clock.
+            delay: Number of waypoints from the sample's waypoint to the first that the answer can change.
+            images: New frames by camera; None without new frames.
+            frame_time: Time of the frames; None takes ``time``.
+            prompt: The instruction.
+
+        Returns:
+            False if the sample was dropped, because there is no connection or too many messages wait.
+
+        Raises:
+            InvalidObservation: The state or a frame cannot be encoded.
         """
         request = schema.PredictRequest(
             kind=schema.PredictRequest.Kind.Value("STREAM"),
@@ -191,7 +205,7 @@ class StreamLink:
                 self.dropped += 1
                 return False
             if link.unsent:
-                self._changed.notify_all()  # the rest is the thread's
+                self._changed.notify_all()  # the thread sends the rest
         self.sent += 1
         if self._asked is None:
             self._asked = monotonic()
@@ -199,7 +213,7 @@ class StreamLink:
 
     def windows(self) -> list[StreamWindow]:
         """Return the windows that have arrived since the last call, oldest first, without waiting."""
-        found = []
+        decoded = []
         for payload in self._arrived():
             try:
                 window = decode_window(payload, self.max_rows)
@@ -210,29 +224,29 @@ class StreamLink:
                 self._note(ConnectionLost(f"{self.present} has replaced its policy; connecting again"))
                 with self._changed:
                     if self._link is not None:
-                        self._lose(self._link, self.error)  # the next connection begins with a comparison
+                        self._lose(self._link, self.error)  # the next connection compares the policies first
                 break
             self.label = window.label or self.label
-            found.append(window)
-        return found
+            decoded.append(window)
+        return decoded
 
     def _arrived(self) -> list[bytes]:
-        """Return the messages that have come."""
-        found: list[bytes] = []
+        """Return the payloads of the messages that have arrived."""
+        payloads: list[bytes] = []
         with self._changed:
             link = self._link
             if link is None:
-                return found
+                return payloads
             try:
-                while len(found) < UNREAD and (payload := link.get()) is not None:
-                    found.append(payload)
+                while len(payloads) < UNREAD and (payload := link.get()) is not None:
+                    payloads.append(payload)
             except ConnectionLost as error:
                 self._note(error)
                 self._lose(link, str(error))
             except OSError as error:
                 self._lose(link, str(error))
             else:
-                if found:
+                if payloads:
                     self._asked = None
                 elif (
                     self._asked is not None
@@ -240,10 +254,10 @@ class StreamLink:
                     and len(self._addresses) > 1
                 ):
                     self._lose(link, "no answer in time")
-        return found
+        return payloads
 
     def _note(self, error: ClientError) -> None:
-        """Count an error, and turn to another server where this one will not answer the next message either."""
+        """Count an error. Change to another server if this server will not answer the next message either."""
         self.errors += 1
         if kind := kind_of(error):
             self.faults.add(kind, str(error))
@@ -273,19 +287,19 @@ class StreamLink:
             if link is not None:
                 link.shut()
             self._changed.notify_all()
-        self._thread.join(LINGER_S)  # it may still try to connect, and ends after that
+        self._thread.join(LINGER_S)  # the thread may still try to connect; it ends after that
 
     def _end(self) -> bytes:
         end = schema.PredictRequest(
             kind=schema.PredictRequest.Kind.Value("STREAM_END"), session=self.session, api_key=self._api_key
         )
-        found: bytes = end.SerializeToString()
-        return found
+        payload: bytes = end.SerializeToString()
+        return payload
 
     # ------------------------------------------------------------------------- connection
 
     def _lose(self, link: Link, why: str) -> None:
-        """Give a connection up, and turn to the next address if there is one. The caller holds the lock."""
+        """Drop a connection, and change to the next address if there is one. The caller has the lock."""
         if self._link is link:
             self._link, self._asked = None, None
             self._addresses.move(self._addresses.place, why)
@@ -300,12 +314,12 @@ class StreamLink:
             place = self._addresses.place
             try:
                 link = Link(self._addresses.host_and_port, monotonic() + patience, b"DEALER")
-            except OSError as error:  # ConnectionLost is one too, if the address belongs to another program
+            except OSError as error:  # also ConnectionLost, if the address belongs to another program
                 with self._changed:
                     if isinstance(error, ConnectionLost):
                         self.error = str(error)
                     self._addresses.move(place, str(error))
-                    if self._addresses.place == 0:  # all of them have been tried
+                    if self._addresses.place == 0:  # all addresses have been tried
                         self._changed.wait_for(lambda: self._closed, next(waits))
                 continue
             try:
@@ -324,7 +338,7 @@ class StreamLink:
             link.close()
 
     def _serve(self, link: Link) -> None:
-        """Have a connection stand until it is lost or closed."""
+        """Use a connection until it is lost or closed."""
         with self._changed:
             if self._closed:
                 return
@@ -344,8 +358,16 @@ class StreamLink:
 
 
 def decode_window(payload: bytes, max_rows: int = protocol.MAX_ROWS) -> StreamWindow:
-    """Return the window of a pushed message. Raises ServerError for an error, ClientError for anything else, also for
-    more than ``max_rows`` nodes."""
+    """Decode a window from a message of the server.
+
+    Args:
+        payload: The message.
+        max_rows: Largest number of waypoints.
+
+    Raises:
+        ServerError: The message is an error of the server.
+        ClientError: The message is not a valid window, or has too many waypoints.
+    """
     reply = schema.PredictResponse()
     try:
         reply.ParseFromString(payload)

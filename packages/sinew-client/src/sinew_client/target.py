@@ -1,4 +1,4 @@
-"""The text with which a person names a policy: one parser, and one way to open what it names.
+"""The text with which a user names a policy: one parser for all kinds, and one way to open the policy.
 
 ========================  ==============================================================
 text                      kind
@@ -6,11 +6,11 @@ text                      kind
 ``tcp://host:port``       ``address``: a server; ``tls://``, ``ipc://`` and a list ``A,B`` as well
 ``vla-eval://host:port``  ``model-server``: a model server of another project
 ``expert``                ``expert``: the scripted expert of a simulated task
-``expert:ENV``            the same, of this environment
+``expert:ENV``            ``expert``: the scripted expert of this environment
 anything else             ``local``: a bundle, a checkpoint, a hub name or recordings
 ========================  ==============================================================
 
-This package opens addresses. The others need a package with an entry point ``sinew.targets`` of the kind's name.
+This package opens addresses. All other kinds need a package with an entry point ``sinew.targets`` of the kind's name.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Target:
         """Open the policy.
 
         Args:
-            **options: Arguments of :class:`sinew_client.Client` for an address, else of the kind's opener, such as
-                :func:`sinew.load`.
+            **options: Arguments of :class:`sinew_client.Client` for an address, else arguments of the kind's opener,
+                such as :func:`sinew.load`.
 
         Returns:
             The open policy. Close it, or use it in a ``with`` block.
@@ -134,10 +134,10 @@ def connect(source: str | os.PathLike | Sequence[str], **options: Any) -> Policy
     """Open the policy that a text names.
 
     Args:
-        source: The address of a server, or a list of them, which are tried in order. With the package sinew-vla also
-            a bundle, a checkpoint, a hub name, a folder of recordings, or ``expert:ENV``.
-        **options: Arguments of :class:`sinew_client.Client` for an address, else of the kind's opener, such as
-            :func:`sinew.load`.
+        source: The address of a server, or a list of addresses, which are tried in order. With the package sinew-vla,
+            it may also be a bundle, a checkpoint, a hub name, a folder of recordings, or ``expert:ENV``.
+        **options: Arguments of :class:`sinew_client.Client` for an address, else arguments of the kind's opener, such
+            as :func:`sinew.load`.
 
     Returns:
         The open policy. Close it, or use it in a ``with`` block.

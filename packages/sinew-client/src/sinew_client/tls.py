@@ -1,7 +1,8 @@
 """Encryption of the native protocol: TLS around a plain socket, with the certificates that web clients trust.
 
-A client encrypts if its address begins with ``tls://``. It trusts the certificates of the system, and those of
-``SSL_CERT_FILE`` in the environment instead, if that is set. Otherwise it sends no API key to another machine.
+A client encrypts if its address begins with ``tls://``. It trusts the certificates of the system. If ``SSL_CERT_FILE``
+is set in the environment, it trusts the certificates in that file instead. A client without encryption sends no API key
+to another machine.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any, Sequence
 from sinew_client.errors import ClientError
 
 ALLOW_VARIABLE = "SINEW_ALLOW_UNENCRYPTED_KEY"
-FIRST_BYTE = (
-    b"\x16"  # first byte of a TLS connection: a handshake record (RFC 8446, 5.1). ZMTP begins with 0xff
-)
-MAX_PIECE = 1 << 16  # bytes that one call encrypts: a reply is sent piece by piece, as a slow peer takes it
+# First byte of a TLS connection, which begins with a handshake record (RFC 8446, 5.1). ZMTP begins with 0xff.
+FIRST_BYTE = b"\x16"
+MAX_PIECE = (
+    1 << 16
+)  # bytes that one call encrypts, so that a reply to a slow peer is encrypted piece by piece
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A non-blocking socket with TLS, which raises ``BlockingIOError`` as a plain one does. Made by :func:`encrypted`.
+    """A non-blocking socket with TLS. Like a plain socket, it raises ``BlockingIOError``. :func:`encrypted` creates it.
 
     Thread-safe: OpenSSL allows one call at a time for each connection.
     """
@@ -40,7 +42,7 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Encrypt and send at most ``MAX_PIECE`` bytes; return how many. Raises OSError."""
+        """Encrypt and send at most ``MAX_PIECE`` bytes. Return the number of sent bytes. Raises OSError."""
         try:
             with self.lock:
                 return super().send(memoryview(data)[:MAX_PIECE], flags)
@@ -49,7 +51,10 @@ class TlsSocket(ssl.SSLSocket):
 
 
 def encrypted(context: ssl.SSLContext, made: socket.socket, **options: Any) -> TlsSocket:
-    """Return a connected socket with TLS around it. options: of ``SSLContext.wrap_socket``. Raises OSError."""
+    """Return a connected socket with TLS around it. ``options`` are those of ``SSLContext.wrap_socket``.
+
+    Raises OSError.
+    """
     context.sslsocket_class = TlsSocket
     wrapped = context.wrap_socket(made, **options)
     assert isinstance(wrapped, TlsSocket)
@@ -58,7 +63,7 @@ def encrypted(context: ssl.SSLContext, made: socket.socket, **options: Any) -> T
 
 
 def refusal_of(error: ssl.SSLError, address: str) -> str:
-    """Return why a TLS connection to an address failed, with the next step."""
+    """Return the reason why a TLS connection to an address failed, with the next step."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
             f"{address}: expected a trusted certificate, got {error.verify_message}; to trust your own certificate, set"
@@ -78,9 +83,8 @@ def is_loopback(host: str | None) -> bool:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return host.lower() == "localhost"
-    mapped = getattr(
-        address, "ipv4_mapped", None
-    )  # ::ffff:127.0.0.1, which Python before 3.13 calls no loopback
+    # For ::ffff:127.0.0.1, Python before 3.13 returns is_loopback False.
+    mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
 
 
@@ -88,10 +92,10 @@ def check_key_is_private(addresses: Sequence[str], key: str, serves_tls: bool = 
     """Raise :class:`ClientError` if a key would travel unencrypted to another machine and the user has not allowed it.
 
     Args:
-        addresses: Each with its scheme: ``tcp://``, ``tls://``, ``ipc://``, ``http://``, ``https://``. A name other
-            than localhost counts as another machine.
-        key: The API key; "" if nothing is sent.
-        serves_tls: False if what listens there has no TLS, so that the error does not name it as a remedy.
+        addresses: Addresses with their scheme: ``tcp://``, ``tls://``, ``ipc://``, ``http://``, ``https://``. A name
+            other than localhost counts as another machine.
+        key: The API key; "" if no key is sent.
+        serves_tls: False if the server at the address does not support TLS, so that the error does not suggest TLS.
     """
     if not key or os.environ.get(ALLOW_VARIABLE) == "1":
         return

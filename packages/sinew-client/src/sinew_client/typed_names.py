@@ -1,8 +1,8 @@
 """Names in files from outside: code to import, files to open, addresses to contact.
 
-A received file is data: a page, a gate, the plan of a farm, a recording, a manifest. It may name something to import,
-open or contact only if the person at this machine typed the same name. :func:`require_typed` decides this for every
-reader, before anything is imported, opened or contacted.
+A received file is data: a page, a gate, the plan of a farm, a recording, a manifest. A name in such a file is imported,
+opened or contacted only if the user of this machine typed the same name. :func:`require_typed` checks this for all
+readers, before anything is imported, opened or contacted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Iterable, Mapping, Sequence
 from sinew_client.errors import ClientError
 from sinew_client.untrusted import named
 
-MOST_SHOWN = 8  # names in one message
+MOST_SHOWN = 8  # largest number of names in a message
 LONGEST_SHOWN = 200  # characters of a name in a message
-# The folders of a path from the root, a drive or the home folder, inside of a longer text as well: the text before it
-# ends in a quote, a bracket, a comma, an equals sign or a blank, so `tcp://host` and `sinew/Blocks-v0` are left alone.
+# Matches the folders of a path that begins at the root, a drive or the home folder. The path may be inside a longer
+# text: a quote, a bracket, a comma, an equals sign or a blank must precede it. So `tcp://host` and `sinew/Blocks-v0` do
+# not match.
 _FOLDERS = re.compile(
     r"""(?<![^\s'"=,(\[])((?:ipc://|file:(?://)?)?)(?:~[\\/]|(?:[A-Za-z]:)?[\\/](?=[^\s\\/]))(?:[^'"=,\\/\n]+[\\/])*"""
 )
@@ -35,9 +36,9 @@ class OutsideName:
 
     Attributes:
         field: The field of the file, such as ``task.env``.
-        value: The name, a text; or a JSON object of options that contain names.
-        flag: The option with which a person types it, such as ``--env``; "" for a positional argument.
-        key: The text that is compared with the typed one; "" for :func:`comparable` of ``value``.
+        value: The name as a text, or a JSON object of options that contain names.
+        flag: The option with which a user types the name, such as ``--env``; "" for a positional argument.
+        key: The text that is compared with the typed text; "" takes :func:`comparable` of ``value``.
     """
 
     field: str
@@ -47,12 +48,12 @@ class OutsideName:
 
     @property
     def compared(self) -> str:
-        """Return the text that has to be among the typed ones."""
+        """The text that must be among the typed texts."""
         return self.key or comparable(self.value)
 
     @property
     def text(self) -> str:
-        """Return the name as a person reads it: bounded, in one line."""
+        """The name for a message: one line of limited length."""
         text = self.value if isinstance(self.value, str) else json.dumps(self.value)
         return named(text, LONGEST_SHOWN)
 
@@ -71,7 +72,7 @@ def require_typed(
         The typed values.
 
     Raises:
-        UntypedNameError: A name was not typed. Nothing of the file may be used then.
+        UntypedNameError: A name was not typed. Do not use any part of the file then.
     """
     missing = [name for name in names if name.compared not in typed.get(name.flag, {})]
     if missing:
@@ -88,7 +89,7 @@ def require_typed(
 
 
 def typed_values(values: Iterable[Any]) -> Mapping[str, Any]:
-    """Return typed values by the text that :func:`require_typed` compares, without absent ones (None, "")."""
+    """Return typed values by the text that :func:`require_typed` compares, without absent values (None, "")."""
     return {comparable(value): value for value in values if value not in (None, "")}
 
 
@@ -98,7 +99,7 @@ def comparable(value: Any) -> str:
 
 
 def portable(value: Any) -> Any:
-    """Return a value as records keep it: paths in its texts without their folders, which belong to one machine."""
+    """Return a value for a record. Paths in its texts have no folders, because folders belong to one machine."""
     if isinstance(value, str):
         return _FOLDERS.sub(r"\1", value)
     if isinstance(value, Mapping):
@@ -109,7 +110,7 @@ def portable(value: Any) -> Any:
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path, of any system."""
+    """Return the last part of a path of any operating system."""
     return re.split(r"[\\/]", path.rstrip("\\/"))[-1] or path
 
 

@@ -1,6 +1,6 @@
 """The types that a robot and a policy exchange: observations, action chunks, and the specification of a policy.
 
-Needs numpy alone. The package ``sinew`` imports these types from :mod:`sinew.core`.
+The module needs only numpy. The package ``sinew`` imports these types from :mod:`sinew.core`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sinew_client.errors import ClientError, ObservationError
 from sinew_client.solver import FLOW, NoiseLevels, Solver
 from sinew_client.untrusted import shown
 
-MOST_TOGETHER = 64  # a message holds at most this many observations
+MOST_TOGETHER = 64  # largest number of observations in a message
 
 # ----------------------------------------------------------------------------- specification
 
@@ -46,8 +46,8 @@ class VectorSpec:
     Attributes:
         dim: Count of numbers.
         names: Name of each number; () if unknown.
-        units: Unit of each number; () if unknown. Simulators read three units of actions: ``opening`` (a gripper from
-            0, closed, to 1, open), ``recorded`` (as in the training data), ``axis-angle`` (a rotation vector, not
+        units: Unit of each number; () if unknown. Simulators use three units of actions: ``opening`` (a gripper from
+            0, closed, to 1, open), ``recorded`` (as in the training data), and ``axis-angle`` (a rotation vector, not
             Euler angles).
     """
 
@@ -92,13 +92,12 @@ class KeyMap:
 
 @dataclass(frozen=True)
 class MotionSpec:
-    """The reference that a policy's actions are measured from, in the form of ``Settings.motion``
-    (:mod:`sinew_client.control`).
+    """The reference of a policy's actions, in the form of ``Settings.motion`` (:mod:`sinew_client.control`).
 
     Attributes:
-        kind: "absolute": targets in the numbers of the state. "relative": the columns ``action`` count from the
-            numbers ``state`` of the state at the chunk's frame. "offsets": those columns count from the pose of their
-            own step (delta actions).
+        kind: "absolute": actions are targets in the numbers of the state. "relative": the columns ``action`` are
+            relative to the numbers ``state`` of the state at the chunk's frame. "offsets": these columns are relative
+            to the pose of their own step (delta actions).
         action: Columns of an action.
         state: Indices into the state, one for each of these columns.
         scale: Change of the state by one unit of a delta action.
@@ -116,11 +115,13 @@ class MotionSpec:
 
 @dataclass(frozen=True)
 class RealTimeChunking:
-    """States with which real-time chunking a checkpoint is meant to be executed (LeRobot's ``rtc_config``).
+    """The settings of real-time chunking for which a checkpoint was made (LeRobot's ``rtc_config``).
 
-    execution_horizon: rows of a running chunk that guide the next one. schedule: how their weights fall, one of
-    :data:`SCHEDULES`. max_guidance_weight: the largest weight. mode: "guided", or "trained" if training has put the
-    rows of a running chunk in front of a chunk.
+    Attributes:
+        execution_horizon: Number of actions of a running chunk that guide the next chunk.
+        schedule: How the weights of these actions fall, one of :data:`SCHEDULES`.
+        max_guidance_weight: The largest weight.
+        mode: "guided", or "trained" if the policy was trained with the actions of a running chunk as prefix.
     """
 
     execution_horizon: int
@@ -129,8 +130,8 @@ class RealTimeChunking:
     mode: Literal["guided", "trained"] = "guided"
 
 
-MAX_HISTORY = 16
-MAX_HISTORY_STEPS = 1024  # control steps between the oldest and the newest observation that a robot keeps
+MAX_HISTORY = 16  # largest number of observation steps in an observation
+MAX_HISTORY_STEPS = 1024  # largest number of control steps between the oldest and the newest observation
 
 
 def history_problem(moments: int, stride: int) -> str:
@@ -145,7 +146,7 @@ def history_problem(moments: int, stride: int) -> str:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """The inputs and outputs of a policy, with all that a client needs to build a valid observation.
+    """The inputs and outputs of a policy. A client can build a valid observation from them.
 
     Attributes:
         architecture: Name of the model family, such as "smolvla".
@@ -163,16 +164,16 @@ class PolicySpec:
         keys: Keys of the clients of other protocols.
         default_prompt: Instruction for observations without one.
         n_action_steps: Actions that the training project executes before it infers again; 0 if not stated.
-        temporal_ensemble: Coefficient of ACT's temporal ensembling, if the policy should run with it; None without.
-        real_time_chunking: Real-time chunking with which the policy should run; None without.
-        noise_rows: Rows of the noise if the solver integrates more rows than the chunk has; 0 for ``chunk_size``.
-        solver: How the head computes actions.
-        committed_rows: Longest action prefix that the head was trained to continue (real-time chunking); 0 if it was
-            not.
+        temporal_ensemble: Coefficient of ACT's temporal ensembling, if the policy should run with it; else None.
+        real_time_chunking: Settings of real-time chunking, if the policy should run with it; else None.
+        noise_rows: Rows of the noise if the solver integrates more rows than the chunk has; 0 takes ``chunk_size``.
+        solver: The method by which the head computes actions.
+        committed_rows: Longest action prefix that the head was trained to continue (real-time chunking); 0 without
+            such training.
         motion: The reference of the actions; None if unknown.
         history: T, largest number of observation steps in one observation.
-        history_stride: Control steps between two of them.
-        history_padding: What fills the history at the start of an episode: "repeat" (the oldest step again) or
+        history_stride: Control steps between two observation steps.
+        history_padding: Content of missing steps at the start of an episode: "repeat" (the oldest step again) or
             "mask".
     """
 
@@ -240,17 +241,17 @@ class PolicySpec:
         Raises:
             ClientError: A field is missing or has a wrong value. The message names it.
         """
-        found: PolicySpec = _built("policy", cls, given)
-        for name, value in (("chunk_size", found.chunk_size), ("action.dim", found.action.dim)):
+        spec: PolicySpec = _built("policy", cls, given)
+        for name, value in (("chunk_size", spec.chunk_size), ("action.dim", spec.action.dim)):
             if value < 1:
                 raise ClientError(f"policy.{name}: expected 1 or more, got {value}")
-        if problem := history_problem(found.history, found.history_stride):
+        if problem := history_problem(spec.history, spec.history_stride):
             raise ClientError(f"policy.{problem}")
         for name in ("n_action_steps", "committed_rows"):
-            if not 0 <= getattr(found, name) <= found.chunk_size:
-                got = getattr(found, name)
-                raise ClientError(f"policy.{name}: expected 0 to {found.chunk_size}, got {got}")
-        return found
+            if not 0 <= getattr(spec, name) <= spec.chunk_size:
+                got = getattr(spec, name)
+                raise ClientError(f"policy.{name}: expected 0 to {spec.chunk_size}, got {got}")
+        return spec
 
 
 # ----------------------------------------------------------------------------- observation and action
@@ -276,7 +277,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Observation:
-    """One observation of a robot, unprocessed. Clients do not resize, tokenise or normalise: the policy does.
+    """One unprocessed observation of a robot. Clients do not resize, tokenise or normalise; the policy does this.
 
     Attributes:
         images: Camera name -> uint8 [height, width, 3] RGB. float32 in [0, 1] is accepted too.
@@ -287,30 +288,31 @@ class Observation:
             (:meth:`PolicySpec.noises`). None draws it from ``seed``.
         seed: Seed of the noise; None lets the policy choose one.
         solver_steps: Number of solver steps; None for the policy's default.
-        session: Name of the robot or episode. A newer request replaces a waiting one of the same session.
-        time: When the observation was taken, seconds on the client's clock. The chunk carries it back. A server
-            compares it with its own clock only if it was started with ``--max-age``.
+        session: Name of the robot or episode. A newer request replaces a waiting request of the same session.
+        time: Time of the observation, seconds on the client's clock. The chunk contains it too. A server compares it
+            with its own clock only if it was started with ``--max-age``.
         previous: Real-time chunking (docs/guidance.md): float32 [R, action_dim] in robot units, the actions of the
             running chunk from this frame on. Action 0 belongs to this frame. Actions after R are not guided.
-        delay: Real-time chunking: actions that will have been executed when the answer arrives. They are kept as they
-            are.
-        horizon: Real-time chunking: actions that will be executed before the next request. The guidance ends at min(H
-            - horizon, R).
+        delay: Real-time chunking: number of actions that will have been executed when the answer arrives. They stay
+            unchanged.
+        horizon: Real-time chunking: number of actions that will be executed before the next request. The guidance ends
+            at min(H - horizon, R).
         rtc: Real-time chunking: one of :data:`RTC`. With ``previous``, None is "trained" for a policy that was
-            trained to continue an action prefix (it reads ``previous`` and ``delay`` alone), else "guided".
+            trained to continue an action prefix (it reads only ``previous`` and ``delay``), else "guided".
         schedule: Real-time chunking: one of :data:`SCHEDULES`; None is "exp".
         beta: Real-time chunking: largest weight of the guidance; None is 5.
         earlier: For a policy with a history of T steps (``PolicySpec.history``): the T - 1 observation steps before
             this one, oldest first, ``history_stride`` control steps apart. There are fewer at the start of an
             episode. With ``history_padding`` "repeat", the oldest step fills the gap and each chunk has a warning.
             With "mask", the policy reads the steps that exist, and warns if there are none.
-        subtask: Make the language head generate a subtask of the prompt first, and act on it (docs/stream.md).
+        subtask: True lets the language head first generate a subtask of the prompt. The actions then follow the
+            subtask (docs/stream.md).
         question: Question for the language head. The answer is text without actions, and the prompt is not read.
-        text_only: With ``subtask``: generate the text alone, without actions.
-        text_tokens: Largest number of text tokens; None for the bundle's own.
-        adapter: Adapter of the policy that computes the chunk (docs/sources.md); "" for the base.
-        advantage: Advantage label of a policy that was trained with them (RECAP, docs/guidance.md), such as
-            "positive". "" for none, None for the policy's default.
+        text_only: With ``subtask``: True generates only the text, without actions.
+        text_tokens: Largest number of text tokens; None takes the bundle's number.
+        adapter: Adapter of the policy that computes the chunk (docs/sources.md); "" takes the base policy.
+        advantage: Advantage label for a policy that was trained with such labels (RECAP, docs/guidance.md), such as
+            "positive". "" sends no label, None takes the policy's default.
         guidance_scale: Classifier-free guidance between the prompt without the advantage (0) and the prompt with it
             (1). At most 100; None is 1.
     """
@@ -387,17 +389,17 @@ class Timing:
     """Times of one inference, in milliseconds. The stages from preprocess to postprocess are parts of ``total_ms``.
 
     Attributes:
-        preprocess_ms: Check, tokenise, normalise, resize.
-        vision_ms: Vision encoder.
-        prefix_ms: Context of the language model.
-        step_ms: One entry per solver step. An engine that runs everything as one graph (cuda) has one entry for all.
-        postprocess_ms: Back to robot units.
-        total_ms: The policy, from observation to actions.
-        queue_ms: In a server: wait for earlier requests.
-        server_ms: In a server: from the received message to the reply.
+        preprocess_ms: Time to check, tokenise, normalise and resize the inputs.
+        vision_ms: Time of the vision encoder.
+        prefix_ms: Time to compute the context of the language model.
+        step_ms: Time of each solver step. An engine that runs all steps as one graph (cuda) has a single entry.
+        postprocess_ms: Time to convert the actions to robot units.
+        total_ms: Time of the policy, from observation to actions.
+        queue_ms: In a server: time that the request waited for earlier requests.
+        server_ms: In a server: time from the received message to the reply.
         batch: Number of requests that were computed together. The times of the engine are those of the whole batch.
-        text_ms: Text generation before the actions, or in place of them.
-        reused_views: Views whose image tokens were reused from an earlier observation with the same bytes
+        text_ms: Time of text generation, before the actions or in place of them.
+        reused_views: Number of views whose image tokens were reused from an earlier observation with the same bytes
             (docs/engines.md).
         reused_prefix: True if the context of the prefix was reused as well.
     """
@@ -435,10 +437,10 @@ class ActionChunk:
         session: The observation's session.
         time: The observation's time.
         warnings: Inputs that the policy had to do without, one sentence each.
-        context: Context for a head on the robot (split inference), if it was requested; there are no actions then.
-        round_trip_ms: For a server's answer: from the call to the decoded reply, on the client's clock. Else 0.
+        context: Context for a head on the robot (split inference), if it was requested. Then there are no actions.
+        round_trip_ms: For a server's answer: time from the call to the decoded reply, on the client's clock. Else 0.
         text: Text of the language head, if it was requested.
-        adapter: Adapter that computed the chunk; "" for the base.
+        adapter: Adapter that computed the chunk; "" for the base policy.
         deployment: Number of the policy on its server. It changes with a hot-swap. 0 if not stated.
     """
 
@@ -460,7 +462,7 @@ class ActionChunk:
         return f"<ActionChunk {', '.join([rows, f'{self.timing.total_ms:.1f} ms', f'seed {self.seed}', *beside])}>"
 
 
-# ----------------------------------------------------------------------------- from a wire
+# ----------------------------------------------------------------------------- decoding
 
 _FORMS: Any = {
     "str": (str, "a text"),
@@ -472,24 +474,26 @@ _MOST = 10_000  # entries of one list or map that a server may send
 
 
 def _built(path: str, kind: Any, given: Any) -> Any:
-    """Build a dataclass of type ``kind`` from plain containers. Raises :class:`ClientError` that names the field."""
+    """Build a dataclass of type ``kind`` from plain containers. Raises :class:`ClientError` with the field's name."""
     if not isinstance(given, Mapping):
         raise ClientError(f"{path}: expected a map, got {shown(given)}")
-    found = {}
+    values = {}
     for each in fields(kind):
         if each.name in given:
-            found[each.name] = _read(f"{path}.{each.name}", str(each.type), given[each.name])
+            values[each.name] = _read(f"{path}.{each.name}", str(each.type), given[each.name])
         elif each.default is MISSING and each.default_factory is MISSING:
             raise ClientError(f"{path}.{each.name}: expected a value, got nothing")
     try:
-        return kind(**found)
+        return kind(**values)
     except ValueError as error:
         raise ClientError(f"{path}: {error}") from error
 
 
 def _read(path: str, form: str, given: Any) -> Any:
-    """Check a value against the written type of a field, and return it. Raises :class:`ClientError` that names the
-    field.
+    """Check a value against the annotated type of a field, and return the value.
+
+    Raises:
+        ClientError: The value has another type. The message names the field.
     """
     if form.endswith(" | None"):
         return None if given is None else _read(path, form[: -len(" | None")], given)
@@ -512,7 +516,7 @@ def _read(path: str, form: str, given: Any) -> Any:
             raise ClientError(f"{path}: expected a list of at most {_MOST}, got {shown(given)}")
         kinds = (
             [inner[: -len(", ...")]] * len(given) if inner.endswith(", ...") else inner.split(", ")
-        )  # a row of numbers has its length written out
+        )  # the type of a row of numbers lists each element
         if len(kinds) != len(given):
             raise ClientError(f"{path}: expected a list of {len(kinds)}, got {len(given)}")
         return tuple(_read(f"{path}[{at}]", kinds[at], each) for at, each in enumerate(given))

@@ -19,7 +19,7 @@ import numpy as np
 from sinew_client.untrusted import shown
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-PEERS = {  # socket type -> those that may talk to it
+PEERS = {  # socket type -> socket types that may connect to it
     b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
     b"REQ": (b"ROUTER", b"REP"),
     b"DEALER": (b"ROUTER",),
@@ -27,8 +27,8 @@ PEERS = {  # socket type -> those that may talk to it
 
 INPUT = 1 << 14  # bytes of a connection's input buffer: handshakes, heads of frames, small frames
 MAX_COMMAND = 1024  # bytes
-KEPT_FRAMES = 10  # stored frames of a message: the ids of proxies, the empty frame, the request
-MAX_FRAMES = 1024  # frames of a message at which the connection ends
+KEPT_FRAMES = 10  # stored frames of a message: the ids of proxies, the empty frame, and the request
+MAX_FRAMES = 1024  # the connection ends if a message has more frames
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _DROPPED = memoryview(bytearray(1 << 16))  # dropped bytes are received into this buffer
@@ -41,7 +41,13 @@ class ZmtpError(Exception):
 
 
 class Message:
-    """frames: as they came, without those beyond ``KEPT_FRAMES`` or the limit of bytes. count, size: of all of them."""
+    """One message.
+
+    Attributes:
+        frames: The stored frames in order. Frames beyond ``KEPT_FRAMES`` or the limit of bytes are dropped.
+        count: Number of all frames.
+        size: Bytes of all frames.
+    """
 
     __slots__ = ("count", "frames", "size")
 
@@ -63,15 +69,13 @@ class Framing:
     def __init__(self, limit: int, kind: bytes = b"ROUTER"):
         self.limit = limit
         self.kind = kind
-        self.ready = False  # the handshake is over
+        self.ready = False  # True after the handshake
         self.replies: list[bytes] = [GREETING]
         self._greeted = False
         self._input = memoryview(bytearray(INPUT))
-        self._start = self._end = 0  # what of the input is not understood yet
+        self._start = self._end = 0  # the part of the input that is not parsed yet
         self._flags = 0
-        self.left = (
-            0  # bytes of the present frame that are still to come: until then ``next`` has nothing to say
-        )
+        self.left = 0  # missing bytes of the present frame; until they arrive, ``next`` returns None
         self._body: memoryview | None = None  # body of the present frame; None if it is dropped
         self._filled = 0
         self._frames: list[Frame] = []
@@ -79,22 +83,22 @@ class Framing:
 
     @property
     def arriving(self) -> int:
-        """Bytes in memory of a message that is not whole."""
+        """Bytes in memory of an incomplete message."""
         return self._kept + (self._filled if self._body is not None else 0)
 
     @property
     def begun(self) -> bool:
-        """The head of a message's first frame has come, and its end has not. PINGs are no messages."""
+        """True if the head of a message's first frame has arrived, but not its end. PINGs are not messages."""
         return self._count > 0
 
     @property
     def between(self) -> bool:
-        """Nothing of a message, or of the handshake, has come yet."""
+        """True between two messages, after the handshake."""
         return self.ready and not self._count and not self.left and self._start == self._end
 
     @property
     def pending(self) -> bool:
-        """There are bytes that ``next`` has not looked at, or that wait for more."""
+        """True if there are bytes that ``next`` has not parsed, or that are an incomplete part."""
         return self._start != self._end or bool(self._filled and not self.left)
 
     def room(self) -> memoryview:
@@ -112,7 +116,7 @@ class Framing:
         return self._input[self._end :]
 
     def take(self, count: int) -> None:
-        """So many bytes have come."""
+        """Record that ``count`` bytes were received into :meth:`room`."""
         if self.left:
             self.left -= count
             self._filled += count
@@ -120,9 +124,9 @@ class Framing:
             self._end += count
 
     def next(self) -> Message | None:
-        """The next whole message, if it is there. Raises :class:`ZmtpError`."""
+        """Return the next complete message; None if there is none. Raises :class:`ZmtpError`."""
         while not self.left:
-            if self._filled:  # a frame that came in pieces has come to its end
+            if self._filled:  # a frame that arrived in pieces is complete
                 message = self._end_frame(self._body)
             elif not self._greeted:
                 if not self._greet():
@@ -191,7 +195,7 @@ class Framing:
             self._body = None
         elif here == size:
             self._body = memoryview(bytes(part))
-        else:  # memory that is not written to costs nothing yet: the head alone reserves none
+        else:  # memory is taken only when it is written to, so the head of a frame reserves none
             self._body = np.empty(size, np.uint8).data
             self._body[:here] = part
         return True
@@ -221,12 +225,14 @@ class Framing:
                 expected = b" or ".join(PEERS[self.kind][:2]).decode()
                 raise ZmtpError(f"its socket is a {kind[:20]!r}, and {expected} is expected")
             self.ready = True
-        elif name == b"ERROR":  # its body is one string with its length in front
+        elif name == b"ERROR":  # the body is one string after its length
             raise ZmtpError(f"it refuses the connection: {shown(body[1:].decode('ascii', 'replace'), 300)}")
         elif not self.ready:
             raise ZmtpError(f"its command is {name[:20]!r}")
         elif name == b"PING" and len(self.replies) < KEPT_FRAMES:
-            self.replies.append(_command(b"PONG", body[2:18]))  # behind the time to live: at most 16 bytes
+            self.replies.append(
+                _command(b"PONG", body[2:18])
+            )  # the context after the time to live, at most 16 bytes
 
 
 def message(frames: Sequence[Frame]) -> bytes:
@@ -238,13 +244,13 @@ def message(frames: Sequence[Frame]) -> bytes:
 
 
 def error(reason: str) -> bytes:
-    """Return the command that ends a handshake. reason: for the peer's user, of at most 255 ASCII characters."""
+    """Return the command that ends a handshake. ``reason`` is for the peer's user, at most 255 ASCII characters."""
     text = reason.encode("ascii", "replace")[:255]
     return _command(b"ERROR", bytes((len(text),)) + text)
 
 
 def head(size: int, more: bool = False) -> bytes:
-    """Return the bytes before a frame of ``size`` bytes. more: True if it is not the last frame of its message."""
+    """Return the bytes before a frame of ``size`` bytes. ``more`` is True unless it is the message's last frame."""
     return bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big")
 
 
@@ -254,7 +260,7 @@ def _command(name: bytes, body: bytes) -> bytes:
 
 
 def _property(body: bytes, wanted: bytes) -> bytes:
-    """Return the value of a property of READY; b"" without it."""
+    """Return the value of a property of READY; b"" without the property."""
     at = 0
     while at < len(body):
         name = body[at + 1 : at + 1 + body[at]]

@@ -1,9 +1,10 @@
 """The one bounded reader of untrusted files and messages.
 
-Every reader of this package checks sizes, depth and counts before it takes memory. It opens regular files only. It
+Every reader of this package checks sizes, depth and counts before it allocates memory. It opens only regular files. It
 returns plain values, or raises OSError for the file system and :class:`UntrustedError` for the content. It raises no
 RecursionError, OverflowError, UnicodeError or MemoryError, runs no code of a file, and prints at most a few
-characters of it. The bounds are arguments. ``tests/test_untrusted.py`` finds code that reads around this package.
+characters of the content. The limits are arguments. ``tests/untrusted/test_structure.py`` detects code that reads files
+without this package.
 """
 
 from sinew_client.untrusted.archives import Archive as Archive

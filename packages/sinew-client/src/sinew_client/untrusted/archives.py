@@ -1,7 +1,7 @@
 """Zip archives and ``.npz`` files, each entry read on request.
 
-The directory of an archive states sizes. They are compared with bounds before memory is taken: a file of 2 MB can state
-that it unpacks to gigabytes. Nothing is written to disk.
+The directory of an archive states sizes. The reader compares them with limits before it allocates memory, because a
+file of 2 MB can state that it unpacks to gigabytes. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from sinew_client.untrusted.arrays import parse_npy
 from sinew_client.untrusted.files import open_regular
 from sinew_client.untrusted.words import UntrustedError, named, reason
 
-MAX_ARRAYS = 128  # arrays of one file: sixteen observation steps of six cameras, and a few more
+MAX_ARRAYS = 128  # arrays of one file; sixteen observation steps of six cameras have 96
 MAX_ENTRIES = 1 << 12
 MAX_UNPACKED = 256 << 20  # bytes of all entries of one file
 MAX_DIRECTORY = 1 << 18  # bytes; the directory of 64 arrays is far smaller
 STEP = 1 << 18  # bytes that are unpacked at once
-DENSEST = 1032  # bytes that deflate makes of one, at most
-STORED, DEFLATED = 0, 8  # LZMA and bzip2 take as much memory as the file states
+DENSEST = 1032  # largest number of bytes that deflate unpacks from one byte
+STORED, DEFLATED = (
+    0,
+    8,
+)  # LZMA and bzip2 are not allowed, because they allocate as much memory as the file states
 _ENCRYPTED = 1  # bit of the flags
 
-# RuntimeError: encrypted; NotImplementedError, a RuntimeError: versions of zip that Python does not read.
+# An encrypted entry raises RuntimeError. A zip version that Python does not support raises its subclass
+# NotImplementedError.
 _NOT_READ = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, MemoryError),
     *(zlib.error, struct.error),
@@ -62,7 +66,7 @@ class Archive:
         methods: tuple[int, ...] = (STORED, DEFLATED),
         paths: bool = True,
     ):
-        import zipfile  # here: a control loop reads no archives
+        import zipfile  # imported here, because a control loop reads no archives
 
         self._failures = (*_NOT_READ, zipfile.BadZipFile)
         self._file = open_regular(path)
@@ -129,7 +133,7 @@ class Archive:
     def _checked(
         self, max_entries: int, max_unpacked: int, methods: tuple[int, ...], paths: bool
     ) -> dict[str, Any]:
-        """Return the entries by name, all of which may be read."""
+        """Check all entries, and return them by name."""
         infos = [info for info in self._zip.infolist() if not info.filename.endswith("/")]
         if len(infos) > max_entries:
             raise UntrustedError(f"at most {max_entries} entries", str(len(infos)))
@@ -181,7 +185,7 @@ class Npz:
     """
 
     def __init__(self, path: Path | str, *, max_arrays: int = MAX_ARRAYS, max_unpacked: int = MAX_UNPACKED):
-        # The names of arrays are keys, and become no files.
+        # The names of arrays are only keys, and no files are written, so any name is allowed.
         self._archive = Archive(path, max_entries=max_arrays, max_unpacked=max_unpacked, paths=False)
 
     def __enter__(self) -> Npz:
@@ -236,7 +240,7 @@ def _none(error: BaseException) -> UntrustedError:
 
 
 class _Stepwise:
-    """A file of which little is read at once, so that the stated size of the directory does not matter."""
+    """A file with a limit for each read, so that a false size of the directory cannot exhaust the memory."""
 
     def __init__(self, file: BinaryIO, most: int):
         self._file, self._most = file, most
@@ -248,8 +252,8 @@ class _Stepwise:
         return True
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._file.tell(), 0)
-        size = left if size is None or size < 0 else min(size, left)
+        remaining = max(self._size - self._file.tell(), 0)
+        size = remaining if size is None or size < 0 else min(size, remaining)
         if size > self._most:
             raise UntrustedError(f"a directory of at most {self._most} bytes", str(size))
         return self._file.read(size)

@@ -1,8 +1,8 @@
 """Arrays from untrusted bytes: numpy's ``.npy`` format, and raw elements with a stated type and shape.
 
-``numpy.load`` parses the header as a Python expression and allocates what the header states. Here the header is matched
-against the one form that numpy writes, and the size is checked first. Nothing is copied.
-Format: numpy's ``numpy.lib.format``.
+``numpy.load`` parses the header as a Python expression and allocates as much memory as the header states. Here the
+header is matched against the form that numpy writes, and the size is checked first. Nothing is copied. The format is
+described in ``numpy.lib.format``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sinew_client.untrusted.files import read_bytes
 from sinew_client.untrusted.words import UntrustedError
 
 MAX_DIMENSIONS = 8
-MAX_HEADER = 4096  # bytes; numpy writes 118 for everything that a robot sends
+MAX_HEADER = 4096  # bytes; numpy writes 118 bytes for all arrays that a robot sends
 MAX_EXTENT = 1 << 40  # bytes, with empty axes counted as one
 MAX_ARRAY = 256 << 20  # bytes of a file
 
@@ -84,7 +84,9 @@ def raw_array(data: memoryview, dtype: str, shape: Sequence[int], order: str = "
         text = " x ".join(map(str, shape)) or "1"
         raise UntrustedError(f"{expected} bytes ({text} {item})", f"{len(data)}")
     flat = np.frombuffer(data, item) if len(data) else np.empty(0, item)
-    if item.kind == "U" and flat.size:  # numpy makes texts of any numbers, and readers of texts may end
+    if (
+        item.kind == "U" and flat.size
+    ):  # numpy accepts any numbers as text, and code that reads such text may crash
         points = flat.view(f"{item.byteorder}u4")
         if points.max() > 0x10FFFF or ((points >= 0xD800) & (points < 0xE000)).any():
             raise UntrustedError("Unicode text", "code points that are no characters")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sinew_client.untrusted.words import UntrustedError
 
-MAX_BYTES = 1 << 18  # bytes of a file that people write: settings, limits, contracts
+MAX_BYTES = 1 << 18  # bytes of a file that is written by hand: settings, limits, contracts
 BLOCK = 1 << 24  # bytes that are read at once
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -22,7 +22,7 @@ _KINDS = (
 
 
 def open_regular(path: Path | str) -> io.BufferedReader:
-    """Open a regular file to read bytes. Links to one are followed.
+    """Open a regular file to read bytes. Links to regular files are followed.
 
     Raises:
         OSError: the file is missing, or is not a regular file.
@@ -32,7 +32,7 @@ def open_regular(path: Path | str) -> io.BufferedReader:
 
 
 def open_lock(path: Path | str) -> io.FileIO:
-    """Open a regular file to lock it, and create it where it is missing.
+    """Open a regular file to lock it. Create the file if it is missing.
 
     Raises:
         OSError: the file cannot be created, or is not a regular file.
@@ -42,11 +42,11 @@ def open_lock(path: Path | str) -> io.FileIO:
 
 
 def _descriptor(path: Path | str, flags: int) -> int:
-    for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):  # as this system has them
+    for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):  # not every system has all of these flags
         flags |= getattr(os, name, 0)
     try:
         number = os.open(path, flags, 0o666)
-    except ValueError as error:  # a NUL, or half a character
+    except ValueError as error:  # the path has a NUL or half a character
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     try:
         mode = os.fstat(number).st_mode
@@ -67,16 +67,16 @@ def read_bytes(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
         UntrustedError: it has more than ``max_bytes`` bytes.
     """
     with open_regular(path) as file:
-        pieces, left = [], max_bytes + 1
+        pieces, remaining = [], max_bytes + 1
         if os.fstat(file.fileno()).st_size > max_bytes:
-            left = 0
-        while left:  # the size of files in /proc is 0, and others grow
-            piece = file.read(min(left, BLOCK))
+            remaining = 0
+        while remaining:  # the stated size is not reliable: it is 0 for files in /proc, and other files grow
+            piece = file.read(min(remaining, BLOCK))
             if not piece:
                 break
             pieces.append(piece)
-            left -= len(piece)
-    if not left:
+            remaining -= len(piece)
+    if not remaining:
         raise UntrustedError(f"at most {max_bytes} bytes", "more")
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -1,8 +1,8 @@
 """MessagePack from untrusted bytes, without a copy: binary parts are returned as views of the message.
 
-The common libraries limit single containers, which does not bound a message: sixty million empty lists inside lists of
-a thousand are gigabytes of objects. This reader counts every value, so ``max_values`` bounds its time and memory.
-Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
+The common libraries limit only single containers, which does not limit a message: sixty million empty lists inside
+lists of a thousand are gigabytes of objects. This reader counts every value, so ``max_values`` limits its time and
+memory. Format: https://github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from sinew_client.untrusted.words import UntrustedError
 
 MAX_DEPTH = 12  # containers inside containers
 MAX_VALUES = 1 << 14  # values of one message: containers, keys and leaves
-MAX_TEXT = 1 << 18  # bytes of one text,
-MAX_TEXTS = 1 << 22  # and of all of a message: one strange character makes four bytes of each of the others
+MAX_TEXT = 1 << 18  # bytes of one text
+MAX_TEXTS = (
+    1 << 22
+)  # bytes of all texts in a message; Python may store each character of a text in four bytes
 
 _NUMBERS = {  # first byte -> format, bytes
     0xCA: (">f", 4),
@@ -44,7 +46,7 @@ def unpack_msgpack(
     max_text: int = MAX_TEXT,
     max_texts: int = MAX_TEXTS,
 ) -> Any:
-    """Return the one value in a message. Binary values are read-only views of it; keys of maps are text.
+    """Return the value in a message. Binary values are read-only views of the message. Keys of maps are text.
 
     Args:
         data: the message. The caller bounds its length.
@@ -54,7 +56,8 @@ def unpack_msgpack(
         max_texts: bytes of all texts.
 
     Raises:
-        UntrustedError: it is something else (extension types, other keys, bytes left over), or is beyond a bound.
+        UntrustedError: the message is not valid, or is beyond a limit. Extension types, keys other than text, and
+            bytes after the value are not valid.
     """
     reader = _Reader(memoryview(data).toreadonly(), max_values, max_depth, max_text, max_texts)
     value = reader.value(0)
@@ -67,9 +70,9 @@ class _Reader:
     def __init__(self, buffer: memoryview, max_values: int, max_depth: int, max_text: int, max_texts: int):
         self.buffer = buffer
         self.at, self.end = 0, len(buffer)
-        self.max_values = self.values = max_values  # values: those that may still come
+        self.max_values = self.values = max_values  # ``values`` counts down the values that are still allowed
         self.max_depth, self.max_text, self.max_texts = max_depth, max_text, max_texts
-        self.texts = 0  # bytes
+        self.texts = 0  # bytes of all texts so far
 
     def value(self, depth: int) -> Any:
         self.values -= 1
@@ -104,7 +107,9 @@ class _Reader:
             return self.map(self.length(_MAP[first]), depth)
         if first in _CONSTANTS:
             return _CONSTANTS[first]
-        raise UntrustedError("plain types", f"type 0x{first:02x}")  # extensions, and the unused one
+        raise UntrustedError(
+            "plain types", f"type 0x{first:02x}"
+        )  # an extension type, or the unused first byte 0xc1
 
     def array(self, count: int, depth: int) -> list[Any]:
         return [self.value(depth + 1) for _ in range(count)]

@@ -15,15 +15,15 @@ from sinew_client.untrusted.words import UntrustedError, reason
 MAX_DEPTH = 64  # containers inside containers
 MAX_VALUES = 1 << 20  # values of a JSON text: containers, keys and leaves
 MAX_TOKENIZER_VALUES = 1 << 23  # values of a tokenizer; the largest vocabularies with merges have 2.5 million
-MAX_NODES = 10_000  # nodes of a YAML file, each alias counted with its whole value
-MAX_SCALAR = 1 << 14  # characters of one value; YAML reads 1:00:00 and so on as one number
+MAX_NODES = 10_000  # nodes of a YAML file, where each alias counts with its whole value
+MAX_SCALAR = 1 << 14  # characters of one value, because YAML parses 1:00:00 (of any length) as one number
 MAX_LINE = 1 << 24  # bytes of a line of JSON
 MAX_LINES = 1 << 22  # lines of one file
-DIGITS = 4300  # digits of a whole number, as in Python 3.11; older ones take minutes for a megabyte of digits
+DIGITS = 4300  # digits of an integer, as in Python 3.11; older versions need minutes for a megabyte of digits
 
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _WHOLE = re.compile(r"\d" * 8 + f"{{{DIGITS - 6},}}")
-# What is no key in TOML: texts and comments.
+# Matches the parts of a TOML file that are no keys: texts and comments.
 _TOML_TEXT = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*(?:"""|\Z)'
     r"|'''(?:[^']|'(?!''))*(?:'''|\Z)"
@@ -35,7 +35,7 @@ _TOML_TEXT = re.compile(
 
 
 class TornLineError(UntrustedError):
-    """The last line of a file breaks off: its writer was killed, or the disk was full."""
+    """The last line of a file is incomplete: the writer was killed, or the disk was full."""
 
 
 # ----------------------------------------------------------------------------- JSON
@@ -61,7 +61,7 @@ def parse_json(
     """
     text = data if isinstance(data, str) else decode(data)
     marks = text.count(",") + text.count(":") + text.count("[") + text.count("{")
-    if marks >= max_values:  # some of them may be in texts
+    if marks >= max_values:  # some of these marks may be inside texts
         plain = _STRING.sub("", text)
         if sum(map(plain.count, ",:[{")) >= max_values:
             raise UntrustedError(f"at most {max_values} values", "more")
@@ -73,17 +73,17 @@ def parse_json(
         raise UntrustedError(f"at most {max_depth} levels of containers", "more") from None
     except ValueError as error:
         raise UntrustedError("JSON", f"text that is not JSON ({reason(error)})") from None
-    # Escapes can spell half a character, which nothing can print.
+    # An escape can be half a character (a surrogate), which cannot be printed.
     halves = not text.isascii() or "\\ud" in text or "\\uD" in text
     check_values(value, max_depth=max_depth, finite=finite, texts=halves)
     return value
 
 
 def check_values(value: Any, *, max_depth: int = MAX_DEPTH, finite: bool = True, texts: bool = True) -> None:
-    """Check plain values level by level: nothing here calls itself, so that depth costs no stack.
+    """Check plain values level by level. The check is not recursive, so deep values need no stack.
 
     Raises:
-        UntrustedError: they are nested too deeply, a number is not finite, or a text has half a character.
+        UntrustedError: the values are nested too deeply, a number is not finite, or a text has half a character.
     """
     level = [value]
     for depth in range(max_depth + 1):
@@ -146,7 +146,7 @@ def read_jsonl(
         path: the file.
         max_line: bytes of one line.
         max_lines: lines of the file.
-        max_depth, max_values, finite: of each line, as :func:`parse_json` has them.
+        max_depth, max_values, finite: limits of each line, as in :func:`parse_json`.
 
     Raises:
         OSError: the file cannot be read.
@@ -181,7 +181,7 @@ def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) ->
 
     Raises:
         UntrustedError: the text is not TOML, or is beyond a bound.
-        ValueError: this Python has no reader of TOML.
+        ValueError: this Python has no TOML reader.
     """
     try:
         import tomllib
@@ -190,7 +190,7 @@ def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) ->
             import tomli as tomllib  # Python before 3.11
         except ImportError:
             raise ValueError("TOML needs Python 3.11 or the package tomli; JSON works everywhere") from None
-    # The library takes time with the square of the parts of a dotted key: a.a.a of 256 kB takes hours.
+    # The library's time grows with the square of the number of parts of a dotted key: a.a.a of 256 kB takes hours.
     if any(line.count(".") > 4 * max_depth for line in _TOML_TEXT.sub("", text).splitlines()):
         raise UntrustedError(f"keys of at most {4 * max_depth} parts in a line", "more")
     if sys.version_info < (3, 11) and _WHOLE.search(text):
@@ -232,9 +232,9 @@ def read_yaml(path: Path | str, max_bytes: int = MAX_BYTES, *, finite: bool = Tr
 
 
 def parse_yaml(text: str, *, finite: bool = True) -> Any:
-    """Return the plain values of a YAML text, its aliases bounded. The caller bounds its length.
+    """Return the plain values of a YAML text, with a limit for aliases. The caller bounds the text's length.
 
-    An alias is one word that may stand for any number of values: 544 bytes of them took minutes to print.
+    An alias is one word that may mean any number of values: 544 bytes of aliases took minutes to print.
 
     Raises:
         UntrustedError: the text is not YAML of plain values, or is beyond a bound.
@@ -249,7 +249,7 @@ def parse_yaml(text: str, *, finite: bool = True) -> Any:
         raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more") from None
     except (
         Exception
-    ) as error:  # its constructors raise KeyError, AttributeError and more for tags of their own
+    ) as error:  # for unknown tags, YAML's constructors raise KeyError, AttributeError and other errors
         raise UntrustedError("YAML of plain values", f"another text ({reason(error)})") from error
     check_values(value, finite=finite)
     return value
@@ -265,13 +265,15 @@ def _load(yaml: Any, text: str) -> Any:
             self.count, self.depth = self.count + 1, self.depth + 1
             if self.count > MAX_NODES:
                 raise UntrustedError(f"at most {MAX_NODES} values", "more")
-            if self.depth > MAX_DEPTH + 1:  # a value inside of the last container
+            if (
+                self.depth > MAX_DEPTH + 1
+            ):  # one more level than the containers: a value inside the last container
                 raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more")
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node
 
-        def fetch_flow_collection_start(self, kind: Any) -> None:  # the scanner is ahead of the composer
+        def fetch_flow_collection_start(self, kind: Any) -> None:  # the scanner runs before the composer
             if self.flow_level >= MAX_DEPTH:
                 raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more")
             super().fetch_flow_collection_start(kind)
@@ -289,8 +291,9 @@ def _load(yaml: Any, text: str) -> Any:
 
 
 def _size(yaml: Any, node: Any, known: dict[int, int]) -> int:
-    """Return the number of values of a node with its aliases. known: Sizes of earlier nodes; 0 while a node is in
-    progress.
+    """Return the number of values of a node, including its aliases.
+
+    ``known`` has the sizes of earlier nodes. The size is 0 while a node is in progress.
     """
     size = known.get(id(node))
     if size == 0:
@@ -305,6 +308,6 @@ def _size(yaml: Any, node: Any, known: dict[int, int]) -> int:
         else:
             if len(node.value) > MAX_SCALAR:
                 raise UntrustedError(f"values of at most {MAX_SCALAR} characters", str(len(node.value)))
-            node.value.encode()  # half a character, which nothing can print
+            node.value.encode()  # raises UnicodeEncodeError for half a character, which cannot be printed
         size = known[id(node)] = 1 + sum(_size(yaml, part, known) for part in parts)
     return size

@@ -1,11 +1,11 @@
-"""Untrusted values in messages: a few characters of each, whatever their size; and the error of every reader."""
+"""The error of all readers, and untrusted values in messages: only a few characters of each value are printed."""
 
 from __future__ import annotations
 
 from typing import Any, Iterator
 
 SHOWN = 80  # characters of a value in a message
-GOT = 300  # characters of a parser's own message
+GOT = 300  # characters of a parser's message
 
 
 class UntrustedError(ValueError):
@@ -31,13 +31,13 @@ def reason(error: BaseException) -> str:
 
 def shown(value: Any, most: int = SHOWN) -> str:
     """Return the ``repr`` of a value, cut to ``most`` characters. The rest is never written out."""
-    found, length = [], 0
+    pieces, length = [], 0
     for piece in _pieces(value, most):
-        found.append(piece)
+        pieces.append(piece)
         length += len(piece)
         if length > most:
-            return "".join(found)[: most - 3] + "..."
-    return "".join(found)
+            return "".join(pieces)[: most - 3] + "..."
+    return "".join(pieces)
 
 
 def named(value: Any, most: int = SHOWN) -> str:
@@ -50,7 +50,7 @@ def _pieces(value: Any, most: int) -> Iterator[str]:
         yield repr(value[: most + 1])
     elif isinstance(value, bool) or value is None or isinstance(value, float):
         yield repr(value)
-    elif isinstance(value, int):  # Python refuses to write long ones
+    elif isinstance(value, int):  # Python raises an error for the repr of long integers
         yield repr(value) if value.bit_length() < 4 * most else f"a number of {value.bit_length()} bits"
     elif isinstance(value, (list, tuple)):
         first, last = "[]" if isinstance(value, list) else "()"
