@@ -39,9 +39,10 @@ class Reuse:
         same: Callable[[Any, Any], bool],
         threads: Callable[[], int],
         renew: Callable[[Any, np.ndarray], Any] | None = None,
+        alike: bool = True,
     ):
         self._encode, self._join, self._same = encode, join, same
-        self._threads, self._renew = threads, renew
+        self._threads, self._renew, self._alike = threads, renew, alike
         self._views: deque[tuple[int, np.ndarray, Any]] = deque(maxlen=VIEWS)
         self._contexts: deque[tuple[int, ModelInputs, Any]] = deque(maxlen=CONTEXTS)
         self._tried: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -52,6 +53,8 @@ class Reuse:
         Uniform random pixels are encoded together and alone, and every bit is compared.
         """
         key = (self._threads(), tuple(shape))
+        if not self._alike and shape[1] > 1:
+            self._tried[key] = "the model encodes its views together"
         if key not in self._tried:
             pixels = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
             whole, why = self._encode(pixels), ""

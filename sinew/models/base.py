@@ -105,6 +105,17 @@ class Model(nn.Module):
         return None
 
     @property
+    def frames(self) -> tuple[tuple[int, int], ...]:
+        """Return height and width in pixels of the picture of each view where the weights fix them; () where all views
+        have the size of the pixels."""
+        return ()
+
+    @property
+    def views_alike(self) -> bool:
+        """Return True if all views are encoded in the same way, so that a view may be encoded without the others."""
+        return not self.frames
+
+    @property
     def moments(self) -> tuple[int, int] | None:
         """Return (T, V) where one to T moments of V views each are read, as many as there are, so that views come in
         multiples of V; None where no number of moments is known here, or all are always there."""

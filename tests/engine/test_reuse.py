@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from sinew.engine.reuse import Reuse
 from sinew.engine.watch import Watch
 from sinew.policy import Policy
 from sinew.processing import ModelInputs
+from tests.golden import Golden
+from tests.models.stages import observation as case_observation
 from tests.serve.test_server import serving
 from tests.shape_rounding import RoundedByShape
 
@@ -141,6 +143,31 @@ def test_a_server_keeps_what_requests_repeat_and_says_so(tmp_path: Path) -> None
 def test_a_recording_reuses_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["serve", "--replay", str(tmp_path), "--reuse"]) == 1
     assert "--reuse: a recording is replayed alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["eo1-2cam", "diffusion-ddpm"])
+def test_views_of_different_kinds_are_computed_together(
+    case: str, golden: Path, case_bundle: Callable[[str], Path]
+) -> None:
+    """Views of different sizes, or with an encoder for each camera: which view it is says how it is encoded."""
+    keeps, computes = (
+        loaded(str(case_bundle(case)), "eager", dtype="float32", reuse=reuse) for reuse in (True, False)
+    )
+    assert keeps.describe()["reuse"] == "the prefix, but no single view: the model encodes its views together"
+    given = case_observation(case, Golden(golden / case))
+    name = keeps.spec.cameras[0].name
+    moved = replace(given, images={**given.images, name: 255 - given.images[name]})
+    for each, again in ((given, False), (given, True), (moved, False)):
+        chunk = keeps.infer(each)
+        assert chunk.timing.reused_prefix is again
+        assert np.array_equal(chunk.actions, computes.infer(each).actions)
+
+
+def test_a_graph_of_all_views_is_given_all(case_bundle: Callable[[str], Path]) -> None:
+    policy = loaded(str(case_bundle("diffusion-ddim")), "onnx", reuse=True)
+    assert (
+        policy.describe()["reuse"] == "the prefix, but no single view: the model encodes its views together"
+    )
 
 
 def test_views_that_a_trial_finds_to_depend_on_each_other_are_computed_together() -> None:

@@ -92,7 +92,12 @@ class EagerEngine(Engine):
     def start_reuse(self, inputs: ModelInputs) -> str:
         renew = self.renew if self.facts.head_reads_state else None
         self.reuse = Reuse(
-            self._encode, lambda parts: torch.cat(parts, 1), torch.equal, torch.get_num_threads, renew
+            self._encode,
+            lambda parts: torch.cat(parts, 1),
+            torch.equal,
+            torch.get_num_threads,
+            renew,
+            self.model.views_alike,
         )
         return self.reuse.try_views(inputs.pixels.shape)
 

@@ -199,7 +199,9 @@ class OnnxEngine(Engine):
         def join(parts: list[np.ndarray]) -> np.ndarray:
             return np.concatenate(parts, 1)
 
-        self.reuse = Reuse(self._encode, join, np.array_equal, lambda: self._threads)
+        views = self.sessions["vision"].get_inputs()[0].shape[1]
+        alike = not isinstance(views, int)  # else the graph takes all views at once
+        self.reuse = Reuse(self._encode, join, np.array_equal, lambda: self._threads, alike=alike)
         return self.reuse.try_views(inputs.pixels.shape)
 
     def _encode(self, pixels: np.ndarray) -> np.ndarray:

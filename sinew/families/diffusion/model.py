@@ -105,6 +105,10 @@ class DiffusionPolicy(Model):
         return self.config.history * self.config.cameras
 
     @property
+    def views_alike(self) -> bool:
+        return len(self.vision) == 1  # else each camera has an encoder of its own
+
+    @property
     def grid(self) -> tuple[int, int]:
         return self.config.rows, self.config.cols
 

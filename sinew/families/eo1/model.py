@@ -122,6 +122,10 @@ class EO1(Model):
         return len(self.config.frames)
 
     @property
+    def frames(self) -> tuple[tuple[int, int], ...]:
+        return self.config.frames
+
+    @property
     def grid(self) -> tuple[int, int]:
         heights, widths = zip(*self.config.frames, strict=True)
         return self.grid_of(max(heights), max(widths))
