@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from sinew.core import PolicySpec
     from sinew.models.base import Model
+    from sinew.steps.image.base import ImageRecipe
 
 
 def build_on_meta(architecture: str, config: Any) -> Model:
@@ -87,12 +88,26 @@ def _disagreements(spec: PolicySpec, processing: Any, model: Model) -> Iterator[
             for each in (model.moments, moments)
         )
         yield f"sinew.spec: expected {wanted}, as sinew.config says, got {got}"
-    for index, camera in enumerate(spec.cameras if model.grid is not None else ()):
-        size = processing.image.of_camera(index).size_after(camera.height, camera.width)
-        if (found := model.grid_of(*size)) != model.grid:
-            frames = f"camera {camera.name}, whose frames become {size[0]}x{size[1]} pixels"
-            got = "x".join(map(str, model.grid or ()))
-            yield f"sinew.config: expected the {found[0]}x{found[1]} patches of {frames}, got a grid of {got}"
+    yield from _frame_disagreements(spec, processing.image, model)
     if spec.committed_rows and not model.times_per_row:
         wanted = f"0 for {spec.architecture}, whose head takes one time for all rows"
         yield f"spec.committed_rows: expected {wanted}, got {spec.committed_rows}"
+
+
+def _frame_disagreements(spec: PolicySpec, image: ImageRecipe, model: Model) -> Iterator[str]:
+    pictures = tuple(image.of_camera(index).picture for index in range(len(spec.cameras)))
+    if image.sizes and not model.frames:
+        yield f"sinew.processing.image.sizes: expected none, as {spec.architecture} reads views of one size"
+    elif model.frames and pictures != model.frames:
+        wanted, got = (", ".join(f"{h}x{w}" for h, w in sizes) for sizes in (model.frames, pictures))
+        yield f"sinew.processing.image.sizes: expected {wanted}, as sinew.config says, got {got}"
+    for index, camera in enumerate(spec.cameras if model.grid is not None else ()):
+        size = image.of_camera(index).size_after(camera.height, camera.width)
+        frames = f"camera {camera.name}, whose frames become {size[0]}x{size[1]} pixels"
+        if model.frames:
+            if size != pictures[index]:
+                wanted = "x".join(map(str, pictures[index]))
+                yield f"sinew.processing.image.sizes: expected that of {frames}, got {wanted}"
+        elif (found := model.grid_of(*size)) != model.grid:
+            got = "x".join(map(str, model.grid or ()))
+            yield f"sinew.config: expected the {found[0]}x{found[1]} patches of {frames}, got a grid of {got}"

@@ -27,12 +27,12 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
     height, width = frame.shape[:2]
     if not (1 <= height <= MAX_SIZE and 1 <= width <= MAX_SIZE):
         raise ObservationError(name, f"sides of 1 to {MAX_SIZE} pixels", f"{height} x {width}")
-    if (end := recipe.size_after(height, width)) != (recipe.height, recipe.width):
-        if not recipe.steps:
+    if (end := recipe.size_after(height, width)) != (own := recipe.picture):
+        if not recipe.to_picture:
             remedy = "this policy resizes nothing: set the camera so, or resize as its training data was made"
             got = f"{height} x {width} ({remedy})"
-            raise ObservationError(name, f"exactly {recipe.height} x {recipe.width}", got)
-        expected = f"a frame that becomes {recipe.height} x {recipe.width}"
+            raise ObservationError(name, f"exactly {own[0]} x {own[1]}", got)
+        expected = f"a frame that becomes {own[0]} x {own[1]}"
         raise ObservationError(name, expected, f"{height} x {width}, which becomes {end[0]} x {end[1]}")
     if frame.dtype == np.float32:
         # min and max are NaN when any pixel is, and NaN fails both comparisons.

@@ -336,6 +336,7 @@ def test_recipes_that_the_device_does_not_know_stay_on_the_host():
         (replace(RECIPE, steps=(Jpeg(),)), "JPEG 95: its library's order of sums"),
         (replace(RECIPE, steps=(Jpeg(), *RECIPE.steps)), "2 steps"),
         (replace(RECIPE, mean=(0.5,) * 6, std=(0.5,) * 6), "2 normalisations"),
+        (replace(RECIPE, sizes=((SIDE, SIDE), (8, 8))), "a size of each camera"),
     ):
         assert why in ResizeTables.why_not(other)
         with pytest.raises(ValueError, match=f"{why}.*resize on the host"):

@@ -80,10 +80,16 @@ def test_a_frame_of_another_size_is_rejected_by_its_camera(golden: Path, case_bu
     given = observation("eo1-2cam", Golden(golden / "eo1-2cam"))
     front, wrist = (given.images[name] for name in ("front", "wrist"))
     policy.infer(given)  # so both shapes are remembered as fitting, each for its camera
-    for name, wrong in (("front", wrist), ("wrist", front)):
+    whole = np.zeros((112, 112, 3), np.uint8)  # would fill the pixels that both views share
+    for name, wrong, own in (
+        ("front", wrist, "84 x 112"),
+        ("wrist", front, "112 x 56"),
+        ("front", whole, "84 x 112"),
+        ("wrist", whole, "112 x 56"),
+    ):
         images = {"front": front, "wrist": wrist} | {name: wrong}
         with pytest.raises(
-            ObservationError, match=rf"images.{name}: expected a frame that becomes 112 x 112"
+            ObservationError, match=rf"images.{name}: expected a frame that becomes {own}, got"
         ):
             policy.infer(Observation(images, given.state, prompt=given.prompt))
 

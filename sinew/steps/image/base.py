@@ -39,6 +39,11 @@ class ImageStep(Tagged):
         """Return the height and width that every frame gets; None where they follow from the frame's."""
         return None
 
+    @property
+    def only(self) -> tuple[int, int] | None:
+        """Return the only height and width that the step takes; None where it takes any."""
+        return None
+
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of a frame of this size after the step."""
         return self.fixed or (height, width)
@@ -116,10 +121,20 @@ class ImageRecipe:
             own = replace(own, steps=(*own.steps, corner), sizes=())
         return own
 
+    @property
+    def picture(self) -> tuple[int, int]:
+        """Return height and width of the picture that frames become, without the black border of a corner."""
+        return (self.steps[-1].only if self.steps else None) or (self.height, self.width)
+
+    @property
+    def to_picture(self) -> tuple[ImageStep, ...]:
+        """Return the steps that make :attr:`picture` of a frame; () if frames must have its size."""
+        return self.steps[:-1] if self.steps and self.steps[-1].only else self.steps
+
     def size_after(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of a frame of this size after the steps."""
+        """Return height and width of the picture that a frame of this size becomes (:attr:`picture` if it fits)."""
         fits = (height, width) == (self.height, self.width)
-        for step in self.steps:
+        for step in self.to_picture:
             if not (fits and step.other_sizes):
                 height, width = step.size(height, width)
         return height, width
@@ -156,7 +171,8 @@ class ImageRecipe:
         scales = [f"(x - {self.mean[i]:g}) / {self.std[i]:g}" for i in groups]
         if self.cameras:
             scales = ["statistics of each camera"]
-        return ", ".join([*(steps or [f"{self.height}x{self.width} as they come"]), *scales])
+        whole = "each camera's own size" if self.sizes else f"{self.height}x{self.width}"
+        return ", ".join([*(steps or [f"{whole} as they come"]), *scales])
 
 
 def to_unit(array: np.ndarray) -> np.ndarray:

@@ -16,7 +16,8 @@ from sinew.steps.image.base import ImageStep
 class Corner(ImageStep):
     """A picture of ``own_height`` x ``own_width`` becomes ``height`` x ``width``, black at the right and the bottom.
 
-    A picture of another size stays as it is, so that a check of its size names it. floats: beside steps of floats.
+    A picture of another size stays as it is. :func:`sinew.processing.image.check_frame` rejects it before.
+    floats: beside steps of floats.
     """
 
     height: Side
@@ -33,6 +34,10 @@ class Corner(ImageStep):
     @property
     def takes(self) -> Literal["bytes", "floats"]:
         return "floats" if self.floats else "bytes"
+
+    @property
+    def only(self) -> tuple[int, int]:
+        return self.own_height, self.own_width
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         own = (height, width) == (self.own_height, self.own_width)

@@ -60,6 +60,8 @@ class ResizeTables:
             return f"{recipe.channels // 3} normalisations of each picture"
         if recipe.cameras:
             return "statistics of each camera"
+        if recipe.sizes:
+            return "a size of each camera"
         if len(recipe.steps) > 1:
             return f"{len(recipe.steps)} steps"
         return next((f"{step}: {why}" for step in recipe.steps if (why := step.on_host)), "")
