@@ -116,6 +116,17 @@ def test_frames_become_pixels_by_a_linear_map_or_not_at_all(
         np.testing.assert_allclose(found(seen), prepare_frame(seen, recipe), atol=1e-5)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_picture_in_the_corner_becomes_pixels_by_a_linear_map(index: int) -> None:
+    """The middle of the pixels is black where a camera's picture is small."""
+    sizes = ((20, 32), (9, 7))
+    recipe = ImageRecipe(20, 32, sizes=sizes).of_camera(index)
+    found = frame_map(recipe, *sizes[index])
+    assert found is not None
+    seen = np.random.default_rng(5).integers(0, 256, (*sizes[index], 3), np.uint8)
+    np.testing.assert_allclose(found(seen), prepare_frame(seen, recipe), atol=1e-5)
+
+
 def test_an_affine_function_is_found() -> None:
     rng = np.random.default_rng(0)
     matrix, offset = rng.standard_normal((3, 5)), rng.standard_normal(5)

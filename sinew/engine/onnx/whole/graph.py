@@ -70,7 +70,8 @@ def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
 
     black = np.zeros((height, width, 3), np.uint8)
     offset = prepare_frame(black, recipe).astype(np.float64)
-    centre = offset.shape[1] // 2, offset.shape[2] // 2
+    inner = recipe.picture  # in the top left corner of the rest, which is black
+    centre = inner[0] // 2, inner[1] // 2
     gains = np.empty((offset.shape[0], 3))
     for channel in range(3):
         black[:] = 0
@@ -281,7 +282,7 @@ class _Builder:
         found = frame_map(recipe, about.height, about.width)
         note = "as the camera takes them"
         if found is None:
-            found = frame_map(recipe, recipe.height, recipe.width)
+            found = frame_map(recipe, *recipe.picture)
             note = "resized before, as the bundle's own way of it rounds"
         if found is None:
             raise SinewError(
