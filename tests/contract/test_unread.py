@@ -26,7 +26,9 @@ NEW = "brand_new"
 
 # Cases whose layout is that of another case
 ALIKE = (
+    "act-3cam",
     "act-env",
+    "act-sizes",
     "diffusion-ddpm",
     "eo1-fast",
     "mtdit-ddpm",

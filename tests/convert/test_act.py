@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,8 +20,9 @@ from sinew.convert.options import ConvertOptions
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.resnet import backbone
 from sinew.core import BundleError, ConvertError, ObservationError
+from sinew.core.fields import from_builtins
 from sinew.families.act.convert import BACKBONE
-from sinew.families.act.model import ACT
+from sinew.families.act.model import ACT, ActConfig
 from sinew.layers.resnet import LAYERS, ResNet, ResNetConfig
 from sinew.models.solvers import FLOW
 from sinew.policy import load
@@ -85,11 +88,110 @@ def test_what_no_engine_would_open_is_not_written(checkpoint: Path, monkeypatch:
     assert not out.exists()
 
 
-def test_cameras_of_two_sizes_are_refused(checkpoint: Path) -> None:
+def test_cameras_of_two_sizes_keep_them(checkpoint: Path) -> None:
+    """Weights do not depend on sizes. Cameras of one size have no sizes of their own in the bundle."""
+    plain = run(checkpoint).manifest
+    assert (plain.processing.image.sizes, plain.config["frames"]) == ((), [])
     features = json.loads((checkpoint / "config.json").read_text())["input_features"]
-    features["observation.images.wrist"]["shape"] = [3, 96, 96]
-    with pytest.raises(ConvertError, match="expected cameras of one size, got top 100 x 132, wrist 96 x 96"):
-        run(checkpoint, input_features=features)
+    features["observation.images.wrist"]["shape"] = [3, 120, 96]
+    bundle = run(checkpoint, input_features=features)
+    image, config = bundle.manifest.processing.image, bundle.manifest.config
+    assert (image.height, image.width, image.sizes) == (120, 132, ((100, 132), (120, 96)))
+    assert (config["frames"], config["rows"], config["cols"]) == ([[100, 132], [120, 96]], 4, 5)
+    assert bundle.infos["view_places"].shape == (4 * 5 + 4 * 3, 48)
+    assert str(image).startswith("each camera's own size as they come")
+
+
+def test_a_bundle_without_frames_opens(case_bundle: Callable[[str], Path]) -> None:
+    """Bundles that were written before cameras had sizes of their own."""
+    config = dict(Bundle(case_bundle("act-2cam")).manifest.config)
+    assert config.pop("frames") == []
+    assert from_builtins(config, ActConfig, "sinew.config").frames == ()
+
+
+def test_a_frame_of_another_camera_is_rejected(golden: Path, case_bundle: Callable[[str], Path]) -> None:
+    """A frame of the size that holds all cameras is wrong for a smaller camera."""
+    policy = load(case_bundle("act-sizes"), engine="eager")
+    given = observation("act-sizes", Golden(golden / "act-sizes"))
+    top, wrist = given.images["top"], given.images["wrist"]
+    policy.infer(given)  # so both shapes are remembered as fitting, each for its camera
+    for images, message in (
+        (
+            {"top": top, "wrist": top},
+            "images.wrist: expected exactly 45 x 45, got 96 x 128 .*set the camera so",
+        ),
+        (
+            {"top": wrist, "wrist": wrist},
+            "images.top: expected exactly 96 x 128, got 45 x 45 .*set the camera so",
+        ),
+    ):
+        with pytest.raises(ObservationError, match=message):
+            policy.infer(replace(given, images=images))
+
+
+@torch.inference_mode()
+def test_pixels_outside_of_a_view_are_not_read(golden: Path, case_bundle: Callable[[str], Path]) -> None:
+    policy = load(case_bundle("act-sizes"), engine="eager", dtype="float32")
+    model = cast(ACT, policy.engine.model)
+    inputs = policy.processor.inputs(observation("act-sizes", Golden(golden / "act-sizes")))
+    pixels = torch.from_numpy(inputs.pixels)[None]
+    other = pixels.clone()
+    other[:, 1, :, 45:] = 9.0
+    other[:, 1, :, :, 45:] = -9.0
+    tokens = model.embed_images(pixels)
+    assert torch.equal(tokens, model.embed_images(other))
+    assert not tokens[:, 1, 4:].any()  # nor what is behind the 4 features of the second view
+    spoilt = tokens.clone()
+    spoilt[:, 1, 4:] = 7.0
+    rest = (
+        torch.ones(1, 2, dtype=torch.bool),
+        torch.zeros(1, 0, dtype=torch.int64),
+        torch.zeros(1, 0, dtype=torch.bool),
+    )
+    state = torch.from_numpy(inputs.state)[None]
+    assert torch.equal(*(model.regress(model.read(each, *rest, state)) for each in (tokens, spoilt)))
+
+
+def test_an_observation_is_the_same_in_a_batch(golden: Path, case_bundle: Callable[[str], Path]) -> None:
+    policy = load(case_bundle("act-3cam"), engine="eager", dtype="float32")
+    given = observation("act-3cam", Golden(golden / "act-3cam"))
+    members = [given, replace(given, state=-given.state)]
+    both = policy.run_batch([policy.prepare(member) for member in members])
+    for chunk, member in zip(both, members, strict=True):
+        np.testing.assert_allclose(chunk.actions, policy.infer(member).actions, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "frames", "message"),
+    [
+        ("act-sizes", ((96, 128), (48, 45)), None, "sizes: expected 96x128, 45x45, as .*got 96x128, 48x45"),
+        ("act-sizes", (), None, "sizes: expected 96x128, 45x45, as sinew.config says, got 96x128, 96x128"),
+        (
+            "act-sizes",
+            ((96, 128), (48, 45)),
+            ((96, 128), (48, 45)),
+            "wrist, .* become 45x45 pixels, got 48x45",
+        ),
+        ("act-2cam", ((100, 132), (96, 96)), None, "sizes: expected none, as act reads views of one size"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_not_written(
+    case: str, sizes: Any, frames: Any, message: str, golden: Path, tmp_path: Path
+) -> None:
+    found = read(golden / case / "checkpoint", ConvertOptions())
+    image = replace(found.processing.image, sizes=sizes)
+    found = replace(found, processing=replace(found.processing, image=image))
+    if frames is not None:
+        found = replace(found, config=replace(found.config, frames=frames))
+    with pytest.raises(ConvertError, match=message):
+        found.write(tmp_path / "out.gguf", "arm", ConvertOptions())
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_grid_is_the_largest_of_all_views(golden: Path) -> None:
+    config = read(golden / "act-sizes" / "checkpoint", ConvertOptions()).config
+    with pytest.raises(ValueError, match="rows, cols: expected 2 x 4, the largest of frames, got 3 x 4"):
+        replace(config, frames=((64, 128), (45, 45)))
 
 
 def test_each_camera_has_its_own_statistics(checkpoint: Path, golden: Path) -> None:

@@ -366,15 +366,15 @@ def test_an_entry_with_another_value_than_the_implemented_one_is_named(case, tmp
 
 
 def test_cameras_of_two_sizes(case):
-    """LeRobot's ACT runs its backbone camera by camera, so such a checkpoint is not wrong."""
-    path, given = case("act-2cam")
+    """LeRobot rejects such a configuration of Diffusion Policy, too."""
+    path, given = case("diffusion-ddpm")
     features = json.loads((path / "config.json").read_text())["input_features"]
     (first, *_) = [key for key, each in features.items() if each["type"] == "VISUAL"]
     features[first]["shape"] = [3, 68, 100]
     edit(path / "config.json", input_features=features)
     message = refused(path, **given)
     assert f"expected cameras of one size, got {first.rpartition('.')[2]} 68 x 100" in message
-    assert "Sinew does not support a size for each camera yet" in message
+    assert "policies of type diffusion read all cameras at one size" in message
     assert "resized to one size" in message
 
 

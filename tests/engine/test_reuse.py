@@ -145,7 +145,7 @@ def test_a_recording_reuses_nothing(capsys: pytest.CaptureFixture[str], tmp_path
     assert "--reuse: a recording is replayed alone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", ["eo1-2cam", "diffusion-ddpm"])
+@pytest.mark.parametrize("case", ["eo1-2cam", "diffusion-ddpm", "act-sizes"])
 def test_views_of_different_kinds_are_computed_together(
     case: str, golden: Path, case_bundle: Callable[[str], Path]
 ) -> None:
@@ -164,7 +164,7 @@ def test_views_of_different_kinds_are_computed_together(
 
 
 def test_a_graph_of_all_views_is_given_all(case_bundle: Callable[[str], Path]) -> None:
-    policy = loaded(str(case_bundle("diffusion-ddim")), "onnx", reuse=True)
+    policy = loaded(str(case_bundle("act-sizes")), "onnx", reuse=True)
     assert (
         policy.describe()["reuse"] == "the prefix, but no single view: the model encodes its views together"
     )

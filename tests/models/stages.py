@@ -42,6 +42,7 @@ CASES = (
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
     *("vqbet-parallel", "vqbet-sequential", "mtdit-ddim", "mtdit-ddpm"),
     *("eo1-2cam", "eo1-fast"),
+    *("act-sizes", "act-3cam"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
 
@@ -397,8 +398,12 @@ def evo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
 def act(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
     model: Any = policy.engine.model
     pixels, cameras, tokens, mask, state = arguments(policy, given)
+    behind = model.all_places(len(g.cameras))[model.first_tokens :]
     for view, camera in enumerate(g.cameras):
-        yield Stage(f"pixel_values.{camera}", pixels[:, view], g[f"pixel_values.{camera}"])
+        height, width = g[f"pixel_values.{camera}"].shape[-2:]  # the rest is not read
+        yield Stage(
+            f"pixel_values.{camera}", pixels[:, view, :, :height, :width], g[f"pixel_values.{camera}"]
+        )
         with Outputs(model.vision.stages) as outputs:
             features = run(model.vision, g[f"pixel_values.{camera}"])
         for index, output in enumerate(outputs[:3], 1):
@@ -406,7 +411,8 @@ def act(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Sta
             yield Stage(name, output[:, : g[name].shape[1]], g[name])
         yield Stage(f"feature_map.{camera}", features, g[f"feature_map.{camera}"])
         table = g[f"pos_embed_2d.{camera}"][0].flatten(1).T
-        yield Stage(f"pos_embed_2d.{camera}", model.view_places, table)
+        places, behind = behind.split([len(table), len(behind) - len(table)])
+        yield Stage(f"pos_embed_2d.{camera}", places, table)
     image_tokens = run(model.embed_images, pixels)
     x, places = run(model.embed, image_tokens, state), model.all_places(len(g.cameras))
     yield Stage("encoder_in", x[0], g["encoder_in"][:, 0])

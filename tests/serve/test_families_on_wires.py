@@ -143,6 +143,25 @@ def test_xvla_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.proves(wire=("native", "openpi", "http"), family="act")
+def test_cameras_of_two_sizes_answer_alike_on_every_wire(golden, case_bundle, tmp_path):
+    """A frame of the larger camera's size is wrong for the smaller one, and no wire resizes it."""
+    given, bundle = case_observation("act-sizes", Golden(golden / "act-sizes")), case_bundle("act-sizes")
+    wanted = expected(load(bundle), given)
+    server, addresses = serve(tmp_path, bundle, ("native", "openpi", "http"))
+    with server, Client(addresses["native"], timeout=START_S) as client:
+        for wire, found in ask_everywhere(addresses, given).items():
+            np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0, err_msg=wire)
+        assert [(c.name, c.height, c.width) for c in client.spec.cameras] == [
+            ("top", 96, 128),
+            ("wrist", 45, 45),
+        ]
+        swapped = replace(given, images=dict.fromkeys(given.images, given.images["top"]))
+        with pytest.raises(ClientError, match="images.wrist: expected exactly 45 x 45, got 96 x 128"):
+            client.infer(swapped)
+
+
+@pytest.mark.slow
 @pytest.mark.proves(wire=("native", "openpi", "http"), family="pi05")
 def test_memory_answers_alike_on_every_wire(golden, case_bundle, tmp_path):
     """Of one moment, as an episode begins, of two and of three."""

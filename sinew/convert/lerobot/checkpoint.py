@@ -347,10 +347,22 @@ class LeRobotCheckpoint:
         if len(sizes) > 1:
             found = ", ".join(f"{each.name} {each.height} x {each.width}" for each in self.cameras)
             raise ConvertError(
-                f"{self.file}: expected cameras of one size, got {found}; Sinew does not support a size for each camera"
-                " yet, so this checkpoint cannot be converted. Train with frames that are resized to one size"
+                f"{self.file}: expected cameras of one size, got {found}; policies of type {self['type']} read"
+                " all cameras at one size, so this checkpoint cannot be converted. Train with frames that are resized"
+                " to one size"
             )
         return sizes.pop()
+
+    def unresized_frames(self) -> ImageRecipe:
+        """Return the recipe of frames that the model reads at the size of their camera, with the cameras' statistics.
+
+        If cameras have different sizes, pixels have the largest height and the largest width of all, and each picture
+        is in their top left corner. Raises :class:`ConvertError`.
+        """
+        sizes = tuple((camera.height, camera.width) for camera in self.cameras)
+        height, width = (max(sides) for sides in zip(*sizes, strict=True))
+        differ = len(set(sizes)) > 1
+        return ImageRecipe(height, width, **self.image_scales(), sizes=sizes if differ else ())
 
     @property
     def slots(self) -> tuple[str, ...]:

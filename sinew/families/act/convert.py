@@ -1,7 +1,7 @@
 """LeRobot ACT checkpoint -> bundle.
 
 The backbone is named, not described: its widths are those of torchvision's ResNet behind the name. Frames go in at
-their own size, which cameras therefore share. What only training reads (the encoder of the latent) is left out, and
+their own size, which may differ between cameras. What only training reads (the encoder of the latent) is left out, and
 frozen batch norms become part of their convolutions.
 """
 
@@ -20,7 +20,7 @@ from sinew.convert.options import IGNORE_SETTING, ConvertOptions
 from sinew.convert.resnet import backbone
 from sinew.convert.tensors import Rule, apply, constant, renames, reshape
 from sinew.core import ConvertError
-from sinew.families.act.model import ActConfig, view_places
+from sinew.families.act.model import ActConfig, all_view_places
 from sinew.layers.resnet import LAYERS, ResNetConfig
 from sinew.models.solvers import SINGLE
 
@@ -80,7 +80,8 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
     checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
     state = checkpoint.whole_state()
-    config = model_config(checkpoint, state.dim)
+    image = checkpoint.unresized_frames()
+    config = model_config(checkpoint, state.dim, image)
     decay = checkpoint["temporal_ensemble_coeff"]
     if decay is not None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not math.isfinite(decay):
@@ -105,7 +106,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
             **silent.SPEC,
         ),
         processing=checkpoint.processing(
-            ImageRecipe(*checkpoint.frame_size, **checkpoint.image_scales()),
+            image,
             silent.PROMPT,
             config,
             all_cameras=True,  # none was missing in training
@@ -119,10 +120,10 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     )
 
 
-def model_config(checkpoint: LeRobotCheckpoint, state_dim: int) -> ActConfig:
+def model_config(checkpoint: LeRobotCheckpoint, state_dim: int, image: ImageRecipe) -> ActConfig:
     name = checkpoint.one_of("vision_backbone", *LAYERS)
     activation = checkpoint.one_of("feedforward_activation", "relu", "gelu")
-    rows, cols = ResNetConfig.grid(*checkpoint.frame_size)
+    rows, cols = ResNetConfig.grid(image.height, image.width)
     with checkpoint.named():
         return ActConfig(
             vision=ResNetConfig(LAYERS[name]),
@@ -139,12 +140,13 @@ def model_config(checkpoint: LeRobotCheckpoint, state_dim: int) -> ActConfig:
             environment_dim=checkpoint.environment_dim,
             pre_norm=bool(checkpoint["pre_norm"]),
             activation=activation,
+            frames=image.sizes,
         )
 
 
 def tensors(found: dict[str, TensorSource], config: ActConfig) -> dict[str, TensorSource]:
     """Return the model's tensors under its names, and those that are not read under upstream's."""
-    table = view_places(config.rows, config.cols, config.hidden_size).numpy()
+    table = all_view_places(config).numpy()
     return apply(backbone(found, BACKBONE, "vision."), RULES) | {
         "view_places": constant("view_places", table)
     }

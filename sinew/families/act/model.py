@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.core.fields import Side
 from sinew.layers.attention import attend, key_mask
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
+from sinew.layers.own_sizes import embed_own_sizes, without_padding
 from sinew.layers.resnet import ResNet, ResNetConfig
 from sinew.layers.sizes import check_sizes
 from sinew.models.base import Regression
@@ -35,8 +37,10 @@ class ActConfig:
     """Sizes of an ACT model.
 
     Attributes:
-        rows: Rows of a view's features.
-        cols: Columns of a view's features.
+        rows: Rows of a view's features. If views have different sizes, the largest number of all views.
+        cols: Columns of a view's features, in the same way.
+        frames: Height and width of each view in pixels, if views have different sizes. Empty if all views have one
+            size.
         environment_dim: Last numbers of the state, which describe the environment and have their own token; 0 without
             them.
         pre_norm: True puts norms before each branch.
@@ -56,6 +60,7 @@ class ActConfig:
     environment_dim: int = 0
     pre_norm: bool = False
     activation: Literal["relu", "gelu"] = "relu"
+    frames: tuple[tuple[Side, Side], ...] = ()
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -67,6 +72,22 @@ class ActConfig:
             raise ValueError(
                 f"environment_dim: expected less than max_state_dim {self.max_state_dim}, got {self.environment_dim}"
             )
+        if self.frames:
+            rows, cols = (max(sides) for sides in zip(*self.grids, strict=True))
+            if (rows, cols) != (self.rows, self.cols):
+                raise ValueError(
+                    f"rows, cols: expected {rows} x {cols}, the largest of frames, got {self.rows} x {self.cols}"
+                )
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Return rows and columns of the features of each view; () if all views have ``rows`` x ``cols``."""
+        return tuple(self.vision.grid(*frame) for frame in self.frames)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of features of each view; () if all views have ``rows * cols``."""
+        return tuple(rows * cols for rows, cols in self.grids)
 
 
 class ActContext(NamedTuple):
@@ -164,7 +185,9 @@ class ACT(Regression):
         self.state_proj = Linear(own, size)
         self.environment_proj = Linear(config.environment_dim, size) if config.environment_dim else None
         self.places = Embedding(self.first_tokens, size)
-        self.register_buffer("view_places", torch.zeros(config.rows * config.cols, size))
+        self.register_buffer(
+            "view_places", torch.zeros(sum(config.counts) or config.rows * config.cols, size)
+        )
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))  # type: ignore[assignment]
         self.encoder_norm = LayerNorm(size, eps=NORM_EPS) if config.pre_norm else nn.Identity()
         self.queries = Embedding(config.chunk_size, size)
@@ -178,6 +201,14 @@ class ACT(Regression):
         return 3 if self.config.environment_dim else 2
 
     @property
+    def views(self) -> int | None:
+        return len(self.config.frames) or None
+
+    @property
+    def frames(self) -> tuple[tuple[int, int], ...]:
+        return self.config.frames
+
+    @property
     def grid(self) -> tuple[int, int]:
         return self.config.rows, self.config.cols
 
@@ -185,9 +216,19 @@ class ACT(Regression):
     def min_tokens(self) -> int:
         return 1
 
-    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, V, 3, height, width] -> [B, V, rows * cols, C]
-        features = self.vision(pixels.flatten(0, 1)).flatten(2).transpose(1, 2)  # [B * V, rows * cols, C']
-        return self.connector(features).unflatten(0, pixels.shape[:2])
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels: [B, V, 3, height, width] -> [B, V, most features of a view, C]; what is behind a view's own is 0."""
+        if self.config.frames:
+            return embed_own_sizes(self.features, pixels, self.config.frames)
+        return self.features(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
+
+    def features(self, pixels: Tensor) -> Tensor:  # [B, 3, height, width] -> [B, rows * cols, C]
+        return self.connector(self.vision(pixels).flatten(2).transpose(1, 2))
+
+    def flat(self, image_tokens: Tensor) -> Tensor:  # [B, V, N, C] -> [B, features of all views, C]
+        if self.config.frames:
+            return without_padding(image_tokens, self.config.counts)
+        return image_tokens.flatten(1, 2)
 
     def embed(self, image_tokens: Tensor, state: Tensor) -> Tensor:  # [B, V, N, C], [B, S] -> [B, K, C]
         first = [
@@ -196,11 +237,18 @@ class ACT(Regression):
         ]
         if self.environment_proj is not None:
             first.append(self.environment_proj(state[:, self.state_proj.in_features :]))
-        return torch.cat([torch.stack(first, dim=1), image_tokens.flatten(1, 2)], dim=1)
+        return torch.cat([torch.stack(first, dim=1), self.flat(image_tokens)], dim=1)
 
     def all_places(self, views: int) -> Tensor:  # [K, C]
         table: Tensor = self.view_places  # type: ignore[assignment]
-        return torch.cat([self.places.weight, table.expand(views, -1, -1).flatten(0, 1)])
+        if not self.config.frames:
+            table = table.expand(views, -1, -1).flatten(0, 1)
+        return torch.cat([self.places.weight, table])
+
+    def valid(self, camera_mask: Tensor, most: int) -> Tensor:
+        """Return which tokens there are, bool [B, K]. camera_mask: bool [B, V]; most: features of the largest view."""
+        seen = camera_mask[:, :, None].expand(-1, -1, most)  # [B, V, most]
+        return F.pad(self.flat(seen[..., None])[..., 0], (self.first_tokens, 0), value=True)
 
     def encode(self, x: Tensor, places: Tensor, valid: Tensor) -> Tensor:
         """x: [B, K, C]; places: [K, C]; valid: bool [B, K] -> [B, K, C]."""
@@ -213,8 +261,7 @@ class ACT(Regression):
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> ActContext:
         places = self.all_places(image_tokens.shape[1])
-        seen = camera_mask.repeat_interleave(image_tokens.shape[2], dim=1)  # [B, V * N]
-        valid = F.pad(seen, (self.first_tokens, 0), value=True)  # [B, K]
+        valid = self.valid(camera_mask, image_tokens.shape[2])  # [B, K]
         x = self.encode(self.embed(image_tokens, state), places, valid)
         keys, values = zip(*(layer.cross.key_value(x, places) for layer in self.decoder), strict=True)
         return ActContext(keys, values, valid)
@@ -227,6 +274,12 @@ class ACT(Regression):
         for layer, *kv in zip(self.decoder, context.keys, context.values, strict=True):
             x = layer.answer(x, places, own, (kv[0], kv[1]), mask)
         return self.action_proj(self.decoder_norm(x)).float()
+
+
+def all_view_places(config: ActConfig) -> Tensor:
+    """Return a model's buffer ``view_places``: :func:`view_places` of one view, or of each, one after the other."""
+    grids = config.grids or ((config.rows, config.cols),)
+    return torch.cat([view_places(rows, cols, config.hidden_size) for rows, cols in grids])
 
 
 def view_places(rows: int, cols: int, size: int) -> Tensor:

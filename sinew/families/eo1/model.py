@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sinew.layers.attention import block_mask, key_mask
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue
 from sinew.layers.linear import Linear
+from sinew.layers.own_sizes import embed_own_sizes, without_padding
 from sinew.layers.qwen25_vit import Qwen25ViT, Qwen25ViTConfig
 from sinew.layers.rope import Rotation, rotate_axes
 from sinew.layers.time_embedding import sinusoidal_embedding
@@ -132,17 +133,11 @@ class EO1(Model):
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """pixels: [B, V, 3, height, width] -> [B, V, most tokens of a view, C]; what is behind a view's tokens is 0."""
-        most = max(rows * cols for rows, cols in self.config.grids)
-        views = []
-        for view, (height, width) in enumerate(self.config.frames):
-            tokens = self.vision(pixels[:, view, :, :height, :width])
-            views.append(F.pad(tokens, (0, 0, 0, most - tokens.shape[1])))
-        return torch.stack(views, dim=1)
+        return embed_own_sizes(self.vision, pixels, self.config.frames)
 
     def flat(self, image_tokens: Tensor) -> Tensor:
         """Return the image tokens of all views, one view after the other: [B, N, C]."""
-        counts = [rows * cols for rows, cols in self.config.grids]
-        return torch.cat([image_tokens[:, view, :count] for view, count in enumerate(counts)], dim=1)
+        return without_padding(image_tokens, [rows * cols for rows, cols in self.config.grids])
 
     def embed(self, image_tokens: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor) -> Tensor:
         """Return the language model's input, [B, L, C]; arguments as in :meth:`read`."""

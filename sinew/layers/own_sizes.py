@@ -1,0 +1,37 @@
+"""Views of different sizes in one array: each picture is in the top left corner of its pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Sizes = Sequence[tuple[int, int]]
+
+
+def embed_own_sizes(embed: Callable[[Tensor], Tensor], pixels: Tensor, frames: Sizes) -> Tensor:
+    """Encode each view at its own size.
+
+    Args:
+        embed: Pixels of one view, [B, channels, height, width], to its tokens, [B, N, C].
+        pixels: [B, V, channels, H, W]. What is outside of a view's picture is not read.
+        frames: Height and width of each view's picture in pixels, V of them.
+
+    Returns:
+        Tokens of all views, [B, V, most tokens of a view, C], with zeros behind those of a smaller view.
+    """
+    views = [embed(pixels[:, view, :, :height, :width]) for view, (height, width) in enumerate(frames)]
+    most = max(tokens.shape[1] for tokens in views)
+    return torch.stack([F.pad(tokens, (0, 0, 0, most - tokens.shape[1])) for tokens in views], dim=1)
+
+
+def without_padding(image_tokens: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the tokens of all views, one view after the other, [B, sum of counts, C].
+
+    Args:
+        image_tokens: Result of :func:`embed_own_sizes`, [B, V, most, C].
+        counts: Number of tokens of each view.
+    """
+    return torch.cat([image_tokens[:, view, :count] for view, count in enumerate(counts)], dim=1)
