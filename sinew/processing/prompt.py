@@ -102,8 +102,8 @@ class Prompter:
     def _tokenize(self, text: str, kind: str) -> np.ndarray:
         ids = encode(self.tokenizer, text, self.recipe.add_special_tokens)
         for step in self._steps[kind]:
-            ids = step.tokens(ids)
-        held = self.recipe.held if kind == "prompt" else ()
+            ids = step.tokens(ids, text)
+        held = None if kind == "prompt" else ()
         return self.check_tokens(np.asarray(ids, np.int64), FIELDS[kind], held)
 
     def words(self, tokens: Sequence[int]) -> str:
@@ -127,6 +127,8 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
+        if held is None and len(array) != (whole := self.recipe.whole or len(array)):
+            raise ObservationError(name, f"{whole} tokens, with their padding", f"{len(array)}")
         for what, token, wanted in self.recipe.held if held is None else held:
             if (found := int((array == token).sum())) != wanted:
                 raise ObservationError(name, f"{wanted} {what} ({token})", str(found))

@@ -37,6 +37,7 @@ PROMPT = {
     "suffix": "sinew.steps.prompt.suffix:Suffix",
     "drop": "sinew.steps.prompt.drop:Drop",
     "last": "sinew.steps.prompt.last:Last",
+    "fill": "sinew.steps.prompt.fill:Fill",
     "only_for": "sinew.steps.prompt.only_for:OnlyFor",
     "marker": "sinew.steps.prompt.marker:Marker",
 }

@@ -149,7 +149,7 @@ def test_each_field_of_a_prompt_of_format_2_says_what_it_said(fields, text, rest
     said = PromptText("Pick_it\n up ", "", np.array([0.9, -1.5]))
     ids = [4, 1, 4]
     for step in recipe.steps:
-        said, ids = step.forward(said), step.tokens(ids)
+        said, ids = step.forward(said), step.tokens(ids, said.text)
     assert said.text == text
     assert ids == (rest or [4, 1, 4])
     assert [tuple(held) for held in recipe.held] == [

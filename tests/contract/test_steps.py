@@ -42,6 +42,7 @@ from sinew.steps.prompt.as_list import AsList
 from sinew.steps.prompt.base import PromptStep, PromptText
 from sinew.steps.prompt.clean import Clean
 from sinew.steps.prompt.drop import Drop
+from sinew.steps.prompt.fill import Fill
 from sinew.steps.prompt.image import Image
 from sinew.steps.prompt.instruction import Instruction
 from sinew.steps.prompt.last import Last
@@ -531,6 +532,22 @@ PROMPTS = {
         ids=(3, 1),
         refused={"unknown": ({"ids": (3, -1)}, "expected tokens of the vocabulary, 0 to ")},
     ),
+    "fill": Said(
+        Fill(9, 0, 6, (("Do:", 6),)),
+        "filled up to 9 tokens, 1 texts to fewer",
+        ids=(7, 3, 7, 1, 0, 0, 6, 6, 6),
+        refused={
+            **UNKNOWN,
+            "twice": ({"lengths": (("a", 2), ("a", 3))}, "lengths: expected different texts"),
+            "too long": ({"lengths": (("a", 10),)}, "lengths: expected at most 9 tokens, got 10"),
+        },
+    ),
+    "fill of another text": Said(
+        Fill(9, 0, 6, (("Done:", 6),)),
+        "filled up to 9 tokens, 1 texts to fewer",
+        ids=(7, 3, 7, 1, 0, 0, 0, 0, 0),
+    ),
+    "fill of too many": Said(Fill(3, 0, 6), "filled up to 3 tokens"),
     "last": Said(Last(9), "token 9 at the end", ids=(7, 3, 7, 1, 9), refused=UNKNOWN),
     "last that is there": Said(Last(1), "token 1 at the end"),
     "marker": Said(Marker(3, 2), "2 tokens 3", holds=("marking tokens", 3, 2), refused={**NONE, **UNKNOWN}),
@@ -546,9 +563,10 @@ def test_a_prompt_says_what_it_says(said: Said) -> None:
     made = said.step.forward(SAID)
     assert (made.instruction, made.text) == (said.instruction, said.text)
     assert made.state is SAID.state
-    assert tuple(said.step.tokens([7, 3, 7, 1])) == said.ids
+    assert tuple(said.step.tokens([7, 3, 7, 1], SAID.text)) == said.ids
     assert said.step.slot == said.slot
     assert said.step.holds == said.holds
+    assert said.step.whole in (0, len(said.ids)) or len(said.ids) > said.step.whole
 
 
 def test_a_step_that_reads_the_state_says_so(said: Said) -> None:
@@ -599,7 +617,8 @@ def with_step(manifest: Manifest, case: Any, **changes: Any) -> Manifest:
         image = ImageRecipe(*case.size, (step,))
         return replace(manifest, processing=replace(processing, image=image))
     if isinstance(step, PromptStep):
-        prompt = replace(processing.prompt, steps=(step, Instruction()))
+        most = case.step.whole or processing.prompt.max_tokens
+        prompt = replace(processing.prompt, max_tokens=most, steps=(step, Instruction()))
         return replace(manifest, processing=replace(processing, prompt=prompt))
     ten, same = VectorSpec(10), Normalization("identity")
     return replace(

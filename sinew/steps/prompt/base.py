@@ -82,8 +82,13 @@ class PromptStep(Tagged):
     def forward(self, said: PromptText) -> PromptText:
         return said
 
-    def tokens(self, ids: list[int]) -> list[int]:
-        """Return the tokens of the finished text after the step."""
+    @property
+    def whole(self) -> int:
+        """Return the number of tokens that every prompt has because of the step; 0 for any number."""
+        return 0
+
+    def tokens(self, ids: list[int], text: str) -> list[int]:
+        """Return the tokens ``ids`` of the finished ``text`` after the step."""
         return ids
 
 
@@ -157,6 +162,11 @@ class PromptRecipe:
         return next((step.usual_advantage for step in self.steps if step.advantages), "")
 
     @cached_property
+    def whole(self) -> int:
+        """Return the number of tokens of every prompt; 0 where prompts differ in it."""
+        return max((step.whole for step in self.steps), default=0)
+
+    @cached_property
     def held(self) -> tuple[HeldTokens, ...]:
         """Return the tokens that every prompt holds, those of an id together."""
         found: dict[tuple[str, int], int] = {}
@@ -175,6 +185,8 @@ class PromptRecipe:
         ):
             if not least <= token <= last:
                 yield f"{name}: expected {least} to {last}, got {token}"
+        if self.whole not in (0, self.max_tokens):
+            yield f"max_tokens: expected the {self.whole} tokens of every prompt, got {self.max_tokens}"
         prompts = {"steps": self.steps}
         if self.text is not None:
             prompts |= {"text.subtask": self.text.subtask, "text.question": self.text.question}

@@ -19,7 +19,7 @@ class Drop(PromptStep):
     def names(self) -> tuple[int, ...]:
         return self.ids
 
-    def tokens(self, ids: list[int]) -> list[int]:
+    def tokens(self, ids: list[int], text: str) -> list[int]:
         return [token for token in ids if token not in self.ids]
 
     def __str__(self) -> str:

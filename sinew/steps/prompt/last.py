@@ -19,7 +19,7 @@ class Last(PromptStep):
     def names(self) -> tuple[int, ...]:
         return (self.token,)
 
-    def tokens(self, ids: list[int]) -> list[int]:
+    def tokens(self, ids: list[int], text: str) -> list[int]:
         return ids if ids[-1:] == [self.token] else [*ids, self.token]
 
     def __str__(self) -> str:

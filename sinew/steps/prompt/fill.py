@@ -1,0 +1,58 @@
+"""Prompts that always have the same number of tokens, because the padding is part of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from sinew.core.fields import MAX_TEXT, Side, characters, count
+from sinew.steps.prompt.base import PromptStep
+
+MOST = 4096  # texts with a length of their own
+
+
+@dataclass(frozen=True)
+class Fill(PromptStep):
+    """Fill the tokens up to ``length``: with ``token`` up to the length of the text, and with ``behind`` after it.
+
+    A text of more tokens than its length stays as it is, so that the prompt is rejected.
+
+    Attributes:
+        length: Number of tokens of every prompt.
+        token: Id of the padding.
+        behind: Id that marks the rows behind the padding.
+        lengths: (text, length) of the texts that were padded to fewer tokens in training. Others have ``length``.
+    """
+
+    length: Side
+    token: int
+    behind: int
+    lengths: Annotated[
+        tuple[tuple[Annotated[str, characters(1, MAX_TEXT)], Side], ...], count(0, MOST, "texts")
+    ] = ()
+    kind: Literal["fill"] = field(default="fill", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        if len({text for text, _ in self.lengths}) != len(self.lengths):
+            yield "lengths: expected different texts"
+        if longest := max((each for _, each in self.lengths if each > self.length), default=0):
+            yield f"lengths: expected at most {self.length} tokens, got {longest}"
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return (self.token, self.behind)
+
+    @property
+    def whole(self) -> int:
+        return self.length
+
+    def tokens(self, ids: list[int], text: str) -> list[int]:
+        own = dict(self.lengths).get(text, self.length)
+        if len(ids) > own:
+            return ids
+        return ids + [self.token] * (own - len(ids)) + [self.behind] * (self.length - own)
+
+    def __str__(self) -> str:
+        others = f", {len(self.lengths)} texts to fewer" if self.lengths else ""
+        return f"filled up to {self.length} tokens{others}"
