@@ -52,11 +52,33 @@ def read_torch(path: Path) -> dict[str, TensorSource]:
 
     Raises :class:`ConvertError` for everything but a zip archive of tensors and plain containers.
     """
+    return _tensors(path, _loaded(path))
+
+
+def read_torch_record(path: Path, name: str) -> tuple[dict[str, TensorSource], dict[str, Any] | None]:
+    """Return the tensors of a ``.pt`` file, and a configuration that is saved with them.
+
+    Args:
+        path: The file.
+        name: Key of the configuration in the file's dictionary.
+
+    Returns:
+        The tensors as of :func:`read_torch`, and the configuration, None where the file has no such dictionary.
+
+    Raises:
+        ConvertError: As of :func:`read_torch`.
+    """
+    record = _loaded(path)
+    found = record.get(name)
+    return _tensors(path, record), dict(found) if isinstance(found, Mapping) else None
+
+
+def _loaded(path: Path) -> Mapping[Any, Any]:
+    """Return the dictionary of a file. Its tensors are memory-mapped."""
     try:
         bounds = {"max_entries": MAX_ENTRIES, "max_unpacked": MAX_BYTES, "max_directory": MAX_DIRECTORY}
         with open_archive(path, methods=(STORED,), **bounds) as archive:
             _check(path, archive)
-        size = path.stat().st_size
         record = torch.load(
             path, map_location="cpu", weights_only=True, mmap=True
         )  # bounded: as checked above
@@ -73,6 +95,11 @@ def read_torch(path: Path) -> dict[str, TensorSource]:
         raise ConvertError(f"{path}: not a file of tensors alone ({reason})") from None
     if not isinstance(record, Mapping):
         raise ConvertError(f"{path}: expected a dictionary of tensors, got {type(record).__name__}")
+    return record
+
+
+def _tensors(path: Path, record: Mapping[Any, Any]) -> dict[str, TensorSource]:
+    size = path.stat().st_size
     return {name: _source(path, name, tensor, size) for name, tensor in _flat(path, record, "", 0)}
 
 
