@@ -45,11 +45,17 @@ RULES = {  # file -> its rules
     "latest-checkpoint.pt": "checkpoint.json",
     "mp_rank_00_model_states.pt": "model_states.json",
     "omnivla-edge.pth": "omnivla-edge.json",
+    "turbovla_libero.pth": "turbovla_libero.json",
     "action_head--120000_checkpoint.pt": "action_head.json",
     "pose_projector--120000_checkpoint.pt": "pose_projector.json",
 }
 PACKED = ".xz"
-FILES_GIVEN = ("vlm", "arch", "base")  # of what a conversion is given, those that lie in the case's folder
+FILES_GIVEN = (
+    "vlm",
+    "arch",
+    "base",
+    "stats",
+)  # of what a conversion is given, those that lie in the case's folder
 FILES_SHARED = ("tokenizer",)  # and those of another case
 
 
@@ -142,9 +148,17 @@ def deepspeed(tensors: dict[str, Any]) -> dict[str, Any]:
     return {"module": OrderedDict(tensors)}
 
 
+def with_config(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return ``{"model_state_dict": tensors, "model_config": ...}``; the second is a tensor of JSON's bytes."""
+    config = json.loads(tensors["model_config"].numpy().tobytes())
+    state = OrderedDict((name, tensor) for name, tensor in tensors.items() if name != "model_config")
+    return {"model_state_dict": state, "model_config": config}
+
+
 FORMS = {
     "latest-checkpoint.pt": prismatic,
     "mp_rank_00_model_states.pt": deepspeed,
+    "turbovla_libero.pth": with_config,
 }  # others: the tensors by name
 
 

@@ -26,6 +26,7 @@ FAMILIES = (
     "pi_fast",
     "gr00t",
     "evo1",
+    "turbovla",  # its files end in .pth, as those that the next one takes
     "omnivla",  # before the family whose files its own look like
     "openvla",
     "bitvla",

@@ -34,6 +34,7 @@ FAST = (
     "omnivla-edge",
     "vqbet-parallel",
     "mtdit-ddim",
+    "turbovla",
 )
 TWICE = [
     ("plan", "evo1-mint"),
@@ -48,6 +49,7 @@ TWICE = [
     ("onnx", "vqbet-sequential"),
     ("onnx", "mtdit-ddpm"),
     ("onnx", "eo1-fast"),
+    ("onnx", "turbovla-3cam"),
 ]  # as another case of its family
 PACKED = {"fold-norms", "pack-qkv", "pack-gate-up"}
 HEADED = PACKED | {"tabulate-time"}
@@ -65,6 +67,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("mtdit-ddim", "mtdit-ddpm")},
     **dict.fromkeys(("eo1-2cam", "eo1-fast"), HEADED),
     **{case: {"fold-norms", "pack-qkv"} for case in ("vqbet-parallel", "vqbet-sequential")},
+    **{case: {"fold-norms", "pack-qkv"} for case in ("turbovla", "turbovla-3cam")},
 }
 
 Open = Callable[[str, str], Policy]

@@ -329,13 +329,15 @@ def layouts() -> list[str]:
 
 @pytest.mark.parametrize("name", layouts())
 def test_no_layout_is_silent_about_an_entry_that_nothing_reads(case, tmp_path, name):
-    """LeRobot's layouts refuse one that may change what is computed. Others say so: transformers adds entries."""
+    """LeRobot's layouts and TurboVLA's refuse one that may change what is computed. Others say so: transformers adds
+    entries."""
     path, given = case(name)
     out = tmp_path / "out.gguf"
     plain = Bundle(convert(path, out, **given)).manifest.provenance.notes
     assert not any("not understood" in note for note in plain)
     edit(path / "config.json", head_style="wide", optimizer_fused=True)
-    if json.loads((path / "config.json").read_text()).get("input_features"):
+    record = json.loads((path / "config.json").read_text())
+    if record.get("input_features") or record.get("name") == "TurboVLA":
         message = refused(path, **given)
         assert 'head_style="wide" is not understood' in message
         assert "--set ignore=head_style" in message

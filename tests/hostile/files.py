@@ -57,6 +57,7 @@ class Checkpoint:
 
 STATISTICS = {"mean": [0.0] * 6, "std": [1.0] * 6}
 DROID = {"embodiment": "oxe_droid_relative_eef_relative_joint", "settings": {"frames": "240x300"}}
+GIVEN = {"arch": "arch.json", "stats": "statistics.json"}
 FAMILIES: dict[str, tuple[tuple[str, str, dict[str, object]], ...]] = {  # case, folder, options
     "checkpoints of LeRobot": (
         ("smolvla-2cam", "checkpoint", {"vlm": "vlm"}),
@@ -65,6 +66,7 @@ FAMILIES: dict[str, tuple[tuple[str, str, dict[str, object]], ...]] = {  # case,
         ("pi0fast-2cam", "checkpoint", {"arch": "arch.json"}),
         *((case, "checkpoint", {}) for case in ("act-env", "diffusion-ddim", "xvla-ee6d", "xvla-auto")),
         *((case, "checkpoint", {}) for case in ("vqbet-sequential", "mtdit-ddpm", "eo1-fast")),
+        ("turbovla-3cam", "checkpoint", {**GIVEN, "stats_key": "robot", "settings": {"gripper": "scaled"}}),
     ),
     "checkpoints of GR00T": (
         ("groot-n17", "checkpoint", {"vlm": "vlm", **DROID}),
@@ -90,7 +92,7 @@ def checkpoints(golden: Path, work: Path, family: str) -> list[Checkpoint]:
         record = {"observation.state": STATISTICS, "action": STATISTICS}
         (home / "stats.json").write_text(json.dumps(record))
         given = {
-            key: home / str(value) if key in ("vlm", "base", "arch") else value
+            key: home / str(value) if key in ("vlm", "base", "arch", "stats") else value
             for key, value in options.items()
         }
         found.append(Checkpoint(home, home / root, ConvertOptions(**given)))  # type: ignore[arg-type]

@@ -43,6 +43,7 @@ CASES = (
     *("vqbet-parallel", "vqbet-sequential", "mtdit-ddim", "mtdit-ddpm"),
     *("eo1-2cam", "eo1-fast"),
     *("act-sizes", "act-3cam"),
+    *("turbovla", "turbovla-3cam"),
 )
 LARGE = ("evo1-mint", "vla-adapter", "diffusion-ddpm")  # a third of the time of all
 
@@ -601,6 +602,44 @@ def eo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Sta
         yield Stage(f"v_t.{step}", velocity, g["v_t"][step])
 
 
+# ----------------------------------------------------------------------------- TurboVLA
+
+
+def turbovla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    # The reference multiplies by 1/255 and Sinew divides: the last bit of a pixel may differ.
+    torch.testing.assert_close(pixels[0], g["pixel_values"], rtol=0, atol=5e-7)
+    yield Stage("state_normalized", state[0], g["state_normalized"])
+    count = len(g["tokens"])
+    assert torch.equal(tokens[0, :count], g["tokens"])
+    layout = model.language.layout(tokens, mask)
+    assert torch.equal(layout.sees[0], g["text_sees"])
+    assert torch.equal(layout.words[0], g["text_words"])
+    yield Stage("vit_features", run(model.vision, pixels[0]), g["patches"])
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("vision_tokens", image_tokens[0], g["vision_tokens"])
+    with Outputs(model.language.layers) as outputs:
+        text = run(model.language, tokens, layout)
+    yield Stage("text_hidden", outputs[-1][0, :count], g["bert_hidden"][:count])
+    yield Stage("text_tokens", text[0], g["text_tokens"])
+    pairs: list[tuple[Tensor, Tensor]] = []
+    hooks = [layer.register_forward_hook(lambda *each: pairs.append(each[2])) for layer in model.fusion]
+    with Outputs(model.text_layers) as outputs:
+        context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    for hook in hooks:
+        hook.remove()
+    for index, ((v, text), output) in enumerate(zip(pairs, outputs, strict=True)):
+        yield Stage(f"fusion.{index}.visual", v[0], g[f"fusion.{index}.visual"])
+        yield Stage(f"fusion.{index}.text", text[0], g[f"fusion.{index}.text"])
+        yield Stage(f"fusion.{index}.layer", output[0], g[f"text_layer.{index}"])
+    with Outputs(model.decoder) as outputs:
+        chunk = run(model.regress, context)
+    for index, output in enumerate(outputs):
+        yield Stage(f"decoder.{index}", output[0], g[f"decoder.{index}"])
+    yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
+
+
 # ----------------------------------------------------------------------------- X-VLA
 
 
@@ -802,5 +841,6 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "vqbet": vqbet,
     "mtdit": multi_task,
     "eo1": eo1,
+    "turbovla": turbovla,
     "xvla": xvla,
 }

@@ -81,6 +81,7 @@ STAGES = {
         "code_logits",
         "offsets_all",
         "decoded",
+        "fusion",
     ),
 }
 

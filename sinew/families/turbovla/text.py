@@ -1,0 +1,140 @@
+"""BERT (Devlin et al. 2019, arXiv 1810.04805) over the sub-sentences of an instruction, as Grounding DINO reads text
+(Liu et al. 2023, arXiv 2303.05499)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.norm import LayerNorm
+from sinew.layers.vit import BlockConfig, ViTAttention
+
+
+@dataclass(frozen=True)
+class BertConfig(BlockConfig):
+    """Sizes of a BERT encoder, and the tokens with a meaning of their own.
+
+    Attributes:
+        positions: Rows of the table of positions.
+        vocab_size: Rows of the table of tokens. The id behind the last row is that of a row behind the padding.
+        norm_eps: Of its norms.
+        delimiters: Ids of the tokens that end a sub-sentence.
+        pad_token: Id of the padding.
+    """
+
+    positions: int
+    vocab_size: int
+    norm_eps: float
+    delimiters: tuple[int, ...]
+    pad_token: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.delimiters or not all(
+            0 <= t < self.vocab_size for t in (*self.delimiters, self.pad_token)
+        ):
+            raise ValueError(
+                f"delimiters, pad_token: expected ids below vocab_size {self.vocab_size}, got {self.delimiters} and"
+                f" {self.pad_token}"
+            )
+
+
+class TextLayout(NamedTuple):
+    """What the tokens of an instruction say of their rows.
+
+    Attributes:
+        sees: bool [B, L, L], True if the row may attend to the column.
+        position: int64 [B, L], in the row's sub-sentence.
+        words: bool [B, L], True for tokens of the instruction, False for all that fills its length.
+        encoded: bool [B, L], True for rows that BERT computes, False for those behind its length, which are zero.
+    """
+
+    sees: Tensor
+    position: Tensor
+    words: Tensor
+    encoded: Tensor
+
+
+class PostNormLayer(nn.Module):
+    """norm1(x + attention), norm2(x + mlp)."""
+
+    def __init__(self, config: BlockConfig, norm_eps: float, activation: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.attn = ViTAttention(config.block(norm_eps, "gelu"))
+        self.norm1 = LayerNorm(config.hidden_size, eps=norm_eps)
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size)
+        self.norm2 = LayerNorm(config.hidden_size, eps=norm_eps)
+        self.activation = activation
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # [B, L, C], bool [B, L, L] -> [B, L, C]
+        q, k, v = (part.unflatten(-1, (-1, self.attn.head_dim)) for part in self.attn.project(x))
+        x = self.norm1(x + self.attn.o_proj(attend(q, k, v, mask)))
+        return self.norm2(x + self.fc2(self.activation(self.fc1(x))))
+
+
+class Bert(nn.Module):
+    layers: Sequence[PostNormLayer]
+
+    def __init__(self, config: BertConfig, out_size: int):
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.places = Embedding(config.positions, size)
+        self.segment = nn.Parameter(torch.zeros(size))  # an instruction has one segment
+        self.norm = LayerNorm(size, eps=config.norm_eps)
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
+            PostNormLayer(config, config.norm_eps, F.gelu) for _ in range(config.num_layers)
+        )
+        self.project = Linear(size, out_size)
+
+    def layout(self, tokens: Tensor, token_mask: Tensor) -> TextLayout:
+        """Return which rows attend to each other, and where they are.
+
+        The tokens after one delimiter, up to and with the next one, attend to each other, and their positions start
+        at 0. Every other row attends to itself alone, at position 0. A delimiter in the last column of the padded
+        instruction ends nothing: the reference skips it, and weights were trained that way.
+
+        Args:
+            tokens: int64 [B, L].
+            token_mask: bool [B, L], False for padding of an engine, which is not that of the instruction.
+
+        Returns:
+            The layout.
+        """
+        config = self.config
+        encoded = token_mask & (tokens < config.vocab_size)
+        ends = torch.zeros_like(encoded)
+        for delimiter in config.delimiters:
+            ends = ends | (tokens == delimiter)
+        ends = ends & encoded
+        column = torch.ones_like(tokens).cumsum(dim=1) - 1  # [B, L]
+        last = encoded.long().sum(dim=1, keepdim=True) - 1
+        before = column[:, None, :] < column[:, :, None]  # [B, L, L]: the second axis is left of the first
+        passed = (ends[:, None] & before).long().sum(dim=-1)  # delimiters left of each column
+        closing = ends & (column > 0) & (column < last)
+        closed = (closing[:, None] & ~before).any(dim=-1) & (column > 0) & encoded
+        start = torch.where(ends[:, None] & before, column[:, None], 0).amax(dim=-1)  # the newest delimiter
+        same = (passed[:, :, None] == passed[:, None, :]) & closed[:, :, None] & closed[:, None, :]
+        return TextLayout(
+            sees=same | (column[:, :, None] == column[:, None, :]),
+            position=torch.where(closed, column - start - 1, 0),
+            words=encoded & (tokens != config.pad_token),
+            encoded=encoded,
+        )
+
+    def forward(self, tokens: Tensor, layout: TextLayout) -> Tensor:
+        """tokens: int64 [B, L] -> [B, L, out_size]. A row that is not encoded is the projection of zeros."""
+        known = torch.where(layout.encoded, tokens, self.config.pad_token)
+        x = self.norm(self.embed_tokens(known) + self.segment + self.places(layout.position))
+        for layer in self.layers:
+            x = layer(x, layout.sees)
+        return self.project(torch.where(layout.encoded[..., None], x, 0.0))

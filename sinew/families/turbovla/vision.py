@@ -1,0 +1,91 @@
+"""DINOv3's vision transformer (Simeoni et al. 2025, arXiv 2508.10104) up to the norm that TurboVLA does not use, and
+the projection of its patches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.fold_sites import FoldSite
+from sinew.layers.linear import Linear
+from sinew.layers.norm import LayerNorm
+from sinew.layers.rope import Rotation
+from sinew.layers.vit import ViTConfig, ViTLayer
+
+NORM_EPS = 1e-5  # torch's default, which the reference does not change
+
+
+def patch_rotation(
+    rows: int, cols: int, first: int, head_dim: int, theta: float, device: torch.device
+) -> Rotation:
+    """Return the rotation of a tower's tokens.
+
+    The centre of each patch has coordinates from -1 to 1. A quarter of a head turns with the row, a quarter with the
+    column, and both halves of a head are pairs. The order of operations is that of transformers'
+    ``DINOv3ViTRopePositionEmbedding``, in float32.
+
+    Args:
+        rows: Rows of patches.
+        cols: Columns of patches.
+        first: Tokens before the patches. They have no position, so they are not rotated.
+        head_dim: Size of a head.
+        theta: Base of the periods.
+        device: Device of the tables.
+
+    Returns:
+        Tables [1, first + rows * cols, 1, head_dim / 2].
+    """
+    exponent = torch.arange(0, 1, 4 / head_dim, dtype=torch.float32, device=device)
+    frequency = 1 / theta**exponent  # [head_dim / 4]
+    axes = []
+    for count in (rows, cols):
+        centre = torch.arange(0.5, count, dtype=torch.float32, device=device) / count
+        axes.append(2.0 * centre - 1.0)
+    where = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)  # [rows * cols, 2]
+    angle = (2 * math.pi * where[:, :, None] * frequency).flatten(1)  # [rows * cols, head_dim / 2]
+    angle = F.pad(angle, (0, 0, first, 0))[None, :, None]  # an angle of 0 changes nothing
+    return Rotation(angle.cos(), angle.sin())
+
+
+class DINOv3(nn.Module):
+    """Pixels -> one feature for each patch. The class token and the registers take part, and are not returned."""
+
+    def __init__(self, config: ViTConfig, theta: float):
+        super().__init__()
+        self.config, self.theta = config, theta
+        self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+        self.prefix = nn.Parameter(torch.zeros(config.prefix_tokens, config.hidden_size))
+        self.layers = nn.ModuleList(ViTLayer(config) for _ in range(config.num_layers))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
+        config = self.config
+        rows, cols = config.grid(*pixels.shape[-2:])
+        patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2)
+        x = torch.cat([self.prefix.expand(patches.shape[0], -1, -1), patches.transpose(1, 2)], dim=1)
+        head_dim = config.hidden_size // config.num_heads
+        rotate = patch_rotation(rows, cols, config.prefix_tokens, head_dim, self.theta, x.device)
+        for layer in self.layers:
+            x = layer(x, rotate)
+        return x[:, config.prefix_tokens :]
+
+
+class PatchProjection(nn.Module):
+    """norm(skip(x) + fc2(gelu(fc1(norm(x)))))."""
+
+    def __init__(self, in_size: int, hidden_size: int, out_size: int):
+        super().__init__()
+        self.input_norm = LayerNorm(in_size, eps=NORM_EPS)
+        self.fc1 = Linear(in_size, hidden_size)
+        self.fc2 = Linear(hidden_size, out_size)
+        self.skip = Linear(in_size, out_size, bias=False)
+        self.output_norm = LayerNorm(out_size, eps=NORM_EPS)
+
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "input_norm", (self.fc1,))]
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in_size] -> [..., out_size]
+        return self.output_norm(self.skip(x) + self.fc2(F.gelu(self.fc1(self.input_norm(x)))))
