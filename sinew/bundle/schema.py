@@ -507,10 +507,10 @@ def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
 
 def _processing_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
     state, action, image = spec.state.dim, spec.action.dim, processing.image
-    if not 0 <= spec.history * state <= processing.padded_state_dim:
+    if not 0 <= spec.states_read * state <= processing.padded_state_dim:
         yield f"spec.state does not fit processing.padded_state_dim {processing.padded_state_dim}, got {state}"
-    if processing.padded_state_dim % spec.history:
-        yield f"processing.padded_state_dim: expected as much for each of spec.history {spec.history}"
+    if processing.padded_state_dim % spec.states_read:
+        yield f"processing.padded_state_dim: expected as much for each of spec.history {spec.states_read}"
     if not 1 <= action <= processing.padded_action_dim:
         yield f"spec.action does not fit processing.padded_action_dim {processing.padded_action_dim}, got {action}"
     for name, steps, parts, dim in (

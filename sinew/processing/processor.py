@@ -162,7 +162,7 @@ class Processor:
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
         self.action_normalizer = normalizer(recipe.action, recipe.action_parts, spec.action.dim, "action")
         for width, padded in (
-            (spec.history * self.state_normalizer.width, recipe.padded_state_dim),
+            (spec.states_read * self.state_normalizer.width, recipe.padded_state_dim),
             (self.action_normalizer.width, recipe.padded_action_dim),
         ):
             if width > padded:
@@ -440,9 +440,13 @@ class Processor:
         return self._padded(self.state_normalizer.normalize(state)[None])
 
     def _padded(self, normalized: np.ndarray) -> np.ndarray:
-        """Return the states of the last moments, [moments, width], as the model reads all of them, each padded."""
-        state = np.zeros((self.spec.history, self.recipe.padded_state_dim // self.spec.history), np.float32)
-        first, width = self.spec.history - len(normalized), normalized.shape[1]
+        """Return the states of the last moments, [moments, width], as the model reads them, each padded."""
+        count = self.spec.states_read
+        state, normalized = (
+            np.zeros((count, self.recipe.padded_state_dim // count), np.float32),
+            normalized[-count:],
+        )
+        first, width = count - len(normalized), normalized.shape[1]
         state[first:, :width] = normalized
         if not self._masked:
             state[:first, :width] = normalized[0]

@@ -477,6 +477,11 @@ def test_of_moments_that_were_not_sent_the_oldest_stands_for_them_or_they_are_ma
             bytes_of = np.rint((np.asarray(found) + 1) * 127.5) if pixels else found
             assert list(bytes_of) == [10] * (views - 2) + [20] * 2
         assert made.model_state(np.array([7.0])).reshape(3, 2)[-1].tolist() == [7, 0]
+    newest_alone = reads({"history": 3, "history_states": False}, state=WIDE, padded_state_dim=2)
+    prepared = newest_alone.prepare(newest)
+    assert prepared.inputs.state.tolist() == [2, 0]
+    assert len(prepared.inputs.pixels) == 6  # of all steps
+    assert newest_alone.model_state(np.array([7.0])).tolist() == [7, 0]
     with pytest.raises(BundleError, match="^a vector of 3 normalised numbers does not fit 2$"):
         reads({"history": 3}, padded_state_dim=2)
     with pytest.raises(BundleError, match="^a vector of 1 normalised numbers does not fit 0$"):

@@ -175,6 +175,7 @@ class PolicySpec:
         history_stride: Control steps between two observation steps.
         history_padding: Content of missing steps at the start of an episode: "repeat" (the oldest step again) or
             "mask".
+        history_states: True if the policy reads the state of each of them, False if it reads only the newest state.
     """
 
     architecture: str
@@ -201,6 +202,12 @@ class PolicySpec:
     history: int = 1
     history_stride: int = 1
     history_padding: Literal["repeat", "mask"] = "repeat"
+    history_states: bool = True
+
+    @property
+    def states_read(self) -> int:
+        """Number of observation steps whose state the policy reads."""
+        return self.history if self.history_states else 1
 
     @property
     def views(self) -> int:
