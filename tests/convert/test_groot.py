@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,14 @@ import torch
 from sinew_client.typed_names import UntypedNameError
 
 from sinew.bundle import Bundle
+from sinew.bundle.facts import words
 from sinew.convert import convert
 from sinew.convert.read.bpe import bpe_tokenizer
-from sinew.core import ConvertError, Observation, ObservationError
+from sinew.core import ConvertError, Moment, Observation, ObservationError
+from sinew.policy import load
 from sinew.processing import Processor
 from sinew.processing.image import apply_image_steps
-from tests.golden import Golden
+from tests.golden import Golden, assert_parity
 
 TAG = "oxe_droid_relative_eef_relative_joint"
 CASES = ("groot-n17", "groot-n16", "groot-n15")
@@ -226,9 +229,10 @@ def keep_adapter_only(source: Path) -> None:
     (source / "adapter_model.safetensors").write_bytes(b"")
 
 
-def ask_for_history(source: Path) -> None:
+def ask_for_history(source: Path, modality: str, offsets: list[int], **changes: object) -> None:
     def change(record):
-        record["processor_kwargs"]["modality_configs"][TAG]["video"]["delta_indices"] = [-1, 0]
+        for configured in record["processor_kwargs"]["modality_configs"].values():
+            configured[modality].update(delta_indices=offsets, **changes)
 
     edit(source / "processor_config.json", change)
 
@@ -259,7 +263,20 @@ def swap_weights(source: Path) -> None:
         (truncate, {}, "model-00002-of-00004.safetensors"),
         (lose_shard, {}, "model-00003-of-00004.safetensors"),
         (keep_adapter_only, {}, "LoRA adapter only; merge it"),
-        (ask_for_history, {}, r"video.delta_indices: expected \[0\], got \[-1, 0\]"),
+        *(
+            (
+                partial(ask_for_history, modality="video", offsets=offsets),
+                {},
+                r"video.delta_indices: expected at most 16 steps at one distance, of which the last is 0 and .*, got \["
+                + ", ".join(map(str, offsets)),
+            )
+            for offsets in ([-20, -3, 0], [-20], [0, 20], [0, 0], [-2000, 0], list(range(-16, 1)))
+        ),
+        (
+            partial(ask_for_history, modality="state", offsets=[-1, 0]),
+            {},
+            r"state.delta_indices: expected \[0\], got \[-1, 0\] \(a history of the state is not supported",
+        ),
         (
             reference_elsewhere,
             {},
@@ -282,6 +299,87 @@ def test_wrong_checkpoints_say_what_to_give(golden, tmp_path, break_it, options,
         converted(home, source, tmp_path, **options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_history_of_n16_is_rejected(golden, tmp_path):
+    """Upstream's order of pictures and text is another one, and nobody has published such a robot."""
+    home = golden / "groot-n16"
+    source = copy(home / "checkpoint", tmp_path)
+    ask_for_history(source, "video", [-20, 0])
+    with pytest.raises(ConvertError, match=r"video.delta_indices: expected \[0\], got \[-20, 0\]"):
+        converted(home, source, tmp_path, settings={"frames": "200x200"})
+
+
+@pytest.fixture(scope="module")
+def two_steps(golden, tmp_path_factory) -> Path:
+    """N1.7 of one camera at [-20, 0], as NVIDIA's REAL_G1 reads it.
+
+    The reference puts the pictures of all steps into one list, step after step. So its pictures of one camera at two
+    steps are those of two cameras at one step, and the stored outputs are those of this policy too.
+    """
+    home, tmp_path = golden / "groot-n17", tmp_path_factory.mktemp("two-steps")
+    source = copy(home / "checkpoint", tmp_path)
+    ask_for_history(source, "video", [-20, 0], modality_keys=[Golden(home).cameras[0]])
+    converted(home, source, tmp_path)
+    return tmp_path / "out.gguf"
+
+
+def moved(g: Golden) -> Observation:
+    """The fixture's second picture as the newest of the first camera. The old state is another one: it is not read."""
+    given = observation(g)
+    first, second = (given.images[camera] for camera in g.cameras)
+    earlier = Moment({g.cameras[0]: first}, given.state + np.float32(0.5))
+    return replace(given, images={g.cameras[0]: second}, earlier=(earlier,))
+
+
+def test_a_history_of_frames_equals_the_reference(two_steps, golden):
+    policy, g = load(two_steps, "cpu", "float32", "eager"), Golden(golden / "groot-n17")
+    spec = policy.spec
+    assert (spec.history, spec.history_stride, spec.history_padding, spec.history_states) == (
+        2,
+        20,
+        "repeat",
+        False,
+    )
+    assert "2 moments, 20 control steps apart" in words(policy.bundle)["cameras"]
+    given = moved(g)
+    inputs = policy.processor.inputs(given)
+    assert inputs.tokens.tolist() == g.numpy("input_ids")[0].tolist()
+    np.testing.assert_allclose(inputs.pixels, reference_pixels(g), atol=1e-7, rtol=0)
+    np.testing.assert_allclose(inputs.state, g.numpy("state_normalized")[0, 0], atol=1e-6, rtol=0)
+    assert_parity(policy.infer(given).actions, g["actions"][0])
+
+
+def test_the_first_frame_of_an_episode_stands_for_the_one_before(two_steps, golden):
+    policy, g = load(two_steps, "cpu", "float32", "eager"), Golden(golden / "groot-n17")
+    given = moved(g)
+    alone, twice = (
+        policy.infer(replace(given, earlier=earlier))
+        for earlier in ((), (Moment(given.images, given.state),))
+    )
+    assert np.array_equal(alone.actions, twice.actions)
+    assert "the policy reads 2 observation steps and got 1; the oldest is repeated" in alone.warnings[0]
+    assert np.abs(alone.actions - policy.infer(given).actions).max() > 1e-3
+
+
+@pytest.mark.parametrize("engine", ["plan", pytest.param("onnx", marks=pytest.mark.slow), "cuda"])
+def test_a_history_of_frames_on_other_engines(engine, two_steps, golden):
+    policy, g = load(two_steps, "cpu", "float32", engine), Golden(golden / "groot-n17")
+    assert_parity(policy.infer(moved(g)).actions, g["actions"][0])
+
+
+def test_two_cameras_of_two_steps_come_step_after_step(golden, tmp_path):
+    """As the reference reshapes [B, T, V, height, width, 3]."""
+    home, g = golden / "groot-n17", Golden(golden / "groot-n17")
+    source = copy(home / "checkpoint", tmp_path)
+    ask_for_history(source, "video", [-3, 0])
+    manifest = converted(home, source, tmp_path)
+    given = observation(g)
+    turned = dict(zip(g.cameras, reversed(given.images.values()), strict=True))
+    inputs = Processor(manifest).inputs(replace(given, earlier=(Moment(turned, given.state),)))
+    np.testing.assert_allclose(inputs.pixels, reference_pixels(g)[[1, 0, 0, 1]], atol=1e-7, rtol=0)
+    image = manifest.config["image_token"]
+    assert (inputs.tokens == image).sum() == 2 * (g.numpy("input_ids")[0] == image).sum()
 
 
 def test_frames_that_may_have_got_bars_need_a_word(golden, tmp_path):

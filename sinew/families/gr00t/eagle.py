@@ -68,6 +68,7 @@ def n16(
     smallest, largest = (tokens * area for tokens in PIXEL_BOUNDS)
     grid = Grid(unit=unit, min_pixels=smallest, max_pixels=largest, method="pil_bicubic")
     image, frames = image_recipe(files, preprocessor, grid)
+    files.modalities.only_now("video")
     vision = eagle.part("vision_config")
     vision.filled({"use_rope": True}).expect(use_rope=False)
     return EagleParts(

@@ -76,6 +76,8 @@ class RobotRecord:
         language: The instruction's key in the GR00T protocol.
         files: The files that were read.
         notes: Assumptions.
+        history: Observation steps of the cameras, and control steps from one to the next. Of the state, the newest
+            alone is read.
     """
 
     embodiment: Embodiment
@@ -84,6 +86,7 @@ class RobotRecord:
     language: str
     files: list[Path]
     notes: tuple[str, ...] = ()
+    history: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -181,13 +184,19 @@ class NvidiaFiles:
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
         """Return the cameras in the model's order, with frames of this height and width."""
-        self.modalities.only_now("video")
         return [CameraSpec(key, *frames) for key in self.modalities.keys("video")]
 
     def robot(self, frames: tuple[int, int]) -> RobotRecord:
         """Return the files' description of the robot, whose frames have this height and width."""
         cameras, vectors = self.cameras(frames), self.vectors
-        return RobotRecord(self.embodiment, cameras, vectors, self.language, self.files, self.notes)
+        return RobotRecord(
+            self.embodiment, cameras, vectors, self.language, self.files, self.notes, self.history
+        )
+
+    @property
+    def history(self) -> tuple[int, int]:
+        """Observation steps of the cameras, and control steps from one to the next."""
+        return self.modalities.history("video")
 
     @cached_property
     def vectors(self) -> Vectors:
@@ -315,6 +324,7 @@ def specification(
         state=tuple(f"state/{part.name}" for part in vectors.state_parts),
         prompt=f"language/{robot.language}",
     )
+    moments, stride = robot.history
     return PolicySpec(
         architecture=architecture,
         name=name,
@@ -330,6 +340,9 @@ def specification(
         embodiment=robot.embodiment.tag,
         keys=(keys,),
         default_prompt=default_prompt,
+        history=moments,
+        history_stride=stride,
+        history_states=moments == 1,
     )
 
 

@@ -156,6 +156,11 @@ class LeRobotFiles(NvidiaFiles):
         return first.height, first.width
 
     @property
+    def history(self) -> tuple[int, int]:
+        """One step, as ``video_horizon`` may be 1 alone."""
+        return 1, 1
+
+    @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
         """Assumptions for facts that the files leave out."""
         return tuple(self.checkpoint.notes)

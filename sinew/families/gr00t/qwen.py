@@ -68,9 +68,10 @@ def assemble(files: NvidiaFiles) -> Conversion:
             )
     tokenizer = find_tokenizer(options, vlm_dir)
     template, template_file = find_chat_template(vlm_dir)
-    rendered = render(template, ["image"] * len(cameras) + ["text"], False, template_file)
+    images = robot.history[0] * len(cameras)  # step after step, the oldest first
+    rendered = render(template, ["image"] * images + ["text"], False, template_file)
     placeholder = tokenizer.token_text(vlm["image_token_id"])
-    if rendered.count(placeholder) != len(cameras):
+    if rendered.count(placeholder) != images:
         raise ConvertError(f"{template_file}: expected one {placeholder} per image")
     filled = rendered.replace(placeholder, "{image}").replace(MARK, "{prompt}")
     prompt = token_prompt(

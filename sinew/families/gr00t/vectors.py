@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinew_client.types import MAX_HISTORY, MAX_HISTORY_STEPS, history_problem
 
 from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import ConvertError, VectorSpec
@@ -62,8 +64,25 @@ class Modalities:
         if self.moments(modality) != [0]:
             raise ConvertError(
                 f"{self.where}: {self.tag}.{modality}.delta_indices: expected [0], got {self.moments(modality)}"
-                " (a history of observations is not supported)"
+                f" (a history of the {modality} is not supported for this version of GR00T)"
             )
+
+    def history(self, modality: str) -> tuple[int, int]:
+        """Return the number of observation steps of ``modality``, and the control steps from one to the next.
+
+        Raises:
+            ConvertError: The last one is not now, they have no common distance, or there are too many.
+        """
+        offsets = self.moments(modality)
+        strides = {later - earlier for earlier, later in pairwise(offsets)} or {1}
+        stride = min(strides)
+        if offsets[-1] != 0 or len(strides) > 1 or history_problem(len(offsets), stride):
+            raise ConvertError(
+                f"{self.where}: {self.tag}.{modality}.delta_indices: expected at most {MAX_HISTORY} steps at one"
+                f" distance, of which the last is 0 and the first at least -{MAX_HISTORY_STEPS}, such as [-20, 0], got"
+                f" {offsets}"
+            )
+        return len(offsets), stride
 
     def listed(self, modality: str, name: str) -> tuple[str, ...]:
         """Return an optional list of keys, such as ``sin_cos_embedding_keys``."""
