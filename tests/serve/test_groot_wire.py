@@ -168,6 +168,43 @@ def test_flat_forms():
     assert [each.prompt for each in decoded(encoded(one))] == ["both", "both"]
 
 
+def test_a_policy_with_a_history_gets_all_of_its_steps():
+    """[B, T] of frames and states; a policy that reads only the newest state needs one. One step is the newest."""
+    history = replace(SPEC, history=2, history_stride=20)
+    frames = RNG.integers(0, 256, (2, 2, 6, 8, 3), dtype=np.uint8)
+    arm, grip = (RNG.standard_normal((2, 2, n)).astype(np.float32) for n in (2, 1))
+    video, state = {"front": frames, "wrist": frames[::-1]}, {"arm": arm, "gripper": grip}
+    config = msgpack.unpackb(make_codec(history)._modalities)
+    assert [config[name]["as_json"]["delta_indices"] for name in ("video", "state")] == [[-20, 0], [-20, 0]]
+    for member, seen in enumerate(decoded(request(nested(video=video, state=state)), make_codec(history))):
+        (old,) = seen.earlier
+        for at, moment in enumerate((old, seen)):
+            np.testing.assert_array_equal(moment.images["front"], frames[member, at])
+            np.testing.assert_array_equal(moment.images["wrist"], frames[1 - member, at])
+            np.testing.assert_array_equal(moment.state, np.concatenate([arm[member, at], grip[member, at]]))
+    one = {"arm": arm[:, -1:], "gripper": grip}
+    with pytest.raises(
+        ObservationError, match="state.arm: expected 2 observation steps, as in video.front, got 1"
+    ):
+        decoded(request(nested(video=video, state=one)), make_codec(history))
+    newest = make_codec(replace(history, history_states=False))
+    assert msgpack.unpackb(newest._modalities)["state"]["as_json"]["delta_indices"] == [0]
+    (seen, _) = decoded(request(nested(video=video, state=one)), newest)
+    np.testing.assert_array_equal(seen.state, np.concatenate([arm[0, 1], grip[0, 1]]))
+    np.testing.assert_array_equal(seen.earlier[0].state, np.concatenate([arm[0, 1], grip[0, 0]]))
+    (seen, _) = decoded(request(nested()), newest)
+    assert seen.earlier == ()
+    for wrong, message in (
+        (
+            {"front": frames, "wrist": frames[:, -1:]},
+            "video.wrist: expected 2 observation steps, as in video.front, got 1",
+        ),
+        ({"front": frames[:, [0, 0, 1]]}, "video.front: expected 1 or 2 observation steps, got 3"),
+    ):
+        with pytest.raises(ObservationError, match=message):
+            decoded(request(nested(video=wrong, state=state)), newest)
+
+
 def test_the_newest_moment_is_taken():
     history = np.concatenate([FRAMES[::-1], FRAMES], axis=1)  # T = 2
     (first, _) = decoded(request(nested(video={"front": history})))

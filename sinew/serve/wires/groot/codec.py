@@ -8,9 +8,10 @@ Three dialects of one protocol are in use, and every client is answered in its o
   modality, or flat as the simulation wrapper sends it; the reply is ``[actions, info]``;
 * N1.7: the same, with arrays as the package msgpack-numpy writes them instead of embedded ``.npy`` files.
 
-Arrays: video uint8 [B, T, height, width, 3], state float32 [B, T, D], actions float32 [B, H, D]. A Sinew policy
-reads one moment, so the last of T is taken. ``options`` may carry ``seed`` (element i of a batch is drawn from
-seed + i), ``solver_steps``, ``session`` and ``deadline_ms``; GR00T's server ignores options.
+Arrays: video uint8 [B, T, height, width, 3], state float32 [B, T, D], actions float32 [B, H, D]. A policy that
+reads one observation step takes the last of T. A policy with a history takes all of its steps, or the newest alone;
+if it reads only the newest state, one state is enough. ``options`` may carry ``seed`` (element i of a batch is drawn
+from seed + i), ``solver_steps``, ``session`` and ``deadline_ms``; GR00T's server ignores options.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sinew_client.untrusted import UntrustedError, named, parse_npy, raw_array, 
 
 from sinew.core import (
     ActionChunk,
+    Moment,
     Observation,
     ObservationError,
     PolicySpec,
@@ -106,7 +108,7 @@ class GrootCodec:
 
     def bind(self, service: Service) -> None:
         self.service = service
-        self.names = Names.of(service.spec)
+        self.spec, self.names = service.spec, Names.of(service.spec)
         self._modalities = _modalities(self.names, service.spec)
 
     # ------------------------------------------------------------------------- requests
@@ -189,24 +191,50 @@ class GrootCodec:
         if not header.batched:
             frames = {camera: array[None] for camera, array in frames.items()}
             vectors = [array[None] for array in vectors]
+        if self.spec.history > 1:
+            self._check_history(
+                {videos[camera][0]: array.shape[1] for camera, array in frames.items()},
+                {key: array.shape[1] for (key, _), array in zip(states, vectors, strict=True)},
+            )
         return _Batch(size, frames, vectors, _prompts(prompts, size))
+
+    def _check_history(self, videos: dict[str, int], states: dict[str, int]) -> None:
+        """Raise :class:`ObservationError` unless the numbers of observation steps, by key, are the policy's."""
+        (first, count), *_ = videos.items()
+        if count not in (1, self.spec.history):
+            raise ObservationError(first, f"1 or {self.spec.history} observation steps", str(count))
+        one_is_enough = not self.spec.history_states
+        for key, steps in (*videos.items(), *states.items()):
+            if steps != count and not (key in states and steps == 1 and one_is_enough):
+                raise ObservationError(key, f"{count} observation steps, as in {first}", str(steps))
 
     def _element(
         self, header: GrootHeader, batch: _Batch, index: int, budget: PixelBudget | None = None
     ) -> Observation:
         budget = budget or PixelBudget()
+        steps = next(iter(batch.frames.values())).shape[1] if self.spec.history > 1 else 1
+        *earlier, newest = (self._moment(batch, index, at - steps, budget) for at in range(steps))
         return Observation(
-            images={
-                camera: frame(camera, frames[index, -1], budget, channels_first=False)
-                for camera, frames in batch.frames.items()
-            },
-            state=np.concatenate([vector[index, -1] for vector in batch.vectors]),
+            images=newest.images,
+            state=newest.state,
+            earlier=tuple(earlier),
             prompt=batch.prompts[index],
             seed=None if header.seed is None else header.seed + index,
             solver_steps=header.solver_steps,
             session=header.session,
             **header.continuation,
         )
+
+    @staticmethod
+    def _moment(batch: _Batch, index: int, at: int, budget: PixelBudget) -> Moment:
+        """Return an observation step of a member, counted from behind: -1 is the newest."""
+        images = {
+            camera: frame(camera, frames[index, at], budget, channels_first=False)
+            for camera, frames in batch.frames.items()
+        }
+        # A part with one state stands for all steps: the policy then reads only the newest
+        rows = [vector[index, max(at, -vector.shape[1])] for vector in batch.vectors]
+        return Moment(images, np.concatenate(rows))
 
     # ------------------------------------------------------------------------- replies
 
@@ -250,14 +278,14 @@ class GrootCodec:
         names = Names.of(spec)
         host, _, port = reachable(address).removeprefix("tcp://").rpartition(":")
         flat = JSON_TEXT in hints(spec.architecture)  # N1.5, whose client is another
-        ones = "1" if flat else "1, 1"
+        ones, states = (f"{n}" if flat else f"1, {n}" for n in (spec.history, spec.states_read))
         video = [
             f'"{key}": np.zeros(({ones}, {camera.height}, {camera.width}, 3), np.uint8),'
             for key, camera in names.videos(spec).items()
         ]
         parts = names.state_parts or dict.fromkeys(names.states, slice(0, spec.state.dim))
         state = [
-            f'"{key}": np.zeros(({ones}, {part.stop - part.start}), np.float32),'
+            f'"{key}": np.zeros(({states}, {part.stop - part.start}), np.float32),'
             for key, part in parts.items()
         ]
         key = 'key = os.environ.get("SINEW_API_KEY")  # if the server requires one'
@@ -440,16 +468,17 @@ def _raw(array: np.ndarray) -> dict[bytes, Any]:
 
 
 def _modalities(names: Names, spec: PolicySpec) -> bytes:
-    """Return the reply to get_modality_config: the sampled steps of each modality.
+    """Return the reply to get_modality_config: the sampled steps of each modality, in control steps from now.
 
     N1.7 has its own marker, and its clients accept either form. N1.5's require JSON text and N1.6's a map, and the
     request does not tell them apart.
     """
     as_text = JSON_TEXT in hints(spec.architecture)
     reply = {}
+    steps = [(at - spec.history + 1) * spec.history_stride for at in range(spec.history)]
     for modality, keys, moments in (
-        ("video", names.cameras, [0]),
-        ("state", names.states, [0]),
+        ("video", names.cameras, steps),
+        ("state", names.states, steps if spec.history_states else [0]),
         ("action", names.actions, list(range(spec.chunk_size))),
         ("language", [names.prompt], [0]),
     ):
