@@ -62,6 +62,9 @@ class RobotFlags:
             file. A second signal stops it at once. Default: first for a real robot whose commands are joint
             positions, otherwise hold.
         stale: Maximum age of a frame, in seconds. The robot holds if its frames are older.
+        camera_delay: Age of a frame when the robot is observed, in seconds, for a robot that does not state it.
+            `sinew doctor POLICY --observe ROBOT --delays` measures it. Use it if the training data have no such
+            delay.
         watchdog: Hold the robot from a second thread while its own methods block. Use --no-watchdog if the
             robot must not be held during observe.
         seconds: End after this many seconds. In `sinew trials`, this is the limit of each trial, which then
@@ -85,6 +88,7 @@ class RobotFlags:
     limits: Path | None = None
     rest: str | None = None
     stale: float = 0.5
+    camera_delay: float = 0.0
     watchdog: bool = True
     seconds: PositiveIfAny = None
     episodes: CountIfAny = None
@@ -201,6 +205,7 @@ class RobotFlags:
             "motion": motion_of(self.motion),
             "rest": self.rest,
             "stale": self.stale,
+            "camera_delay": self.camera_delay,
             "watchdog": self.watchdog,
         }
         if self.limits is not None:

@@ -448,6 +448,21 @@ def test_a_stale_frame_holds() -> None:
     assert [row for _, row in arm.sent][-2] is not None
 
 
+@pytest.mark.parametrize(("delay", "asked"), [(0.0, 0), (0.15, 3)])
+def test_a_known_camera_delay_counts_for_frames_without_a_time(delay: float, asked: int) -> None:
+    """At 20 Hz. A chunk then belongs to the moment at which its frame was exposed."""
+    loop, arm = loop_of(camera_delay=delay)
+    front = np.zeros((4, 4, 3), np.uint8)
+    arm.observe = lambda: {"images": {"front": front}, "state": np.float32([0])}  # type: ignore[method-assign]
+    assert loop.observe(5, arm.clock.time) is not None
+    assert loop.observer.age == pytest.approx(delay)
+    assert loop.observer.observation["time"] == pytest.approx(arm.clock.time - delay)
+    assert round(loop.observer.age * loop.settings.hz) == asked
+    arm.observe = lambda: {"images": {"front": front}, "state": np.float32([0]), "age": 0.02}  # type: ignore[method-assign]
+    loop.observe(6, arm.clock.time)
+    assert loop.observer.age == pytest.approx(0.02)  # what the robot states itself counts
+
+
 def test_a_state_with_one_number_that_is_none_holds() -> None:
     loop, arm = loop_of()
     seen = np.float32([0, np.nan])

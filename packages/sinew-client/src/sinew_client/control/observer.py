@@ -67,7 +67,8 @@ class Observer:
         state = state_of(observation["state"])
         times = observation.pop("times", None) or {}
         observation = {**exposed(times, observation), **observation}
-        stated, age = observation.get("time"), float_of(observation.pop("age", 0.0))
+        unstated = self.settings.camera_delay if observation.get("images") else 0.0
+        stated, age = observation.get("time"), float_of(observation.pop("age", unstated))
         if stated is None:
             self.age, observation["time"] = age, now - age
         else:

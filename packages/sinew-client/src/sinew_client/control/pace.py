@@ -33,7 +33,7 @@ class Pace:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.period, self.now, self._sleep = period, now, sleep
+        self.period, self.now, self.sleep = period, now, sleep
         self.late = self.skipped = self.ticks = self.set_back = 0
         self.lateness: deque[float] = deque(maxlen=KEPT)  # seconds after a tick was due
         self._start: float | None = None
@@ -52,7 +52,7 @@ class Pace:
         self._number += 1
         wait = self._wait()
         while wait > 0:  # a sleep may end early
-            self._sleep(min(wait, self.period))
+            self.sleep(min(wait, self.period))
             wait = self._wait()
         behind = 0.0 - wait  # 0 - 0 is 0, while -wait would show a tick in time as -0
         if behind >= self.period:

@@ -77,6 +77,9 @@ class Settings:
             applies no filter.
         speed: Speed at which chunks are played, above 0 and at most 1.
         stale_of: Camera or "state" -> its largest age in seconds, if it differs from ``stale``.
+        camera_delay: Seconds from the exposure of a frame to the observation that brings it, for a robot that states
+            neither ``time``, ``age`` nor ``times`` (`sinew doctor POLICY --observe ROBOT --delays` measures it). Frames
+            are then as much older for ``stale`` and for the merging of chunks.
         skew: Largest time between the newest frames of two cameras, seconds; None allows any. ``stale_of`` and
             ``skew`` apply if the robot states when each frame was exposed (``times`` of its observations).
         rest: Pose to which the robot returns at the end of a run (:mod:`~sinew_client.control.rest`): "first", the
@@ -106,6 +109,7 @@ class Settings:
     filter: str = ""
     speed: float = 1.0
     stale_of: Mapping[str, float] = field(default_factory=dict)
+    camera_delay: float = 0.0
     skew: float | None = None
     rest: str | Sequence[float] | None = None
 
@@ -115,6 +119,11 @@ class Settings:
             if not (value is None and name in ("max_age", "skew")):
                 _above_zero(name, value)
                 object.__setattr__(self, name, float(value))  # numpy's numbers cannot be written into a log
+        delay = self.camera_delay
+        if isinstance(delay, bool) or not isinstance(delay, Real) or not 0 <= delay < self.stale:
+            raise SettingsError(
+                f"camera_delay: expected 0 to less than stale ({self.stale:g} s), got {shown(delay)}"
+            )
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
