@@ -18,6 +18,7 @@ from sinew.engine.backend import AUTO, BACKENDS
 if TYPE_CHECKING:
     from sinew.checks import Check
 
+SECONDS = 3.0  # for which --observe watches a robot
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
 
@@ -32,10 +33,13 @@ def doctor(
     rename_joint: Texts = (),
     kinematics: Path | None = None,
     kinematics_options: str | None = None,
-    seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
+    seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0, lte=600))] = None,
     learn: Path | None = None,
     out: Path | None = None,
     effects: bool = True,
+    delays: Flag = False,
+    limits: Path | None = None,
+    motion: str | None = None,
     runs: Runs = RUNS,
 ) -> int:
     """Check the installation and this machine.
@@ -52,12 +56,16 @@ def doctor(
         kinematics: Robot description (URDF or MJCF) for --observe. Sinew uses it to check units and frames of
             a policy that acts in poses.
         kinematics_options: Options of --kinematics, as for `sinew run`.
-        seconds: How long --observe watches the robot, in seconds.
+        seconds: How long --observe watches the robot, in seconds. Default: 3, with --delays 20.
         learn: Folder of `sinew serve --record` from the correctly wired robot. Sinew writes the bundle to
             --out with the appearance of its cameras and joints, for --observe to compare with.
         out: Bundle that --learn writes.
         effects: With --observe, load the policy and measure by how much its actions change if one input changes:
             the instruction, each camera, the state. --no-effects loads no policy.
+        delays: With --observe, move the robot a little inside all limits, and measure the delays of its cameras
+            and actuators. The amplitude is a tenth of the standard deviation of each joint in the training data.
+        limits: Limits of the robot for --delays, as for `sinew run`. Default: the policy's limits.
+        motion: Reference of the actions for --delays, as for `sinew run`. Default: as the policy states.
     """
     if observe is not None or learn is not None:
         from sinew.cli import doctor_observe as wiring
@@ -68,21 +76,41 @@ def doctor(
             )
         if verify or (observe is not None and learn is not None):
             raise SinewError("--observe, --learn: expected one of them, without --verify")
-        if runs != RUNS and (learn is not None or not effects):
+        if runs != RUNS and (learn is not None or delays or not effects):
             raise SinewError(
-                "flags of engines: expected none with --learn and --no-effects, which load no policy"
+                "flags of engines: expected none with --learn, --delays and --no-effects, which load no policy"
             )
         if observe is not None:
             from sinew.cli.run_robot import RobotFlags
 
             on = RobotFlags(
-                observe, robot_options, rename, rename_joint, kinematics, kinematics_options, seconds=seconds
+                observe,
+                robot_options,
+                rename,
+                rename_joint,
+                kinematics,
+                kinematics_options,
+                motion=motion,
+                limits=limits,
             )
-            return wiring.observe(bundle, on, seconds, runs if effects else None)
+            if delays:
+                from sinew.cli.doctor_delays import delays as measure_delays
+
+                return measure_delays(bundle, on, seconds)
+            if limits is not None or motion is not None:
+                raise SinewError("--limits, --motion: expected --delays with them; without it, nothing moves")
+            return wiring.observe(bundle, on, seconds or SECONDS, runs if effects else None)
+        if delays:
+            raise SinewError("--delays: expected --observe ROBOT with it")
         if out is None:
             raise SinewError("--learn: expected --out, the bundle to write")
         assert learn is not None
         return wiring.learn(bundle, learn, out)
+    if delays or limits is not None or motion is not None:
+        raise SinewError(
+            "--delays, --limits, --motion: expected a policy and a robot, as in"
+            " `sinew doctor POLICY --observe ROBOT --delays`"
+        )
     from sinew import checks
     from sinew.convert.sources import resolve
     from sinew.memory import loaded_memory

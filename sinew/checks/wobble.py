@@ -1,0 +1,339 @@
+"""Moves a robot a little around its pose, inside all limits, and records what it was sent and what it showed.
+
+The wobble is a source of actions like a policy, so it drives the robot through a
+:class:`~sinew_client.control.run.Run`: the limits, the watchdog, the holds and the return to the rest pose are those of
+`sinew run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sinew_client.control.defaults import stated
+from sinew_client.control.facts import RobotFacts, facts_of
+from sinew_client.control.interfaces import NoObservation, Stopped
+from sinew_client.control.listeners.listener import LoopListener
+from sinew_client.control.motion import Motion, parse_motion, state_of
+from sinew_client.control.pace import Pace, SimulatedPace
+from sinew_client.control.requester import Outcome
+from sinew_client.control.run import Run, RunPlan
+from sinew_client.control.safety import Limits
+
+from sinew.checks.delays import DelayTrace
+from sinew.core import SinewError
+
+SPREAD = 0.1  # amplitude, as a share of the standard deviation of each number in the training data
+SHARE = 0.5  # largest share of a limit of speed or acceleration that the wobble uses
+FREQUENCIES = (0.43, 0.71, 1.13, 1.7)  # Hz; no common period, so that only one shift fits
+FADE_S = 0.5  # the wobble grows and fades in this time
+UNLOCKED = 0.93  # of the control rate, so that observations do not keep step with the frames
+POLL_S = 0.004  # between two looks for the next frame
+# A command is late by a random share of a period, up to this one, so that observations do not keep step with commands.
+DITHER = 0.9
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The wobble, and its length in seconds."""
+
+    seconds: float
+
+    def at(self, times: np.ndarray) -> np.ndarray:
+        """Return the wobble at some times in seconds, [n], between -1 and 1; 0 before it begins and after its end."""
+        waves = sum(np.sin(2 * np.pi * f * times + 2 * k) for k, f in enumerate(FREQUENCIES))
+        fade = np.clip(np.minimum(times, self.seconds - times) / FADE_S, 0.0, 1.0)
+        return waves / len(FREQUENCIES) * fade * fade * (3 - 2 * fade)
+
+    def fastest(self) -> tuple[float, float]:
+        """Return the largest speed and acceleration of a wobble with amplitude 1, per second and second squared."""
+        step = 1e-3
+        path = self.at(np.arange(0.0, self.seconds + step, step))
+        return float(np.abs(np.diff(path)).max() / step), float(np.abs(np.diff(path, 2)).max() / step**2)
+
+
+def amplitudes(
+    base: np.ndarray, spread: np.ndarray, limits: Limits | None, placed: np.ndarray, curve: Curve
+) -> np.ndarray:
+    """Return the amplitude of each number of a command, float [D], so that limits clip nothing.
+
+    Args:
+        base: The robot's pose, [D].
+        spread: Standard deviation of each number in the training data, [D].
+        limits: Limits of the run; None for none.
+        placed: True for numbers of a command that are positions, bool [D]. The limits of others concern the speed of
+            the robot, and the run clips what exceeds them.
+        curve: The wobble.
+    """
+    size = SPREAD * spread
+    if limits is None:
+        return size
+    speed, acceleration = curve.fastest()
+    room = np.minimum(limits.high - base, base - limits.low)
+    room = np.minimum(room, SHARE * np.minimum(limits.velocity / speed, limits.acceleration / acceleration))
+    size = np.where(placed, np.minimum(size, np.maximum(room, 0.0)), size)
+    box = np.minimum(limits.workspace_high - base, base - limits.workspace_low)
+    return np.minimum(size, np.maximum(box, 0.0))
+
+
+class Wobble:
+    """The wobble as a source of actions.
+
+    Args:
+        curve: The wobble.
+        motion: Reference of the actions.
+        base: The robot's pose in the numbers of a command, [D].
+        size: Amplitude of each number, [D].
+        hz: Actions per second.
+        rows: Actions in a chunk.
+    """
+
+    continuous = False
+    failures = 0
+
+    def __init__(
+        self, curve: Curve, motion: Motion, base: np.ndarray, size: np.ndarray, hz: float, rows: int
+    ):
+        self._curve, self._motion, self._base, self._size = curve, motion, base, size
+        self._hz, self._rows = hz, rows
+        self._begun: float | None = None
+        self._answer: Outcome | None = None
+
+    def target(self, now: float) -> np.ndarray:
+        """Return the pose that the robot should have at a time of the loop's clock, float [D]."""
+        begun = now if self._begun is None else self._begun
+        return self._base + self._curve.at(np.array([now - begun]))[0] * self._size
+
+    def ready(self, now: float) -> bool:
+        """Return True: an answer takes no time."""
+        return True
+
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
+        """Make the chunk of an observation."""
+        if self._begun is None:
+            self._begun = now
+        times = now - self._begun + np.arange(self._rows) / self._hz
+        targets = (self._base + self._curve.at(times)[:, None] * self._size).astype(np.float32)
+        self._answer = Outcome(self._motion.rows(targets, state_of(observation["state"])))
+
+    def poll(self, now: float) -> Outcome | None:
+        """Return the chunk of the last observation, once."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def cancel(self) -> None:
+        """Drop the chunk."""
+        self._answer = None
+
+    def close(self, wait: float = 0.0) -> None:
+        """Do nothing: there is no connection."""
+
+
+class Watched:
+    """A robot whose commands, states and frames are recorded.
+
+    Args:
+        robot: The robot.
+        motion: Tells targets from commands, and the position from a state.
+        trace: Gets what is recorded.
+        pace: The loop's clock.
+        source: The wobble.
+        seconds: The robot ends the run so long after its first observation.
+        late: Longest wait before a command, seconds.
+
+    Attributes:
+        over: True once nothing more is recorded.
+    """
+
+    def __init__(
+        self,
+        robot: Any,
+        motion: Motion,
+        trace: DelayTrace,
+        pace: Pace,
+        source: Wobble,
+        seconds: float,
+        late: float,
+    ):
+        self._robot, self._motion, self._trace, self._pace = robot, motion, trace, pace
+        self._source, self._seconds, self._late = source, seconds, late
+        self._begun: float | None = None
+        self._dither = np.random.default_rng(0)
+        self._stepped = 0.0  # when the present control step began
+        self._took: deque[float] = deque(maxlen=10)  # seconds of the last looks
+        self.over = False
+        self.hold = robot.hold
+
+    def facts(self) -> RobotFacts:
+        """Return the facts of the robot itself."""
+        return facts_of(self._robot)
+
+    def observe(self) -> dict[str, Any]:
+        """Observe the robot, and record what it shows."""
+        begun = self._stepped = self._pace.now()
+        if self._begun is None:
+            self._begun = begun
+        elif begun > self._begun + self._seconds:
+            raise Stopped("the wobble has ended")
+        seen = self._look()
+        if not self.over:
+            pose = self._motion.pose(state_of(seen["state"]), len(self._trace.names))
+            self._trace.states.append((self._pace.now(), pose))
+        return seen
+
+    def act(self, row: np.ndarray) -> None:
+        """Send a command a little later than asked, and record the pose that it leads to.
+
+        Before and after it, the robot is observed as often as possible, so that it is known when a frame arrives.
+        """
+        begun = self._pace.now()
+        self._poll(begun + float(self._dither.uniform(0.0, 1.0)) * self._late)
+        sent = self._pace.now()
+        self._robot.act(row)
+        # A change of the pose contains the pose before it, so that it cannot tell how late that pose follows.
+        target = self._source.target(self._stepped) if self._motion.holds == "zero" else row
+        self._trace.commands.append((sent, np.asarray(target, np.float64)))
+        if self._quick():
+            self._poll(begun + self._late)
+
+    def _quick(self) -> bool:
+        """Return True if there is time for more looks. A robot that waits for its next frame needs none."""
+        return 4 * max(self._took, default=0.0) < self._late
+
+    def _poll(self, end: float) -> None:
+        """Observe the robot until a time of the loop's clock."""
+        quick = self._quick()
+        while (left := end - self._pace.now()) > 0:
+            if quick and left > POLL_S + max(self._took, default=0.0):
+                self._pace.sleep(POLL_S)
+                with contextlib.suppress(NoObservation):
+                    self._look()
+            else:
+                self._pace.sleep(left)
+
+    def _look(self) -> dict[str, Any]:
+        begun = self._pace.now()
+        seen = dict(self._robot.observe())
+        arrived = self._pace.now()
+        self._took.append(arrived - begun)
+        times = seen.get("times") or {}
+        for camera, frame in () if self.over else (seen.get("images") or {}).items():
+            stated = times.get(camera, seen.get("time"))
+            if stated is None and "age" in seen:
+                stated = arrived - float(seen["age"])
+            at = None if stated is None else float(stated)
+            self._trace.frame(str(camera), begun, arrived, frame, at)
+        return seen
+
+
+class EveryStep(LoopListener):
+    """Lets the loop observe the robot in every control step, and ends the run when a new episode begins."""
+
+    observes = True
+
+    def __init__(self, watched: Watched):
+        self._watched = watched
+
+    def restarted(self) -> None:
+        """End the run: the robot is at another place, and the wobble would bring it back to the first one."""
+        self._watched.over = True
+        self.loop.stop()
+
+
+@dataclass(frozen=True)
+class WobblePlan:
+    """A wobble, before anything moves.
+
+    Attributes:
+        run: The run. The robot ends it when the wobble is over.
+        trace: Gets what is recorded.
+        names: Name of each number of a command.
+        size: Amplitude of each number, float [D].
+        notes: What a person should know before the robot moves.
+    """
+
+    run: Run
+    trace: DelayTrace
+    names: tuple[str, ...]
+    size: np.ndarray
+    notes: tuple[str, ...]
+
+
+def plan(
+    policy: Mapping[str, Any],
+    robot: Any,
+    settings: Mapping[str, Any],
+    spread: np.ndarray,
+    seconds: float,
+    pace: Callable[[float], Pace] = Pace,
+) -> WobblePlan:
+    """Plan the wobble of a robot. Observes it once; nothing moves.
+
+    Args:
+        policy: The policy's description. Its limits and the reference of its actions hold for the wobble.
+        robot: The robot.
+        settings: Settings that a person chose, as for :meth:`RunPlan.of`.
+        spread: Standard deviation of each number of the state in the training data, [S].
+        seconds: How long the robot wobbles.
+        pace: Makes the loop's clock from a period in seconds.
+
+    Returns:
+        The plan.
+
+    Raises:
+        SinewError: The pose of the robot is not known in the numbers of its commands, or nothing may move.
+        SettingsError: A setting does not fit.
+    """
+    facts = facts_of(robot)
+    fixed = facts.hz  # the rate of a simulation that advances with every command, and has no other clock
+    rate = settings.get("hz") or policy.get("control_hz") or fixed
+    chosen = {
+        **settings,
+        "hz": fixed or (None if rate is None else UNLOCKED * float(rate)),
+        "motion": settings.get("motion") or stated(policy) or facts.motion,
+    }
+    found = RunPlan.of(policy, robot, chosen, prompt=None)
+    motion, dim, hz = parse_motion(found.settings.motion), found.dim, found.settings.hz
+    names = tuple(found.names["action"] or map(str, range(dim)))
+    limits = None if found.settings.limits is None else Limits.parse(found.settings.limits, dim)
+    pose = motion.pose(state_of(robot.observe()["state"]), dim).astype(np.float64)
+    base = _standing(pose, limits, facts, names)
+    curve = Curve(seconds)
+    size = motion.pose(np.asarray(spread, np.float32), dim).astype(np.float64)
+    size = amplitudes(base, np.where(np.isfinite(pose), size, 0.0), limits, motion.placed(dim), curve)
+    if not (size > 0).any():
+        raise SinewError("--delays: expected room to move inside the limits, got none at the present pose")
+    trace = DelayTrace(names, 1.0 / hz if fixed else 0.0)
+    clock = SimulatedPace(hz) if fixed else pace(1.0 / hz)
+    source = Wobble(curve, motion, base, size, hz, max(8, int(policy.get("chunk_size") or 0)))
+    watched = Watched(robot, motion, trace, clock, source, seconds, 0.0 if fixed else DITHER / hz)
+    run = Run(found, source, robot=watched, listeners=(EveryStep(watched),), pace=clock)
+    return WobblePlan(run, trace, names, size, found.notes)
+
+
+def _standing(
+    pose: np.ndarray, limits: Limits | None, facts: RobotFacts, names: tuple[str, ...]
+) -> np.ndarray:
+    """Return the targets that keep the robot where it is, float [D].
+
+    Args:
+        pose: The robot's pose, [D]; NaN for a number whose position the state does not contain, such as a gripper that
+            opens above 0.
+        limits: Limits of the run. Their ``still`` is sent for such a number.
+        facts: The robot. A simulation gets 0 for such a number.
+        names: Name of each number.
+    """
+    still = np.full(len(pose), np.nan) if limits is None else limits.still
+    if not facts.physical:
+        still = np.where(np.isfinite(still), still, 0.0)
+    base = np.where(np.isfinite(pose), pose, still)
+    if lost := [name for name, at in zip(names, base, strict=True) if not np.isfinite(at)]:
+        raise SinewError(
+            f"--delays: expected the position of {', '.join(lost)} in the state, or a command that keeps it; set"
+            " `still` for it in --limits FILE, or describe the actions by --motion"
+        )
+    return base

@@ -1,0 +1,100 @@
+"""``sinew doctor POLICY --observe ROBOT --delays``: how late a robot's cameras and actuators are."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sinew.cli import terminal
+from sinew.core import SinewError, progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sinew.checks.delays import Delays
+    from sinew.cli.run_robot import RobotFlags
+
+SECONDS = 20.0  # six parts of three seconds, less what begins and ends slowly
+CLOCK_S = 0.01  # error of a robot's own times from which on they are worth a correction
+
+
+def delays(policy: Path, on: RobotFlags, seconds: float | None) -> int:
+    """Move a robot a little, measure its delays and print them. Exit status 1 if none could be measured.
+
+    Args:
+        policy: The policy's bundle. Its limits and its statistics bound the motion.
+        on: The robot.
+        seconds: How long the robot moves; None for :data:`SECONDS`.
+    """
+    from sinew.checks import wobble
+    from sinew.checks.delays import measure
+    from sinew.checks.wiring.joints import JointFit
+    from sinew.cli.run_robot import drive
+    from sinew.policy import open_bundle
+
+    if Path(on.robot).is_dir():
+        raise SinewError("--delays: expected a robot, got a folder of records, which cannot be moved")
+    manifest = open_bundle(policy).manifest
+    description = manifest.spec.to_dict()
+    opener = on.opener()
+    with ExitStack() as stack:
+        robot = on.opened(stack, opener, description)
+        planned = wobble.plan(
+            description, robot, on.chosen(description), JointFit.of(manifest).std, seconds or SECONDS
+        )
+        with planned.run:
+            for note in planned.notes:
+                terminal.say(note)
+            sizes = ", ".join(
+                f"{name} {size:.3g}" for name, size in zip(planned.names, planned.size, strict=True)
+            )
+            terminal.say(f"the robot moves by at most: {sizes}")
+            with progress.task(f"moving {on.robot} a little"):
+                drive(planned.run, robot, description, None)
+    found = measure(planned.trace)
+    terminal.console().print(delays_table(found))
+    console = terminal.console(markup=False)
+    for line in advice(found):
+        console.print(line)
+    terminal.emit({"ok": not np.isnan(found.actuation), "observed": on.robot, **found.to_dict()})
+    return 1 if np.isnan(found.actuation) else 0
+
+
+def delays_table(found: Delays) -> Table:
+    """Return the delays as a table for people."""
+    rows = [("command to state", name, each.text()) for name, each in found.joints.items()]
+    for name, camera in found.cameras.items():
+        rows.append(("exposure to memory", name, camera.transfer.text()))
+        if camera.clock is not None:
+            rows.append(("exposure to the stated time", name, camera.clock.text()))
+    return terminal.table("delays, with 95 % intervals", "from, to", "of", "delay", rows=rows)
+
+
+def advice(found: Delays) -> list[str]:
+    """Return what to do with the delays, a line each."""
+    lines = []
+    ages = [each.age for each in found.cameras.values() if each.transfer.measured]
+    if ages and not any(each.clock for each in found.cameras.values()):
+        lines.append(
+            f"frames are {1e3 * max(ages):.0f} ms old when they are observed, and the robot does not state it;"
+            f" sinew run --camera-delay {max(ages):.3f} counts their age (see docs/wiring.md before you use it)"
+        )
+    for name, camera in found.cameras.items():
+        clock = camera.clock
+        if clock is not None and abs(clock.seconds) > CLOCK_S and clock.low * clock.high > 0:
+            late = clock.seconds
+            lines.append(
+                f"camera {name}: the robot states times that are {1e3 * abs(late):.0f} ms"
+                f" {'after' if late > 0 else 'before'} the exposure; correct `time` in its observe()"
+            )
+    flags = []
+    if not np.isnan(found.transfer):
+        flags.append(f"--camera-ms {1e3 * found.transfer:.0f}")
+    if not np.isnan(found.actuation):
+        flags.append(f"--actuation-ms {max(0.0, 1e3 * found.actuation):.0f}")
+    if flags:
+        lines.append(f"for sinew perf scenario and sinew perf stream: {' '.join(flags)}")
+    return lines
