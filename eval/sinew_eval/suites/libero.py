@@ -12,6 +12,7 @@ Only the simulator of hf-libero is used. Its ``benchmark`` wants torch to read a
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import pickletools
@@ -104,17 +105,15 @@ class Simulator(Tasks):
 
     def _draw_later(self) -> None:
         """Let the first camera's sensor copy the simulator's data, and the others nothing."""
-        import mujoco
         from robosuite.utils.observables import sensor
 
-        sim = self._env.sim
-        model, data = sim.model._model, sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
-        self._seen = mujoco.MjData(model)
+        data = self._env.sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
+        self._seen = copy.copy(data)
         first, *others = (f"{name}_image" for name in CAMERAS)
 
         @sensor(modality="image")
         def keep(_: Any) -> np.ndarray:
-            mujoco.mj_copyData(self._seen, model, data)
+            self._seen = copy.copy(data)  # mj_copyData, which is faster, is missing from the pinned MuJoCo
             return np.zeros(1)
 
         @sensor(modality="image")
