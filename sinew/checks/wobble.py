@@ -31,7 +31,9 @@ SPREAD = 0.1  # amplitude, as a share of the standard deviation of each number i
 SHARE = 0.5  # largest share of a limit of speed or acceleration that the wobble uses
 FREQUENCIES = (0.43, 0.71, 1.13, 1.7)  # Hz; no common period, so that only one shift fits
 FADE_S = 0.5  # the wobble grows and fades in this time
-UNLOCKED = 0.93  # of the control rate, so that observations do not keep step with the frames
+UNLOCKED = (
+    0.93  # the wobble's rate, as a share of the control rate: observations do not keep step with frames
+)
 POLL_S = 0.004  # between two looks for the next frame
 # A command is late by a random share of a period, up to this one, so that observations do not keep step with commands.
 DITHER = 0.9
@@ -133,7 +135,7 @@ class Wobble:
         """Do nothing: there is no connection."""
 
 
-class Watched:
+class TracedRobot:
     """A robot whose commands, states and frames are recorded.
 
     Args:
@@ -235,7 +237,7 @@ class EveryStep(LoopListener):
 
     observes = True
 
-    def __init__(self, watched: Watched):
+    def __init__(self, watched: TracedRobot):
         self._watched = watched
 
     def restarted(self) -> None:
@@ -310,7 +312,7 @@ def plan(
     trace = DelayTrace(names, 1.0 / hz if fixed else 0.0)
     clock = SimulatedPace(hz) if fixed else pace(1.0 / hz)
     source = Wobble(curve, motion, base, size, hz, max(8, int(policy.get("chunk_size") or 0)))
-    watched = Watched(robot, motion, trace, clock, source, seconds, 0.0 if fixed else DITHER / hz)
+    watched = TracedRobot(robot, motion, trace, clock, source, seconds, 0.0 if fixed else DITHER / hz)
     run = Run(found, source, robot=watched, listeners=(EveryStep(watched),), pace=clock)
     return WobblePlan(run, trace, names, size, found.notes)
 

@@ -74,7 +74,7 @@ def delays_table(found: Delays) -> Table:
 
 
 def advice(found: Delays) -> list[str]:
-    """Return what to do with the delays, a line each."""
+    """Return lines that tell what to do with the delays."""
     lines = []
     ages = [each.age for each in found.cameras.values() if each.transfer.measured]
     if ages and not any(each.clock for each in found.cameras.values()):
