@@ -243,3 +243,19 @@ def test_what_the_lower_bound_gets_wrong_is_said(printed) -> None:
         "truncated": 1,
         "at most": 1,
     }
+
+
+# ----------------------------------------------------------------------------- vla.cpp
+
+COMPARED = HERE.parent / "log" / "measurements-vla-cpp.md"
+VLA_CPP = tables("vla_cpp_tables.tsv")
+
+
+@pytest.mark.parametrize("table", VLA_CPP)
+def test_each_number_of_the_vla_cpp_tables_is_on_the_page(table: str) -> None:
+    """A row of the text is one line of the page: the one that begins alike, and has all its numbers in order."""
+    lines = [line.strip("|").split("|") for line in COMPARED.read_text().splitlines() if line.startswith("|")]
+    for name, *cells in VLA_CPP[table][1:]:
+        wanted = [each for cell in cells for each in numbers(cell)]
+        found = [numbers(" ".join(line[1:])) for line in lines if line[0].strip().startswith(name)]
+        assert any(shown[: len(wanted)] == wanted for shown in found), (name, wanted, found)
