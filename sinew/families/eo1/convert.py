@@ -17,15 +17,22 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema, of_type
 from sinew.convert.lerobot.steps import NORMALIZER, PRE, ProcessorStep
-from sinew.convert.names import language_rules
 from sinew.convert.options import IGNORE_SETTING, ConvertOptions
+from sinew.convert.qwen import (
+    position_sections,
+    qwen25_language,
+    qwen25_rules,
+    qwen25_vision,
+    qwen_pictures,
+    sizes_of_views,
+)
 from sinew.convert.read.record import JsonRecord
-from sinew.convert.tensors import Rule, apply, constant, renames, reshape, split
+from sinew.convert.tensors import Rule, apply, constant, renames, split
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, find_tokenizer
-from sinew.convert.widths import decoder, rope_theta
 from sinew.core import MAX_SIZE, ConvertError
-from sinew.families.eo1.model import EO1Config, image_places
+from sinew.families.eo1.model import EO1Config
 from sinew.layers.qwen25_vit import Qwen25ViTConfig
+from sinew.models.qwen25_vl import image_places
 from sinew.steps.image.grid import Grid
 from sinew.steps.prompt.base import PromptStep
 from sinew.steps.prompt.image import Image
@@ -76,8 +83,6 @@ SCHEMA = Schema(
     },
 )
 BACKBONE = r"model\.vlm_backbone\.model\."
-VISION = BACKBONE + r"visual\."
-BLOCK = "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj"
 TABLE, HEAD = (
     "model.vlm_backbone.model.language_model.embed_tokens.weight",
     "model.vlm_backbone.lm_head.weight",
@@ -91,7 +96,7 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     vlm = JsonRecord(checkpoint.file, checkpoint.config).part("vlm_config")
     tokenizer = find_tokenizer(options, home, whose=f"{checkpoint['vlm_base']}'s").with_tokens(ADDED)
     preprocessor = JsonRecord(home / "preprocessor_config.json")
-    vision = vision_config(vlm.part("vision_config"))
+    vision = qwen25_vision(vlm.part("vision_config"))
     image = image_recipe(checkpoint, preprocessor, vision)
     config = model_config(checkpoint, vlm, vision, image, tokenizer)
     prompt = prompt_recipe(config, tokenizer)
@@ -114,26 +119,6 @@ def read(path: Path, options: ConvertOptions) -> Conversion:
     )
 
 
-def vision_config(vision: JsonRecord) -> Qwen25ViTConfig:
-    """Return the sizes of the tower. Raises :class:`ConvertError` and ValueError."""
-    vision.expect(hidden_act="silu", in_channels=3, in_chans=3)
-    patch, merge, window = vision["patch_size"], vision["spatial_merge_size"], vision["window_size"]
-    if window % (patch * merge):
-        raise ConvertError(f"{vision.path}: {vision.name}window_size: expected whole tokens, got {window}")
-    return Qwen25ViTConfig(
-        hidden_size=vision["hidden_size"],
-        intermediate_size=vision["intermediate_size"],
-        num_layers=vision["depth"],
-        num_heads=vision["num_heads"],
-        patch_size=patch,
-        merge=merge,
-        temporal_patch=vision["temporal_patch_size"],
-        window=window // (patch * merge),
-        whole=tuple(vision["fullatt_block_indexes"]),
-        output_size=vision["out_hidden_size"],
-    )
-
-
 def image_recipe(
     checkpoint: LeRobotCheckpoint, preprocessor: JsonRecord, vision: Qwen25ViTConfig
 ) -> ImageRecipe:
@@ -153,10 +138,7 @@ def image_recipe(
         grid = Grid(
             unit=vision.unit, min_pixels=least, max_pixels=most, method="bicubic" if fast else "pil_bicubic"
         )
-    mean, std = tuple(preprocessor["image_mean"]), tuple(preprocessor["image_std"])
-    sizes = [grid.size(camera.height, camera.width) for camera in checkpoint.cameras]
-    height, width = (max(sides) for sides in zip(*sizes, strict=True))
-    return ImageRecipe(height, width, (grid,), mean, std, sizes=tuple(sizes) if len(set(sizes)) > 1 else ())
+    return qwen_pictures((grid,), preprocessor, checkpoint.cameras)
 
 
 def model_config(
@@ -167,15 +149,10 @@ def model_config(
     tokenizer: TokenizerFiles,
 ) -> EO1Config:
     text = vlm.part("text_config") if "text_config" in vlm.content else vlm
-    text.expect(hidden_act="silu", use_sliding_window=False)
-    sections = ((text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})).get("mrope_section")
-    if not isinstance(sections, list) or len(sections) != 3:
-        raise ConvertError(f"{text.path}: {text.name}mrope_section: expected three numbers, got {sections!r}")
-    frames = image.sizes or ((image.height, image.width),) * len(checkpoint.cameras)
     with checkpoint.named():
         config = EO1Config(
             vision=vision,
-            language=decoder(text, rope_theta=rope_theta(text), qkv_bias=True),
+            language=qwen25_language(text),
             vocab_size=text["vocab_size"],
             chunk_size=checkpoint.size("chunk_size"),
             max_state_dim=checkpoint.size("max_state_dim", low=checkpoint.state.dim),
@@ -184,8 +161,8 @@ def model_config(
             max_period=checkpoint.number("max_period"),
             image_token=vlm["image_token_id"],
             state_token=tokenizer.token_id(STATE),
-            position_sections=(sections[0], sections[1], sections[2]),
-            frames=tuple(frames),
+            position_sections=position_sections(text),
+            frames=sizes_of_views(image, len(checkpoint.cameras)),
             out_layers=checkpoint.size("num_action_layers"),
         )
     if (last := max(tokenizer.token_id(token) for token in ADDED)) >= config.vocab_size:
@@ -222,18 +199,7 @@ def tensors(found: Mapping[str, TensorSource], config: EO1Config) -> dict[str, T
     rules = (
         # The table is tied to the output layer, and LeRobot stores it under that name alone.
         *(() if TABLE in out else (Rule(HEAD.replace(".", r"\."), ("language.embed_tokens.weight",)),)),
-        *language_rules(BACKBONE + r"language_model\."),
-        Rule(
-            VISION + r"patch_embed\.proj\.weight",
-            ("vision.patch_embedding.weight",),
-            lambda source: reshape(source, source.shape[0], -1, *source.shape[3:]),
-        ),
-        *renames(
-            VISION + r"blocks\.(\d+)\.",
-            r"vision.layers.\1.",
-            "attn.qkv=attn.{qkv}_proj attn.proj=attn.o_proj mlp norm1 norm2",
-        ),
-        *renames(VISION + r"merger\.", "vision.merger.", "ln_q=norm mlp.0=fc1 mlp.2=fc2"),
+        *qwen25_rules(BACKBONE + r"language_model\.", BACKBONE + r"visual\."),
         *renames(
             r"model\.",
             "",
