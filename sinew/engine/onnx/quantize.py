@@ -171,10 +171,10 @@ def _product(x: str, weight: str, out: str) -> list[Any]:
 
     operands = [f"{x}.uint8", f"{weight}.int8", f"{x}.zero", f"{weight}.zero"]
     return [
-        helper.make_node("Mul", [f"{x}.scale", f"{weight}.scale"], [f"{out}.scale"]),
+        helper.make_node("Mul", [f"{x}.scale", f"{weight}.scale"], [f"{out}.scales"]),
         helper.make_node("MatMulInteger", operands, [f"{out}.int32"]),
         helper.make_node("Cast", [f"{out}.int32"], [f"{out}.sum"], to=TensorProto.FLOAT),
-        helper.make_node("Mul", [f"{out}.sum", f"{out}.scale"], [out]),
+        helper.make_node("Mul", [f"{out}.sum", f"{out}.scales"], [out]),
     ]
 
 
