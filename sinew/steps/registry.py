@@ -8,6 +8,7 @@ IMAGE = {
     "jpeg": "sinew.steps.image.jpeg:Jpeg",
     "square": "sinew.steps.image.square:Square",
     "short_side": "sinew.steps.image.short_side:ShortSide",
+    "long_side": "sinew.steps.image.long_side:LongSide",
     "crop": "sinew.steps.image.crop:Crop",
     "grid": "sinew.steps.image.grid:Grid",
     "letterbox": "sinew.steps.image.letterbox:Letterbox",
@@ -40,6 +41,7 @@ PROMPT = {
     "fill": "sinew.steps.prompt.fill:Fill",
     "only_for": "sinew.steps.prompt.only_for:OnlyFor",
     "marker": "sinew.steps.prompt.marker:Marker",
+    "without": "sinew.steps.prompt.without:Without",
 }
 ACTION_TOKENS = {
     "bins": "sinew.steps.action_tokens.bins:BinTokens",

@@ -32,6 +32,7 @@ from sinew.steps.image.crop import Crop
 from sinew.steps.image.grid import Grid
 from sinew.steps.image.jpeg import Jpeg
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.image.long_side import LongSide
 from sinew.steps.image.methods import Method
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.scales import Scales
@@ -53,6 +54,7 @@ from sinew.steps.prompt.state import State
 from sinew.steps.prompt.strip import Strip
 from sinew.steps.prompt.suffix import Suffix
 from sinew.steps.prompt.text import Text
+from sinew.steps.prompt.without import Without
 from sinew.steps.prompt.words_only import InstructionPrompt
 from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.affine import Affine
@@ -139,6 +141,13 @@ IMAGES = {
     ),
     "short_side of floats": Frame(
         ShortSide(32, "area_float"), "37b7362cc6706e36", (32, 40), "area_float to a short side of 32"
+    ),
+    "long_side": Frame(
+        LongSide(32, "bicubic"),
+        "a7fb19f375b63bea",
+        (25, 32),
+        "bicubic to a long side of 32",
+        {"edge": ({"edge": 0}, "edge: expected 1 to 8192, got 0")},
     ),
     "crop": Frame(
         Crop(fraction=0.9),
@@ -550,7 +559,14 @@ PROMPTS = {
     "fill of too many": Said(Fill(3, 0, 6), "filled up to 3 tokens"),
     "last": Said(Last(9), "token 9 at the end", ids=(7, 3, 7, 1, 9), refused=UNKNOWN),
     "last that is there": Said(Last(1), "token 1 at the end"),
-    "marker": Said(Marker(3, 2), "2 tokens 3", holds=("marking tokens", 3, 2), refused={**NONE, **UNKNOWN}),
+    "marker": Said(
+        Marker(3, 2),
+        "2 tokens 3",
+        holds=("marking tokens", 3, 2),
+        refused={"none": ({"count": -1}, "count: expected 0 to 8192, got -1"), **UNKNOWN},
+    ),
+    "marker that may not be there": Said(Marker(3, 0), "0 tokens 3", holds=("marking tokens", 3, 0)),
+    "without": Said(Without("<point>"), 'without "<point>"', refused=NO_TEXT),
 }
 
 
@@ -595,6 +611,13 @@ def test_a_prompt_without_what_it_holds_is_refused() -> None:
     ):
         with pytest.raises(ObservationError, match=message):
             prompter.check_tokens(wrong)
+
+
+def test_an_instruction_with_a_text_that_has_a_rule_of_its_own_is_rejected() -> None:
+    with pytest.raises(
+        ObservationError, match="prompt: expected an instruction without red, which Sinew does not"
+    ):
+        Without("red").forward(SAID)
 
 
 # ----------------------------------------------------------------------------- all of them

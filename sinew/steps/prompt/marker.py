@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sinew.core.fields import Side
+from sinew.core.fields import Width
 from sinew.steps.prompt.base import HeldTokens, PromptStep
 
 
 @dataclass(frozen=True)
 class Marker(PromptStep):
-    """``count`` tokens of the id ``token``, which the text writes; no instruction may add one."""
+    """``count`` tokens of the id ``token``, which the text writes; no instruction may add one. 0: there may be none."""
 
     token: int
-    count: Side
+    count: Width
     kind: Literal["marker"] = field(default="marker", kw_only=True, repr=False)
 
     @property

@@ -1,0 +1,30 @@
+"""Text that no instruction may contain."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.core import ObservationError
+from sinew.steps.prompt.base import PromptStep, PromptText, Written
+
+
+@dataclass(frozen=True)
+class Without(PromptStep):
+    """Reject an instruction that contains ``text``, for which the policy's project has a rule that Sinew lacks."""
+
+    text: Written
+    kind: Literal["without"] = field(default="without", kw_only=True, repr=False)
+
+    def forward(self, said: PromptText) -> PromptText:
+        if self.text in said.instruction:
+            raise ObservationError(
+                "prompt",
+                f"an instruction without {self.text}, which Sinew does not support for this policy",
+                "one that contains it",
+            )
+        return said
+
+    def __str__(self) -> str:
+        return f"without {json.dumps(self.text)}"
