@@ -23,7 +23,10 @@ from sinew.steps.tokenizer import open_tokenizer, tokenizer_record
 INSIDE = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 # Organisations of the hub whose models the published policies build on: a checkpoint may name these.
-PUBLISHERS = ("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google", "microsoft")
+PUBLISHERS = (
+    *("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google", "microsoft"),
+    "x-square-robot",
+)
 
 
 @dataclass(frozen=True)

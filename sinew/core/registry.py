@@ -37,6 +37,7 @@ FAMILIES = (
     "vqbet",
     "multi_task_dit",
     "eo1",
+    "wallx",
     "xvla",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs

@@ -35,6 +35,7 @@ FAST = (
     "vqbet-parallel",
     "mtdit-ddim",
     "turbovla",
+    "wallx-2cam",
 )
 TWICE = [
     ("plan", "evo1-mint"),
@@ -65,7 +66,7 @@ REWRITES = {  # at least these; a model whose norms are read by what adds to the
     **{case: {"tabulate-time"} for case in ("diffusion-ddim", "diffusion-ddpm")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("xvla-ee6d", "xvla-auto")},
     **{case: {"fold-norms", "pack-qkv", "tabulate-time"} for case in ("mtdit-ddim", "mtdit-ddpm")},
-    **dict.fromkeys(("eo1-2cam", "eo1-fast"), HEADED),
+    **dict.fromkeys(("eo1-2cam", "eo1-fast", "wallx-2cam", "wallx-3cam"), HEADED),
     **{case: {"fold-norms", "pack-qkv"} for case in ("vqbet-parallel", "vqbet-sequential")},
     **{case: {"fold-norms", "pack-qkv"} for case in ("turbovla", "turbovla-3cam")},
 }

@@ -37,6 +37,7 @@ ALIKE = (
     "smolvla-bf16-vlm",
     "xvla-auto",
     "vqbet-parallel",
+    "wallx-2cam",
 )
 SHARD = re.compile(r"-0000[2-9]-of-.*")
 ALONE, BESIDE = "alone", "beside"

@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[tuple[str, str, dict[str, object]], ...]] = {  # case,
         ("pi05-2cam", "checkpoint", {"arch": "arch.json"}),
         ("pi0fast-2cam", "checkpoint", {"arch": "arch.json"}),
         *((case, "checkpoint", {}) for case in ("act-env", "diffusion-ddim", "xvla-ee6d", "xvla-auto")),
-        *((case, "checkpoint", {}) for case in ("vqbet-sequential", "mtdit-ddpm", "eo1-fast")),
+        *((case, "checkpoint", {}) for case in ("vqbet-sequential", "mtdit-ddpm", "eo1-fast", "wallx-3cam")),
         ("turbovla-3cam", "checkpoint", {**GIVEN, "stats_key": "robot", "settings": {"gripper": "scaled"}}),
     ),
     "checkpoints of GR00T": (

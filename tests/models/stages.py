@@ -41,7 +41,7 @@ CASES = (
     *("cogact", "omnivla", "omnivla-edge"),
     *("act-2cam", "act-env", "diffusion-ddim", "diffusion-ddpm", "xvla-ee6d", "xvla-auto"),
     *("vqbet-parallel", "vqbet-sequential", "mtdit-ddim", "mtdit-ddpm"),
-    *("eo1-2cam", "eo1-fast"),
+    *("eo1-2cam", "eo1-fast", "wallx-2cam", "wallx-3cam"),
     *("act-sizes", "act-3cam"),
     *("turbovla", "turbovla-3cam"),
 )
@@ -205,6 +205,13 @@ class Outputs(list[Tensor]):
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class Inputs(Outputs):
+    """What modules are given while it is entered."""
+
+    def _note(self, _module: Any, inputs: Any, _output: Any) -> None:
+        self.append(inputs[0])
 
 
 # ----------------------------------------------------------------------------- SmolVLA, pi0, pi0.5
@@ -564,10 +571,8 @@ def multi_task(policy: Policy, g: Golden, given: Observation, run: Run) -> Itera
 # ----------------------------------------------------------------------------- EO-1
 
 
-def eo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+def qwen25_tower(model: Any, pixels: Tensor, g: Golden, run: Run) -> Iterator[Stage]:
     """The reference sorts the patches of all views by window; ours are view after view, in the order of tokens."""
-    model: Any = policy.engine.model
-    pixels, cameras, tokens, mask, state = arguments(policy, given)
     area, frames = model.config.vision.merge**2, model.config.frames
     counts = [rows * cols for rows, cols in model.config.grids]
     order = torch.argsort(g["vision.window_index"])
@@ -579,6 +584,12 @@ def eo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Sta
             stored = g[f"vision.block.{index}"].unflatten(0, (-1, area))[order]
             own = stored[first : first + counts[view]].flatten(0, 1)
             yield Stage(f"vision.block.{index}.{view}", output[0], own)
+
+
+def eo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    yield from qwen25_tower(model, pixels, g, run)
     image_tokens = run(model.embed_images, pixels)
     yield Stage("image_tokens", model.flat(image_tokens)[0], g["image_tokens"])
     count = g["prefix_embeds"].shape[1]
@@ -638,6 +649,45 @@ def turbovla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterato
     for index, output in enumerate(outputs):
         yield Stage(f"decoder.{index}", output[0], g[f"decoder.{index}"])
     yield Stage("chunk_normalized", chunk, g["chunk_normalized"])
+
+
+# ----------------------------------------------------------------------------- Wall-X
+
+
+def wallx(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    """The reference computes prompt and chunk in one sequence in each step. Ours computes the prompt once."""
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    yield from qwen25_tower(model, pixels, g, run)
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", model.flat(image_tokens)[0], g["image_tokens"])
+    count, chunk = tokens.shape[1], model.config.chunk_size
+    assert tokens.tolist() == g["input_ids"][:, :count].tolist()
+    assert g["input_ids"].shape[1] == count + chunk
+    yield Stage("state", state[:, None], g["proprioception"])
+    yield Stage("propri_token", run(model.state_row, state)[:, None], g["propri_token"])
+    x = run(model.embed, image_tokens, tokens, mask, state)
+    stored = g["step0_inputs_embeds"].shape[1] - chunk  # the last tokens of the prompt
+    yield Stage("step0_inputs_embeds", x[:, -stored:], g["step0_inputs_embeds"][:, :stored])
+    positions, following = model.positions(tokens, mask)
+    assert torch.equal(positions.permute(2, 0, 1), g["position_ids"][..., :count])
+    assert int(following) == int(g["position_ids"][0, 0, count])
+    with Inputs([layer.input_norm for layer in model.decoder_layers[1:]]) as inputs:
+        context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    for index, found in enumerate(inputs):
+        expected = g[f"step0.lm_layer.{index}"][:, :stored]
+        yield Stage(f"prefix.lm_layer.{index}", found[:, -stored:], expected)
+    assert torch.equal(context.mask, g["attention_allowed"][:, count:])
+    for step, t in enumerate(g["t"][:, 0]):
+        time, x_t = embed_time(model, float(t), run), g["x_t"][step]
+        embedded = run(model.embed_actions, x_t, time)
+        yield Stage(f"action_embeds.{step}", embedded, g["action_embeds"][step])
+        with Outputs([*model.experts, model.language.norm]) as outputs:
+            velocity = run(model.act, x_t, time, context)
+        for index, output in enumerate(outputs[:-1] if step == 0 else ()):
+            yield Stage(f"step0.lm_layer.{index}", output, g[f"step0.lm_layer.{index}"][:, stored:])
+        yield Stage(f"action_hidden.{step}", outputs[-1], g["action_hidden"][step])
+        yield Stage(f"v_t.{step}", velocity, g["v_t"][step])
 
 
 # ----------------------------------------------------------------------------- X-VLA
@@ -842,5 +892,6 @@ FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]
     "mtdit": multi_task,
     "eo1": eo1,
     "turbovla": turbovla,
+    "wallx": wallx,
     "xvla": xvla,
 }

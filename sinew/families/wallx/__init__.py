@@ -1,0 +1,10 @@
+"""Wall-X (X Square Robot), in LeRobot's layout."""
+
+from sinew.core.registry import Family
+
+FAMILY = Family(
+    models={"wallx": "model:WallX"},
+    backbones={"wallx": "Qwen2.5-VL"},
+    converters=("convert",),
+    units={"wallx": ("recorded",)},
+)

@@ -1,0 +1,139 @@
+"""Wall-X (X Square Robot), as LeRobot has it: a language model's own layers denoise the actions.
+
+Qwen2.5-VL reads views, state and instruction once (:mod:`sinew.models.qwen25_vl`). In each step its layers run over one
+token for each action of the chunk, which sees that prefix and all actions. Attention is the same for all tokens. The
+feed-forward half of a layer is not: tokens of the prompt have one expert and actions another, which may read and write
+the first channels only. Euler steps run from noise (t = 0) to actions (t = 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import key_mask
+from sinew.layers.decoder import DecoderConfig, GatedMLP, decoder_norm
+from sinew.layers.fold_sites import FoldSite
+from sinew.layers.linear import Linear
+from sinew.layers.time_embedding import level_sinusoids
+from sinew.models.qwen25_vl import ChunkContext, Qwen25VL, Qwen25VLConfig
+from sinew.models.solvers import Solver
+
+SOLVER = Solver(start=0.0, end=1.0)
+
+
+@dataclass(frozen=True)
+class WallXConfig(Qwen25VLConfig):
+    """Sizes of a policy. ``language`` has those of the expert of the prompt's tokens.
+
+    Attributes:
+        expert_width: channels that the expert of the actions reads and writes, from the first on.
+        expert_intermediate_size: width of its gated product.
+    """
+
+    expert_width: int
+    expert_intermediate_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expert_width > self.language.hidden_size:
+            raise ValueError(
+                f"expert_width: expected at most {self.language.hidden_size}, got {self.expert_width}"
+            )
+        if self.language.hidden_size % 2 or self.language.hidden_size < 4:
+            raise ValueError(
+                f"hidden_size: expected an even number from 4 on, got {self.language.hidden_size}"
+            )
+
+
+class ActionExpert(nn.Module):
+    """The feed-forward half of a decoder layer for actions: x + mlp(norm(x)), over the first channels only.
+
+    The norm is the layer's own. It is kept here a second time, so that each copy has one reader and an engine may fold
+    it into that reader.
+    """
+
+    def __init__(self, config: DecoderConfig, width: int, intermediate_size: int):
+        super().__init__()
+        self.rest = config.hidden_size - width
+        self.norm = decoder_norm(config)
+        self.mlp = GatedMLP(replace(config, hidden_size=width, intermediate_size=intermediate_size))
+
+    def fold_sites(self) -> list[FoldSite]:
+        return [] if self.rest else [FoldSite(self, "norm", (self.mlp,))]
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, H, C]
+        h = self.norm(x)
+        if not self.rest:
+            return x + self.mlp(h)
+        return x + F.pad(self.mlp(h[..., : -self.rest]), (0, self.rest))
+
+
+class WallX(Qwen25VL):
+    config_type = WallXConfig
+    config: WallXConfig
+    solver = SOLVER
+    float32_modules: ClassVar[tuple[str, ...]] = (
+        "state_proj",
+        "action_in",
+        "action_mix",
+        "time_mix",
+        "action_time_out",
+        "action_out",
+    )
+    experts: Sequence[ActionExpert]
+    state_mask: Tensor
+    action_mask: Tensor
+
+    def __init__(self, config: WallXConfig):
+        super().__init__(config)
+        language = config.language
+        size = language.hidden_size
+        self.experts = nn.ModuleList(  # type: ignore[assignment]
+            ActionExpert(language, config.expert_width, config.expert_intermediate_size)
+            for _ in range(language.num_layers)
+        )
+        self.state_proj = Linear(2 * config.max_state_dim, size, bias=False)
+        self.action_in = Linear(2 * config.max_action_dim, size, bias=False)
+        self.action_mix = Linear(size, size, bias=False)
+        self.time_mix = Linear(size, size, bias=False)
+        self.action_time_out = Linear(size, size, bias=False)
+        self.action_out = Linear(size, config.max_action_dim, bias=False)
+        # 1 for the robot's own numbers, 0 for the padding behind them
+        self.register_buffer("state_mask", torch.zeros(config.max_state_dim))
+        self.register_buffer("action_mask", torch.zeros(config.max_action_dim))
+
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self.language, "norm", (self.action_out,))]
+
+    def state_row(self, state: Tensor) -> Tensor:
+        # The reference rounds the state to the type of the stream, and computes the product in that of the weight.
+        return self.state_proj(masked(state.to(self.language.embed_tokens.dtype), self.state_mask))
+
+    def among(self, rows: Tensor) -> Tensor:
+        return key_mask(rows, rows.shape[1])
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        return self.time_mix(level_sinusoids(t, self.config.language.hidden_size))
+
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:  # [B, H, A] -> [B, H, C]
+        time = time_embedding if time_embedding.ndim == 3 else time_embedding[:, None]
+        actions = self.action_in(masked(x, self.action_mask))
+        return self.action_time_out(F.silu(self.action_mix(actions) + time))
+
+    def act(self, x: Tensor, time_embedding: Tensor, context: ChunkContext) -> Tensor:
+        h = self.embed_actions(x, time_embedding).to(self.language.embed_tokens.dtype)
+        for layer, expert, kv in zip(self.decoder_layers, self.experts, context.kv, strict=True):
+            q, k, v = layer.project(h, context.rotation)
+            h = expert(h + layer.attn.output(layer.attn.attend(q, kv, context.mask, own=(k, v))))
+        return self.action_out(self.language.norm(h)).float()
+
+
+def masked(vector: Tensor, mask: Tensor) -> Tensor:
+    """Return the vector with the mask behind it: [..., D] and [D] -> [..., 2 D]."""
+    return torch.cat([vector, mask.to(vector.dtype).expand_as(vector)], dim=-1)
