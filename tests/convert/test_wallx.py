@@ -157,7 +157,7 @@ def test_frames_become_the_references_pixels(case: str, golden: Path, case_bundl
     """LeRobot's two resizes to the byte, then the pixels of the image processor, which resizes those of ``wallx-3cam``
     once more."""
     g, image = Golden(golden / case), Bundle(case_bundle(case)).manifest.processing.image
-    for name in g.cameras:
+    for name in (each for each in g.cameras if f"resized.{each}" in g.tensors):
         twice = replace(image, steps=image.steps[:2], sizes=())
         found = apply_image_steps(g.numpy(f"frame.{name}"), twice)
         assert np.array_equal(found.transpose(2, 0, 1), g.numpy(f"resized.{name}"))
