@@ -129,12 +129,12 @@ class BaseClient:
 
     def _all(self, observations: Sequence[Any], timeout: float | None) -> tuple:
         """Return the attempts at one message of several observations, and a function that splits its reply."""
-        asked, request_id = time.perf_counter(), next(self._ids)
+        start, request_id = time.perf_counter(), next(self._ids)
         given = [protocol.given(each) for each in observations]
         parts = protocol.infer_all_parts(given, request_id, self.jpeg_quality, self.api_key, self.policy)
 
         def outcomes(reply: Any) -> list:
-            chunk = functools.partial(self._accepted, asked=asked)
+            chunk = functools.partial(self._accepted, start=start)
             return protocol.accepted_all(reply, given, chunk)
 
         return self._asking(parts, request_id, timeout), outcomes
