@@ -2,8 +2,8 @@
 
 **Keys.** A server with keys rejects a request without one of them. Keys travel in the header ``Authorization`` or
 ``X-API-Key``, in gRPC's metadata, or in a field of the native protocol. They never travel in an address, a cookie or
-a body of HTTP. A key of the role ``metrics`` reads ``/metrics`` alone. One of the role ``robot`` does everything
-except that and changes of policies. One of the role ``admin``, or without a role, does everything.
+a body of HTTP. A key of the role ``metrics`` allows only ``/metrics``. A key of the role ``robot`` allows everything
+except ``/metrics`` and changes of policies. A key of the role ``admin``, or without a role, allows everything.
 
 **Web pages** must not drive a robot or use its cameras. A server without a key could be reached by every page in a
 browser on this machine. The browser marks such requests: it sends ``Origin`` with WebSockets and with POST. With DNS
@@ -34,18 +34,23 @@ from sinew_client.tls import is_loopback
 from sinew.core import SinewError
 
 OPEN = ("/healthz", "/metrics")
-POLICIES = "/v1/policies"  # before the name of a policy, which WebSockets take too
+POLICIES = "/v1/policies"  # path before the name of a policy, also for WebSockets
 
 
 class UnauthorizedError(SinewError):
-    """The server has a key, and the request came without one or with another."""
+    """The server requires a key, and the request has no key or a wrong one."""
 
     code = "unauthorized"
 
 
 class PortAddress(Protocol):
-    """Where a port is: ``host`` is an address of this machine, ``hosts`` are further names of it, ``origins`` are web
-    pages that may send requests (:class:`sinew.serve.transport.listen.Listen`)."""
+    """The address of a port (:class:`sinew.serve.transport.listen.Listen`).
+
+    Attributes:
+        host: An address of this machine.
+        hosts: Further names of this machine.
+        origins: Web pages that may send requests.
+    """
 
     @property
     def host(self) -> str: ...
@@ -59,13 +64,16 @@ class PortAddress(Protocol):
 
 
 def check_key(key: str | bytes | None, keys: Sequence[str], role: str = ROBOT) -> None:
-    """Raise :class:`UnauthorizedError` unless ``key`` is one of ``keys`` and may do what ``role`` does, or there are no
-    keys. Takes the same time for every wrong key.
+    """Check the key of a request. The check takes the same time for every wrong key.
 
     Args:
-        key: of the request.
-        keys: of the server, each a key that may do everything, or ``role:key``. The role ``admin`` may do everything.
-        role: that the request needs.
+        key: The request's key.
+        keys: The server's keys; () allows all requests. Each is ``role:key``, or a key that allows everything. The
+            role ``admin`` allows everything too.
+        role: The role that the request needs.
+
+    Raises:
+        UnauthorizedError: The key is not one of the server's keys, or its role does not allow the request.
     """
     if not keys:
         return
@@ -102,7 +110,7 @@ def key_of(authorization: str) -> str:
 
 
 def key_in(headers: Mapping[str, str]) -> str:
-    """Return the key in the headers of a request over HTTP, whose names have any case; empty without one."""
+    """Return the key in the headers of an HTTP request, in any case; "" if there is none."""
     return key_of(headers.get("Authorization", "")) or headers.get("X-API-Key", "")
 
 
@@ -112,8 +120,18 @@ def key_in(headers: Mapping[str, str]) -> str:
 def refused_page(
     method: str, path: str, headers: Mapping[str, str], place: PortAddress, keyed: bool = False
 ) -> str | None:
-    """Return why a request over HTTP is refused as a foreign web page's, None for one that no such page has sent.
-    keyed: the server requires a key."""
+    """Check that an HTTP request does not come from a foreign web page.
+
+    Args:
+        method: Method of the request.
+        path: Path of the request.
+        headers: Headers of the request.
+        place: The address of the port.
+        keyed: True if the server requires a key.
+
+    Returns:
+        The reason to reject the request; None if it is allowed.
+    """
     host, origin = headers.get("Host", ""), headers.get("Origin")
     allowed = origin is not None and origin in place.origins
     if is_loopback(place.host):
@@ -128,7 +146,7 @@ def refused_page(
     if origin is None or allowed:
         return None
     if origin.partition("://")[2] == host:
-        return None  # a page of this very server
+        return None  # the page is this server's own page
     return f"Origin: requests from web pages are refused, got {origin[:80]!r}; see --allow-origin"
 
 
@@ -157,7 +175,7 @@ def _name(host: str) -> str | None:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """Return the names of this machine, also in multicast DNS. Nobody else can register them."""
+    """Return the names of this machine, also in multicast DNS. No other machine can register them."""
     name = socket.gethostname().lower()
     short = name.partition(".")[0]
     return frozenset({name, short, f"{short}.local"} - {""})

@@ -1,4 +1,4 @@
-"""The access log: a line of JSON per request, to a file or to standard error."""
+"""The access log: one line of JSON per request, in a file or on standard error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from sinew.core import SinewError
 
 logger = logging.getLogger(__name__)
 
-TOLD_S = 60.0  # between two lines that tell of an access log that cannot be written
+TOLD_S = 60.0  # seconds between two warnings that the access log cannot be written
 
 
 class _Lossy(logging.Handler):
-    """Tells of lines that could not be written, a full disk's as a rule, once in ``TOLD_S``: by itself logging prints a
-    traceback for each."""
+    """Warns about lines that could not be written, usually because the disk is full, once in ``TOLD_S`` seconds.
+
+    Python's logging would print a traceback for each line.
+    """
 
     lost, told = 0, float("-inf")
 
@@ -30,7 +32,7 @@ class _Lossy(logging.Handler):
 
 
 class _AccessFile(_Lossy, WatchedFileHandler):
-    """Begins a new file where logrotate has moved the one that was written to."""
+    """Begins a new file after logrotate has moved the present file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -44,8 +46,10 @@ class _AccessStream(_Lossy, logging.StreamHandler): ...
 
 @contextlib.contextmanager
 def access_logging(path: str | None) -> Iterator[None]:
-    """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
-    loggers belong to the process, which may do other things after this."""
+    """Write the access log to ``path`` inside the block. "-" is standard error, and None writes no log.
+
+    At the end the logger is restored, because it belongs to the process, which may continue with other work.
+    """
     access = logging.getLogger("sinew.access")
     before = access.propagate, access.disabled, access.level
     handler: logging.Handler = logging.NullHandler()
@@ -60,7 +64,7 @@ def access_logging(path: str | None) -> Iterator[None]:
         yield
     finally:
         access.removeHandler(handler)
-        with contextlib.suppress(OSError):  # the disk is full still; it was told
+        with contextlib.suppress(OSError):  # the disk may still be full, which was logged
             handler.close()
         access.propagate, access.disabled = before[:2]
         access.setLevel(before[2])

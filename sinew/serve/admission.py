@@ -1,4 +1,7 @@
-"""Who waits in a scheduler's queue, and who has to go when it is full. Guarded by the scheduler's lock."""
+"""The waiting requests of a scheduler, and the choice of requests to reject if the queue is full.
+
+The scheduler's lock guards all of it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,15 @@ from sinew.serve.job import RequestGroup, ServingJob
 
 
 class Admission:
-    """size: places of those that wait. per_client: of one client. ``count``: that are taken. The requests of one
-    message have one place."""
+    """Admits requests to a queue with a limited number of places. The requests of one message take one place.
+
+    Args:
+        size: Number of places.
+        per_client: Largest number of places of one client.
+
+    Attributes:
+        count: Number of taken places.
+    """
 
     def __init__(self, size: int, per_client: int):
         self.size, self.per_client = size, per_client
@@ -24,7 +34,7 @@ class Admission:
         return (job for jobs in self._waiting.values() for job in jobs)
 
     def room(self, job: ServingJob) -> list[ServingJob]:
-        """Return the requests that go for a new one, none while there is room. Raises BusyError."""
+        """Return the requests that must make room for a new request; [] while there is room. Raises BusyError."""
         if job.together in self._members:
             return []
         client = job.connection
@@ -49,7 +59,7 @@ class Admission:
             self._members[job.together] += 1
 
     def leave(self, job: ServingJob) -> bool:
-        """Count a request out; False if it was not among those that wait."""
+        """Remove a request. Return False if it was not waiting."""
         if not job.waiting:
             return False
         job.waiting = False
@@ -69,7 +79,7 @@ class Admission:
 
 
 def _places(jobs: Sequence[ServingJob]) -> list[list[ServingJob]]:
-    """Return a client's waiting requests by the places that they take, in their order."""
+    """Group a client's waiting requests by the places that they take, in order."""
     places: dict[object, list[ServingJob]] = {}
     for job in jobs:
         places.setdefault(job.together or job, []).append(job)

@@ -1,10 +1,10 @@
-"""Which waiting requests are computed at once: by what a batch costs here, and by when each of them is wanted.
+"""Chooses the requests that are computed together, from the measured cost of a batch and the requests' deadlines.
 
-A batch of n ends later than its first member alone would have, and sooner than its last. Sizes are compared by two
-questions about everything that waits: does a deadline break that would have held with one request after another (then
-the size is out), and how long do all of them wait together (the size with the smallest sum is taken). No request waits
-for others to arrive. Clipper (Crankshaw et al. 2017) grows its batches until a latency bound breaks, and Clockwork
-(Gujarati et al. 2020) plans by measured times per size, as here.
+A batch of n ends later than its first member alone, and sooner than its last member in a sequence of single inferences.
+So two criteria compare the sizes. A size is excluded if a request misses a deadline that it would meet in a sequence.
+Among the others, the size with the smallest total waiting time of all requests is taken. No request waits for others to
+arrive. Clipper (Crankshaw et al. 2017) increases its batches until a latency limit is exceeded. Clockwork (Gujarati et
+al. 2020) plans with measured times per size, as this module does.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from sinew.serve.job import ServingJob
 from sinew.serve.served import ServedPolicy
 
 LARGEST = 16  # largest batch that "auto" tries
-GAIN = 1.1  # "auto" wants so many times the throughput, or leaves it off
-GROWTH = 1.05  # and so much of each doubling
+GAIN = 1.1  # throughput ratio to single requests that "auto" requires; with a smaller ratio it computes no batches
+GROWTH = 1.05  # throughput ratio that "auto" requires of each doubling of the batch
 TRIALS = 3  # measurements of each size, before serving begins
-LONGEST_S = 2.0  # a size that takes longer is not tried further
-OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
-# Beside other clients, a batch of one message costs at most so many times as much as one of its observations. A robot
-# waits for such a batch and then for its own inference. The sum, 2.25, is near the 2 times of SECURITY.md.
+LONGEST_S = 2.0  # "auto" tries no larger size after a batch that takes longer
+OLD_S = 60.0  # a cost that is older is measured again when possible
+# While other clients are active, a batch of one message costs at most this multiple of one of its observations. A robot
+# waits for such a batch and then for its own inference. The sum, 2.25, is near the factor 2 of SECURITY.md.
 CROWDED = 1.25
-MAX_KEYS = 512  # kinds of batches whose costs are remembered: numbers of steps come from clients
+MAX_KEYS = 512  # kinds of batches whose costs are stored; clients choose the number of steps, which is part of the kind
 MIX = 0.2  # weight of the newest measurement
 
 
@@ -41,14 +41,14 @@ class _Cost:
 
 
 class Costs:
-    """Seconds of a batch by its kind and size, learnt from what was run. Thread-safe."""
+    """The seconds of a batch by its kind and size, from measurements of earlier batches. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kinds: OrderedDict[Hashable, dict[int, _Cost]] = OrderedDict()
 
     def learn(self, kind: Hashable, size: int, seconds: float) -> None:
-        """Mix a measurement into what is known of this kind and size."""
+        """Update the cost of a kind and size with a measurement."""
         with self._lock:
             self._learn(kind, size, seconds)
 
@@ -57,78 +57,85 @@ class Costs:
         self._kinds.move_to_end(kind)
         while len(self._kinds) > MAX_KEYS:
             self._kinds.popitem(last=False)
-        known = sizes.get(size)
-        if known is None:
+        cost = sizes.get(size)
+        if cost is None:
             sizes[size] = _Cost(seconds, 0.0, time.monotonic())
             return
-        error = seconds - known.mean
-        known.mean += MIX * error
-        known.deviation += MIX * (abs(error) - known.deviation)
-        known.at = time.monotonic()
+        error = seconds - cost.mean
+        cost.mean += MIX * error
+        cost.deviation += MIX * (abs(error) - cost.deviation)
+        cost.at = time.monotonic()
 
     def measured(self, kind: Hashable, size: int) -> bool:
-        """Return whether this size was measured, and not long ago."""
-        known = self._kinds.get(kind, {}).get(size)
-        return known is not None and time.monotonic() - known.at < OLD_S
+        """Return True if this size has a recent measurement."""
+        cost = self._kinds.get(kind, {}).get(size)
+        return cost is not None and time.monotonic() - cost.at < OLD_S
 
     def seconds(self, kind: Hashable, size: int) -> float | None:
-        """Return the mean time of a batch; None if nothing of its kind was measured.
+        """Return the mean time of a batch; None if no batch of its kind was measured.
 
-        Sizes between measured ones are interpolated. A larger batch costs its members one by one, which is close to
-        the upper bound. A smaller one costs at most as much as the larger one.
+        Sizes between two measured sizes are interpolated. A batch larger than all measured sizes is assumed to cost as
+        much per member as the largest, which is close to the upper bound. A smaller batch is assumed to cost as much
+        as the smallest.
         """
         return self._estimate(kind, size, 0.0)
 
     def surely(self, kind: Hashable, size: int) -> float | None:
-        """Return a time that is seldom exceeded, for what concerns deadlines: the mean and twice its deviation."""
+        """Return a time that is seldom exceeded, for deadlines: the mean plus twice the deviation."""
         return self._estimate(kind, size, 2.0)
 
     def _estimate(self, kind: Hashable, size: int, spread: float) -> float | None:
         with self._lock:
             if not (sizes := self._kinds.get(kind)):
                 return None
-            known = {n: cost.mean + spread * cost.deviation for n, cost in sizes.items()}
-        low = max((n for n in known if n <= size), default=None)
-        high = min((n for n in known if n >= size), default=None)
+            times = {n: cost.mean + spread * cost.deviation for n, cost in sizes.items()}
+        low = max((n for n in times if n <= size), default=None)
+        high = min((n for n in times if n >= size), default=None)
         if low is None:
-            return known[high] if high is not None else None
+            return times[high] if high is not None else None
         if high is None:
-            return known[low] * size / low
+            return times[low] * size / low
         if low == high:
-            return known[low]
-        return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
+            return times[low]
+        return times[low] + (times[high] - times[low]) * (size - low) / (high - low)
 
 
 def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of batches of the policy's own observation, the best of a few trials of each size."""
+    """Measure batches of the policy's own observation. Return the smallest of a few times for each size, seconds."""
     prepared = policy.prepare(policy.dummy_observation())
-    found = {}
+    best = {}
     for size in sizes:
         times: list[float] = []
-        for _ in range(1 + TRIALS):  # the first of them allocates
+        for _ in range(1 + TRIALS):  # the first trial also allocates memory
             start = time.perf_counter()
             policy.run_batch([prepared] * size)
             times.append(time.perf_counter() - start)
             if times[-1] > LONGEST_S:
                 break
-        found[size] = min(times)
-    return found
+        best[size] = min(times)
+    return best
 
 
 class Batcher:
-    """Decides sizes and members. limit: most members of a batch; None measures what pays (``auto``)."""
+    """Decides the sizes and members of batches.
+
+    Args:
+        limit: Largest number of members of a batch; None measures the best limit (``auto``).
+        costs: The measured costs.
+    """
 
     def __init__(self, limit: int | None, costs: Costs | None = None):
         self.limit = limit or LARGEST
         self._auto = limit is None
         self.reason = "asked for"
-        self.busy = ""  # what else computed while batches were timed
+        self.busy = ""  # other programs that computed while batches were timed
         self.costs = costs or Costs()
 
     def calibrate(self, policy: ServedPolicy) -> None:
         """Measure batches of 1, 2, 4 ... of the policy's own observation, on the thread that will run them.
 
-        Raises :class:`SinewError` for a policy that computes one observation at a time, where batches were asked for.
+        Raises:
+            SinewError: A batch size was requested, but the policy computes one observation at a time.
         """
         if policy.unbatched:
             if not self._auto:
@@ -137,23 +144,23 @@ class Batcher:
             return
         self.busy = machine.busy()
         kind = policy.batch_key(policy.prepare(policy.dummy_observation()))
-        found, best, size = time_batches(policy, [1]), 1, 2
-        while size <= self.limit and found[best] <= LONGEST_S:
-            found |= time_batches(policy, [size])
-            if size / found[size] < GROWTH * best / found[best]:
+        times, best, size = time_batches(policy, [1]), 1, 2
+        while size <= self.limit and times[best] <= LONGEST_S:
+            times |= time_batches(policy, [size])
+            if size / times[size] < GROWTH * best / times[best]:
                 break
             best, size = size, 2 * size
-        for size, seconds in found.items():
+        for size, seconds in times.items():
             self.costs.learn(kind, size, seconds)
-        pays = best if best / found[best] >= GAIN / found[1] else 1
+        pays = best if best / times[best] >= GAIN / times[1] else 1
         if self._auto:
             self.limit = pays
-        self.reason = self._sentence(found, pays)
+        self.reason = self._sentence(times, pays)
 
-    def _sentence(self, found: dict[int, float], pays: int) -> str:
-        """Return the measurement in words."""
-        times = ", ".join(f"{size}: {1e3 * seconds:.1f} ms" for size, seconds in found.items())
-        gain = pays / found[pays] * found[1]
+    def _sentence(self, seconds_by_size: dict[int, float], pays: int) -> str:
+        """Return the measurement as a sentence."""
+        times = ", ".join(f"{size}: {1e3 * seconds:.1f} ms" for size, seconds in seconds_by_size.items())
+        gain = pays / seconds_by_size[pays] * seconds_by_size[1]
         words = (
             f"{gain:.2f} times the throughput at {pays}"
             if pays > 1
@@ -163,7 +170,7 @@ class Batcher:
         return f"measured {times}; {words}{note}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the largest batch and why, ready for JSON."""
+        """Return the largest batch and the reason for it, ready for JSON."""
         return {"max_batch": self.limit, "max_batch_reason": self.reason}
 
     def members(
@@ -174,9 +181,10 @@ class Batcher:
         beside: Sequence[ServingJob] = (),
         crowded: bool = False,
     ) -> list[ServingJob]:
-        """Return the requests to compute together, with ``first`` before the others in the order of their turns.
+        """Return the requests to compute together: ``first``, then the others in the order of their turns.
 
-        Of one message, all observations that fit are computed together, without other requests.
+        If ``first`` belongs to a message with several observations, only observations of this message are computed
+        with it.
 
         Args:
             first: The request whose turn it is.
@@ -204,7 +212,7 @@ class Batcher:
             chosen = fit[:size]
             if self._breaks([first, *beside, *waiting], chosen, now):
                 continue
-            if not self.costs.measured(kind, size):  # what it costs is found out by doing it
+            if not self.costs.measured(kind, size):  # computing this batch measures its cost
                 return chosen
             waited = self._sum(line, chosen)
             if waited <= least:
@@ -212,9 +220,10 @@ class Batcher:
         return best
 
     def _most_beside_others(self, kind: Hashable, count: int) -> int:
-        """Return how many of ``count`` observations of one message are computed together beside other clients.
+        """Return how many of ``count`` observations of one message are computed together while others are active.
 
-        Sizes double while they cost little more than one observation. A size without a recent cost is tried once.
+        The size doubles while a batch costs little more than one observation. A size without a recent cost is tried
+        once.
         """
         alone, most = self.costs.seconds(kind, 1), 1
         while alone is not None and most < count:
@@ -227,14 +236,14 @@ class Batcher:
         return most
 
     def _alone(self, job: ServingJob, first: ServingJob) -> float:
-        """Return the seconds of a request by itself, as far as its kind is known."""
+        """Return the seconds of a single inference for a request; 0 if no cost is known."""
         return self.costs.surely(job.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
 
     def _breaks(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob], now: float) -> bool:
-        """Return whether a deadline breaks with the batch that holds with one request after another."""
+        """Return True if a request misses a deadline with the batch, but meets it with one request after another."""
         together = self.costs.surely(line[0].kind, len(chosen)) or 0.0
-        alone = 0.0  # when each would end, one after another
-        behind = together  # and when what is not in the batch would
+        alone = 0.0  # end of each request, if they are computed one after another
+        behind = together  # end of each request that is not in the batch
         members = set(map(id, chosen))
         for job in line:
             own = self._alone(job, line[0])
@@ -259,7 +268,7 @@ class Batcher:
 
 
 def _hopeless(job: ServingJob, now: float) -> bool:
-    """Return whether the request is answered with an error when its turn comes."""
+    """Return True if the request will get an error when its turn comes."""
     return job.cancel.is_set() or (job.deadline is not None and now > job.deadline)
 
 

@@ -26,10 +26,10 @@ class ContextPolicy(ServedPolicy):
 
     Args:
         policy: Returns the policy in use. It is called for each request, because the policy may be replaced.
-        form: Type of the floats that are sent.
+        form: Type of the floats in a context.
 
     Attributes:
-        digest: Fingerprint of the first bundle. Robots have compared it with theirs.
+        digest: Fingerprint of the first bundle. Robots have compared it with the fingerprint of their bundle.
     """
 
     def __init__(self, policy: Callable[[], Policy], form: str):
@@ -43,18 +43,19 @@ class ContextPolicy(ServedPolicy):
         return self._policy().spec
 
     def describe(self) -> dict[str, Any]:
-        """Return engine and precision of the policy in use, ready for JSON."""
+        """Return the engine and the precision of the policy in use, ready for JSON."""
         return {**self._policy().describe(), "context": self.form}
 
     def warm_up(self) -> None:
-        """Read the context of grey frames."""
+        """Compute the context of grey frames once."""
         self.run(self.prepare(self._policy().dummy_observation()))
 
     def prepare(self, observation: Observation) -> tuple[Policy, Any]:
         """Return the policy in use and the prepared observation.
 
-        Raises ObservationError, and RequestError after a hot-swap to another bundle: the robots' heads belong to the
-        first one.
+        Raises:
+            ObservationError: The observation does not fit the policy.
+            RequestError: A hot-swap has changed the bundle, but the robots' heads belong to the first bundle.
         """
         policy = self._policy()
         if policy is not self._known():
@@ -68,7 +69,7 @@ class ContextPolicy(ServedPolicy):
         return policy, policy.prepare(observation)
 
     def run(self, prepared: tuple[Policy, Any], *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return a chunk without actions, with the context."""
+        """Return a chunk that has the context and no actions."""
         policy, member = prepared
         begun = time.perf_counter()
         context = read_context(policy, member, self.form)
@@ -77,18 +78,20 @@ class ContextPolicy(ServedPolicy):
             preprocess_ms=member.milliseconds, prefix_ms=took, total_ms=took + member.milliseconds
         )
         actions = np.zeros((0, policy.spec.action.dim), np.float32)
-        said = policy.warnings(member)
-        return ActionChunk(actions, timing, None, member.session, member.time, said, context)
+        warnings = policy.warnings(member)
+        return ActionChunk(actions, timing, None, member.session, member.time, warnings, context)
 
 
 def add(service: Service, forms: Sequence[str], host: PolicyHost) -> None:
-    """Add the policies ``context.FORM`` to a service. Raises SinewError for an engine that does not support split
-    inference.
+    """Add the policies ``context.FORM`` to a service.
+
+    Raises:
+        SinewError: The engine does not support split inference.
     """
 
     def standing() -> Policy:
-        found: Policy = service.policies.get().scheduler.policy  # type: ignore[assignment]
-        return found
+        policy: Policy = service.policies.get().scheduler.policy  # type: ignore[assignment]
+        return policy
 
     for form in forms:
         policy = ContextPolicy(standing, form)

@@ -1,4 +1,4 @@
-"""Put a policy behind a scheduler, warm it up, and make the server's description of it."""
+"""Start a scheduler for a policy, warm the policy up, and describe it for clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PolicyHost:
         max_batch: int | None = 1,
         keep_warm_s: float | None = None,
     ) -> Scheduler:
-        """Return a policy's scheduler, once that is warm. Raises what the warm-up raised."""
+        """Start a policy's scheduler, and return it when the policy is warm. Raises the errors of the warm-up."""
         scheduler = Scheduler(
             policy,
             queue_size=queue,
@@ -59,8 +59,12 @@ class PolicyHost:
 
 
 def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | None = None) -> Deployment:
-    """Put a policy behind a warm scheduler, with the server's description of it. host: None makes one for this policy
-    alone.
+    """Start a scheduler for a policy, and describe the policy for clients.
+
+    Args:
+        policy: The policy, or a recording.
+        bounds: Limits of the policy and its requests.
+        host: The shared resources of the server; None creates them for this policy.
     """
     host = host or PolicyHost()
     host.supervisor.watch(policy.problem)  # reports changes of the mapped weight files
@@ -76,7 +80,7 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
         about["server"] |= scheduler.batcher.describe()
         level = logging.WARNING if scheduler.batcher.busy else logging.INFO
         logger.log(level, "batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
-    safety = None  # what a recording holds was sent to a robot before
+    safety = None  # the actions of a recording were sent to a robot before
     adapters: dict[str, Safety | None] = {}
     if isinstance(policy, Policy):
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
@@ -100,13 +104,12 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
     )
 
 
-NO_COMPENSATION = (
-    "naive"  # how clients execute the chunks of a server, unless they ask for real-time chunking
-)
+# The method of chunk merging of clients that do not request real-time chunking.
+NO_COMPENSATION = "naive"
 
 
 def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
-    """Return the server's description of a policy's actions: their limits and scale, from its statistics."""
+    """Describe a policy's actions for clients: their limits and scale, from the policy's statistics."""
     if processor.adapter:  # the policy's own notes are logged when it is loaded
         for note in statistics.notes(processor.spec, processor.recipe):
             logger.warning("adapter %s: %s", processor.adapter, note)
@@ -126,7 +129,7 @@ def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
 
 
 def describe(policy: Policy | Replay) -> dict[str, Any]:
-    """Return the server's metadata: itself and the policy, ready for JSON."""
+    """Return the metadata of the server and the policy, ready for JSON."""
     return {
         "server": {
             "name": "sinew",

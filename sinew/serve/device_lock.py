@@ -12,18 +12,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SHARE = 0.5  # share of the time that all streams may compute while a request is inside or waits
-THREADS = 256  # whose last turns are remembered
-CREDIT_S = 0.02  # seconds of that time that they may save up
+SHARE = 0.5  # share of the time that all streams may compute while a request computes or waits
+THREADS = 256  # number of threads whose last turns are stored
+CREDIT_S = 0.02  # seconds of computing time that the streams may save up
 
-Waiting = Callable[
-    [], Sequence[Any]
-]  # the requests of a scheduler that are ready, in the order of their turns
+# Returns the ready requests of a scheduler, in the order of their turns.
+Waiting = Callable[[], Sequence[Any]]
 
 
 @dataclass(slots=True, eq=False)
 class _InLine:
-    """A place in the line. since: when its turn began or went on. used: seconds of its turn before that."""
+    """A place in the line.
+
+    Attributes:
+        thread: The waiting or computing thread.
+        since: Time at which the turn began or continued.
+        used: Seconds of the turn before ``since``.
+    """
 
     thread: int = field(default_factory=threading.get_ident)
     since: float = 0.0
@@ -31,21 +36,24 @@ class _InLine:
 
 
 class DeviceLock:
-    """Lets threads in one at a time, in the order in which they asked. A context manager; not reentrant.
+    """Lets threads compute one at a time, in the order of their requests. A context manager; not reentrant.
 
-    A scheduler asks once for each inference, so that policies take turns, as connections do inside each of them. A long
-    inference passes its turn on between two steps (``pass_on``). clock: seconds.
+    A scheduler requests the lock once for each inference. So policies take turns, like connections inside a scheduler.
+    A long inference lets others compute between two of its steps (:meth:`pass_on`).
+
+    Args:
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # Arrival time of the first request inside or waiting; None without any
+        # Time since which requests compute or wait without a break; None while there are none.
         self._since: float | None = None
-        self._used = 0.0  # seconds of streams since then
+        self._used = 0.0  # seconds that streams have computed since this time
         self.yielding = 0  # threads of streams that wait for their share
         self._changed = threading.Condition()
-        self._line: deque[_InLine] = deque()  # the member inside comes first
-        self._usual: dict[int, float] = {}  # a thread -> the seconds that its last turn took
+        self._line: deque[_InLine] = deque()  # the computing thread is the first
+        self._usual: dict[int, float] = {}  # thread -> seconds of its last turn
         self._members: dict[object, Waiting] = {}
 
     def __enter__(self) -> None:
@@ -57,7 +65,7 @@ class DeviceLock:
     def __exit__(self, *_exc_info: object) -> None:
         thread = threading.get_ident()
         with self._changed:
-            # Not there if the thread was ended from outside while others had its turn
+            # The place is missing if an exception ended the thread while others had its turn.
             if self._line and (place := self._line[0]).thread == thread:
                 self._line.popleft()
                 if len(self._usual) >= THREADS:
@@ -66,14 +74,14 @@ class DeviceLock:
                 self._left()
 
     def pass_on(self) -> float:
-        """Between two steps of a turn: let the others that wait have theirs.
+        """Let the waiting threads compute, between two steps of this thread's turn.
 
-        This happens once the turn has taken as long as the last turn of the first of them.
+        They compute if this turn has taken at least as long as the last turn of the first waiting thread.
 
         Returns:
-            The seconds that this took.
+            The seconds that the others took.
         """
-        if len(self._line) < 2:  # without the lock: this is asked between any two steps
+        if len(self._line) < 2:  # checked without the lock, because it happens between all steps
             return 0.0
         with self._changed:
             place, now = self._line[0], self._clock()
@@ -86,34 +94,45 @@ class DeviceLock:
             return place.since - now
 
     def _wait(self, place: _InLine) -> None:
-        """Stand in the line until it is this place's turn, with the lock held."""
+        """Wait in the line until it is this place's turn. The caller has the lock."""
         self._line.append(place)
         try:
             while self._line[0] is not place:
                 self._changed.wait()
-        except BaseException:  # the thread is ended from outside: the others go on
+        except BaseException:  # the thread is ended from outside, and the others continue
             self._line.remove(place)
             self._left()
             raise
         place.since = self._clock()
 
     def _left(self) -> None:
-        """Notify the others, with the lock held. The streams' debt is forgotten when no request is inside any more."""
+        """Notify the other threads. The caller has the lock.
+
+        When no request computes or waits any more, the streams' debt is forgotten.
+        """
         if not self._line:
             self._since = None
         self._changed.notify_all()
 
     def used(self, begun: float | None) -> float:
-        """Count what a stream has computed since ``begun``, None: nothing, and return when it may go on: at once where
-        no request is there, else when requests have had their share of the time."""
+        """Count the computing time of a stream, and wait until the stream may continue.
+
+        Without requests, it may continue at once. Otherwise it waits until requests have had their share of the time.
+
+        Args:
+            begun: Time since which the stream has computed; None if it has not computed.
+
+        Returns:
+            The present time.
+        """
         with self._changed:
             now = self._clock()
             if self._since is not None:
                 self._used = max(self._used, SHARE * (now - self._since) - CREDIT_S)
                 self._used += 0.0 if begun is None else now - max(begun, self._since)
             self.yielding += 1
-            while self._since is not None and (left := self._used / SHARE - (now - self._since)) > 0:
-                self._changed.wait(left)
+            while self._since is not None and (remaining := self._used / SHARE - (now - self._since)) > 0:
+                self._changed.wait(remaining)
                 now = self._clock()
             self.yielding -= 1
             return now
@@ -124,12 +143,12 @@ class DeviceLock:
             self._members[member] = waiting
 
     def leave(self, member: object) -> None:
-        """Forget ``member``, which computes no more."""
+        """Forget ``member``, which does not compute any more."""
         with self._changed:
             self._members.pop(member, None)
 
     def beside(self, member: object) -> list[Any]:
-        """Return the first ready request of each other member: what waits for this member's inference to end."""
+        """Return the first ready request of each other member. It waits for the end of this member's inference."""
         with self._changed:
             others = [waiting for each, waiting in self._members.items() if each is not member]
         return [ready[0] for waiting in others if (ready := waiting())]
@@ -138,8 +157,8 @@ class DeviceLock:
 class BackgroundTask:
     """A thread that computes in pieces while requests use a device lock.
 
-    Call ``begin`` before the first piece and ``pause`` after each. Both wait for the share of time that streams have.
-    Without a lock they never wait.
+    Call ``begin`` before the first piece and ``pause`` after each piece. Both wait until the streams' share of the time
+    allows the next piece. Without a lock they never wait.
     """
 
     def __init__(self, device_lock: DeviceLock | None) -> None:

@@ -1,10 +1,10 @@
 """A queue that serves connections by cost, so that a busy client cannot starve the others.
 
-Each owner has a virtual time: the seconds of computing that its requests have cost. The owner with the least comes
-first (start-time fair queueing, Goyal, Vin and Cheng 1996). Between equal owners the one comes first whose last turn
-was longest ago. An owner that had nothing to compute has saved nothing: when it returns, its virtual time is at least
-that of the owner that was served last. A new owner comes behind those that wait. All new owners together have the share
-of one until their second request, so that a new connection for each request brings nothing.
+Each owner has a virtual time: the seconds of computing that its requests have cost. The owner with the smallest virtual
+time is served first (start-time fair queueing, Goyal, Vin and Cheng 1996). Between equal owners, the owner whose last
+turn was longest ago is served first. An idle owner does not save up time: when it returns, its virtual time is at least
+that of the owner that was served last. A new owner is served after the waiting owners. Until their second request, all
+new owners together have the share of one owner. So a client gains nothing from a new connection for each request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-REMEMBERED = 1024  # owners whose account is kept; an owner that is forgotten returns as a new one
+REMEMBERED = 1024  # number of stored accounts; a forgotten owner returns as a new owner
 ACTIVE_S = 5.0  # seconds after its last request for which an owner counts as active
 
 
 @dataclass(slots=True)
 class _Account:
-    """used: virtual time, in seconds. turn: number of the owner's last turn, or of its arrival. seen: when its last
-    item came. served: whether it had a turn. new: whether its turn is the first."""
+    """The account of an owner.
+
+    Attributes:
+        used: Virtual time in seconds.
+        turn: Number of the owner's last turn, or of its arrival.
+        seen: Time of its last item.
+        served: True if it had a turn.
+        new: True until its second request.
+    """
 
     used: float
     turn: int
@@ -36,13 +43,14 @@ class _Account:
 
 
 class FairQueue(Generic[T]):
-    """First come first served among the items of one owner; owners take turns by what they have cost. Thread-safe.
+    """Serves owners by their cost, and the items of one owner in order. Thread-safe.
 
-    Without ``charge`` every turn is free, and owners take turns one by one.
+    Without ``charge``, turns cost nothing, and owners take turns one by one.
 
     Args:
-        key: the order of items of one owner, where several threads put them in and may overtake one another.
-        clock: seconds, by which owners are active.
+        key: Sort key for the items of one owner, if several threads add items and may overtake each other. None keeps
+            the order of arrival.
+        clock: Returns the time in seconds, to decide which owners are active.
     """
 
     def __init__(
@@ -53,13 +61,13 @@ class FairQueue(Generic[T]):
         self._lines: dict[Hashable, deque[T]] = {}
         self._accounts: OrderedDict[int, _Account] = OrderedDict()  # hash of an owner -> its account
         self._served = 0.0  # the virtual time at which the newest turn began
-        self._new = 0.0  # the virtual time of new owners together
+        self._new = 0.0  # the common virtual time of all new owners
         self._turns = 0
-        self._signals: SimpleQueue[None] = SimpleQueue()  # there is something to look at
+        self._signals: SimpleQueue[None] = SimpleQueue()  # one signal per item, and at the end
         self._ended = False
 
     def put(self, owner: Hashable, *items: T) -> None:
-        """Append items to their owner's line, all at once for other threads."""
+        """Append items to their owner's line. Other threads see all of them at once."""
         with self._lock:
             account = self._account(owner)
             account.seen = self._clock()
@@ -74,11 +82,16 @@ class FairQueue(Generic[T]):
             self._signals.put(None)
 
     def get(self, timeout: float | None = None) -> T | None:
-        """Wait for an item whose owner's turn it is. None after ``end``: there are no more. Raises TimeoutError if none
-        comes within ``timeout`` seconds."""
+        """Wait for the item whose turn it is. Return None after ``end``, when no items are left.
+
+        Raises:
+            TimeoutError: No item arrived within ``timeout`` seconds.
+        """
         waited = False
         while True:
-            with self._lock:  # looked at first: a thread that was killed may have taken a signal and no item
+            with (
+                self._lock
+            ):  # checked before the signal, because a killed thread may have taken a signal but no item
                 if self._lines:
                     item = self._take(self._first())
                     break
@@ -89,18 +102,20 @@ class FairQueue(Generic[T]):
             except Empty:
                 raise TimeoutError from None
             waited = True
-        if not waited:  # its own signal, and never that of another item, for which another thread may wait
+        if (
+            not waited
+        ):  # remove the item's own signal, but never another item's, for which another thread may wait
             with contextlib.suppress(Empty):
                 self._signals.get_nowait()
         return item
 
     def next(self) -> T | None:
-        """Return the item whose owner's turn it is, or None where nothing waits."""
+        """Return the item whose turn it is; None if no item waits."""
         with self._lock:
             return self._take(self._first()) if self._lines else None
 
     def remove(self, owner: Hashable, item: T) -> bool:
-        """Take an item out; False if it is not there."""
+        """Remove an item. Return False if it is not in the queue."""
         with self._lock:
             line = self._lines.get(owner)
             if line is None or item not in line:
@@ -112,18 +127,18 @@ class FairQueue(Generic[T]):
 
     @property
     def waits(self) -> bool:
-        """Return True if anything waits."""
+        """True if an item waits."""
         return bool(self._lines)
 
     def next_behind(self, owners: Collection[Hashable], light: Callable[[T], bool]) -> T | None:
-        """Take the item whose turn it is, of another owner that has used less than each of ``owners``.
+        """Take the next item of another owner that has used less than each of ``owners``.
 
         Args:
-            owners: whose turn is under way.
-            light: whether an item may come between.
+            owners: Owners whose turn is in progress.
+            light: Returns True if an item is cheap enough to interrupt this turn.
 
         Returns:
-            The item, or None where no such item waits.
+            The item, or None if no such item waits.
         """
         with self._lock:
             used = min(self._account(owner).used for owner in owners)
@@ -141,21 +156,21 @@ class FairQueue(Generic[T]):
         with self._lock:
             owners = sorted(self._lines, key=self._place)
             lines = deque((self._account(owner).used, deque(self._lines[owner])) for owner in owners)
-        found = []
+        items = []
         while lines:
             used, line = lines.popleft()
-            found.append(line.popleft())
-            if line:  # behind the owners that have used as much
+            items.append(line.popleft())
+            if line:  # after the owners that have used as much
                 lines.insert(sum(other <= used for other, _ in lines), (used, line))
-        return found
+        return items
 
     def took(self, owner: Hashable) -> None:
-        """Note that an owner had a turn: one of its items was taken out of the line (``remove``)."""
+        """Record a turn of an owner, after one of its items was taken out of the line (``remove``)."""
         with self._lock:
             self._turn(owner)
 
     def charge(self, owner: Hashable, seconds: float) -> None:
-        """Add to what an owner has used; less than 0 gives back."""
+        """Add seconds to an owner's virtual time. A negative number is a refund."""
         with self._lock:
             account = self._account(owner)
             account.used += seconds
@@ -163,7 +178,7 @@ class FairQueue(Generic[T]):
                 self._new += seconds
 
     def alone(self, owner: Hashable) -> bool:
-        """Return True where no other owner waits or has put an item in for ``ACTIVE_S``."""
+        """Return True if no other owner waits, and none has added an item in the last ``ACTIVE_S`` seconds."""
         since = self._clock() - ACTIVE_S
         with self._lock:
             mine = hash(owner)
@@ -172,14 +187,14 @@ class FairQueue(Generic[T]):
             )
 
     def drain(self) -> list[T]:
-        """Take everything out."""
+        """Remove all items, and return them."""
         with self._lock:
-            found = [item for line in self._lines.values() for item in line]
+            items = [item for line in self._lines.values() for item in line]
             self._lines.clear()
-            return found
+            return items
 
     def end(self, readers: int) -> None:
-        """Let ``get`` return None, on so many threads, as soon as nothing is left."""
+        """Let ``get`` return None on ``readers`` threads when no items are left."""
         self._ended = True
         for _ in range(readers):
             self._signals.put(None)
@@ -193,7 +208,7 @@ class FairQueue(Generic[T]):
         return item
 
     def _first(self) -> Hashable:
-        """Return the owner whose turn it is, of those that wait."""
+        """Return the waiting owner whose turn it is."""
         return min(self._lines, key=self._place)
 
     def _place(self, owner: Hashable) -> tuple[float, int]:
@@ -201,10 +216,12 @@ class FairQueue(Generic[T]):
         return account.used, account.turn
 
     def _account(self, owner: Hashable) -> _Account:
-        """Return an owner's account; a new one is behind all that wait."""
+        """Return an owner's account. A new account is served after all waiting owners."""
         account = self._accounts.get(hash(owner))
         if account is None:
-            waiting = [known.used for each in self._lines if (known := self._accounts.get(hash(each)))]
+            waiting = [
+                account_of.used for each in self._lines if (account_of := self._accounts.get(hash(each)))
+            ]
             self._turns += 1
             self._new = max(self._new, self._served)
             account = _Account(max([self._new, *waiting]), self._turns, self._clock())

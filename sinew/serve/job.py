@@ -1,4 +1,4 @@
-"""A request under way: what the service and the scheduler note of it from its arrival to its answer."""
+"""A request in progress: the data that the service and the scheduler store from its arrival to its answer."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Home(Protocol):
     """The scheduler that a job was submitted to (:class:`sinew.serve.scheduler.Scheduler`)."""
 
     def cancel(self, job: ServingJob) -> None:
-        """End a job because no client waits for it any more."""
+        """End a job because no client waits for its result any more."""
 
     def ready(self, decoded: list[ServingJob]) -> None:
         """Let decoded jobs of one client have their turns."""
 
 
 class RequestGroup:
-    """The jobs of one message. An inference takes those that fit together, in their order, and no other jobs.
+    """The jobs of one message. An inference computes those that fit together, in order, and no other jobs.
 
-    They are ready when each of them is decoded or has ended. Thread-safe.
+    The jobs are ready when all of them are decoded or have ended. Thread-safe.
     """
 
     def __init__(self, count: int):
@@ -59,15 +59,15 @@ class RequestGroup:
         self._counted: set[int] = set()
 
     def arrived(self, job: ServingJob) -> list[ServingJob]:
-        """Note a job that is decoded; return those that are ready now."""
+        """Record a decoded job. Return the jobs that are ready now."""
         return self._count(job, [job])
 
     def ended(self, job: ServingJob) -> list[ServingJob]:
-        """Note a job that ends, maybe after it was decoded; return those that are ready now."""
+        """Record a job that has ended, maybe after it was decoded. Return the jobs that are ready now."""
         return self._count(job, [])
 
     def decoded(self) -> list[ServingJob]:
-        """Return those that are decoded and were not returned before, as they came."""
+        """Return the decoded jobs that were not returned before, in the order of their arrival."""
         with self._lock:
             decoded, self._decoded = self._decoded, []
         return sorted(decoded, key=lambda job: job.accepted)
@@ -88,9 +88,9 @@ class Decoded:
 
     Attributes:
         observation: The observation.
-        safety: Limits of the answer; None for none.
+        safety: Limits of the answer; None without limits.
         warnings: Warnings that are sent with the answer.
-        borrowed: Raises once frames in shared memory were changed; None for frames that no client can change.
+        borrowed: Raises if frames in shared memory have changed; None if no client can change the frames.
     """
 
     observation: Observation
@@ -101,13 +101,13 @@ class Decoded:
 
 @dataclass(slots=True, eq=False)
 class PreparedInputs:
-    """What the policy made of an observation.
+    """An observation that the policy has prepared.
 
     Attributes:
-        inputs: What it computes on.
-        kind: What jobs that may be computed together have in common; None for a job that is computed alone.
-        alike: What jobs that cost as much have in common.
-        seconds: How long decoding and preparing took.
+        inputs: The inputs of the inference.
+        kind: Key of the jobs that may be computed together; None for a job that is computed alone.
+        alike: Key of the jobs with the same cost.
+        seconds: Duration of decoding and preparing.
     """
 
     inputs: Any = None
@@ -121,24 +121,24 @@ class ServingJob:
     """One request in progress.
 
     Threads:
-        The service writes ``deadline``, ``together`` and ``deployment`` before it submits the job. Everything below
-            them is written by the scheduler alone.
+        The service writes ``deadline``, ``together`` and ``deployment`` before it submits the job. Only the scheduler
+            writes the attributes after them.
 
     Attributes:
         request: The request.
-        deadline: By ``time.perf_counter()``; None for none.
-        together: The other jobs of its message, if there are any. They do not replace each other.
-        deployment: The policy that answers it.
-        home: The scheduler that it was submitted to.
-        on_done: Takes the outcome, once.
-        accepted: When it was submitted.
-        begun: When decoding or inference began last.
+        deadline: Deadline on the clock ``time.perf_counter()``; None without a deadline.
+        together: The group of the message's jobs, if there are several. They do not replace each other.
+        deployment: The policy that answers the job.
+        home: The scheduler to which the job was submitted.
+        on_done: Function that takes the outcome; called once.
+        accepted: Time at which the job was submitted.
+        begun: Time at which decoding or inference began last.
         decoded: The decoded parts of the request.
         prepared: The policy's inputs.
-        size: Bytes of its decoded frames, while it is not answered.
-        waiting: True while it waits for its turn.
-        answered: True once it has its outcome.
-        cancel: Set when no client waits for it any more.
+        size: Bytes of the decoded frames, while the job is not answered.
+        waiting: True while the job waits for its turn.
+        answered: True after the job has its outcome.
+        cancel: Event that is set when no client waits for the result any more.
     """
 
     request: Request
@@ -163,19 +163,19 @@ class ServingJob:
 
     @property
     def episode(self) -> Hashable | None:
-        """What jobs that replace each other while they wait have in common; None for one that replaces none."""
+        """Key of the jobs that replace each other while they wait; None for a job that replaces no other."""
         return None if self.together is not None else self.request.episode
 
     @property
     def session(self) -> str:
-        """The client's name for its episode. Wires may read those of one message as late as its observations."""
+        """The client's name for its episode. For a message with several observations, it may be in the observation."""
         if self.together is not None and self.decoded is not None:
             return self.decoded.observation.session
         return self.request.session
 
     @property
     def observation(self) -> Observation | None:
-        """What was read of the request; None before."""
+        """The decoded observation; None before decoding."""
         return None if self.decoded is None else self.decoded.observation
 
     @property
@@ -187,12 +187,12 @@ class ServingJob:
         return None if self.prepared is None else self.prepared.alike
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the job, because no client waits for it any more."""
         if self.home is not None:
             self.home.cancel(self)
 
     def read(self, check: Check) -> Observation:
-        """Decode the observation, within the limits of its policy. check: Raises once no client waits for it."""
+        """Decode the observation within the limits of its policy. ``check`` raises when no client waits any more."""
         deployment = self.deployment
         budget = PixelBudget(MIN_BUDGET if deployment is None else deployment.pixels, check)
         observation = self.request.decode(budget)
@@ -202,15 +202,14 @@ class ServingJob:
         # An unknown adapter is rejected later.
         safety = deployment.adapters.get(observation.adapter, deployment.safety)
         self.decoded = Decoded(observation, safety, deployment.changed, budget.borrowed)
-        if (
-            safety is not None
-        ):  # which raises for a state beyond its limits; the log then has what was observed
+        # This check raises for a state beyond its limits. It is last, so that the log has the observation then.
+        if safety is not None:
             self.decoded.warnings += tuple(safety.check(observation))
         return observation
 
 
 def release(decoded: list[ServingJob]) -> None:
-    """Let decoded jobs of one client have their turns, at the schedulers that they were submitted to."""
+    """Queue decoded jobs of one client for inference, at the schedulers to which they were submitted."""
     for home in dict.fromkeys(each.home for each in decoded):
         if home is not None:
             home.ready([each for each in decoded if each.home is home])

@@ -1,4 +1,4 @@
-"""What a server begins with: a policy or a recording, found before ports are taken and loaded after; then it runs."""
+"""Starts a server: finds its policy or recording before it opens ports, loads it afterwards, and answers requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RUNTIME_BYTES = 250_000_000  # interpreter and torch, as `sinew perf fit` counts it
+RUNTIME_BYTES = 250_000_000  # memory of the interpreter and torch, the same number as in `sinew perf fit`
 
 
 def loader(
@@ -39,8 +39,17 @@ def loader(
     threads: int | None,
     adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], Policy]:
-    """Find mistakes in flags and file before ports are taken and torch is imported; what is returned loads the policy.
-    ``options``: of ``sinew.load``. adapters: name -> file."""
+    """Check the flags and the file before ports are opened and torch is imported.
+
+    Args:
+        bundle: The bundle.
+        options: Options of ``sinew.load``.
+        threads: Number of threads; None chooses it.
+        adapters: Name of an adapter -> its file.
+
+    Returns:
+        A function that loads the policy.
+    """
     from sinew.assemble import open_adapters, shown_source
     from sinew.bundle.rename import rename_cameras
     from sinew.engine.backend import choose, chosen_by, exported_graphs
@@ -50,7 +59,9 @@ def loader(
     rename_cameras(opened.manifest.spec, options["rename"])
     beside = open_adapters(opened, adapters)
     choose(opened, threads=threads, adapters=beside, **chosen_by(options))
-    path = exported_graphs(opened) or opened.path  # alone: an open bundle's map would outlive its policy
+    path = (
+        exported_graphs(opened) or opened.path
+    )  # only the path: the memory map of an open bundle would outlive the policy
 
     def load() -> Policy:
         logger.info("loading %s", path)
@@ -73,8 +84,8 @@ def swapper(
 ) -> Swapper:
     """Return the object that loads, replaces and unloads policies of a server, with the server's flags.
 
-    need: Computes the bytes of a policy's weights and activations from its source, ``options``, ``threads`` and the
-    requests of a batch.
+    ``need`` computes the bytes of a policy's weights and activations from its source, ``options``, ``threads`` and the
+    number of requests in a batch.
     """
     from sinew.engine.backend import choose, chosen_by
     from sinew.policy import open_bundle
@@ -84,7 +95,7 @@ def swapper(
     def opened(source: str) -> Policy:
         load = loader(Path(source), options, threads)
         choice = choose(open_bundle(source), threads=threads, **chosen_by(options))
-        # Other engines start threads of their own as they load, which would keep the low priority for good.
+        # Other engines start their own threads while they load, and these threads would keep the low priority.
         if choice.engine not in ("eager", "plan") or choice.options.device != "cpu":
             return load()
 
@@ -106,9 +117,10 @@ def swapper(
 
 
 def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the bytes that policies may take together and where the number comes from; None: no limit is known.
+    """Return the memory budget of all policies in bytes, and its origin. None means that there is no limit.
 
-    Without ``gib`` it is what the machine or the cgroup has, less the runtime's own; a GPU's is left to its allocator.
+    Without ``gib``, the budget is the memory of the machine or the cgroup minus that of the runtime. A GPU has no
+    budget, because its allocator limits the memory.
     """
     if gib is not None:
         return int(gib * 2**30), f"--memory-gib {gib:g}"
@@ -118,7 +130,7 @@ def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | Non
 
 
 def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
-    """Return the writers of requests and answers, by the service's names for them."""
+    """Create the writers of requests and answers, by their names in the service."""
     from sinew.records.recorder import Recorder
     from sinew.records.viewers.rerun_records import RerunRecorder
 
@@ -134,10 +146,18 @@ def recorders(record: Path | None, viewer: Path | str | None) -> dict[str, Backg
 class ServerLaunch:
     """One server, from its first policy to its end.
 
-    make: loads the policy, or hands out the recording. stuck_s: of :class:`Supervisor`. recorders: of
-    :func:`recorders`. change: loads, exchanges and unloads policies; None: this server's stay. policies: name ->
-    source of further ones. contexts: forms in which the head's input is answered (``serve/contexts.py``).
-    faster: what could be prepared within so many bytes. answering: entered while requests are answered.
+    Attributes:
+        make: Loads the policy, or opens the recording.
+        bounds: Limits of the policies and their requests.
+        stuck_s: Time limit of a request, seconds (:class:`Supervisor`).
+        api_key: The server's keys.
+        deadline_ms: Deadline of requests that state none.
+        recorders: Writers of requests and answers (:func:`recorders`).
+        change: Creates the object that loads, replaces and unloads policies; None if policies cannot change.
+        policies: Name -> source of further policies.
+        contexts: Forms of the contexts that the server also answers with (``serve/contexts.py``).
+        faster: Returns the preparation that is possible within a number of bytes.
+        answering: Returns a context manager that is entered while requests are answered.
     """
 
     make: Callable[[], Policy | Replay]
@@ -157,10 +177,10 @@ class ServerLaunch:
 
         Args:
             process: The process, with its signals.
-            ready: Called with the warm policy. Its result is called once the protocols answer.
+            ready: Function of the warm policy. It returns a function that is called when the protocols answer.
 
         Returns:
-            False if a thread is still inside the model.
+            False if a thread still computes.
         """
         try:
             return self._run(process, ready)
@@ -169,7 +189,7 @@ class ServerLaunch:
                 recorder.close()
 
     def _run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
-        begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
+        begun: WeakSet[Scheduler] = WeakSet()  # weak, so that it does not keep a replaced policy alive
         try:
             from sinew.serve.deploy import PolicyHost, deploy
             from sinew.serve.service import Service
@@ -199,7 +219,7 @@ class ServerLaunch:
                 if (work := self.faster(service.swapper.budget)) is not None:
                     service.preparing = Preparer(service, work)
             then = ready(policy)
-            del policy, deployment  # the service has them, until they are exchanged
+            del policy, deployment  # the service owns them, until they are replaced
             with self.answering(), compiling():
                 return process.run(service, then)
         except KeyboardInterrupt:

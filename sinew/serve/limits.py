@@ -1,4 +1,4 @@
-"""What a server allows its policies and their requests."""
+"""The limits that a server sets for its policies and their requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What a policy's scheduler and safety take, with the names and the defaults of the flags of ``sinew serve``."""
+    """Settings of a policy's scheduler and safety, with the names and the defaults of the flags of ``sinew serve``."""
 
     queue: int = 64
     max_batch: int | Literal["auto"] = 1

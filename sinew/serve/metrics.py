@@ -1,4 +1,4 @@
-"""What Prometheus reads: latency by stage, queue, deadlines, sessions, errors by kind."""
+"""The metrics for Prometheus: latency by stage, queue, deadlines, sessions, and errors by kind."""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ from sinew.serve.request import Outcome
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
-# Seconds: from a small policy on a large GPU to a large one on two cores.
+# Bounds of the histograms in seconds: from a small policy on a large GPU to a large policy on two cores.
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.033, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
 ABOUT = ("version", "engine", "device", "dtype", "hardware")  # labels of ``sinew_info``
-SESSION_S = 30.0  # a session that was silent for longer is over
-MAX_SESSIONS = 10_000  # remembered at once: names come from clients
+SESSION_S = 30.0  # a session without a request for more seconds counts as ended
+MAX_SESSIONS = 10_000  # number of stored sessions, limited because clients choose their names
 
 
 disable_created_metrics()  # otherwise each counter gets a second series with the start time
 
 
 class KeptRecords(Collector):
-    """What became of requests for --record and --rerun."""
+    """Counts the records of --record and --rerun by outcome."""
 
     def __init__(self, stats: Callable[[], Mapping[str, Mapping[str, int]]]):
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one counter: labels are names of flags and of outcomes."""
-        found = CounterMetricFamily("sinew_records", "Requests to be kept", labels=["by", "outcome"])
+        """Yield one counter. Its labels are the names of flags and outcomes."""
+        metric = CounterMetricFamily("sinew_records", "Requests to be kept", labels=["by", "outcome"])
         for name, counts in self._stats().items():
             for outcome in ("written", "dropped", "failed"):
-                found.add_metric([name, outcome], counts[outcome])
-        yield found
+                metric.add_metric([name, outcome], counts[outcome])
+        yield metric
 
 
 class PolicyIdentities(Collector):
-    """Which bundle runs under each name, so that an update and a rollback show in a graph.
+    """The bundle that runs under each name, so that an update and a rollback show in a graph.
 
-    identities: what :meth:`sinew.serve.policies.Policies.identities` returns.
+    Args:
+        identities: :meth:`sinew.serve.policies.Policies.identities`.
     """
 
     def __init__(self, identities: Callable[[], Mapping[str, Mapping[str, str]]]):
@@ -66,11 +67,11 @@ class PolicyIdentities(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield one info metric with a sample for each name."""
-        found = InfoMetricFamily("sinew_policy", "The bundle that runs under each name", labels=["policy"])
+        metric = InfoMetricFamily("sinew_policy", "The bundle that runs under each name", labels=["policy"])
         for name, identity in self._identities().items():
             labels = {key: identity.get(key, "") for key in ("hash", "source", "version", "date")}
-            found.add_metric([name], {"name": identity["policy"], **labels})
-        yield found
+            metric.add_metric([name], {"name": identity["policy"], **labels})
+        yield metric
 
 
 class Metrics:
@@ -131,11 +132,19 @@ class Metrics:
         self._heard: dict[Hashable, float] = {}
 
     def request(self, wire: str, outcome: Outcome, seconds: float, missed: bool, policy: str = "") -> None:
-        """Note an answer, to be counted by :meth:`count`. missed: after its deadline. policy: its name, "" of none."""
+        """Store an answer, so that :meth:`count` counts it.
+
+        Args:
+            wire: Name of the protocol.
+            outcome: The answer, or the error.
+            seconds: Seconds from the request's arrival to its answer.
+            missed: True if the answer was later than the deadline.
+            policy: Name of the policy; "" if the request reached no policy.
+        """
         self._answered.append((wire, outcome, seconds, missed, policy))
 
     def count(self) -> None:
-        """Count what was noted. A robot need not wait for that: its reply is sent in between."""
+        """Count the stored answers. The reply to the robot is sent before, so no robot waits for this."""
         with self._counting:  # a reader waits for counts in progress
             while self._answered:
                 self._count(*self._answered.popleft())
@@ -157,18 +166,18 @@ class Metrics:
             stage.observe(getattr(timing, f"{name}_ms") / 1e3)
 
     def add(self, collector: Collector) -> None:
-        """Read this one's numbers as well."""
+        """Include another collector in the exposition."""
         self._registry.register(collector)
 
     def connection(self, wire: str, change: int) -> None:
-        """A connection has been opened (+1) or closed (-1)."""
+        """Record that a connection was opened (+1) or closed (-1)."""
         self._connections.labels(wire).inc(change)
 
     def session(self, name: Hashable) -> None:
-        """A request of this session has come."""
+        """Record a request of a session."""
         now = time.monotonic()
         with self._lock:
-            self._heard.pop(name, None)  # the newest stand last
+            self._heard.pop(name, None)  # the newest session is the last entry
             self._heard[name] = now
             while len(self._heard) > MAX_SESSIONS or now - next(iter(self._heard.values())) > SESSION_S:
                 del self._heard[next(iter(self._heard))]
@@ -180,7 +189,7 @@ class Metrics:
             return sum(now - heard <= SESSION_S for heard in self._heard.values())
 
     def exposition(self) -> bytes:
-        """Return all of it in Prometheus' text format, ``CONTENT_TYPE``."""
+        """Return all metrics in Prometheus' text format, ``CONTENT_TYPE``."""
         self.count()
         metadata = self._metadata()  # description of the policy in use, after any hot-swap
         server, policy = (metadata.get(part, {}) for part in ("server", "policy"))

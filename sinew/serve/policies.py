@@ -1,4 +1,4 @@
-"""The policies of a server by name, each behind its own scheduler; requests that name none get the first."""
+"""The policies of a server by name, each with its own scheduler. Requests without a name get the first policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sinew.processing.safety import Safety
 from sinew.serve.decode.frames import pixel_limit
 from sinew.serve.scheduler import Scheduler
 
-DEFAULT = "default"  # the name of what requests get that name no policy
+DEFAULT = "default"  # name of the first policy, which answers requests without a policy's name
 MAX_NAME = 64  # characters
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -34,19 +34,19 @@ class Deployment:
         scheduler: The scheduler.
         spec: The policy's specification.
         metadata: The server's description of itself and the policy, ready for JSON.
-        safety: Limits of states and actions; None for none.
+        safety: Limits of states and actions; None without limits.
         padded_state_dim: The model's own width of the state, which vla.cpp's clients use.
-        padded_action_dim: The model's own width of an action, likewise.
+        padded_action_dim: The model's own width of an action, which vla.cpp's clients use.
         max_pixels: Largest number of pixels of one request, all frames together; None computes it from the policy's
             cameras.
-        changed: Differences from the policy that it replaced, a sentence each. Robots get them with each answer.
+        changed: Differences from the replaced policy, one sentence each. Robots get them with each answer.
         manifest: Manifest of the bundle, for displays of preprocessed frames and of the training record; None if
             unknown.
-        state: Returns the policy's own counters, if it has any.
-        adapters: Name -> limits of the answers of the adapter, which has its own statistics.
-        pixels: Largest number of pixels that one request may decode to.
-        number: Sent with each answer, so that robots notice a hot-swap. Drawn at random, because a client may use
-            several servers.
+        state: Returns the policy's own counters; None if it has no counters.
+        adapters: Name of an adapter -> limits of its answers. Each adapter has its own statistics.
+        pixels: Largest number of pixels to which one request may be decoded.
+        number: Number that is sent with each answer, so that robots notice a hot-swap. It is random, because a client
+            may use several servers.
     """
 
     scheduler: Scheduler
@@ -73,35 +73,37 @@ class Deployment:
 
 
 class Policies:
-    """Which policy answers which requests. Every method may be called from any thread.
+    """Maps names to policies. Every method may be called from any thread.
 
-    A policy that is replaced or taken out answers what it has: it is among ``schedulers`` until it is ``retired``.
+    A policy that is replaced or removed still answers its requests. It is in ``schedulers`` until it is ``retired``.
     """
 
     def __init__(self, first: Deployment):
         self._lock = threading.Lock()
         self._deployed = {DEFAULT: first}
         self._leaving: list[Scheduler] = []
-        self._past: dict[str, int] = {}  # counts of those that have ended
+        self._past: dict[str, int] = {}  # counts of the schedulers that have ended
         self._watching: list[Callable[[Scheduler], None]] = []
 
     def watch(self, left: Callable[[Scheduler], None]) -> None:
-        """Call ``left`` with each scheduler that gets no more requests, on the thread that changes it, before ``put``
-        and ``take`` return."""
+        """Call ``left`` with each scheduler that gets no more requests.
+
+        It is called on the thread that changes the policy, before ``put`` and ``take`` return.
+        """
         self._watching.append(left)
 
     def get(self, name: str = "") -> Deployment:
-        """Return the policy of a name, "" for the first one. Raises UnknownPolicyError."""
-        found = self._deployed.get(name or DEFAULT)
-        if found is None:
-            name, known = name[:MAX_NAME], ", ".join(self._deployed)
+        """Return the policy with a name; "" is the first policy. Raises UnknownPolicyError."""
+        deployment = self._deployed.get(name or DEFAULT)
+        if deployment is None:
+            name, names = name[:MAX_NAME], ", ".join(self._deployed)
             hint = did_you_mean(name, self._deployed)
-            raise UnknownPolicyError(f"policy: expected one of {known}, got {name!r}{hint}")
-        return found
+            raise UnknownPolicyError(f"policy: expected one of {names}, got {name!r}{hint}")
+        return deployment
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names, the first policy's first."""
+        """The names of all policies, beginning with the first policy."""
         return tuple(self._deployed)
 
     @property
@@ -111,8 +113,11 @@ class Policies:
         return len(self._deployed) > 1 or bool(first.changed) or first.state is not None
 
     def put(self, name: str, deployment: Deployment) -> Scheduler | None:
-        """Give a name's requests from now on to ``deployment``. Return the scheduler that stood there, to be drained,
-        if it is another one."""
+        """Let ``deployment`` answer all further requests with a name.
+
+        Returns:
+            The replaced scheduler, which the caller must drain; None if there is none.
+        """
         with self._lock:
             old = self._deployed.get(name)
             self._deployed = {**self._deployed, name: deployment}
@@ -123,8 +128,12 @@ class Policies:
         return old.scheduler
 
     def take(self, name: str) -> Scheduler:
-        """Take a policy out; return its scheduler, which is to be drained. Raises UnknownPolicyError, and RequestError
-        for the first one, whose place is not given up."""
+        """Remove a policy. Return its scheduler, which the caller must drain.
+
+        Raises:
+            UnknownPolicyError: There is no such policy.
+            RequestError: The first policy cannot be removed.
+        """
         with self._lock:
             scheduler = self.get(name).scheduler
             if name == DEFAULT:
@@ -139,7 +148,7 @@ class Policies:
             left(scheduler)
 
     def retired(self, scheduler: Scheduler) -> None:
-        """Note that a scheduler has answered its last; its counts stay."""
+        """Record that a scheduler has sent its last answer. Its counts stay."""
         counts = scheduler.stats()
         with self._lock:
             for key, count in counts.items():
@@ -148,20 +157,20 @@ class Policies:
 
     @property
     def schedulers(self) -> Sequence[Scheduler]:
-        """Return all that have something to answer, those that leave first."""
+        """All schedulers with requests to answer; the replaced and removed ones come first."""
         with self._lock:
             return (*self._leaving, *(each.scheduler for each in self._deployed.values()))
 
     def stats(self) -> dict[str, int | bool]:
-        """Return :meth:`Scheduler.stats` over all policies that stood since the start."""
-        found: dict[str, int | bool] = dict(self._past)
+        """Return the sum of :meth:`Scheduler.stats` over all policies since the start."""
+        counts: dict[str, int | bool] = dict(self._past)
         for scheduler in self.schedulers:
             for name, count in scheduler.stats().items():
-                found[name] = count if name not in found else found[name] + count
-        return found
+                counts[name] = count if name not in counts else counts[name] + count
+        return counts
 
     def identities(self) -> dict[str, dict[str, str]]:
-        """Return the policy's name and the identity of its bundle, by the name under which it runs."""
+        """Return each policy's name and the identity of its bundle, by the name under which the policy runs."""
         return {name: {"policy": each.spec.name, **each.identity} for name, each in self._deployed.items()}
 
     def describe(self) -> dict[str, Any]:
@@ -179,7 +188,7 @@ class Policies:
 
 
 def check_name(name: str) -> None:
-    """Raise RequestError for what cannot name a policy in an address or a message."""
+    """Raise RequestError if a text cannot be a policy's name in an address or a message."""
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise RequestError(
             f"policy: expected a name of at most {MAX_NAME} letters, digits, '.', '_' and '-', got {name[:80]!r}"

@@ -1,7 +1,7 @@
-"""A faster form of the policy that serves is made in a process of its own, and takes its place between two chunks.
+"""Prepares a faster form of the present policy in a separate process, and replaces the policy between two chunks.
 
-The process (``sinew prepare --background``) exports, proves and measures; this one follows it, and exchanges the policy
-as ``PUT /v1/policies`` does (``swap.py``) where it is faster. Requests never wait for any of it.
+The process (``sinew prepare --background``) exports, verifies and measures. The server follows its progress. If the new
+form is faster, it replaces the policy like ``PUT /v1/policies`` (``swap.py``). Requests never wait for any of this.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from sinew.serve.swap import MemoryNeed
 
 logger = logging.getLogger(__name__)
 
-END_S = 3.0  # from the signal that ends the process to the one that nothing outlasts
-RETRY_S = 1.0  # while another change of the policies is under way
-MOST_LINE = 1 << 16  # characters of a line that is read
-# Before torch is imported, which asks once.
+END_S = 3.0  # seconds from SIGTERM to SIGKILL
+RETRY_S = 1.0  # seconds between two attempts while another change of the policies is in progress
+MOST_LINE = 1 << 16  # largest number of characters in a line of the process
+# Environment of the process. Torch reads these variables only when it is imported.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
@@ -59,7 +59,7 @@ class Preparation:
         bundle: The bundle for which the findings are stored.
         sweep: Removes files that a killed process has left.
         device: The device.
-        threads: Number of threads that the times are for.
+        threads: Number of threads with which the times are measured.
     """
 
     source: str
@@ -77,7 +77,13 @@ def preparation(
 ) -> Preparation | None:
     """Return the preparation that ``sinew prepare`` could run for a policy; None if there is none.
 
-    The log states an earlier finding. budget: Bytes that the policy and its successor may take together.
+    An earlier finding is logged.
+
+    Args:
+        bundle: The bundle.
+        options: Options of ``sinew.load``.
+        threads: Number of threads; None if it is not set.
+        budget: Bytes that the policy and its successor may take together; None without a limit.
     """
     from sinew.engine.onnx.borrowed import shipped
     from sinew.engine.onnx.cache import sweep
@@ -91,9 +97,9 @@ def preparation(
     choice = choose(opened, threads=threads, **chosen_by(options))
     faster: list[str] = []
     for candidate in candidates(opened, choice):
-        kept = prepared.kept(opened.path, candidate.engine, threads)
-        if kept is not None and not kept.taken and kept.against == choice.engine:
-            logger.info("%s (found before; `sinew prepare %s --again` tries once more)", kept.why, bundle)
+        finding = prepared.kept(opened.path, candidate.engine, threads)
+        if finding is not None and not finding.taken and finding.against == choice.engine:
+            logger.info("%s (found before; `sinew prepare %s --again` tries once more)", finding.why, bundle)
             continue
         exports = BACKENDS[candidate.engine].runs_graphs and shipped(opened.path) is None
         if exports and not os.access(opened.path.parent, os.W_OK):
@@ -119,9 +125,11 @@ def preparation(
 
 
 class Preparer:
-    """Prepares once, on a thread of its own, from :meth:`start` to :meth:`join`.
+    """Prepares once, on its own thread, from :meth:`start` to :meth:`join`.
 
-    service: whose first policy is exchanged, by its swapper.
+    Args:
+        service: The service. Its swapper replaces its first policy.
+        work: The preparation.
     """
 
     def __init__(self, service: Service, work: Preparation):
@@ -145,7 +153,7 @@ class Preparer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the process, which removes what it began. Returns at once; see :meth:`join`."""
+        """End the process, which removes its unfinished files. This returns at once; :meth:`join` waits for the end."""
         with self._lock:
             self._stopping.set()
             child = self._child
@@ -153,7 +161,11 @@ class Preparer:
             _signal(child, signal.SIGTERM)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end, and end what hears no signal; False if it takes longer: a policy is being loaded."""
+        """Wait for the end, and kill a process that ignores SIGTERM.
+
+        Returns:
+            False if the thread takes longer, because it loads a policy.
+        """
         if self._thread.ident is None:
             return True
         self._thread.join(min(timeout, END_S))
@@ -172,11 +184,11 @@ class Preparer:
                 "it is made if need be, verified and timed in the background, and takes over if it is;"
                 " --no-prepare does without",
             )  # fmt: skip
-            found = self._follow()
-            if found is None or self._stopping.is_set():
+            result = self._follow()
+            if result is None or self._stopping.is_set():
                 return
-            finding, need = found
-            self._work = replace(work, engine=finding.engine)  # all were timed, and this one is the fastest
+            finding, need = result
+            self._work = replace(work, engine=finding.engine)  # the fastest of all engines that were timed
             if not finding.taken:
                 self._say("refused", finding.why, logging.INFO)
                 return
@@ -186,7 +198,7 @@ class Preparer:
             self._say("failed", f"engine {work.engine} was not prepared: {words}", logging.WARNING)
 
     def _follow(self) -> tuple[EngineFinding, MemoryNeed] | None:
-        """Run the process and return what it found; None where it was ended with the server. Raises SinewError."""
+        """Run the process. Return its finding; None if it was ended together with the server. Raises SinewError."""
         with tempfile.TemporaryFile() as errors:
             with self._lock:
                 if self._stopping.is_set():
@@ -204,7 +216,7 @@ class Preparer:
                 return None
             errors.seek(0, os.SEEK_END)
             errors.seek(max(0, errors.tell() - MOST_LINE))
-            said = errors.read().decode(errors="replace").strip().splitlines()
+            lines = errors.read().decode(errors="replace").strip().splitlines()
         if status < 0 or status > 128:
             number = -status if status < 0 else status - 128
             name = {each.value: each.name for each in signal.Signals}.get(number, "unknown")
@@ -215,7 +227,7 @@ class Preparer:
             )
             return self._refused(why), MemoryNeed(0)
         if status or record is None:
-            last = next((line for line in reversed(said) if line.strip()), f"it ended with status {status}")
+            last = next((line for line in reversed(lines) if line.strip()), f"it ended with status {status}")
             raise SinewError(last.strip().removeprefix("error: ")[:500])
         try:
             seconds = {str(name): float(took) for name, took in record["seconds"].items()}
@@ -231,8 +243,8 @@ class Preparer:
             ) from None
 
     def _read(self, child: subprocess.Popen[str]) -> dict[str, Any] | None:
-        """Report the progress, and return the last record that is not about progress."""
-        found: dict[str, Any] | None = None
+        """Log the progress. Return the last record that is not a progress report."""
+        last: dict[str, Any] | None = None
         assert child.stdout is not None
         while line := child.stdout.readline(MOST_LINE):
             try:
@@ -248,11 +260,11 @@ class Preparer:
                     logging.INFO,
                 )
             else:
-                found = record
-        return found
+                last = record
+        return last
 
     def _end(self, child: subprocess.Popen[str]) -> None:
-        """End the process and remove its files, whatever happened."""
+        """End the process, and remove its files if it did not end by itself."""
         if child.poll() is None:
             _signal(child, signal.SIGTERM)
             try:
@@ -293,14 +305,16 @@ class Preparer:
             )  # fmt: skip
             return
 
-    def _check(self, found: Deployment) -> None:
-        """Raise RequestError for a form that robots of this server would miss something of; it is kept, as the next
-        start would give them the same."""
+    def _check(self, deployment: Deployment) -> None:
+        """Raise RequestError if the new form lacks a function that robots of this server have used.
+
+        This finding is stored, because the next start would have the same result.
+        """
         if self._stopping.is_set():
             raise RequestError("the server stops")
-        now, then = (each.scheduler.policy for each in (self._standing, found))
+        now, then = (each.scheduler.policy for each in (self._standing, deployment))
         if (engine := then.engine_name) != self._work.engine:  # type: ignore[attr-defined]
-            reason = found.metadata["server"]["engine_reason"]
+            reason = deployment.metadata["server"]["engine_reason"]
             raise RequestError(f"expected engine {self._work.engine}, got {engine}: {reason}")
         before, after = now.facts, then.facts  # type: ignore[attr-defined]
         loses_batches = bool(then.unbatched) and not now.unbatched
@@ -320,12 +334,12 @@ class Preparer:
             raise RequestError(self._refused(why).why)
 
     def _refused(self, why: str) -> EngineFinding:
-        """Keep that the engine is not taken, and return it."""
+        """Store the finding that the engine is not used, and return it."""
         work = self._work
         finding = EngineFinding(
             work.engine, work.against, False, why, device=work.device, threads=work.threads
         )
-        with contextlib.suppress(OSError):  # a folder that is not for writing: the next start tries again
+        with contextlib.suppress(OSError):  # the folder may not be writable; then the next start tries again
             finding.keep(work.bundle)
         return finding
 
@@ -336,8 +350,9 @@ class Preparer:
 
 @contextlib.contextmanager
 def compiling_frames() -> Iterator[None]:
-    """Compile the kernels that resize frames, in a separate process that ends with this one, if they are not compiled
-    yet.
+    """Compile the kernels that resize frames, if they are not compiled yet.
+
+    The compiler runs in a separate process that ends with this process.
     """
     if not frame_kernels.missing():
         if not frame_kernels.compiled.in_use:
@@ -354,7 +369,7 @@ def compiling_frames() -> Iterator[None]:
         if (status := child.wait()) == 0:
             frame_kernels.take_kept_resize.cache_clear()
             frame_kernels.take_kept_resize()
-        elif status == 1:  # it was not ended with the server
+        elif status == 1:  # the compilation failed; other codes mean that it was ended with the server
             logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` prints the reason")
 
     threading.Thread(target=take, name="sinew-frames", daemon=True).start()
@@ -364,8 +379,8 @@ def compiling_frames() -> Iterator[None]:
         child.terminate()
         if child.stdin is not None:
             child.stdin.close()
-        # It runs at the lowest priority, so on a busy machine it may get no time to end. The server does not wait for
-        # that: the signal stays pending, and the end of its standard input ends it too.
+        # The process runs at the lowest priority, so on a busy machine it may get no time to end. The server does not
+        # wait for its end: the signal stays pending, and the end of standard input ends the process too.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(END_S)
 
@@ -373,7 +388,7 @@ def compiling_frames() -> Iterator[None]:
 def python_module() -> list[str]:
     """Return the command prefix for ``python -m MODULE``.
 
-    It imports modules of the current folder only where this process does.
+    The new process imports modules of the current folder only if this process does.
     """
     return [sys.executable, *([] if sys.path[:1] and sys.path[0] in ("", str(Path.cwd())) else ["-P"]), "-m"]
 

@@ -1,4 +1,4 @@
-"""The life of a serving process: claim the addresses, load, answer until a signal, leave in order."""
+"""The life of a serving process: open the ports, load, answer until a signal, and stop in order."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.5  # how long stopping waits for the running stage
+GRACE_S = 1.5  # seconds for which the stop waits for the running stage
 END_S = 15.0  # seconds from the first signal to the end of the process, even if threads hang
-PREPARED_S = 5.0  # how long stopping waits for the process that makes a faster form to leave nothing behind
-TEND_S = 0.5  # between two looks at the health of the server
-HOPELESS = 70  # exit code of a server that ends itself so that another is started in its place
+PREPARED_S = 5.0  # seconds for which the stop waits until the preparing process has removed its files
+TEND_S = 0.5  # seconds between two checks of the server's health
+HOPELESS = 70  # exit code of a server that ends itself, so that its supervisor starts another one
 DESCRIPTORS = 8192  # file descriptors that a server requests from the system
 RESERVED = 128  # descriptors that are not connections: weights, records, wake-up calls, listening sockets
 
 
 class Process:
-    """Runs wires over one service. ``stop`` may be called from any thread and from signal handlers."""
+    """Runs all protocols of one service. ``stop`` may be called from any thread and from signal handlers."""
 
     def __init__(self, wires: Sequence[Listener]):
         self.wires = wires
@@ -39,18 +39,20 @@ class Process:
         self.hopeless: str | None = None
 
     def run(self, service: Service, on_ready: Callable[[], None]) -> bool:
-        """Answer requests until ``stop``. The service's scheduler must have been started.
+        """Answer requests until ``stop``. The service's scheduler must be started before.
 
-        Ends by itself when nothing can be answered any more, with ``hopeless`` saying why. Returns False when the
-        running stage outlasted the grace period, so that a thread is still busy.
+        The run ends by itself when no request can be answered any more. ``hopeless`` then has the reason.
+
+        Returns:
+            False if the running stage took longer than the grace period, so that a thread still computes.
         """
         self._running = True
         gc.collect()
-        gc.freeze()  # what is loaded stays; searching it for garbage would hold up a request now and then
+        gc.freeze()  # loaded objects stay, and searching them for garbage would delay a request now and then
         for wire in self.wires:
             wire.start(service)
         on_ready()
-        preparing = service.preparing  # a faster form of what serves
+        preparing = service.preparing  # prepares a faster form of the present policy
         if preparing is not None:
             preparing.start()
         while not self._stop.wait(TEND_S):
@@ -75,7 +77,7 @@ class Process:
             for scheduler in schedulers:
                 scheduler.give_up()
         if preparing is not None and not preparing.join(PREPARED_S):
-            finished = False  # a policy is being loaded on that thread
+            finished = False  # the preparing thread still loads a policy
         self.close()
         return finished
 
@@ -83,15 +85,18 @@ class Process:
         self._stop.set()
 
     def close(self) -> None:
-        """Hand over the last replies and free the ports."""
+        """Send the last replies and close the ports."""
         for wire in self.wires:
             wire.stop()
         self.wires = ()
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Inside, the first SIGINT or SIGTERM stops :meth:`run` (before it: raises KeyboardInterrupt);
-        the second ends the process at once. SIGINT stays ignored where it was. Main thread only."""
+        """Handle SIGINT and SIGTERM inside the block. Main thread only.
+
+        The first signal stops :meth:`run`. Before :meth:`run`, it raises KeyboardInterrupt. The second signal ends the
+        process at once. If SIGINT was ignored before, it stays ignored.
+        """
 
         def on_signal(number: int, _frame: object) -> None:
             self._signal = signal.Signals(number).name
@@ -107,37 +112,37 @@ class Process:
 
 
 def end_for_sure() -> None:
-    """End this process after a while, whatever its threads do, and print their stacks on standard error.
+    """End this process after ``END_S`` seconds, even if its threads hang, and print their stacks on standard error.
 
     The timer is a thread that does not need the interpreter.
     """
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error is no file
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error may not be a file
         faulthandler.dump_traceback_later(END_S, exit=True, file=sys.stderr)
 
 
 def tell_of_crashes() -> None:
     """Print the stacks of all threads on standard error when a signal such as SIGBUS ends the process.
 
-    That happens if a file of weights is truncated while it is read, and Python itself prints nothing.
+    SIGBUS arrives if a file of weights is truncated while it is read. Python itself would print nothing.
     """
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error is no file
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error may not be a file
         faulthandler.enable(sys.stderr)
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many files as the system allows it to ask for, up to ``DESCRIPTORS``."""
+    """Raise the limit of open files of this process to the system's hard limit, at most to ``DESCRIPTORS``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def connections_within(asked: int, servers: int) -> int:
-    """Return how many connections each of ``servers`` may take, at most ``asked``, so that this process can open all
-    files and sockets.
+    """Return the number of connections that each of ``servers`` may accept, at most ``asked``.
 
-    A server without file descriptors could not even reject a client.
+    The number is small enough that this process can open all its files and sockets. A server without free file
+    descriptors could not even reject a client.
     """
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

@@ -20,9 +20,9 @@ WIRE = "python"
 
 
 class RecordedPolicy(OpenPolicy):
-    """A policy that forwards observations to another one and records requests and answers.
+    """A policy that forwards observations to another policy, and records requests and answers.
 
-    Closing it writes the records that wait. The other policy stays open.
+    ``close`` writes the waiting records. The other policy stays open.
 
     Args:
         policy: An open policy.
@@ -54,12 +54,12 @@ class RecordedPolicy(OpenPolicy):
     ) -> ActionChunk:
         """Return the recorded policy's chunk. Its errors are recorded and raised.
 
-        A slow disk loses records, and never delays answers.
+        With a slow disk, records are lost, but answers are never delayed.
 
         Args:
-            observation: As in :meth:`sinew.Policy.infer`.
-            timeout: As in :meth:`sinew.Policy.infer`.
-            cancel: As in :meth:`sinew.Policy.infer`, if the recorded policy supports it.
+            observation: The observation, as in :meth:`sinew.Policy.infer`.
+            timeout: The time limit, as in :meth:`sinew.Policy.infer`.
+            cancel: An event that cancels the inference, if the recorded policy supports it.
 
         Returns:
             The chunk.
@@ -68,7 +68,7 @@ class RecordedPolicy(OpenPolicy):
             SinewError: The recorded policy's error.
         """
         self._refuse_closed()
-        # A copy: a camera may write its next frame into the same memory before this one is on disk.
+        # A copy, because a camera may write its next frame into the same memory before this one is on disk.
         seen = copy.deepcopy(given.observation(observation, self.spec))
         outcome: ActionChunk | SinewError
         try:

@@ -14,19 +14,23 @@ logger = logging.getLogger(__name__)
 _quiet = RateLimitedLog(logger)
 
 Read = TypeVar("Read")
-Keys = str | Callable[[], tuple[str, ...]]  # one, "" for none; or those of a file, of which a client has one
+Keys = (
+    str | Callable[[], tuple[str, ...]]
+)  # one key, "" for no key; or a function that returns the keys of a file
 
 
 class ReloadedFile(Generic[Read]):
-    """The content of files, read again whenever they change. Thread-safe.
+    """The content of files, which are read again whenever they change. Thread-safe.
 
-    read: Reads them, or raises :class:`SinewError`, for example for a certificate whose key is not there yet. The old
-    content then stays, the reason is logged, and the next call tries again.
+    Args:
+        paths: The files.
+        read: Reads the files. It raises :class:`SinewError` if they are not usable, for example if a certificate's key
+            is not there yet. The old content then stays, the reason is logged, and the next call tries again.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Read]):
         self._paths, self._read = paths, read
-        self._seen = self._stamps()  # before reading: a change in between is seen
+        self._seen = self._stamps()  # before the first read, so that a change during the read is detected
         self._value = read()
 
     def __call__(self) -> Read:
@@ -50,7 +54,7 @@ class ReloadedFile(Generic[Read]):
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino

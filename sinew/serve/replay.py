@@ -1,8 +1,8 @@
 """A policy without a model: ``sinew serve --replay`` answers from the records of ``sinew serve --record``.
 
-It takes the place of a :class:`sinew.policy.Policy` behind the scheduler. So you can develop a robot's code with
-every protocol without a GPU, weights or torch. Observations are checked as by the policy, but their content changes
-no answer.
+The scheduler uses it in place of a :class:`sinew.policy.Policy`. So you can develop a robot's code with every protocol
+without a GPU, weights or torch. Observations are checked like in the policy, but their content does not change the
+answers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from sinew.records.recorder import check_array, moments_in, open_record, read_me
 from sinew.serve.policies import DEFAULT
 from sinew.serve.served import ServedPolicy
 
-MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
-# Of all actions, which are kept: 50 x 26 numbers, ten times a second, for over five hours
+MAX_SESSIONS = (
+    10_000  # sessions whose position in the recording is stored, limited because clients choose their names
+)
+# Bytes of all actions, which are in memory: 50 x 26 numbers ten times a second for over five hours.
 MAX_BYTES = 1 << 30
 MAX_MS = 3.6e6  # longest recorded inference, ms
 MATCHED = "the request's session, then the order of requests; other sessions get the first recorded one"
@@ -46,7 +48,14 @@ MATCHED = "the request's session, then the order of requests; other sessions get
 
 @dataclass(frozen=True, slots=True)
 class ReplayedAnswer:
-    """One recorded reply: actions float32 [H, D], its seed, the milliseconds it took, and what computed it."""
+    """One recorded reply.
+
+    Attributes:
+        actions: float32 [H, D].
+        seed: Seed of the noise.
+        total_ms: Duration of the inference, milliseconds.
+        adapter: Adapter that computed the reply; "" for the base policy.
+    """
 
     actions: np.ndarray
     seed: int | None
@@ -57,15 +66,15 @@ class ReplayedAnswer:
 class Replay(OpenPolicy, ServedPolicy):
     """The policy of a recording.
 
-    A recorded session gets its own chunks in their order, any other session those of the first one. After the last
-    chunk it starts again. Records without actions (errors, text, contexts), and of other policies than a server's
-    first, are skipped. Requests for an adapter get the adapter's records.
+    A recorded session gets its own chunks in order. Any other session gets the chunks of the first recorded session.
+    After the last chunk, the recording starts again. Records without actions (errors, text, contexts) and records of
+    policies other than the server's first are skipped. Requests for an adapter get the adapter's records.
 
     Args:
         folder: The recording.
-        manifest: Manifest of the recorded bundle, if available, with names, units and checks. Without it they come
-            from the first record: cameras and sizes, and the widths of state and actions.
-        latency: Take as long as the recorded inference did; else answer at once.
+        manifest: Manifest of the recorded bundle, if available, with names, units and checks. Without it, the first
+            record gives the cameras with their sizes, and the widths of state and actions.
+        latency: True answers after the duration of the recorded inference. False answers at once.
         allow_missing_cameras: See :class:`sinew.policy.Policy`.
         allow_empty_prompt: See :class:`sinew.policy.Policy`.
     """
@@ -120,7 +129,7 @@ class Replay(OpenPolicy, ServedPolicy):
 
     @property
     def unbatched(self) -> str:
-        """Return why requests are answered one at a time."""
+        """The reason why requests are answered one at a time."""
         return "a replay computes nothing, so nothing is gained by batches"
 
     @property
@@ -129,7 +138,7 @@ class Replay(OpenPolicy, ServedPolicy):
         return f"this is a replay of {self.folder.name}: the actions were recorded, nothing was computed"
 
     def describe(self) -> dict[str, Any]:
-        """Return a description as a policy does, with ``replay``, the recording, ready for JSON."""
+        """Return the description of a policy, and the recording under the key ``replay``, ready for JSON."""
         return {
             "engine": "replay",
             "engine_reason": f"--replay {self.folder.name}: recorded chunks, nothing is computed",
@@ -151,14 +160,14 @@ class Replay(OpenPolicy, ServedPolicy):
         }
 
     def problem(self) -> str | None:
-        """Return None: nothing is read from files any more."""
+        """Return None, because no files are read after the start."""
         return None
 
     def warm_up(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a recording computes nothing."""
 
     def reset(self, session: str = "") -> None:
-        """Begin the session's recording again: a new episode."""
+        """Begin the session's recording again, for a new episode."""
         self._refuse_closed()
         with self._lock:
             for name in self.adapters:
@@ -199,7 +208,7 @@ class Replay(OpenPolicy, ServedPolicy):
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return the next chunk; :meth:`prepare` and :meth:`run`. Raises RequestTimeout after ``timeout`` seconds."""
+        """Return the next chunk (:meth:`prepare`, :meth:`run`). Raises RequestTimeout after ``timeout`` seconds."""
         with Limit(timeout) as limit:
             return self.run(self.prepare(observation), cancel=limit)
 
@@ -207,7 +216,7 @@ class Replay(OpenPolicy, ServedPolicy):
         sessions = self.adapters[adapter]
         answers = sessions.get(session) or next(iter(sessions.values()))
         with self._lock:
-            place = self._places.pop((adapter, session), 0)  # the newest stand last
+            place = self._places.pop((adapter, session), 0)  # the newest session is the last entry
             self._places[adapter, session] = place + 1
             while len(self._places) > MAX_SESSIONS:
                 self._places.popitem(last=False)
@@ -244,25 +253,29 @@ class Replay(OpenPolicy, ServedPolicy):
 
 
 def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int]:
-    """The answers of each session, how many records hold none, the first file that holds one, and the most moments of
-    an observation: an episode's first record may have fewer."""
+    """Read the records of a folder.
+
+    Returns:
+        The answers of each session, the number of records without an answer, the first file with an answer, and the
+        largest number of observation steps. The first record of an episode may have fewer steps.
+    """
     paths = record_files(folder)
     sessions: dict[str, list[ReplayedAnswer]] = {}
-    left_out, first, shape, kept, most = 0, None, None, 0, 1
+    left_out, first, shape, size, most = 0, None, None, 0, 1
     for path in paths:
-        found = _answer(path)
-        if found is None:
+        record = _answer(path)
+        if record is None:
             left_out += 1
             continue
-        session, answer, moments = found
+        session, answer, moments = record
         most = max(most, moments)
         first, shape = first or path, shape or answer.actions.shape
         if answer.actions.shape != shape:
             raise SinewError(
                 f"{path}: actions: expected {list(shape)} as before, got {list(answer.actions.shape)}"
             )
-        kept += answer.actions.nbytes
-        if kept > MAX_BYTES:
+        size += answer.actions.nbytes
+        if size > MAX_BYTES:
             raise SinewError(
                 f"{folder}: expected at most {MAX_BYTES} bytes of actions, got more, up to {path.name}"
             )
@@ -275,8 +288,10 @@ def _read(folder: Path) -> tuple[dict[str, list[ReplayedAnswer]], int, Path, int
 
 
 def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
-    """The session, the answer and the number of moments of a record, without reading its frames; None for one without
-    actions."""
+    """Read the session, the answer and the number of observation steps of a record, without its frames.
+
+    The result is None for a record without actions.
+    """
     with open_record(path) as npz:
         meta = read_meta(npz)
         if "actions" not in npz or meta.get("policy", "") not in ("", DEFAULT):
@@ -293,7 +308,7 @@ def _answer(path: Path) -> tuple[str, ReplayedAnswer, int] | None:
 
 
 def _spec(folder: Path, first: Path, moments: int) -> PolicySpec:
-    """Return the specification of a recording's policy. moments: Largest number of observation steps."""
+    """Return the specification of a recording's policy. ``moments`` is the largest number of observation steps."""
     record = read_record(first)
     actions = record.actions
     assert actions is not None

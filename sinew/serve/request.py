@@ -1,4 +1,4 @@
-"""One request as a wire has read it, and how it may end without being computed."""
+"""One request as its protocol has read it, and the errors of requests that are not computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sinew.serve.decode.frames import PixelBudget
 
 
 class ShuttingDownError(SinewError):
-    """The server is stopping; the request was not computed, or not to its end."""
+    """The server stops. The request was not computed, or not completely."""
 
     code = "shutting_down"
 
@@ -21,13 +21,13 @@ class ShuttingDownError(SinewError):
 
 
 class SupersededError(SinewError):
-    """A newer observation of the same session arrived while this one waited; it was not computed."""
+    """A newer observation of the same session arrived while the request waited. The request was not computed."""
 
     code = "superseded"
 
 
 class DeadlineError(SinewError):
-    """The request's deadline passed while it waited; it was not computed."""
+    """The request's deadline passed while it waited. The request was not computed."""
 
     code = "deadline"
 
@@ -35,8 +35,8 @@ class DeadlineError(SinewError):
 def bare(error: SinewError) -> SinewError:
     """Return ``error`` without its traceback and causes.
 
-    Its frames refer to the request. A client that raises the error again would close a reference cycle, and memory
-    would be free only after a garbage collection.
+    The traceback's frames refer to the request. If a client raised the error again, there would be a reference cycle,
+    and the memory would be freed only by the next garbage collection.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
@@ -51,15 +51,16 @@ class Request:
 
     Attributes:
         wire: Name of the protocol.
-        decode: Makes the observation from the received bytes. It runs on a thread of the scheduler, within a budget
-            of pixels that also ends it when no client waits any more. It raises a SinewError that names the field.
+        decode: Decodes the observation from the received bytes. It runs on a thread of the scheduler, with a limit of
+            pixels. The limit also stops it when no client waits any more. It raises a SinewError that names the field.
         client: The peer, for the log.
-        session: The client's name for its episode; "" for none. A newer request of a session replaces a waiting one,
-            if both have the same ``owner``.
-        deadline_ms: From ``arrived`` on. A request whose turn comes later is not computed. None: the server's own.
-        arrived: ``time.perf_counter()`` when the last byte arrived.
-        connection: The connection. Connections take turns, and each has a limit of waiting requests. None counts by
-            the peer, and without a peer not at all.
+        session: The client's name for its episode; "" without a name. A newer request of a session replaces a waiting
+            request, if both have the same ``owner``.
+        deadline_ms: Milliseconds after ``arrived``. A request whose turn comes later is not computed. None takes the
+            server's deadline.
+        arrived: Time at which the last byte arrived, on the clock ``time.perf_counter()``.
+        connection: The connection. Connections take turns, and each has a limit of waiting requests. None takes the
+            peer instead. Without a peer, there is no limit.
         owner: Owner of the session; None for the connection.
         policy: Name of the policy that should answer; "" for the first.
     """
@@ -80,7 +81,7 @@ class Request:
 
     @property
     def episode(self) -> Hashable | None:
-        """What ``session`` is one of; None without a session."""
+        """Key of the episode: protocol, owner and session; None without a session."""
         if not self.session:
             return None
         return self.wire, self.connection if self.owner is None else self.owner, self.session
@@ -88,16 +89,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class WireMessage:
-    """One message of a client, before anything large in it is decoded.
+    """One message of a client, before its frames are decoded.
 
     Attributes:
-        content: The protocol makes the observation from it.
-        endpoint: "infer", "reset", "answered" (``reply`` is the whole answer; None for none), or "seen" (the
-            observation is decoded and kept, and nothing is computed).
+        content: Content from which the protocol decodes the observation.
+        endpoint: "infer", "reset", "answered" (``reply`` is the complete answer; None sends no answer), or "seen" (the
+            observation is decoded and stored, but no actions are computed).
         session: Session of the request.
         deadline_ms: Deadline of the request.
         policy: Name of the policy.
-        observations: The observations of a message with several, each a message itself.
+        observations: The observations of a message with several observations. Each is a message itself.
+        reply: The answer, for the endpoint "answered".
     """
 
     content: Any = None

@@ -1,7 +1,7 @@
 """Stores the newest report of each robot's run, for the dashboard and Prometheus.
 
-Every client of the server may send one. So it is checked (``RobotReport.parse``), there are at most 32, and a false
-report changes only its own row: a row belongs to a peer, a session and a number that the robot drew.
+Every client of the server may send a report. So each report is checked (``RobotReport.parse``), at most 32 are stored,
+and a false report changes only its own row. A row belongs to a peer, a session and a random number of the robot.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sinew_client.robot_report import STATES, RobotReport
 
 from sinew.serve.metrics import SESSION_S
 
-MAX_ROBOTS = 32  # remembered at once
-# Reasons of holds with their own label in metrics. All others quote messages of servers and drivers.
+MAX_ROBOTS = 32  # number of stored reports
+# Reasons of holds that have their own label in metrics. All other reasons contain messages of servers and drivers.
 REASONS = (PAUSED, STARTING, STARVED, LATE, NO_WINDOW, OUT_OF_NODES, OLD_FRAME)
 GAUGES = ("rate_hz", "rows_hz", "row_age_seconds")
 PLAIN = ("rate_hz", "rows_hz", "steps", "late", "clipped_commands", "failed_requests", "takeovers")
@@ -33,7 +33,14 @@ Key = tuple[str, str, str, int]  # wire, client, session, run
 
 @dataclass(frozen=True)
 class Reported:
-    """number: from 1 to ``MAX_ROBOTS``, the lowest that was free. heard: seconds of the clock."""
+    """The newest report of a robot.
+
+    Attributes:
+        number: Number of the robot: the lowest free number from 1 to ``MAX_ROBOTS``.
+        policy: Name of the robot's policy.
+        report: The report.
+        heard: Time of the report, seconds of the clock.
+    """
 
     number: int
     policy: str
@@ -42,15 +49,18 @@ class Reported:
 
 
 class Robots(Collector):
-    """Keeps the newest report of each robot, until it was silent for as long as a session may be. Thread-safe."""
+    """Stores the newest report of each robot, until the robot was silent for ``SESSION_S`` seconds. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()
-        self._robots: dict[Key, Reported] = {}  # those that were heard last stand last
+        self._robots: dict[Key, Reported] = {}  # the newest report is the last entry
 
     def put(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
-        """Take a report. Where all places are taken, the peer that has most loses the one that was silent for longest.
-        Raises RequestError."""
+        """Store a report. If there is no free place, the peer with most reports loses its oldest one.
+
+        Raises:
+            RequestError: The report is not valid.
+        """
         report = RobotReport.parse(data)
         key, now = (wire, client, session, report.run), self._clock()
         with self._lock:
@@ -65,7 +75,7 @@ class Robots(Collector):
             self._robots[key] = Reported(number, policy, report, now)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the robots, the time of their last report and its content, by number, ready for JSON."""
+        """Return the robots by number, each with the age and the content of its last report, ready for JSON."""
         now = self._clock()
         with self._lock:
             self._forget(now)
@@ -85,30 +95,32 @@ class Robots(Collector):
         self._robots = {key: each for key, each in self._robots.items() if now - each.heard <= SESSION_S}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield metrics, whose labels are numbers of robots and known words: no text of a client's."""
+        """Yield the metrics. Their labels are numbers of robots and fixed words, but no text of a client."""
         robots = self.rows()
         states = Counter(row["state"] for row in robots)
-        found: dict[str, Any] = {"robots": GaugeMetricFamily("sinew_robots", "Robots now", labels=["state"])}
+        metrics: dict[str, Any] = {
+            "robots": GaugeMetricFamily("sinew_robots", "Robots now", labels=["state"])
+        }
         for kind in (*LABELS, *PLAIN):
             family = GaugeMetricFamily if kind in GAUGES else CounterMetricFamily
             labels = ["robot", *LABELS.get(kind, [])]
-            found[kind] = family(f"sinew_robot_{kind}", "As a robot's report says", labels=labels)
+            metrics[kind] = family(f"sinew_robot_{kind}", "As a robot's report says", labels=labels)
         for state in STATES:
-            found["robots"].add_metric([state], states[state])
+            metrics["robots"].add_metric([state], states[state])
         for row in robots:
             number = str(row["number"])
             for share, ms in (("0.5", row["age_p50_ms"]), ("0.95", row["age_p95_ms"])):
                 if ms is not None:
-                    found["row_age_seconds"].add_metric([number, share], ms / 1e3)
+                    metrics["row_age_seconds"].add_metric([number, share], ms / 1e3)
             held = Counter[str]()
             for reason, count in row["held"].items():
                 held[reason if reason in REASONS else "other"] += count
             for reason, count in held.items():
-                found["held_steps"].add_metric([number, reason], count)
+                metrics["held_steps"].add_metric([number, reason], count)
             if (played := row["episodes"]) is not None:
                 won = row["successes"] or 0
                 for outcome, count in (("won", won), ("lost", played - won)):
-                    found["episodes"].add_metric([number, outcome], count)
+                    metrics["episodes"].add_metric([number, outcome], count)
             for name in PLAIN:
-                found[name].add_metric([number], row[name])
-        yield from found.values()
+                metrics[name].add_metric([number], row[name])
+        yield from metrics.values()

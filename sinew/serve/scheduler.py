@@ -1,4 +1,4 @@
-"""Runs one policy for many clients, with a bounded queue and a few threads. It knows no sockets.
+"""Runs one policy for many clients, with a bounded queue and a few threads. It uses no sockets.
 
 A request passes through a *decode* thread (bytes to a prepared observation) and the *inference* thread. So decoding
 the next frames overlaps the running inference, a bad request is rejected at once, and socket threads never wait. The
@@ -9,10 +9,10 @@ and a request whose deadline has passed gets an error instead of an inference.
 
 If the policy computes several observations together, requests that fit together share an inference (``batching.py``).
 
-Clients take turns by the measured time of their requests (``fair_queue.py``). A long inference lets shorter ones of
-other clients run between two of its steps, if the policy supports it. One client may have a few waiting requests. If
-the queue is full, a client without any takes the place of the newest request of the client with most
-(``admission.py``).
+Clients take turns by the measured time of their requests (``fair_queue.py``). A long inference lets shorter inferences
+of other clients run between two of its steps, if the policy supports this. One client may have a few waiting requests.
+If the queue is full, a client without a waiting request takes the place of the newest request of the client with most
+requests (``admission.py``).
 """
 
 from __future__ import annotations
@@ -38,21 +38,25 @@ from sinew.serve.supervise import Supervisor
 
 logger = logging.getLogger(__name__)
 
-PER_CLIENT = 2  # requests of one client that may wait
-DRAIN_S = 0.01  # between two looks at what is left
-FAILURES = 3  # unexpected failures in a row after which the policy itself is tried
-DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
-QUICK = 2.0  # so many times as dear is an inference that a cheaper one comes between
-HICCUP = 2.0  # times its usual cost: most that a turn is charged, as a machine may stall in anybody's turn
-AHEAD = 256 << 20  # bytes of frames that are decoded and not answered; beyond, decoding waits for answers
+PER_CLIENT = 2  # largest number of waiting requests of one client
+DRAIN_S = 0.01  # seconds between two checks whether all requests are answered
+FAILURES = 3  # unexpected failures in a row, after which the policy is tried with its own observation
+DECODERS = 2  # threads that decode, so that a large picture of one client does not block the others
+QUICK = 2.0  # an inference may be interrupted by another one if it costs at least this multiple of the other
+HICCUP = (
+    2.0  # a turn is charged at most this multiple of its usual cost, because a machine may stall in any turn
+)
+AHEAD = 256 << 20  # bytes of decoded frames without an answer; beyond this, decoding waits for answers
 
 
 class _Turn:
-    """One inference under way.
+    """One inference in progress.
 
     Attributes:
-        jobs: that it computes. begun: by ``time.perf_counter``. away: seconds in which others computed since.
-        charged: seconds that its owners were charged so far.
+        jobs: The jobs that it computes.
+        begun: Start time on the clock ``time.perf_counter()``.
+        away: Seconds since the start in which other inferences computed.
+        charged: Seconds that its owners were charged so far.
     """
 
     __slots__ = ("away", "begun", "charged", "jobs")
@@ -69,14 +73,16 @@ class Scheduler:
 
     Args:
         policy: The policy.
-        queue_size: Waiting requests in addition to the running one; more are rejected with BusyError.
-        max_batch: Most requests of one inference, if the policy supports it; None measures the best size at the
-            start.
-        per_client: Most waiting requests of one client.
+        queue_size: Largest number of waiting requests in addition to the running one. Further requests are rejected
+            with BusyError.
+        max_batch: Largest number of requests in one inference, if the policy supports batches. None measures the best
+            size at the start.
+        per_client: Largest number of waiting requests of one client.
         supervisor: Keeps the threads alive, and collects problems.
         device_lock: Lets the schedulers of several policies take turns; None computes at any time.
-        workers: Inferences at once, for a policy that computes elsewhere and only waits here.
-        keep_warm_s: Seconds without a request after which the policy computes once for nobody; None never does.
+        workers: Number of simultaneous inferences, for a policy that computes elsewhere and only waits here.
+        keep_warm_s: Seconds without a request, after which the policy computes once without a request to stay warm.
+            None never does this.
     """
 
     def __init__(
@@ -97,34 +103,35 @@ class Scheduler:
         self.costs = Costs()
         self.batcher = None if max_batch == 1 else Batcher(max_batch, self.costs)
         self.policy = policy
-        self._broken: str | None = None  # why the policy cannot infer even what it is warmed up with
-        self._failures = 0  # unforeseen ones in a row
+        self._broken: str | None = None  # reason why the policy fails even with its own observation
+        self._failures = 0  # unexpected failures in a row
         self.device_lock, self._workers = device_lock, workers
-        self._keep_warm_s, self._arrived = (
-            keep_warm_s,
-            threading.Event(),
-        )  # a request did, since the last wait
+        # The event is set when a request has arrived since the last wait.
+        self._keep_warm_s, self._arrived = keep_warm_s, threading.Event()
         self.supervisor = supervisor or Supervisor()
         self._quiet = RateLimitedLog(logger)
         self._received: FairQueue[ServingJob] = FairQueue()
         self._ready: FairQueue[ServingJob] = FairQueue(key=lambda job: job.accepted)
-        self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
-        self._room = threading.Condition(self._lock)  # there may be room for more decoded frames
-        self._ahead = 0  # bytes of them
+        self._lock = threading.Lock()  # guards all attributes below, and the order of submit and stop
+        self._room = threading.Condition(self._lock)  # signals that there may be room for more decoded frames
+        self._ahead = 0  # bytes of decoded frames without an answer
         self._admission = Admission(queue_size, per_client)
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = self._draining = False
         self._running: list[ServingJob] = []
         self._decoding: set[ServingJob] = set()
-        self._warming = threading.Lock()  # taken by the thread that does it, for good
+        self._warming = threading.Lock()  # the thread that warms the policy up takes it and keeps it
         self._warm = threading.Event()
         self._warm_up_error: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self.supervisor.watch(self._problem)
 
     def start(self) -> None:
-        """Start the threads and warm the policy up, on the thread that will run it: thread pools and
-        captured graphs belong to a thread. Raises what the warm-up raised, and then leaves nothing behind."""
+        """Start the threads, and warm the policy up.
+
+        The warm-up runs on the thread that will run the policy, because thread pools and captured graphs belong to a
+        thread. Its errors are raised here. Then all threads are stopped.
+        """
         loops = [(f"sinew-decode-{number}", self._decode_loop) for number in range(DECODERS)]
         loops += [
             (f"sinew-infer-{n}" if n else "sinew-infer", self._infer_loop) for n in range(self._workers)
@@ -132,7 +139,7 @@ class Scheduler:
         for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
         try:
-            # With a timeout, so that signal handlers run meanwhile, on Windows too.
+            # With a timeout, so that signal handlers run during the wait, also on Windows.
             while not self._warm.wait(0.2):
                 pass
             if self._warm_up_error is not None:
@@ -147,13 +154,13 @@ class Scheduler:
     def submit(self, job: ServingJob, on_done: Callable[[Outcome], None]) -> ServingJob:
         """Queue a request and return it.
 
-        A waiting request of the same episode is answered with SupersededError now, and this one takes its place in
-        the count. A request without a connection has no limit except the queue's.
+        A waiting request of the same episode is answered with SupersededError at once, and the new request takes its
+        place. A request without a connection has no limit except the queue's.
 
         Args:
             job: The request.
-            on_done: Called once with the chunk, with ``timing.queue_ms``, or with an error, on the thread that ends
-                the request.
+            on_done: Function that is called once with the chunk, with ``timing.queue_ms``, or with an error. It is
+                called on the thread that ends the request.
 
         Raises:
             BusyError: The queue is full. ``on_done`` is not called.
@@ -173,7 +180,7 @@ class Scheduler:
             idle = not self._admission.count and not self._running and job.together is None
             job.home, job.on_done = self, on_done
             self._admission.enter(job)
-            # One change of threads less when nothing could overlap; the inference thread decodes it then.
+            # If nothing can overlap, the inference thread decodes the request, which saves a change of threads.
             (self._ready if idle else self._received).put(job.connection, job)
             self._arrived.set()
         if older is not None:
@@ -183,7 +190,7 @@ class Scheduler:
         return job
 
     def cancel(self, job: ServingJob) -> None:
-        """Nobody waits for this request any more: end it now if it waits, between two stages if it runs."""
+        """End a request because no client waits for it: at once if it waits, between two stages if it runs."""
         job.cancel.set()
         with self._lock:
             waited = self._leave(job)
@@ -191,7 +198,7 @@ class Scheduler:
             self._finish(job, CancelledError("the client left"))
 
     def expire(self) -> None:
-        """Answer the waiting requests whose deadline has passed: their turn may never come."""
+        """Answer the waiting requests whose deadline has passed, because their turn may never come."""
         now = time.perf_counter()
         with self._lock:
             late = [job for job in self._admission if job.deadline is not None and now > job.deadline]
@@ -203,12 +210,16 @@ class Scheduler:
             self._finish(job, DeadlineError("the deadline passed before the request's turn came"))
 
     def stats(self) -> dict[str, int | bool]:
-        """Now: waiting, running. Since the start: served, failed, busy, superseded, late, and batches: inferences."""
+        """Return the counters of the scheduler.
+
+        ``waiting`` and ``running`` are the present requests. ``served``, ``failed``, ``busy``, ``superseded`` and
+        ``late`` count requests since the start, and ``batches`` counts inferences.
+        """
         with self._lock:
             return {"waiting": self._admission.count, "running": bool(self._running), **self._counts}
 
     def drain(self) -> None:
-        """Refuse new requests, answer those that are here, and end. Returns when that is done."""
+        """Reject new requests, answer the present ones, and end. This returns when all are answered."""
         with self._lock:
             self._draining = True
         while not self._stopping:
@@ -230,7 +241,7 @@ class Scheduler:
             self.supervisor.forget(check)
 
     def stop(self) -> None:
-        """Refuse new requests, fail the waiting ones, cancel the running one. Returns at once; see ``join``."""
+        """Reject new and waiting requests, and cancel the running one. This returns at once; ``join`` waits."""
         with self._lock:
             if self._stopping:
                 return
@@ -240,7 +251,9 @@ class Scheduler:
             gathering = [job for job in self._admission if job.together is not None]
         for job in busy:
             job.cancel.set()
-        for job in gathering:  # some are in no queue: they wait for the others of their message
+        for (
+            job
+        ) in gathering:  # some jobs are in no queue, because they wait for the other jobs of their message
             self._abandon(job, ShuttingDownError())
         for queue, threads in ((self._received, DECODERS), (self._ready, self._workers)):
             for job in queue.drain():
@@ -248,14 +261,14 @@ class Scheduler:
             queue.end(threads)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the threads to end after ``stop``; False when a stage is still running then."""
+        """Wait for the threads to end after ``stop``. Return False if a stage still runs after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:
-        """After ``stop``: answer what is still decoded or computed, or waits for that, without waiting for its end."""
+        """Answer all requests that are still decoded, computed or waiting after ``stop``, without waiting for them."""
         with self._lock:
             busy = [*self._decoding, *self._running, *self._admission]
         for job in busy:
@@ -282,7 +295,10 @@ class Scheduler:
                 del job
 
     def _decoded(self, job: ServingJob) -> None:
-        """Let a decoded request have its turn, with the others of its message for which there is room."""
+        """Queue a decoded request for inference, together with the other requests of its message.
+
+        Without room for more decoded frames, the decoded requests of the message are queued before the others.
+        """
         decoded = [job]
         if job.together is not None:
             decoded = job.together.arrived(job)
@@ -291,8 +307,8 @@ class Scheduler:
         release(decoded)
 
     def ready(self, decoded: list[ServingJob]) -> None:
-        """Let decoded requests of one client, which were submitted here, have their turns."""
-        with self._lock:  # or stop() could empty the queue just before they enter it
+        """Queue decoded requests of one client for inference."""
+        with self._lock:  # otherwise, stop() could empty the queue just before the requests enter it
             if waiting := [each for each in decoded if each.waiting and not self._stopping]:
                 self._ready.put(waiting[0].connection, *waiting)
 
@@ -317,27 +333,29 @@ class Scheduler:
             return
         while (job := self._next_ready()) is not None:
             with self.device_lock or contextlib.nullcontext():
-                # What was first may have been replaced while others computed; its successor has its turn.
+                # The first request may have been replaced while others computed. Then its successor has its turn.
                 jobs: list[ServingJob] = []
                 while job is not None and not self._begin(job, jobs):
                     job = self._ready.next()
                 if job is not None:
                     self._answer(job, jobs)
-            job, jobs = None, []  # keeps no frames until the next one comes
+            job, jobs = None, []  # release the frames before the next wait
 
     def _next_ready(self) -> ServingJob | None:
-        """Wait for the next request, and keep the policy warm meanwhile if that was requested."""
+        """Wait for the next request. If ``keep_warm_s`` is set, keep the policy warm during the wait."""
         while True:
-            arrived = self._arrived = (
-                threading.Event()
-            )  # before the wait: a request that comes after it ends the run
+            # A new event before the wait. A request that arrives after it ends the run that keeps the policy warm.
+            arrived = self._arrived = threading.Event()
             try:
                 return self._ready.get(self._keep_warm_s)
             except TimeoutError:
                 self._compute_for_nobody(arrived)
 
     def _compute_for_nobody(self, arrived: threading.Event) -> None:
-        """Run one inference of grey frames, which keeps clocks and caches warm. arrived: ends it between two stages."""
+        """Run one inference with grey frames, which keeps clocks and caches warm.
+
+        The event ``arrived`` ends it between two stages.
+        """
         try:
             inputs = self.policy.prepare(self.policy.dummy_observation())
             with self.device_lock or contextlib.nullcontext():
@@ -348,7 +366,7 @@ class Scheduler:
             self._quiet.error("the policy failed while it was kept warm", error)
 
     def _warm_up(self) -> None:
-        """Warm the policy up on the first thread that comes here; the others wait for it."""
+        """Warm the policy up on the first thread that calls this. The other threads wait for it."""
         if not self._warming.acquire(blocking=False):
             self._warm.wait()
             return
@@ -362,11 +380,14 @@ class Scheduler:
             self._warm.set()
 
     def _answer(self, first: ServingJob, jobs: list[ServingJob]) -> None:
-        """Compute a request that has begun and what joins it. jobs: those that have, which grow."""
+        """Compute a request that has begun, together with the requests that join it, and answer all of them.
+
+        ``jobs`` are the requests of this inference. The joining requests are added to it.
+        """
         outcomes: list[Outcome] = []
         try:
             outcomes = self._run(first, jobs)
-        finally:  # all started requests are answered, even if this thread is ended
+        finally:  # all requests of the inference are answered, even if an exception ends this thread
             with self._lock:
                 outcomes = outcomes or [SinewError("internal error") for _ in jobs]
                 self._running = [job for job in self._running if job not in jobs]
@@ -378,9 +399,9 @@ class Scheduler:
                 self._finish(each, outcome)
 
     def _begin(self, job: ServingJob, jobs: list[ServingJob]) -> bool:
-        """Take a request from the waiting ones to the running ones, and to ``jobs``; False if it waits no more."""
+        """Move a request from the waiting to the running requests, and to ``jobs``. Return False if it did not wait."""
         with self._lock:
-            waits = self._admission.leave(job)  # or superseded, cancelled, failed by stop()
+            waits = self._admission.leave(job)  # False if it was superseded, cancelled or rejected by stop()
             if waits:
                 jobs.append(job)
                 self._running.append(job)
@@ -388,7 +409,11 @@ class Scheduler:
         return waits
 
     def _run(self, first: ServingJob, jobs: list[ServingJob]) -> list[Outcome]:
-        """Compute a request and what waits and may share its inference, which joins ``jobs``: their outcomes."""
+        """Compute a request together with waiting requests that may share its inference. They are added to ``jobs``.
+
+        Returns:
+            The outcome of each request in ``jobs``.
+        """
         try:
             self._raise_if_abandoned(first)
             if first.prepared is None:
@@ -407,7 +432,7 @@ class Scheduler:
         return self._compute(jobs)
 
     def _compute(self, jobs: Sequence[ServingJob]) -> list[Outcome]:
-        """Return the outcome of each request, with ``timing.queue_ms`` in chunks. Those of a batch are of one kind."""
+        """Compute requests of one kind. Return the outcome of each, with ``timing.queue_ms`` in chunks."""
         turn, alike, count = _Turn(jobs), jobs[0].alike, len(jobs)
         begun = turn.begun
         around = {"between": partial(self._between, turn)} if self.policy.pauses else {}
@@ -422,9 +447,7 @@ class Scheduler:
         if all(isinstance(each, ActionChunk) for each in outcomes):
             self.costs.learn(alike, count, seconds)
         for index, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True)):
-            if isinstance(
-                outcome, ActionChunk
-            ):  # dataclasses.replace looks at each field, which takes longer
+            if isinstance(outcome, ActionChunk):  # without dataclasses.replace, which is slower
                 decode_s = 0.0 if job.prepared is None else job.prepared.seconds
                 queue_ms = 1e3 * (begun - job.accepted - decode_s)
                 timing = Timing(**(vars(outcome.timing) | {"queue_ms": queue_ms}))
@@ -432,17 +455,20 @@ class Scheduler:
         return outcomes
 
     def _charge(self, turn: _Turn, seconds: float) -> None:
-        """Charge the owners of a turn in equal parts, ``seconds`` in all."""
+        """Charge the owners of a turn in equal parts, so that the total of the turn is ``seconds``."""
         part = (seconds - turn.charged) / len(turn.jobs)
         turn.charged = seconds
         for job in turn.jobs:
             self._ready.charge(job.connection, part)
 
     def _between(self, turn: _Turn) -> None:
-        """Between two steps of a turn: compute what waits, costs a fraction of it and is of clients that have used
-        less. Then let the other policies of this device have their turn."""
+        """Let others compute between two steps of a turn.
+
+        First, waiting requests are computed that are much cheaper than this turn, and whose clients have used less.
+        Then the other policies of this device have their turn.
+        """
         now = time.perf_counter()
-        for job in turn.jobs:  # a sign of life: it may take long, as others come between
+        for job in turn.jobs:  # a sign of life, because the turn may take long if others compute in between
             job.begun = now
         if self._ready.waits and not self._stopping:
             own = turn.seconds()
@@ -460,13 +486,14 @@ class Scheduler:
             turn.away += self.device_lock.pass_on()
 
     def _costs_at_most(self, seconds: float, job: ServingJob) -> bool:
-        """Return whether a request is decoded and known to cost so much at most."""
+        """Return True if a request is decoded, and its known cost is at most ``seconds``."""
         usual = None if job.prepared is None else self.costs.seconds(job.alike, 1)
         return usual is not None and usual <= seconds
 
     def _compute_batch(self, jobs: Sequence[ServingJob], around: Mapping[str, Any]) -> list[Outcome]:
-        """Compute several requests together. After an unexpected failure each is computed alone, so that only its
-        cause fails.
+        """Compute several requests together.
+
+        After an unexpected failure, each request is computed alone, so that only the request that causes it fails.
         """
         outcomes: list[Outcome]
         try:
@@ -521,7 +548,11 @@ class Scheduler:
     # ------------------------------------------------------------------------- places in the queue
 
     def _make_place(self, new: ServingJob) -> list[ServingJob]:
-        """With the lock held. Returns the requests that have to go for a new one. Raises BusyError."""
+        """Remove and return the requests that must make room for a new request. The caller has the lock.
+
+        Raises:
+            BusyError: The new request must be rejected.
+        """
         try:
             going = self._admission.room(new)
         except BusyError:
@@ -533,10 +564,10 @@ class Scheduler:
         return going
 
     def _leave(self, job: ServingJob) -> bool:
-        """Count a request out of the waiting ones; False if it was not among them. With the lock held."""
+        """Remove a request from the waiting ones. Return False if it was not waiting. The caller has the lock."""
         if not self._admission.leave(job):
             return False
-        # What has left keeps no memory: its turn may come late, or never.
+        # The request is also removed from its queue, so that it keeps no memory until its turn, which may never come.
         _ = self._received.remove(job.connection, job) or self._ready.remove(job.connection, job)
         return True
 
@@ -556,7 +587,7 @@ class Scheduler:
             self._ahead, job.size = self._ahead - job.size, 0
         if job.together is not None:
             release(job.together.ended(job))
-        # An outcome's traceback may know the job: a circle would keep its frames.
+        # An outcome's traceback may refer to the job, and a reference cycle would keep the job's frames in memory.
         on_done, job.on_done = job.on_done, None
         if answered or on_done is None:
             return
@@ -566,7 +597,7 @@ class Scheduler:
             self._quiet.error("a reply could not be delivered", error)
 
     def _presentable(self, error: BaseException) -> SinewError:
-        """Return the error for the client. An unexpected one is logged in full and sent as one sentence."""
+        """Return the error for the client. An unexpected error is logged completely and sent as one sentence."""
         if isinstance(error, CancelledError) and self._stopping:
             return ShuttingDownError()
         if isinstance(error, SinewError):
@@ -577,11 +608,11 @@ class Scheduler:
     # ------------------------------------------------------------------------- signs of life
 
     def _problem(self) -> str | None:
-        """A sentence if no request can be answered."""
+        """Return a sentence if no request can be answered, else None."""
         return self.stuck() or self._broken
 
     def stuck(self) -> str | None:
-        """A sentence if a request decodes or computes for so long that it may never end."""
+        """Return a sentence if a request decodes or computes for so long that it may never end, else None."""
         now, limit = time.perf_counter(), self.supervisor.stuck_s
         with self._lock:
             running, decoding = list(self._running), list(self._decoding)

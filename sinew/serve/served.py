@@ -1,4 +1,4 @@
-"""What a server asks of a policy."""
+"""The interface that a server requires of a policy."""
 
 from __future__ import annotations
 
@@ -10,40 +10,46 @@ from sinew.core import ActionChunk, Observation, SinewError
 
 
 class ServedPolicy(Protocol):
-    """A policy behind a scheduler. :class:`sinew.policy.Policy` is one; those that inherit from this have its answers
-    where they give none of their own: one observation at a time, nothing kept from one request to the next.
+    """A policy behind a scheduler, such as :class:`sinew.policy.Policy`.
+
+    The methods of this class are the defaults of subclasses: the policy computes one observation at a time, and stores
+    nothing between two requests.
     """
 
     @property
     def unbatched(self) -> str:
-        """Return why it computes one observation at a time; "" where it computes several."""
+        """The reason why the policy computes one observation at a time; "" if it computes several together."""
         return "this policy computes one observation at a time"
 
     @property
     def keeps_frames(self) -> bool:
-        """Return False if it looks at the frames of an observation no more once it has answered."""
+        """False if the policy does not read the frames of an observation after its answer."""
         return True
 
     @property
     def pauses(self) -> bool:
-        """Return True if :meth:`run` and :meth:`run_batch` take ``between``: a function to call between two steps, in
-        which another inference of this policy may run."""
+        """True if :meth:`run` and :meth:`run_batch` take the argument ``between``.
+
+        They call this function between two steps. Another inference of this policy may run in it.
+        """
         return False
 
     def warm_up(self) -> object:
-        """Compute once, on the thread that will go on to."""
+        """Compute once, on the thread that will run the policy."""
 
     def prepare(self, observation: Observation) -> Any:
-        """Return the input of :meth:`run`. May run during another inference. Raises SinewError for an unsupported
-        observation.
+        """Return the input of :meth:`run`. This may be called during another inference.
+
+        Raises:
+            SinewError: The policy does not support the observation.
         """
 
     def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the chunk. Raises SinewError, CancelledError once ``cancel`` is set."""
+        """Compute the chunk. Raises SinewError, and CancelledError after ``cancel`` is set."""
         raise NotImplementedError
 
     def batch_key(self, prepared: Any) -> Hashable | None:
-        """Return the properties that observations of one batch share; None for one that always runs alone."""
+        """Return the properties that all observations of a batch share; None if this observation always runs alone."""
         return None
 
     def cost_key(self, prepared: Any) -> Hashable | None:
@@ -53,18 +59,24 @@ class ServedPolicy(Protocol):
     def run_batch(
         self, members: Sequence[Any], *, cancel: threading.Event | None = None
     ) -> list[ActionChunk | SinewError]:
-        """Return the chunks of prepared observations of one ``batch_key``, or an error in the place of one of them.
-        Raises SinewError for what concerns them all."""
+        """Compute prepared observations with the same ``batch_key`` together.
+
+        Returns:
+            The chunk of each observation, or its error.
+
+        Raises:
+            SinewError: The whole batch failed.
+        """
         raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
 
     def dummy_observation(self) -> Observation:
-        """Return an observation that costs what others do, to measure batches with."""
+        """Return an observation with the usual cost, to measure batches."""
         raise SinewError(self.unbatched)
 
     def reset(self, session: str) -> None:
-        """Forget what is kept of a session: a new episode begins."""
+        """Forget the stored state of a session, because a new episode begins."""
         return
 
     def problem(self) -> str | None:
-        """Return why it cannot answer, in a sentence; None while it can."""
+        """Return a sentence with the reason why the policy cannot answer; None while it can."""
         return None

@@ -1,7 +1,7 @@
-"""What every wire talks to: policies behind their schedulers, with keys, deadlines, metrics and a recorder.
+"""The service behind all protocols: policies with their schedulers, keys, deadlines, metrics and a recorder.
 
-A wire owns its sockets and its codec. It hands over a :class:`Request` and gets a chunk or an error
-back; health, metadata, authentication, what is counted, logged and recorded are the same for all of them.
+A protocol owns its sockets and its codec. It submits a :class:`Request`, and gets a chunk or an error. Health,
+metadata, authentication, counts, logs and records are the same for all protocols.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 access_log = logging.getLogger("sinew.access")
 
 STREAMED = "stream"  # key of ``Service.uses``
-MAX_SESSION = 128  # characters of a session's name, which is remembered for a while
+MAX_SESSION = 128  # characters of a session's name, which is stored for a while
 
 
 class UnhealthyError(SinewError):
@@ -46,17 +46,19 @@ class UnhealthyError(SinewError):
     code = "unhealthy"
 
 
-# Follows the answers: takes a job, its outcome, and seconds since its request came.
+# A listener takes a job, its outcome, and the seconds since the request's arrival.
 Listener = Callable[[ServingJob, Outcome, float], None]
 
 
 class Service:
-    """The policies for all wires. Every method may be called from any thread.
+    """The policies for all protocols. Every method may be called from any thread.
 
-    first: what requests get that name no policy. More are put into ``policies``.
-    api_key: wanted of every client if not empty; or what returns several, of which one is wanted.
-    deadline_ms: of requests that bring none; None: no limit.
-    recorder, rerun: take what was asked and answered.
+    Args:
+        first: The policy for requests without a policy's name. Further policies are added to ``policies``.
+        api_key: Key that every client must send; "" requires no key. A function returns several valid keys.
+        deadline_ms: Deadline of requests that state none; None sets no deadline.
+        recorder: Writer of requests and answers.
+        rerun: Writer of requests and answers for Rerun.
     """
 
     def __init__(
@@ -71,10 +73,14 @@ class Service:
         self.supervisor = first.scheduler.supervisor
         self.policies = Policies(first)
         self.deadline_ms = deadline_ms
-        self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
-        # Makes a faster form of the first policy (serve/prepare.py); None: nothing does
+        self.swapper: Any = (
+            None  # loads, replaces and unloads policies (serve/swap.py); None if policies cannot change
+        )
+        # Prepares a faster form of the first policy (serve/prepare.py); None without preparation.
         self.preparing: Any = None
-        self.uses: set[str] = set()  # what robots asked for beyond plain chunks: values of ``rtc``, STREAMED
+        self.uses: set[str] = (
+            set()
+        )  # functions that robots have used besides plain chunks: values of ``rtc``, STREAMED
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
         self.robots = Robots()  # reports of robots
         self.metrics.add(self.robots)
@@ -90,8 +96,14 @@ class Service:
     # ------------------------------------------------------------------------- inference
 
     def submit(self, job: ServingJob, on_done: Callable[[Outcome], None]) -> ServingJob:
-        """Queue the job of a request, and return it. ``on_done`` is called exactly once, on a thread of the scheduler,
-        and must not block. Raises BusyError, ShuttingDownError or RequestError, and then does not call it."""
+        """Queue the job of a request, and return it.
+
+        ``on_done`` is called exactly once, on a thread of the scheduler. It must not block.
+
+        Raises:
+            SinewError: The request is rejected, for example with BusyError, ShuttingDownError or RequestError. Then
+                ``on_done`` is not called.
+        """
         request = job.request
         wait_ms = self.deadline_ms if request.deadline_ms is None else request.deadline_ms
         job.deadline = None if wait_ms is None else request.arrived + wait_ms / 1e3
@@ -105,7 +117,7 @@ class Service:
                     raise UnhealthyError(stuck)
                 try:
                     deployment.scheduler.submit(job, partial(self._answer, job, on_done))
-                except ShuttingDownError:  # or was the policy exchanged meanwhile?
+                except ShuttingDownError:  # the server stops, or the policy has just been replaced
                     if deployment is self.policies.get(request.policy):
                         raise
         except SinewError as error:
@@ -116,7 +128,7 @@ class Service:
         return job
 
     def _answer(self, job: ServingJob, on_done: Callable[[Outcome], None], outcome: Outcome) -> None:
-        """Hand an outcome over: within limits, counted, recorded."""
+        """Enforce the limits of an outcome, count and record it, and pass it to ``on_done``."""
         outcome = _safe(job, outcome)
         seconds = self._account(job, outcome)
         seen, deployment, request = job.observation, job.deployment, job.request
@@ -130,10 +142,10 @@ class Service:
         self._tell(job, outcome, seconds)
 
     def submit_all(self, jobs: Sequence[ServingJob], on_done: Callable[[list[Outcome]], None]) -> None:
-        """Queue the jobs of one message, to be computed at once where they fit together (``RequestGroup``).
+        """Queue the jobs of one message. Those that fit together are computed together (``RequestGroup``).
 
-        ``on_done`` is called exactly once, with the outcome of each in their order: those that are refused here have
-        their error in their place, and the others are answered.
+        ``on_done`` is called exactly once, with the outcomes of all jobs in their order. The outcome of a rejected job
+        is its error, and the other jobs are computed.
         """
         count = len(jobs)
         if count == 1:
@@ -161,7 +173,9 @@ class Service:
                 settle(index, bare(error))
 
     async def infer_all(self, requests: Sequence[Request]) -> list[Outcome]:
-        """``submit_all`` for coroutines. Cancelling the coroutine abandons the requests: the client has left."""
+        """Run ``submit_all`` as a coroutine. If the coroutine is cancelled, its client has disconnected, and the
+        requests are abandoned.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Outcome]] = loop.create_future()
         jobs = [ServingJob(request) for request in requests]
@@ -174,23 +188,27 @@ class Service:
             raise
 
     async def infer(self, request: Request) -> ActionChunk:
-        """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
+        """Run ``submit`` as a coroutine. If the coroutine is cancelled, its client has disconnected, and the request is
+        abandoned.
+        """
         (outcome,) = await self.infer_all([request])
         try:
             if isinstance(outcome, SinewError):
                 raise outcome
             return outcome
         finally:
-            del outcome  # an error knows this frame, and this the error: a circle that keeps the request
+            del (
+                outcome
+            )  # an error refers to this frame; a reference back would be a cycle that keeps the request
 
     async def outcomes(
         self, message: WireMessage, decode: Callable[[WireMessage, PixelBudget], Observation], **about: Any
     ) -> Sequence[Outcome]:
-        """Return the outcome of each observation of a message. The error of a single one is raised.
+        """Return the outcome of each observation of a message. If there is only one, its error is raised.
 
         Args:
             message: The message.
-            decode: Makes an observation from its message.
+            decode: Decodes an observation from its message.
             **about: Fields of each :class:`Request` that messages do not have.
         """
         limit = message.deadline_ms
@@ -201,8 +219,12 @@ class Service:
         return await self.infer_all(requests) if message.observations else [await self.infer(requests[0])]
 
     def reset(self, session: str = "", policy: str = "") -> None:
-        """A new episode begins: a policy that keeps state between requests forgets the session's.
-        Raises RequestError for a name that is too long, UnknownPolicyError."""
+        """Begin a new episode: a policy with state between requests forgets the session's state.
+
+        Raises:
+            RequestError: The session's name is too long.
+            UnknownPolicyError: There is no such policy.
+        """
         self.check_session(session)
         self.policies.get(policy).scheduler.policy.reset(session)
 
@@ -210,7 +232,7 @@ class Service:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Return the one that takes requests which name no policy."""
+        """The scheduler of the first policy, which answers requests without a policy's name."""
         return self.policies.get().scheduler
 
     @property
@@ -230,10 +252,10 @@ class Service:
             more["changed"] = list(deployment.changed)
         return deployment.metadata | more
 
-    # ------------------------------------------------------------------------- everything else
+    # ------------------------------------------------------------------------- keys, health and records
 
     def authorize(self, key: str | bytes | None, role: str = access.ROBOT) -> None:
-        """Raise :class:`UnauthorizedError` unless ``key`` is one of the server's for ``role``, or it has none."""
+        """Raise :class:`UnauthorizedError` unless ``key`` allows ``role``, or the server has no keys."""
         access.check_key(key, self._keys(), role)
 
     @property
@@ -241,14 +263,16 @@ class Service:
         return bool(self._keys())
 
     def robot_keys(self) -> list[str]:
-        """Return the keys with which a robot may ask for actions, for a transport that checks them itself."""
+        """Return the keys that allow requests for actions, for a transport that checks keys itself."""
         return [
             key for role, key in map(role_and_key, self._keys()) if role in ("", access.ADMIN, access.ROBOT)
         ]
 
     def health(self) -> dict[str, Any]:
-        """Status (ok, unhealthy, stopping), what is wrong, the most memory that the process had, its GPU's, and
-        counters, ready for JSON."""
+        """Return the server's health, ready for JSON: status (ok, unhealthy, stopping), problems, memory and counters.
+
+        The memory is the largest amount that the process has used. On a GPU, its memory is added.
+        """
         problems = self.problems()
         return {
             "status": "stopping" if self._stopping else "unhealthy" if problems else "ok",
@@ -268,17 +292,17 @@ class Service:
         return {name: record.stats() for name, record in self._records.items()}
 
     def _engine(self) -> dict[str, Any]:
-        """Return the first policy's bundle, what computes it and why, and the state of a faster form of it."""
+        """Return the first policy's bundle, its engine with the reason, and the state of a preparation."""
         server = self.policies.get().metadata.get("server", {})
-        found = {name: server[name] for name in ("identity", "engine", "engine_reason") if name in server}
-        return found if self.preparing is None else {**found, "prepare": self.preparing.describe()}
+        fields = {name: server[name] for name in ("identity", "engine", "engine_reason") if name in server}
+        return fields if self.preparing is None else {**fields, "prepare": self.preparing.describe()}
 
     def problems(self) -> list[str]:
-        """Why this server cannot answer requests, a sentence each; empty while it can."""
+        """Return the reasons why this server cannot answer requests, one sentence each; [] while it can."""
         return self.supervisor.problems()
 
     def tend(self) -> None:
-        """Answer requests whose deadline has passed; to be called now and then."""
+        """Answer requests whose deadline has passed. The process calls this regularly."""
         for scheduler in self.policies.schedulers:
             scheduler.expire()
 
@@ -293,17 +317,17 @@ class Service:
         return bool(self._records or self._listeners) or deployment.scheduler.policy.keeps_frames
 
     def stopping(self) -> None:
-        """Report from now on in ``health`` that the server stops."""
+        """Let ``health`` report from now on that the server stops."""
         self._stopping = True
 
     def refused(self, wire: str, client: str, error: SinewError) -> None:
-        """Count and log a request that did not get as far as ``submit``."""
+        """Count and log a request that was rejected before ``submit``."""
         job = ServingJob(Request(wire, _never, client))
         self._tell(job, error, self._account(job, error))
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:
-        """Wrap everything before ``submit``: rejections inside are counted and logged."""
+        """Wrap the code before ``submit``, so that rejections inside the block are counted and logged."""
         try:
             yield
         except SinewError as error:
@@ -312,12 +336,12 @@ class Service:
 
     @staticmethod
     def check_session(name: str) -> None:
-        """Raise RequestError for a session's name that is too long."""
+        """Raise RequestError if a session's name is too long."""
         if len(name) > MAX_SESSION:
             raise RequestError(f"session: expected at most {MAX_SESSION} characters, got {len(name)}")
 
     def _account(self, job: ServingJob, outcome: Outcome) -> float:
-        """Count and log an outcome; return seconds since the request's arrival."""
+        """Count and log an outcome. Return the seconds since the request's arrival."""
         request, now = job.request, time.perf_counter()
         seconds = now - request.arrived
         missed = job.deadline is not None and now > job.deadline
@@ -331,14 +355,14 @@ class Service:
         return seconds
 
     def _tell(self, job: ServingJob, outcome: Outcome, seconds: float) -> None:
-        """Tell the listeners and the metrics. A robot's reply is sent before that."""
+        """Call the listeners, and update the metrics. The robot's reply is sent before."""
         for listener in self._listeners:
             listener(job, outcome, seconds)
         self.metrics.count()
 
 
 def _safe(job: ServingJob, outcome: Outcome) -> Outcome:
-    """Return the outcome as it may be sent to a robot."""
+    """Return the outcome in the form that may be sent to a robot: within the limits, with all warnings."""
     if not isinstance(outcome, ActionChunk):
         return outcome
     if job.deployment is not None:
@@ -360,13 +384,13 @@ def _safe(job: ServingJob, outcome: Outcome) -> Outcome:
 
 
 def printable(error: SinewError) -> str:
-    """For a log: an error may quote what a client sent, of any length and with line breaks in it."""
+    """Return an error as one short line for a log. Its text may contain a client's text of any length."""
     text = str(error)[:300]
     return text if text.isprintable() else repr(text)
 
 
 def _entry(job: ServingJob, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
-    """A line of the access log: who, when, how long; nothing of what was seen, said or done."""
+    """Return a line of the access log: client, time and duration, but no frames, texts or actions."""
     request, seen = job.request, job.observation
     entry: dict[str, Any] = {
         "time": round(time.time(), 3),

@@ -14,58 +14,62 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-STUCK_S = 60.0  # a stage that runs for longer is taken for one that never ends
-RESTARTS = 3  # restarts of one thread,
-RESTARTS_S = 60.0  # in this time; then it stays dead
+STUCK_S = 60.0  # a stage that runs for more seconds is treated as one that never ends
+RESTARTS = 3  # largest number of restarts of a thread within RESTARTS_S; then it stays dead
+RESTARTS_S = 60.0  # seconds
 
 
 class Supervisor:
-    """stuck_s: how long one request may decode or compute before the server calls itself unhealthy; after twice that
-    time of being unhealthy, it is ``hopeless``. 0: never."""
+    """Restarts threads, and collects the problems of a server.
+
+    Args:
+        stuck_s: Seconds for which one request may decode or compute before the server is unhealthy. If the server is
+            unhealthy for the same time again, it is ``hopeless``. 0 sets no limit.
+    """
 
     def __init__(self, stuck_s: float = STUCK_S):
         self.stuck_s = stuck_s
         self._lock = threading.Lock()
         self._dead: list[str] = []
         self._checks: list[Callable[[], str | None]] = []
-        self._since: float | None = None  # when the first of the present problems was seen
+        self._since: float | None = None  # time at which the first of the present problems was detected
 
     def thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        """Start a daemon thread that runs ``run`` to its end, again if an exception of any kind ends it."""
-        made = threading.Thread(target=self._keep, args=(name, run), name=name, daemon=True)
-        made.start()
-        return made
+        """Start a daemon thread that runs ``run`` to its end. If an exception ends it, ``run`` is called again."""
+        thread = threading.Thread(target=self._keep, args=(name, run), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def watch(self, check: Callable[[], str | None]) -> None:
-        """Ask ``check`` with each ``problems``: a sentence if something is wrong, or None. It must not block."""
+        """Call ``check`` in each :meth:`problems`. It returns a sentence or None, and must not block."""
         self._checks.append(check)
 
     def forget(self, check: Callable[[], str | None]) -> None:
-        """Ask ``check`` no more."""
+        """Remove ``check``."""
         if check in self._checks:
             self._checks.remove(check)
 
     def problems(self) -> list[str]:
-        """What keeps this server from answering, a sentence each; empty while all is well."""
+        """Return the problems that keep this server from answering, one sentence each; [] without problems."""
         with self._lock:
-            found = list(self._dead)
-        found += [problem for check in list(self._checks) if (problem := check()) is not None]
-        if not found:
+            problems = list(self._dead)
+        problems += [problem for check in list(self._checks) if (problem := check()) is not None]
+        if not problems:
             self._since = None
         elif self._since is None:
             self._since = time.monotonic()
-            logger.error("unhealthy: %s", "; ".join(found))
-        return found
+            logger.error("unhealthy: %s", "; ".join(problems))
+        return problems
 
     def hopeless(self) -> str | None:
-        """Return why this process should end, so that its supervisor starts it again; None if it should not."""
-        found = self.problems()
+        """Return the reason why this process should end, so that its supervisor starts it again; else None."""
+        problems = self.problems()
         if self._dead:
-            return "; ".join(found)
-        if found and self.stuck_s and self._since is not None:
+            return "; ".join(problems)
+        if problems and self.stuck_s and self._since is not None:
             lasted = time.monotonic() - self._since
             if lasted > self.stuck_s:
-                return f"{'; '.join(found)}, for {lasted:.0f} s"
+                return f"{'; '.join(problems)}, for {lasted:.0f} s"
         return None
 
     def _keep(self, name: str, run: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes of memory that a policy takes: its weights, and what it computes with."""
+    """Bytes of memory that a policy takes: its weights and its activations."""
 
     weights: int
     activations: int = 0
@@ -49,17 +49,17 @@ class Swapper:
 
     Args:
         service: The service.
-        open: Finds, loads and warms up a source. Raises SinewError.
+        open: Finds, loads and warms up a policy from its source. Raises SinewError.
         need: Computes the memory of a source without loading it.
         source: Source of the first policy.
-        budget: Bytes of all policies together; None for no limit.
-        why: Origin of that number, for messages.
+        budget: Bytes of all policies together; None sets no limit.
+        why: Origin of the budget, for messages.
     """
 
     def __init__(
         self,
         service: Service,
-        open: Callable[[str], Deployment],  # noqa: A002 - what it does
+        open: Callable[[str], Deployment],  # noqa: A002 - the name states the action
         need: Callable[[str], MemoryNeed],
         source: str,
         budget: int | None = None,
@@ -67,9 +67,8 @@ class Swapper:
     ):
         self._service, self._open, self._need = service, open, need
         self._first, self._budget, self._why = source, budget, why
-        self._needs: dict[
-            str, MemoryNeed
-        ] = {}  # name -> memory; that of the first policy is computed on request
+        # Name -> memory. The memory of the first policy is computed on request.
+        self._needs: dict[str, MemoryNeed] = {}
         self._forms = Forms()
         self._changing = threading.Lock()
 
@@ -82,15 +81,15 @@ class Swapper:
         need: MemoryNeed | None = None,
         check: Callable[[Deployment], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """Replace a name's policy by ``source``, and return when the old one has sent its last answer.
+        """Load a policy under a name. If it replaces one, return when the old policy has sent its last answer.
 
-        Streams of the old policy end, and begin again with their next samples.
+        Streams of the old policy end. They begin again with their next samples.
 
         Args:
             name: Name of the policy.
             source: The new policy's source.
             accept: Parts of the form (sinew_client.form) that may differ from the old policy's. Robots get a warning.
-            need: Memory of the policy, if it is known, because the same policy is in use.
+            need: Memory of the policy, if it is known because the same policy is in use.
             check: Raises RequestError if the opened policy must not be used.
 
         Raises:
@@ -106,25 +105,25 @@ class Swapper:
             else:
                 self._needs.setdefault(name, need)
             self._check_budget(need)
-            found = self._open(source)
+            deployment = self._open(source)
             loaded = time.perf_counter()
             changed: tuple[str, ...] = ()
             try:
-                check(found)
+                check(deployment)
                 if name in self._service.policies.names:
                     standing = self._service.policies.get(name).spec
-                    changed = self._forms.check(name, standing, found.spec, accept)
+                    changed = self._forms.check(name, standing, deployment.spec, accept)
             except RequestError:
-                found.scheduler.drain()
+                deployment.scheduler.drain()
                 raise
-            found = replace(found, changed=changed)
-            self._forms.put(name, found.spec)
-            self._drain(self._service.policies.put(name, found))
+            deployment = replace(deployment, changed=changed)
+            self._forms.put(name, deployment.spec)
+            self._drain(self._service.policies.put(name, deployment))
             self._needs[name] = need
         took: dict[str, Any] = {
             "name": name,
-            "policy": found.spec.name,
-            **({"identity": found.identity} if found.identity else {}),
+            "policy": deployment.spec.name,
+            **({"identity": deployment.identity} if deployment.identity else {}),
             "memory_mib": round(need.total / 2**20, 1),
             "load_s": round(loaded - begun, 3),
             "drain_s": round(time.perf_counter() - loaded, 3),
@@ -139,14 +138,17 @@ class Swapper:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the first policy and its successor may take in addition to the others; None for no limit."""
+        """Bytes that the first policy and its successor may take besides other policies; None without a limit."""
         others = sum(each.total for name, each in self._needs.items() if name != DEFAULT)
         return None if self._budget is None else self._budget - others
 
     def unload(self, name: str) -> dict[str, Any]:
-        """Take a policy out, and return when it has answered its last request; later ones are refused.
+        """Remove a policy, and return when it has answered its last request. New requests are rejected.
 
-        Raises BusyError during another change, UnknownPolicyError, and RequestError for the first policy.
+        Raises:
+            BusyError: Another change is in progress.
+            UnknownPolicyError: There is no such policy.
+            RequestError: The first policy cannot be removed.
         """
         with _only(self._changing):
             begun = time.perf_counter()
@@ -163,7 +165,7 @@ class Swapper:
         old.drain()
         self._service.policies.retired(old)
         del old
-        # What was there when the server began (process.py): it may go now, too
+        # Objects from the start of the server are frozen (process.py). The old policy's may be freed now.
         frozen = gc.get_freeze_count()
         gc.unfreeze()
         gc.collect()
@@ -173,7 +175,7 @@ class Swapper:
     def _check_budget(self, need: MemoryNeed) -> None:
         if self._budget is None:
             return
-        if DEFAULT not in self._needs:  # to compute it takes seconds
+        if DEFAULT not in self._needs:  # computed here, because the computation takes seconds
             self._needs[DEFAULT] = self._need(self._first)
         free = self._budget - sum(each.total for each in self._needs.values())
         if need.total > free:
@@ -186,7 +188,7 @@ class Swapper:
 
 @contextlib.contextmanager
 def _only(lock: threading.Lock) -> Iterator[None]:
-    """Hold a lock without waiting. Raises BusyError if it is taken."""
+    """Take a lock for the block, without waiting. Raises BusyError if another thread has it."""
     if not lock.acquire(blocking=False):
         raise BusyError("another change of the policies is in progress; try again later")
     try:
@@ -199,7 +201,7 @@ FORM = (
     "cameras", "state.dim", "state.names", "state.units", "action.dim", "action.names", "action.units", "chunk_size",
     "noise", "control_hz", "embodiment", "motion", "keys",
 )  # fmt: skip
-"""Lists what a form has (sinew_client.form). ``accept`` takes these, and names and units of both vectors at once."""
+"""The parts of a form (sinew_client.form). ``accept`` takes these, and "names" and "units" for both vectors."""
 _BOTH = {"names": ("state.names", "action.names"), "units": ("state.units", "action.units")}
 
 
@@ -215,9 +217,19 @@ class Forms:
     def check(
         self, name: str, old: PolicySpec, new: PolicySpec, accept: Sequence[str] = ()
     ) -> tuple[str, ...]:
-        """Return the differences of ``new``, a sentence each, all of them named in ``accept``.
+        """Compare the form of a new policy with that of the present policy.
 
-        Raises RequestError with all other differences, because robots of the old policy would not know them.
+        Args:
+            name: Name of the policy.
+            old: Specification of the present policy.
+            new: Specification of the new policy.
+            accept: Parts that may differ.
+
+        Returns:
+            The differences, one sentence each.
+
+        Raises:
+            RequestError: Parts differ that ``accept`` does not name. The robots are not prepared for them.
         """
         if unknown := [each for each in accept if each not in (*FORM, *_BOTH)]:
             raise RequestError(
@@ -231,7 +243,7 @@ class Forms:
             for key, text in differences.items()
             if key.partition(".")[0] not in accepted and key not in accepted
         ]:
-            remedy = '"accept" names what the robots are prepared for'  # first, as a long sentence is cut
+            remedy = '"accept" names what the robots are prepared for'  # first, because long messages are cut
             raise RequestError(f"source ({remedy}): {'; '.join(refused)}")
         return tuple(differences.values())
 

@@ -1,4 +1,4 @@
-"""What a wire is: one protocol of clients, and the server that answers it on one address."""
+"""A wire: one protocol of clients, and the server that answers it at one address."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from sinew.serve.service import Service
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """port: where the field's clients expect it. transport: what moves its bytes.
+    """The description of a protocol.
 
-    codec: ``module:name`` of what translates them: over zeromq the class of a codec, over websocket a ``Dialect``, over
-    http ``Routes``, which share one server with the others of their port; over grpc and zenoh the class of the whole
-    server.
+    Attributes:
+        name: Name of the protocol.
+        port: Port that clients of other projects expect.
+        about: One line about the protocol.
+        transport: The transport of its messages.
+        codec: ``module:name`` of the object that encodes and decodes messages. For zeromq it is the class of a codec,
+            for websocket a ``Dialect``, and for http ``Routes``. Protocols over websocket and http on one port share
+            one server. For grpc and zenoh it is the class of the whole server.
     """
 
     name: str
@@ -28,28 +33,34 @@ class Wire:
 
     @property
     def web(self) -> bool:
-        """Return True if it shares one HTTP server with the others of its port."""
+        """True if the protocol shares one HTTP server with other protocols on its port."""
         return self.transport in ("websocket", "http")
 
     def load(self) -> Any:
-        """Import what ``codec`` names. Nothing of a wire is imported before it is wanted."""
+        """Import the object that ``codec`` names. No module of a protocol is imported before it is used."""
         module, _, name = self.codec.partition(":")
         return getattr(import_module(module), name)
 
 
 class Listener(Protocol):
-    """One or more wires on one address. The constructor claims the address (AddressError if it is taken), so that a
-    mistake shows before the model is loaded; until ``start`` clients wait."""
+    """One or more protocols at one address.
+
+    The constructor opens the port, so that an error shows before the model is loaded. It raises AddressError if the
+    port is in use. Until ``start``, clients wait.
+    """
 
     name: str
-    address: str  # what a client connects to, with its scheme
-    dashboard: str  # what a browser opens; "" where there is no page
+    address: str  # address for clients, with its scheme
+    dashboard: str  # address for browsers; "" without a page
 
     def start(self, service: Service) -> None:
-        """Begin to answer, on threads of its own. Returns at once."""
+        """Begin to answer on its own threads. This returns at once."""
 
     def stop(self) -> None:
-        """Hand over the answers that are there, close and free the port. Also when never started."""
+        """Send the finished answers and close the port. It may be called without ``start``."""
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
-        """A program in lines that runs as it is and asks this server for one chunk, with the field's own client."""
+        """Return the lines of a complete program that requests one chunk from this server.
+
+        It uses the protocol's own client library.
+        """
