@@ -1,7 +1,7 @@
-"""The command line: ``sinew VERB``. One file per verb, imported when it is used.
+"""The command line: ``sinew VERB``. Each command has its own file, which is imported when the command is used.
 
-A verb is a plain function with a typed signature; what it returns is the exit code (None is 0). It raises
-:class:`sinew.core.SinewError` for everything a user can mend.
+A command is a plain function with a typed signature. Its result is the exit code (None is 0). It raises
+:class:`sinew.core.SinewError` for all errors that a user can fix.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from sinew.core.extras import MissingPackageError
 
 
 def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
-    """Return the program. config: a file with flags of verbs. asked: the words of a command line, whose verb's help
-    then says all of its docstring and not the summary alone, for which no module has to be imported."""
+    """Build the program.
+
+    Args:
+        config: File with flags of commands.
+        asked: The words of a command line. The help of its command is the complete docstring. All other commands have
+            only their summary, so that their modules are not imported.
+    """
     app = App(
         name="sinew",
         help="Real-time inference for vision-language-action policies.",
@@ -62,7 +67,7 @@ def build_app(config: Path | None = None, asked: Sequence[str] = ()) -> App:
 
 
 def _default(value: Any) -> str | None:
-    """Return a default as the help shows it; what is absent or off is not worth a word."""
+    """Return a default in the form of the help; None for defaults that are absent or off."""
     return None if value in ((), [], "", None) or value is False else str(value)
 
 
@@ -84,11 +89,11 @@ def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **o
 
 
 def _absent() -> None:
-    """Stand for a verb whose distribution is not installed: `main` prints how to get it."""
+    """Take the place of a command whose distribution is not installed. `main` prints how to install it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Arguments are those after the program's name."""
+    """Run one command, and return the exit code. ``argv`` has the words after the program's name."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(tokens, "--debug") or os.environ.get("SINEW_DEBUG", "") not in ("", "0")
     terminal.take_json(tokens)
@@ -113,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return result if isinstance(result, int) else 0
     except CycloptsError:
-        return EXIT_USAGE  # cyclopts has already printed what is wrong with the arguments
+        return EXIT_USAGE  # cyclopts has already printed the error in the arguments
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`sinew inspect … | head`). Python flushes stdout once more at exit.
+        # The reader of the pipe has ended (`sinew inspect … | head`). Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:
@@ -128,11 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.listen(before[0])
         progress.tell(before[1])
-        terminal.take_json([])  # what one command asked for is not said to the next
+        terminal.take_json([])  # the next command must not inherit this setting
 
 
 def _words(error: Exception) -> str:
-    """One line for a user: what can be mended is said as it is, the rest is called what it is."""
+    """Return an error as one line for the user. An unexpected error is named as a fault of this program."""
     if isinstance(error, SinewError):
         return str(error)
     if isinstance(error, ImportError) and isinstance(error.__cause__, ModuleNotFoundError):
@@ -153,8 +158,8 @@ def _print_error(console: Console, message: str) -> None:
 
 
 def _take_flag(tokens: list[str], flag: str) -> bool:
-    """Remove a flag that may stand anywhere before ``--``."""
+    """Remove a flag at any position before ``--``. Return True if it was there."""
     end = tokens.index("--") if "--" in tokens else len(tokens)
-    found = flag in tokens[:end]
+    present = flag in tokens[:end]
     tokens[:end] = [token for token in tokens[:end] if token != flag]
-    return found
+    return present

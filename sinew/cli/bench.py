@@ -1,6 +1,6 @@
-"""``sinew bench``: where the milliseconds of a bundle go on this machine, or those of a server's answers.
+"""``sinew bench``: the times of a bundle's stages on this machine, or of a server's answers.
 
-Of a bundle load, warm-up and steady state are timed apart; a server is asked by ``bench_server.py``.
+For a bundle, load, warm-up and steady state are timed separately. ``bench_server.py`` times a server.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def bench(
         observe = partial(make_observation, size=size, prompt=prompt, solver_steps=solver_steps)
         return print_ladder(Path(target), runs, options, observe)
     with progress.task("import", PHASES + runs) as advance:
-        found = measure(
+        report = measure(
             Path(target),
             runs,
             options,
@@ -111,7 +111,7 @@ def bench(
             fit_steps=counts,
             pauses=pauses,
         )
-    result = found.record | {"stages_ms": stage_statistics(found.timings, found.totals, found.apart)}
+    result = report.record | {"stages_ms": stage_statistics(report.timings, report.totals, report.apart)}
     if deadline_ms is not None:
         totals = np.array(result["samples_ms"]["total"])
         misses = int((totals > deadline_ms).sum())
@@ -124,12 +124,12 @@ def bench(
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
-    """Read the report of an earlier run. Raises :class:`SinewError` for a file that is not such a report."""
+    """Read the report of an earlier run. Raises :class:`SinewError` if the file is not such a report."""
     try:
-        found = read_json(path, MAX_BASELINE)
-        _work(found)
-        if np.asarray(found["samples_ms"]["total"], np.float64).size and found["schema"] == SCHEMA:
-            return found
+        report = read_json(path, MAX_BASELINE)
+        _work(report)
+        if np.asarray(report["samples_ms"]["total"], np.float64).size and report["schema"] == SCHEMA:
+            return report
     except OSError as error:
         raise SinewError(f"--baseline {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError):
@@ -140,9 +140,15 @@ def read_baseline(path: Path) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bool:
-    """Print the median over the baseline's and return whether it is slower; what was compared enters the result.
+    """Compare the median with the baseline's, print the ratio, and add it to the result.
 
-    Raises :class:`SinewError` where the work or the machine is another one; engine and precision may differ.
+    Engine and precision may differ from the baseline.
+
+    Returns:
+        True if the run is slower than allowed.
+
+    Raises:
+        SinewError: The work or the machine differs.
     """
     for (name, was), (_, now) in zip(_work(before).items(), _work(result).items(), strict=True):
         if was != now:
@@ -162,7 +168,7 @@ def compare(before: dict[str, Any], result: dict[str, Any], slower: float) -> bo
 
 
 def _work(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the properties that two comparable runs share."""
+    """Return the properties that must be equal in two runs for a comparison."""
     policy, machine = record["policy"], record["hardware"]
     names = ("architecture", "device", "frames", "chunk_size", "solver_steps", "prompt_tokens")
     return {"cpu": machine["cpu"], "cores": machine["cores"], "threads": record["threads"]} | {
@@ -171,7 +177,7 @@ def _work(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_ladder(bundle: Path, runs: int, options: dict[str, Any], observe: Observe) -> int:
-    """Time every engine and print a row for each as it comes. Return 1 where none ran."""
+    """Time every engine, and print a row for each. Return 1 if no engine ran."""
     console, rungs = terminal.console(), list[EngineResult]()
     with progress.task(f"timing {bundle.name}", len(BACKENDS)) as advance:
         for rung in climb(bundle, runs, options, observe, advance):
@@ -254,7 +260,7 @@ def print_report(result: dict[str, Any]) -> None:
 
 
 def print_roofline(record: dict[str, Any], stages: dict[str, Any]) -> None:
-    """``stages``: the report's own, for the medians."""
+    """Print the comparison with the machine's peaks. ``stages`` has the report's statistics, for the medians."""
     console = terminal.console()
     if "reason" in record:
         console.print(f"roofline: {record['reason']}")
@@ -288,7 +294,7 @@ def _mib(count: int) -> str:
 
 
 def parse_steps(text: str) -> tuple[int, ...]:
-    """``"1,2,5"`` to numbers of solver steps, each once. A line needs two."""
+    """Parse numbers of solver steps, such as ``"1,2,5"``. A fit needs at least two different numbers."""
     parts = text.split(",")
     if not all(part.strip().isdigit() and 1 <= int(part) <= 1000 for part in parts) or len(set(parts)) < 2:
         raise ObservationError("--fit-steps", "two numbers or more of 1 to 1000, as 1,2,5,10", repr(text))
@@ -296,7 +302,7 @@ def parse_steps(text: str) -> tuple[int, ...]:
 
 
 def _image_size_of(text: str | None) -> tuple[int, int] | None:
-    """Return height and width of ``480x640``; None where the flag is absent. Raises :class:`ObservationError`."""
+    """Parse height and width, such as ``480x640``; None if the flag is absent. Raises :class:`ObservationError`."""
     if text is None:
         return None
     height, _, width = text.lower().partition("x")

@@ -1,4 +1,4 @@
-"""``sinew bench ADDRESS``: how long a server takes to answer, stage by stage, seen from a client."""
+"""``sinew bench ADDRESS``: the times of a server's answers, stage by stage, measured at a client."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def ask(
     asking: AskingFlags,
     pauses: Sequence[float] = (),
 ) -> int:
-    """Send ``requests`` observations that fit the server's policy, and print a latency table. pauses: seconds without a
-    request after which the first answer is timed."""
+    """Send ``requests`` observations that fit the server's policy, and print a latency table.
+
+    ``pauses`` has the lengths of pauses in seconds. After each pause, the first answer is timed.
+    """
     key = api_key_of(asking.api_key_file)
     jpeg_quality = asking.jpeg_quality
     with Client(address, timeout=asking.timeout, jpeg_quality=jpeg_quality, api_key=key) as server:

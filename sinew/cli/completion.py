@@ -1,4 +1,4 @@
-"""``sinew --completion``: what completes verbs, flags and choices in a shell."""
+"""``sinew --completion``: scripts that complete commands, flags and choices in a shell."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Literal
 
 from sinew.cli.verbs import commands
 
-# Flags of every verb, which the program takes before a verb sees its own.
+# Flags of every command. The program removes them before it parses the command's own flags.
 EVERYWHERE = {
     "json": "the result as JSON",
     "debug": "the traceback of an error",
     "config": "a file with flags",
 }
 HELP = "Display this message and exit."
-# A file that zsh loads for a completion is its function; one that is read at the start has to tell of it.
+# If zsh loads the file for a completion, the file is the function. If zsh reads the file at its start, the file must
+# register the function.
 ZSH = """
 if [ "$funcstack[1]" = "_sinew" ]; then
   _cyclopts_sinew "$@"
@@ -23,12 +24,12 @@ else
   compdef _cyclopts_sinew sinew
 fi
 """
-# What has no choices may be a file: in bash by its own default; in zsh by an action, without which no flag in front
-# of an argument is completed either.
+# A value without choices may be a file. In bash, an option of `complete` adds files. In zsh, an action adds files.
+# Without this action, zsh would also not complete flags before an argument.
 BASH = ("complete -F", "complete -o default -F")
 TEXT = r"(?:\\.|'\\''|[^':\\])*"
 BARE = re.compile(rf"^( +'(?:\d+|\*|\*?--[\w-]+\[{TEXT}\]):{TEXT})('(?: \\)?)$", re.MULTILINE)
-# Behind the program and behind a group stands a word of theirs, no file.
+# After the program and after a group comes a command, not a file.
 FISH = 'complete -c sinew -f -n "contains -- (commandline -poc)[-1] sinew {groups}"\n'
 
 

@@ -1,4 +1,4 @@
-"""``sinew convert``: an upstream checkpoint, or a bundle of an older format, becomes one bundle file."""
+"""``sinew convert``: converts an upstream checkpoint, or a bundle in an older format, to one bundle file."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def convert(
     renames = parse_renames(rename)
     if is_bundle(Path(source)):
         with progress.task(f"rewriting {source}"):
-            made, notes = upgrade(Path(source), out, options, rename=renames, name=name, no_merge=not merge)
-        return _ended(out, made.manifest.architecture, notes, start)
+            bundle, notes = upgrade(Path(source), out, options, rename=renames, name=name, no_merge=not merge)
+        return _ended(out, bundle.manifest.architecture, notes, start)
     with progress.task(f"reading {source}"):
         conversion = read(source, options)
     if renames:
-        said = (f"camera {new} is the checkpoint's {old}" for new, old in renames.items())
+        renaming = (f"camera {new} is the checkpoint's {old}" for new, old in renames.items())
         spec = rename_cameras(conversion.spec, renames)
         seen = renamed(conversion.seen, conversion.spec, spec)
-        conversion = replace(conversion, spec=spec, seen=seen, notes=(*conversion.notes, *said))
+        conversion = replace(conversion, spec=spec, seen=seen, notes=(*conversion.notes, *renaming))
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with terminal.bars(*columns) as bars:
         task = bars.add_task("", total=conversion.nbytes)

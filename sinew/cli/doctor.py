@@ -1,6 +1,6 @@
-"""``sinew doctor``: is this installation able to run a policy, and how well?
+"""``sinew doctor``: checks whether this installation can run a policy, and how well.
 
-Every check says why it passed or what to do. Exit status 1 if one failed; warnings do not fail.
+Every check prints why it passed, or what to do. The exit status is 1 if a check failed. Warnings are not failures.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def doctor(
         except SinewError as error:
             results.append(checks.Check("bundle", "fail", str(error), "give what the message expects"))
             bundle = None
-    asked: str = runs.engine
-    if asked == AUTO and bundle is not None and bundle.is_dir():  # graphs alone
-        asked = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
-    results[:0] = checks.installation(asked)
+    engine: str = runs.engine
+    if engine == AUTO and bundle is not None and bundle.is_dir():  # graphs alone
+        engine = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
+    results[:0] = checks.installation(engine)
     if bundle is not None and verify:
         with progress.task(f"reading {bundle}"):
             results.append(checks.hashes(bundle))

@@ -1,4 +1,4 @@
-"""``sinew doctor POLICY --observe ROBOT`` and ``--learn RECORDS``: is a robot wired as in the training data?"""
+"""``sinew doctor POLICY --observe ROBOT`` and ``--learn RECORDS``: compares a robot's wiring with the training data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sinew.cli.run_robot import RobotFlags
     from sinew.core import Observation
 
-OBSERVATIONS = 3  # records of which the effects of the inputs are measured
+OBSERVATIONS = 3  # number of records from which the effects of the inputs are measured
 PROMPT = "pick up the object"  # if neither the robot nor the policy has an instruction
 MARKS = {
     "wrong": "[bold red]wrong[/]",
@@ -34,13 +34,13 @@ MARKS = {
 
 
 def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> int:
-    """Look at a robot, or at a folder of records, and print what looks wrong. Exit status 1 if something does.
+    """Observe a robot, or read a folder of records, and print what looks wrong. Return 1 if there is a problem.
 
     Args:
         policy: The policy's bundle.
         on: The robot.
-        seconds: How long to look at it.
-        runs: How to load the policy to measure the effects of its inputs; None measures none.
+        seconds: Duration of the observation.
+        runs: Options to load the policy, which measures the effects of its inputs; None measures no effects.
     """
     from sinew.checks.wiring import observe as looking
     from sinew.policy import open_bundle
@@ -54,22 +54,22 @@ def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> 
                 " are"
             )
         with progress.task(f"reading {robot}"):
-            looks, found = looking.recorded(Path(robot), manifest)
+            looks, findings = looking.recorded(Path(robot), manifest)
             seen = list(islice((each.observation for each in read_records(Path(robot))), OBSERVATIONS))
         what = f"{looks} records of {robot}"
     else:
-        looks, found, seen = _live(on, manifest, seconds)
+        looks, findings, seen = _live(on, manifest, seconds)
         what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
-    wrong = sum(each.amiss for each in found)
-    untold = sum(each.level == "cannot tell" for each in found)
+    wrong = sum(each.amiss for each in findings)
+    untold = sum(each.level == "cannot tell" for each in findings)
     console = terminal.console(markup=False)
-    if found:
-        rows = ((MARKS[each.level], each.subject, each.told, each.advice) for each in found)
+    if findings:
+        rows = ((MARKS[each.level], each.subject, each.told, each.advice) for each in findings)
         terminal.console().print(terminal.findings(rows))
     compared = manifest.seen.source if manifest.seen else "the statistics of its normalisation alone"
     console.print(f"{what}; {manifest.spec.name} was trained with: {compared}")
     console.print(f"{wrong} wrong, {untold} that nothing here can tell")
-    checks = [asdict(each.check()) | asdict(each) for each in found]
+    checks = [asdict(each.check()) | asdict(each) for each in findings]
     result = {"ok": not wrong, "observed": robot, "looks": looks, "checks": checks}
     if runs is not None:
         measured = _effects(policy, seen, runs)
@@ -79,7 +79,7 @@ def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> 
 
 
 def _effects(policy: Path, seen: Sequence[Observation], runs: Runs) -> Effects | None:
-    """Measure and print the effects of the policy's inputs; None if nothing that was seen can be answered."""
+    """Measure and print the effects of the policy's inputs. Return None if the policy accepts no observation."""
     import sinew
     from sinew.checks.effects import measure
 
@@ -97,14 +97,14 @@ def _effects(policy: Path, seen: Sequence[Observation], runs: Runs) -> Effects |
             console.print(f"effects of the inputs: not measured, because {why}")
             return None
         with progress.task("measuring the effects of the inputs"):
-            found = measure(loaded, usable)
-    terminal.console().print(effects_table(found))
-    console.print(found.text())
-    return found
+            effects = measure(loaded, usable)
+    terminal.console().print(effects_table(effects))
+    console.print(effects.text())
+    return effects
 
 
 def effects_table(found: Effects) -> Table:
-    """Return the effects of the inputs as a table for people."""
+    """Return a table with the effects of the inputs."""
     rows = [(each.input, each.change, f"{100 * each.share:.3g} %", each.verdict) for each in found.effects]
     return terminal.table(
         "actions change by, in % of their spread", "input", "change", "actions", "verdict", rows=rows
@@ -112,7 +112,7 @@ def effects_table(found: Effects) -> Table:
 
 
 def records(robot: str) -> bool:
-    """Return whether what is to be looked at is a folder of records, and no robot."""
+    """Return True if the text names a folder of records, and not a robot."""
     return Path(robot).is_dir()
 
 
@@ -131,7 +131,10 @@ def _live(on: RobotFlags, manifest: Manifest, seconds: float) -> tuple[int, list
 
 
 def learn(policy: Path, folder: Path, out: Path) -> int:
-    """Write the policy's bundle once more, with what the records of the right robot show of its cameras and joints."""
+    """Write a copy of the policy's bundle that also has the appearance of the robot's cameras and joints.
+
+    The records must be from the correctly wired robot.
+    """
     from sinew.bundle.writer import rewrite
     from sinew.checks.wiring.observe import learnt
     from sinew.convert.sources import resolve

@@ -1,4 +1,4 @@
-"""``sinew export``: a bundle as a folder for machines without torch, or as vla.cpp's file."""
+"""``sinew export``: writes a bundle as a folder for machines without torch, or as a file for vla.cpp."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def export(
         if qdq:
             from sinew.lowbit.quantization import paired, paired_recipe
 
-            chosen = paired_recipe(opened, qdq)  # what is refused is said before an export
+            chosen = paired_recipe(opened, qdq)  # raises for an invalid recipe, before the export begins
 
         def also(bundle: Bundle, folder: Path) -> None:
             nonlocal error

@@ -1,4 +1,4 @@
-"""``sinew fleet``: policies on replicas of a Ray cluster, behind the wires of one process (docs/ray.md)."""
+"""``sinew fleet``: serves policies on replicas of a Ray cluster, with the protocols of one process (docs/ray.md)."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def up(config: Path, /, *, attach: Flag = False, on: Listening = LISTENING, queu
     from sinew.serve.fleet.config import read
 
     set_up_logs(on.verbose)
-    found = read(config)
+    configuration = read(config)
     ports, listen, api_key = on.prepared()
-    replicas = Fleet(found, Supervisor(0), attach, queue)
+    replicas = Fleet(configuration, Supervisor(0), attach, queue)
     process = Process(open_wires(ports, listen))
     failed: list[str] = []
     try:
@@ -62,7 +62,7 @@ def up(config: Path, /, *, attach: Flag = False, on: Listening = LISTENING, queu
 
 
 def _answer(process: Process, replicas: Fleet, api_key: Keys, deadline_ms: float | None) -> list[str]:
-    """Answer until the end; return what failed inside, a sentence each."""
+    """Answer requests until the end. Return the internal failures, one sentence each."""
     from sinew.serve.service import Service
 
     first, *others = replicas.start().items()
@@ -74,13 +74,13 @@ def _answer(process: Process, replicas: Fleet, api_key: Keys, deadline_ms: float
     text = ready_text(
         replicas.first.spec, replicas.first.describe(), tuple(process.wires), more, bool(api_key)
     )
-    with process.signals(), hints.read_by("client"):  # Ray has taken the signals
+    with process.signals(), hints.read_by("client"):  # again, because Ray has replaced the signal handlers
         process.run(service, lambda: say(text))
     return internal(service)
 
 
 def internal(service: Service) -> list[str]:
-    """Return how many requests failed by errors of this program or of a policy, in a sentence; none where none did."""
+    """Return a sentence with the number of requests that failed by internal errors; [] without such requests."""
     service.metrics.count()
     count = service.metrics.outcomes["internal"]
     return [f"{count} requests failed by internal errors; the log has the details"] if count else []

@@ -1,4 +1,4 @@
-"""``sinew hub pull`` and ``sinew hub push``: bundles from and to the Hugging Face hub."""
+"""``sinew hub pull`` and ``sinew hub push``: download bundles from the Hugging Face hub, and upload them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def pull(name: str, /, *, out: Path | None = None) -> int:
     parsed = _parse(name)
     if out is not None and out.exists():
         raise SinewError(f"--out {out}: expected a file that is not there yet")
-    found = resolve(str(parsed))
-    if not found.is_file():
+    bundle = resolve(str(parsed))
+    if not bundle.is_file():
         raise SinewError(f"{parsed}: expected a bundle or a checkpoint, got a folder of `sinew export`")
-    opened = Bundle(found)
-    with progress.task(f"comparing {found} with its hashes"):
+    opened = Bundle(bundle)
+    with progress.task(f"comparing {bundle} with its hashes"):
         changed = opened.verify()
     if changed:
         raise SinewError(
             f"{parsed}: {len(changed)} tensors differ from what was written, {changed[0]} first; remove"
-            f" {found.resolve()} to fetch it again"
+            f" {bundle.resolve()} to fetch it again"
         )
     if out is not None:
-        found = hub.copy(found, out)
+        bundle = hub.copy(bundle, out)
     manifest = opened.manifest
     compared = "every tensor is as it was written" if opened.hashes else "it has no hashes to compare with"
     terminal.console(markup=False).print(
-        f"{found}: {manifest.name} ({manifest.architecture}), {found.stat().st_size / 1e6:.1f} MB; {compared}"
+        f"{bundle}: {manifest.name} ({manifest.architecture}), {bundle.stat().st_size / 1e6:.1f} MB; {compared}"
     )
     terminal.emit(
-        {"source": str(parsed), "bundle": str(found), "name": manifest.name, "verified": bool(opened.hashes)}
+        {"source": str(parsed), "bundle": str(bundle), "name": manifest.name, "verified": bool(opened.hashes)}
     )
     return 0
 

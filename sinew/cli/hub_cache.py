@@ -1,4 +1,4 @@
-"""``sinew hub cache``: the checkpoints that verbs have converted on first use."""
+"""``sinew hub cache``: lists, shows and removes the checkpoints that commands have converted on first use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sinew.cli.options import Flag
 from sinew.convert.sources import cache
 from sinew.core import SinewError
 
-KEY = 12  # digits of a key that are shown; any unambiguous beginning is understood
+KEY = 12  # printed digits of a key; commands accept any unambiguous beginning of a key
 
 
 def list_entries() -> int:
     """List the checkpoints that were converted on first use, with their keys and sizes."""
-    found = cache.entries()
-    good = [entry for entry in found if isinstance(entry, cache.CacheEntry)]
-    bad = [str(entry) for entry in found if not isinstance(entry, cache.CacheEntry)]
+    entries = cache.entries()
+    good = [entry for entry in entries if isinstance(entry, cache.CacheEntry)]
+    bad = [str(entry) for entry in entries if not isinstance(entry, cache.CacheEntry)]
     console = terminal.console(markup=False)
-    if found:
+    if entries:
         table = terminal.plain("key", "policy", "architecture", ">size", "converted", "source")
         for entry in good:
             said, size = entry.record, f"{entry.nbytes / 1e6:.1f} MB"
@@ -30,7 +30,7 @@ def list_entries() -> int:
         for path in bad:
             table.add_row("damaged", path)
         console.print(table)
-    console.print(f"{len(found)} in {cache.folder()}")
+    console.print(f"{len(entries)} in {cache.folder()}")
     terminal.emit({"folder": str(cache.folder()), "entries": [_row(entry) for entry in good], "damaged": bad})
     return 0
 
@@ -42,24 +42,24 @@ def show(entry: str, /, *, verify: Flag = False) -> int:
         entry: Cache key or policy name, or the beginning of either.
         verify: Read the whole bundle and compare every tensor with its hash.
     """
-    found = cache.find(entry)
-    damage, stale = found.damage(whole=verify), found.stale()
+    cached = cache.find(entry)
+    damage, stale = cached.damage(whole=verify), cached.stale()
     compared = "every tensor" if verify else "size and header"
-    console, said = terminal.console(markup=False), found.record
+    console, record = terminal.console(markup=False), cached.record
     for name, text in (
-        ("policy", f"{said.name} ({said.architecture})"),
-        ("bundle", f"{found.bundle}, {said.bytes / 1e6:.1f} MB"),
-        ("source", said.source),
-        ("made", f"{said.made} by sinew {said.converter} in {said.seconds:.1f} s"),
+        ("policy", f"{record.name} ({record.architecture})"),
+        ("bundle", f"{cached.bundle}, {record.bytes / 1e6:.1f} MB"),
+        ("source", record.source),
+        ("made", f"{record.made} by sinew {record.converter} in {record.seconds:.1f} s"),
         *(
             ("file", f"{file.name}, {file.bytes} bytes, {file.sha256[:16]}")
-            for file in [*said.files, *said.outside]
+            for file in [*record.files, *record.outside]
         ),
-        *(("note", note) for note in said.notes),
+        *(("note", note) for note in record.notes),
         ("state", damage or stale or f"as it was written ({compared} compared)"),
     ):
         console.print(f"{name:8} {text}")
-    terminal.emit({**_row(found), "record": msgspec.to_builtins(said), "damage": damage, "stale": stale})
+    terminal.emit({**_row(cached), "record": msgspec.to_builtins(record), "damage": damage, "stale": stale})
     return 1 if damage else 0
 
 
@@ -87,13 +87,13 @@ def remove(
 
 
 def _row(entry: cache.CacheEntry) -> dict[str, Any]:
-    said = entry.record
+    record = entry.record
     return {
         "key": entry.key,
-        "name": said.name,
-        "architecture": said.architecture,
+        "name": record.name,
+        "architecture": record.architecture,
         "bytes": entry.nbytes,
-        "made": said.made,
-        "source": said.source,
+        "made": record.made,
+        "source": record.source,
         "bundle": str(entry.bundle),
     }

@@ -1,4 +1,4 @@
-"""``sinew infer``: one observation from files and flags, one action chunk on the terminal."""
+"""``sinew infer``: computes one action chunk for one observation from files and flags, and prints it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.serve.replay import Replay
 
-ROWS = 10  # actions of a chunk that are printed
+ROWS = 10  # number of a chunk's actions that are printed
 
 
 def infer(
@@ -77,7 +77,7 @@ def infer(
         advantage=advantage,
         guidance_scale=guidance_scale,
     )
-    # Mistakes show before torch is imported and gigabytes are read.
+    # Checked here, so that errors appear before torch is imported and gigabytes are read.
     Processor(manifest, **cameras.allowed).check(observation)
     with progress.task(f"loading {bundle}"):
         policy = Policy(opened, **runs.keywords(), **options)
@@ -102,7 +102,7 @@ def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:
 
 
 def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
-    """Print the chunk as a table of its first :data:`ROWS` actions, and what took how long."""
+    """Print a table of the chunk's first :data:`ROWS` actions, and the times of the stages."""
     spec = policy.spec
     names = spec.action.labels or tuple(map(str, range(spec.action.dim)))
     table = terminal.table(
@@ -116,7 +116,7 @@ def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
     if len(shown) < len(chunk.actions):
         table.caption = f"the first {len(shown)} of {len(chunk.actions)}; --json has all"
     console = terminal.console()
-    # A robot with many joints needs more columns than a terminal: let the lines run over, never cut digits.
+    # A robot with many joints needs more columns than a terminal. The lines then wrap, but no digit is cut off.
     if len(chunk.actions):
         console.print(table, width=max(console.width, 12 * len(names)), soft_wrap=True)
     timing = chunk.timing
@@ -134,7 +134,7 @@ def print_chunk(chunk: ActionChunk, policy: Policy) -> None:
 
 
 def running(policy: Policy | Replay) -> str:
-    """What runs a policy, and why, in one line."""
+    """Return a line with the engine, the precision and the device of a policy, and the reasons for them."""
     about = policy.describe()
     assigned = f", {about['assigned']}" if about.get("assigned") else ""
     return (

@@ -1,4 +1,4 @@
-"""``sinew inspect``: everything a bundle says about itself."""
+"""``sinew inspect``: prints the content of a bundle's header."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def inspect(
 
 
 def show(bundle: Bundle, all_tensors: bool) -> None:
-    """Print what a bundle holds, its configuration and its tensors."""
+    """Print the facts about a bundle, its configuration and its tensors."""
     from sinew.cli.inspect_tables import config_table, tensor_table
 
     console = terminal.console()

@@ -1,4 +1,4 @@
-"""The tables of ``sinew inspect``: a configuration, tensors, what the plan's rewrites save, what stages cost."""
+"""The tables of ``sinew inspect``: configuration, tensors, savings of the plan's rewrites, and costs of the stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.cli import terminal
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
-LONG = 200  # characters of a value that is shown whole
+LONG = 200  # largest number of characters of a value that is printed completely
 
 
 def config_table(config: dict[str, Any]) -> Table:
@@ -25,7 +25,7 @@ def config_table(config: dict[str, Any]) -> Table:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a configuration; of a long text, such as a tokenizer, its size."""
+    """Return a value of a configuration as text. For a long text, such as a tokenizer, return its size."""
     text = str(value)
     return text if not isinstance(value, str) or len(text) <= LONG else f"a text of {len(text)} characters"
 
@@ -36,8 +36,8 @@ def tensor_table(bundle: Bundle, all_tensors: bool) -> Table:
         rows = ((escape(t.name), "x".join(map(str, t.shape)), t.type.name, str(t.nbytes)) for t in infos)
         return terminal.plain("tensor", "shape", "type", "bytes", rows=rows)
     table = terminal.plain("module", "tensors", "parameters", "MB", "stored as", "weight error")
-    found = bundle.manifest.quantization
-    errors = {} if found is None else found.weight_error
+    quantization = bundle.manifest.quantization
+    errors = {} if quantization is None else quantization.weight_error
     groups: dict[str, list] = defaultdict(list)
     for t in bundle.infos.values():
         groups[t.name.split(".")[0]].append(t)

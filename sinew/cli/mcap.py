@@ -1,4 +1,4 @@
-"""``sinew recording mcap`` and ``sinew recording rrd``: a recording for people, in Foxglove, PlotJuggler or Rerun."""
+"""``sinew recording mcap`` and ``sinew recording rrd``: write a recording for Foxglove, PlotJuggler or Rerun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Named:
     hz: PositiveIfAny = None
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments of what writes a recording."""
+        """Return the arguments of the function that writes a recording."""
         from sinew.policy import open_bundle
 
         if self.bundle is None:

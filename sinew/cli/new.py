@@ -1,4 +1,4 @@
-"""``sinew new``: a package of somebody's own that works before a line of it is changed."""
+"""``sinew new``: writes a package of the user's own, which works before the user changes a line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sinew.engine.backend import BACKENDS
 from sinew.serve.wires import WIRES
 
 TEMPLATES = Path(__file__).parent / "templates"
-SUFFIX = "-tpl"  # suffix of a template's programs, so that they are not taken for modules of this package
+SUFFIX = "-tpl"  # suffix of a template's programs, so that they are not modules of this package
 FORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-MOST = 50  # characters of a name, which families and classes carry
+MOST = 50  # largest number of characters in a name, which becomes part of class names
 
 
-# Kind -> group of its entry point, and what that names.
+# Kind -> group of its entry point, and the object that the entry point names.
 KINDS = {
     "family": ("sinew.families", "our_name"),
     "engine": ("sinew.engines", "our_name:BACKEND"),
@@ -59,18 +59,18 @@ def new(
 
 
 def check(kind: str, name: str) -> None:
-    """Raise :class:`SinewError` unless a package of this kind, what it brings and its classes may have this name."""
+    """Raise :class:`SinewError` if a package of this kind, its extension or its classes cannot have this name."""
     if not FORM.fullmatch(name) or len(name) > MOST:
         near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
         hint = f"; did you mean {near!r}?" if near != name and FORM.fullmatch(near) else ""
         form = f"at most {MOST} small letters and digits, words joined by '_'"
         raise SinewError(f"name: expected {form}, got {name!r}{hint}")
-    known: dict[str, Iterable[str]] = {
+    taken_names: dict[str, Iterable[str]] = {
         each: (each,) for each in {"engine": BACKENDS, "wire": WIRES, "robot": EMBEDDED}.get(kind, ())
     }
     if kind == "family":
-        known = {each.name: (each.name, *each.models, *each.published()) for each in families()}
-    for owner, words in known.items():
+        taken_names = {each.name: (each.name, *each.models, *each.published()) for each in families()}
+    for owner, words in taken_names.items():
         if plain(name) in map(plain, words):
             raise SinewError(f"name: expected one that no {kind} has, got {name!r}, which {owner} has")
     if keyword.iskeyword(name) or (TEMPLATES / kind / name).exists() or find_spec(name) is not None:
@@ -78,18 +78,21 @@ def check(kind: str, name: str) -> None:
 
 
 def named(text: str, name: str) -> str:
-    """Return a template's text with a name in the places of its own."""
+    """Replace the placeholder names in a template's text by a name."""
     names = {
         "our_name": name,
         "our-name": name.replace("_", "-"),
         "OurName": "".join(map(str.capitalize, name.split("_"))),
     }
-    return re.sub("|".join(names), lambda found: names[found[0]], text)
+    return re.sub("|".join(names), lambda match: names[match[0]], text)
 
 
 def write(kind: str, name: str, folder: Path) -> None:
-    """Write the template of a kind under a name, all of it or nothing. Raises :class:`SinewError` for a folder that is
-    there."""
+    """Write the template of a kind under a name, either completely or not at all.
+
+    Raises:
+        SinewError: The folder exists.
+    """
     if os.path.lexists(folder):
         raise SinewError(f"{folder}: the folder already exists; choose another with --out")
     group, point = KINDS[kind]
@@ -103,9 +106,11 @@ def write(kind: str, name: str, folder: Path) -> None:
             texts[place] = source.read_text("utf-8")  # own file: in an installed package
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as partial:
-        made = Path(partial) / "made"  # which has the modes of any other
+        project_folder = (
+            Path(partial) / "made"
+        )  # a subfolder, because the temporary folder has restricted permissions
         for place, text in texts.items():
-            target = made / named(place, name)
+            target = project_folder / named(place, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(named(text, name), encoding="utf-8")
-        made.rename(folder)
+        project_folder.rename(folder)

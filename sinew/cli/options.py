@@ -1,4 +1,4 @@
-"""Flags that several verbs share: what runs a bundle, and how its observations are named."""
+"""Flags that several commands share: options of engines, and names in observations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Engine = str
 else:
-    Engine = Literal[(AUTO, *reversed(tuple(BACKENDS)))]  # those of other distributions too
+    Engine = Literal[(AUTO, *reversed(tuple(BACKENDS)))]  # also engines of other distributions
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
 Texts = Annotated[tuple[str, ...], Parameter(negative="")]
@@ -89,8 +89,7 @@ class Cameras:
 
 
 def changed(flags: Any) -> str | None:
-    """Return the first flag of a record of them that was given another value than its own, as it is typed; None where
-    none was."""
+    """Return the first flag whose value differs from its default, in its typed form; None if all have their default."""
     usual = type(flags)()
     names = (field.name for field in fields(flags))
     return next(
@@ -103,12 +102,12 @@ RUNS, CAMERAS = Runs(), Cameras()
 
 
 def motion_of(text: str | None) -> dict[str, Any] | None:
-    """Return the value of --motion: a kind without numbers, by its name, else a JSON object."""
+    """Parse the value of --motion: the name of a kind without numbers, or a JSON object."""
     return {"kind": text} if text in ("absolute", "as is") else json_object("--motion", text)
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any] | None:
-    """Return the JSON object of an option; None if it is absent. Raises :class:`SinewError`."""
+    """Parse the JSON object of an option; None if it is absent. Raises :class:`SinewError`."""
     if text is None:
         return None
     with SinewError.at(f"{name}: expected a JSON object", ValueError):

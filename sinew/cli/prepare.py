@@ -1,4 +1,4 @@
-"""``sinew prepare``: time every engine of a bundle, and make and verify faster ones before anything takes them."""
+"""``sinew prepare``: times every engine of a bundle, and builds and verifies faster engines before they are used."""
 
 from __future__ import annotations
 
@@ -53,15 +53,20 @@ def prepare(
     if background:
         machine.step_back()
         progress.listen(_report)
-    found = preparing.prepare(
+    preparation = preparing.prepare(
         bundle, device, dtype, observations, memory_gib, again, memory_need, judges.observations, threads
     )
-    shown = found.finding or found.kept
+    shown = preparation.finding or preparation.kept
     then = f"; --engine auto takes {shown.engine} from now on" if shown is not None and shown.taken else ""
-    terminal.console(markup=False).print(found.text + then, soft_wrap=True)
+    terminal.console(markup=False).print(preparation.text + then, soft_wrap=True)
     record = {} if shown is None else {**asdict(shown), "seconds": dict(shown.seconds)}
-    told = {"schema": SCHEMA, "text": found.text, "prepared": found.finding is not None, "need": found.need}
-    terminal.emit(told | record)
+    outcome = {
+        "schema": SCHEMA,
+        "text": preparation.text,
+        "prepared": preparation.finding is not None,
+        "need": preparation.need,
+    }
+    terminal.emit(outcome | record)
     sys.stdout.flush()
     return 0
 

@@ -1,4 +1,4 @@
-"""``sinew quantize``: a bundle with low-bit weights, or with components in FP8, and what that was measured to cost."""
+"""``sinew quantize``: writes a bundle with low-bit weights or FP8 components, and measures the error."""
 
 from __future__ import annotations
 
@@ -61,33 +61,39 @@ def quantize(
     if search != bool(budget or target_ms):
         raise SinewError("expected --search together with --budget or --target-ms")
     console = terminal.console(markup=False)
-    made = quantized(
+    outcome = quantized(
         bundle, out, recipe=recipe, observations=observations, calibration=calibration, records=records, engine=engine,
         budget=budget, target_ms=target_ms, episodes=episodes, say=console.print,
     )  # fmt: skip
-    record, proof = made.record, made.proof
+    record, proof = outcome.record, outcome.proof
     console.print(
         f"before   {proof.engine} is within {proof.error:.1e} of eager fp32 over {proof.observations} observations"
     )
-    console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in made.recipe.items())}")
-    for part in made.absent:
-        console.print(f"         {part}: no linear layers or token tables in {made.architecture}")
-    console.print(f"weights  {made.stored}")
+    console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in outcome.recipe.items())}")
+    for part in outcome.absent:
+        console.print(f"         {part}: no linear layers or token tables in {outcome.architecture}")
+    console.print(f"weights  {outcome.stored}")
     for module, error in record.weight_error.items():
         console.print(f"         {module}: relative L2 of the rounded weights {error:.2e}")
     console.print(
-        f"file     {made.nbytes[0] / 1e6:.1f} MB, {made.nbytes[0] / made.nbytes[1]:.2f} of {made.source}"
+        f"file     {outcome.nbytes[0] / 1e6:.1f} MB, {outcome.nbytes[0] / outcome.nbytes[1]:.2f} of {outcome.source}"
         + ": nearly all of it are convolutions, or what the reference keeps in float32"
-        * (made.nbytes[0] > 0.9 * made.nbytes[1])
+        * (outcome.nbytes[0] > 0.9 * outcome.nbytes[1])
     )
     console.print(
         f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk"
     )
     console.print(f"         over {record.observations} observations from {record.source}")
-    console.print(f"gate     {made.verdict}")
-    for warning in made.warnings:
+    console.print(f"gate     {outcome.verdict}")
+    for warning in outcome.warnings:
         console.print(f"warning  {warning}")
     terminal.emit(
-        {"out": str(out), **asdict(record), **made.search, "warnings": made.warnings, "gate": made.verdict}
+        {
+            "out": str(out),
+            **asdict(record),
+            **outcome.search,
+            "warnings": outcome.warnings,
+            "gate": outcome.verdict,
+        }
     )
-    return 0 if made.passed else 1
+    return 0 if outcome.passed else 1

@@ -1,4 +1,4 @@
-"""``sinew recording replay``: what was recorded once more, and whether the same comes of it."""
+"""``sinew recording replay``: repeats recorded requests or decisions, and compares the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sinew.core import SinewError
 from sinew.records.comparison import replay_records
 from sinew.records.recorder import read_records
 
-SHOWN = 20  # rows of the table
+SHOWN = 20  # largest number of rows in the table
 
 
 def replay(
@@ -45,10 +45,10 @@ def replay(
         api_key_file: File with the server's key. Default: SINEW_API_KEY in the environment.
     """
     if is_journal(recording):
-        given = {
+        options = {
             "address": address, "--timeout": timeout, "--deadline-ms": deadline_ms, "--api-key-file": api_key_file,
         }  # fmt: skip
-        if (flag := next((name for name, value in given.items() if value is not None), None)) is not None:
+        if (flag := next((name for name, value in options.items() if value is not None), None)) is not None:
             raise SinewError(f"{flag}: expected none, as the journal {recording} needs no server")
         result = replay_journal(recording)
         terminal.emit(result)
@@ -65,25 +65,32 @@ def replay(
 
 
 def replay_journal(path: Path) -> dict[str, Any]:
-    """Repeat the decisions of a ``sinew run --record`` file; no server is asked."""
-    found = repeat(path)
+    """Repeat the decisions of a ``sinew run --record`` file, without a server."""
+    repeated = repeat(path)
     console = terminal.console()
-    for line in found.differences[:20]:
+    for line in repeated.differences[:20]:
         console.print(line)
-    differ = len(found.differences)
-    torn = "; the last line breaks off (killed, or a full disk)" if found.torn else ""
+    differ = len(repeated.differences)
+    torn = "; the last line breaks off (killed, or a full disk)" if repeated.torn else ""
     rounded = (
-        f", {found.rounded} differ in their last digits alone, as another machine wrote the journal"
-        if found.rounded
+        f", {repeated.rounded} differ in their last digits alone, as another machine wrote the journal"
+        if repeated.rounded
         else ""
     )
-    console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ{rounded}{torn}")
-    for move in found.abrupt:
+    console.print(
+        f"{repeated.commands} decisions repeated ({repeated.held} holds), {differ} differ{rounded}{torn}"
+    )
+    for move in repeated.abrupt:
         text = "step {step} ({seconds:.2f} s): {joint} changes by {change:+.3g}, {times:.1f} times its usual: {why}"
         console.print(text.format(**move), markup=False)
-    result = {"schema": "sinew.replay/1", "commands": found.commands, "held": found.held, "differ": differ}
-    result["rounded"] = found.rounded
-    result |= {"torn": found.torn, "abrupt": list(found.abrupt)}
+    result = {
+        "schema": "sinew.replay/1",
+        "commands": repeated.commands,
+        "held": repeated.held,
+        "differ": differ,
+    }
+    result["rounded"] = repeated.rounded
+    result |= {"torn": repeated.torn, "abrupt": list(repeated.abrupt)}
     if (fit := watched(path)) is not None:
         console.print(fit.advice(), markup=False)
         result["motion"] = asdict(fit)
@@ -93,14 +100,16 @@ def replay_journal(path: Path) -> dict[str, Any]:
 def print_replay(result: dict[str, Any]) -> None:
     title = f"{result['records']} records replayed at {result['address']}"
     table = terminal.table(title, "record", "wire", "then", "now")
-    told = [row for row in result["rows"] if row["result"] in ("beyond", "new", "error")]
-    for row in told[:SHOWN]:
+    notable = [row for row in result["rows"] if row["result"] in ("beyond", "new", "error")]
+    for row in notable[:SHOWN]:
         now = row.get("now") or (f"differs by {_where(row)}" if "difference" in row else "actions")
-        table.add_row(row["file"], row["wire"], Text(row["then"]), Text(now))  # with an error's [code]
+        table.add_row(
+            row["file"], row["wire"], Text(row["then"]), Text(now)
+        )  # Text, because an error contains its code in brackets, which are markup
     console = terminal.console()
     if table.row_count:
         console.print(table)
-    lines = [f"and {len(told) - SHOWN} more: --json has all"] if len(told) > SHOWN else []
+    lines = [f"and {len(notable) - SHOWN} more: --json has all"] if len(notable) > SHOWN else []
     if result["unlike"]:
         tolerance, count = result["tolerance"], result["records"]
         lines.append(

@@ -1,6 +1,7 @@
-"""``sinew run``: a policy drives a robot.
+"""``sinew run``: drives a robot with a policy.
 
-Space pauses and holds, or goes on; ``p`` changes the instruction; ``t`` takes over, or gives back; ``q`` stops.
+The space key pauses, so that the robot holds, or continues. ``p`` changes the instruction, ``t`` takes over or gives
+back, and ``q`` stops.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run(
     with ExitStack() as stack:
         rule = assist_rule(target, by.assist, by.assist_when, by.assist_timeout)
         lead.check()
-        open_robot = on.opener(by.substeps)  # before anything is loaded
+        open_robot = on.opener(by.substeps)  # checks the flags before the policy is loaded
         rig = open_rig(
             target, on, by, lead, envelope, runs, key, lambda policy: on.opened(stack, open_robot, policy)
         )
@@ -80,8 +81,8 @@ def run(
                 by.assist, rule, by.assist_timeout, connect, plan.policy, plan.settings, key
             )
             stack.callback(assisted.close)
-        kept = None if lead.frames is None else FrameKeeper(lead.frames, plan, stack)
-        listeners = [*([] if takeover is None else [takeover]), *([] if kept is None else [Keep(kept)])]
+        keeper = None if lead.frames is None else FrameKeeper(lead.frames, plan, stack)
+        listeners = [*([] if takeover is None else [takeover]), *([] if keeper is None else [Keep(keeper)])]
         driving = stack.enter_context(rig.run(connect, robot=machine, listeners=listeners))
         loop = driving.loop
         on.follow(driving, target, advantage=by.advantage, guidance_scale=by.guidance_scale)
@@ -107,8 +108,8 @@ def run(
     if assisted is not None:
         result["assist"] = assisted.report()
         rows = [*rows, ("assist", assisted.text())]
-    if kept is not None:
-        rows = [*rows, kept.row()]
+    if keeper is not None:
+        rows = [*rows, keeper.row()]
     if rig.frames is not None:
         result["frames"] = rig.frames.text
         rows = [*rows, ("frames", rig.frames.text)]
@@ -127,7 +128,7 @@ def run(
 def _drive(
     driving: Run, plan: RunPlan, steps: int | None, go: bool, takeover: Takeover | None, key: str
 ) -> Cadence:
-    """Drive under the live view. Without a terminal the run begins at once."""
+    """Drive the robot with the live view. Without a terminal, there is no view, and the run begins at once."""
     loop = driving.loop
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if steps is None and not interactive and plan.facts.episodes is None:

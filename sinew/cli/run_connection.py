@@ -1,4 +1,4 @@
-"""Open what gives ``sinew run`` its chunks: a server, a policy here, its head here, or a second opinion."""
+"""Opens the source of chunks for ``sinew run``: a server, a local policy, a local head, or a second policy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 ASSIST_WHEN = "every:5"
 ASSIST_TIMEOUT = 5.0
-TIMEOUT = 2.0  # seconds to wait for an answer, unless the user sets another
-FIRST_TIMEOUT = 10.0  # seconds to wait for a server's first answer, as it may be starting
+TIMEOUT = 2.0  # seconds to wait for an answer, unless the user sets another time
+FIRST_TIMEOUT = 10.0  # seconds to wait for a server's first answer, because the server may be starting
 Connection = tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]
 
 
@@ -44,15 +44,16 @@ def open_connection(
     frames: str = "raw",
     timeout: float = TIMEOUT,
 ) -> Connection:
-    """Return the policy's description, notes about what runs it, and a function that opens a connection to it.
+    """Return the policy's description, the server's or engine's description, and a function that opens a connection.
 
     Args:
         target: The policy.
         runs: Options of an engine.
         split: Server of the first half of a policy whose head runs here.
         key: Key of the server.
-        frames: Encoding of the frames for it.
-        timeout: Seconds to wait for its first answer, if the user chose another time than :data:`TIMEOUT`.
+        frames: Encoding of the frames for the server.
+        timeout: Seconds to wait for the server's first answer. With :data:`TIMEOUT`, the default, it is
+            :data:`FIRST_TIMEOUT`.
     """
     try:
         travelling = Frames(frames)
@@ -67,7 +68,7 @@ def open_connection(
         policy = served["policy"]
         most = max(
             MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK)
-        )  # most actions of an answer
+        )  # largest number of actions in an answer
         opener = Servers(target.split(","), key, max_rows=most, frames=travelling, policy=policy)
         return policy, served["server"], opener
     if frames != "raw":
@@ -84,8 +85,13 @@ def open_connection(
 
 
 def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raise :class:`SinewError` for real-time chunking that this policy, or what runs it, does not do: before the robot
-    moves. A server that does not say is asked as it comes."""
+    """Check, before the robot moves, that the policy and its engine support the requested real-time chunking.
+
+    A server that does not state its support gets the requests.
+
+    Raises:
+        SinewError: The policy or its engine does not support it.
+    """
     method, _, settings = handover.partition(":")
     if method != "rtc":
         return
@@ -100,9 +106,9 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
             "--handover rtc:trained: this policy was not trained to continue an action prefix; "
             "aligned, ensemble and aggregate merge chunks of any policy"
         )
-    known = about.get("guidance", RTC)
-    if kind in RTC and kind not in known:
-        offers = " or ".join(f"rtc:{name}" for name in known)
+    supported = about.get("guidance", RTC)
+    if kind in RTC and kind not in supported:
+        offers = " or ".join(f"rtc:{name}" for name in supported)
         raise SinewError(
             f"--handover: expected {offers} on engine {about.get('engine')}, got rtc:{kind}; engine"
             f" {either(engines_that(guides=RTC))} takes all"
@@ -114,29 +120,31 @@ def conditioned(
 ) -> Callable[[], Call]:
     """Return a function that opens the same connections, with an advantage and a guidance scale in each request.
 
-    Raises :class:`SinewError`, before the robot moves, if the policy or its engine does not support them. A server
-    that does not state its support gets the requests.
+    A server that does not state its support gets the requests.
+
+    Raises:
+        SinewError: The policy or its engine does not support them. It is raised before the robot moves.
     """
-    said = {"advantage": advantage, "guidance_scale": scale}
-    said = {name: value for name, value in said.items() if value is not None}
-    if not said:
+    fields = {"advantage": advantage, "guidance_scale": scale}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if not fields:
         return connect
     if scale is not None and not 0 <= scale <= MAX_SCALE:
         raise SinewError(f"--guidance-scale: expected a number from 0 to {MAX_SCALE:g}, got {scale:g}")
-    known = about.get("advantages")
-    if known is not None:
-        flag = "--" + next(iter(said)).replace("_", "-")
-        if not known:
+    labels = about.get("advantages")
+    if labels is not None:
+        flag = "--" + next(iter(fields)).replace("_", "-")
+        if not labels:
             raise SinewError(
                 f"{flag}: expected none for this policy, whose prompt has no place for an advantage"
             )
-        if advantage and advantage not in known:
-            raise SinewError(f"--advantage: expected one of {', '.join(known)}, got {advantage!r}")
+        if advantage and advantage not in labels:
+            raise SinewError(f"--advantage: expected one of {', '.join(labels)}, got {advantage!r}")
         if scale is not None and not (about.get("usual_advantage") if advantage is None else advantage):
-            raise SinewError(f"--guidance-scale needs --advantage ({', '.join(known)})")
+            raise SinewError(f"--guidance-scale needs --advantage ({', '.join(labels)})")
     if scale not in (None, 0, 1) and (reason := about.get("unscaled")):
         raise SinewError(f"--guidance-scale: {reason}")
-    return asking(connect, lambda: said)
+    return asking(connect, lambda: fields)
 
 
 def asking(
@@ -144,7 +152,7 @@ def asking(
 ) -> Callable[[], Call]:
     """Return a function that opens the same connections, with further fields in each request.
 
-    latencies: A list that receives the milliseconds of each answer.
+    ``latencies`` is a list to which the milliseconds of each answer are appended.
     """
 
     def opened() -> Call:
@@ -164,11 +172,14 @@ def asking(
 
 
 def assist_rule(target: str, address: str | None, when: str, deadline: float) -> AssistRule | None:
-    """Return when the far policy is asked; None where there is none. Raises :class:`SinewError` for settings of one
-    that is not there."""
+    """Return the rule for requests to the far policy; None without a far policy.
+
+    Raises:
+        SinewError: There are settings of --assist without --assist, or the rule is not valid.
+    """
     if address is None:
-        for flag, given in (("when", when != ASSIST_WHEN), ("timeout", deadline != ASSIST_TIMEOUT)):
-            if given:
+        for flag, changed_value in (("when", when != ASSIST_WHEN), ("timeout", deadline != ASSIST_TIMEOUT)):
+            if changed_value:
                 raise SinewError(f"--assist-{flag} needs --assist")
         return None
     if is_address(target):
@@ -190,14 +201,15 @@ def open_assist(
     settings: Settings,
     key: str = "",
 ) -> Assist:
-    """Return a function that opens connections to ``near`` together with the policy at ``address``. key: Key of its
-    server.
+    """Return a function that opens connections to ``near`` and to the policy at ``address``.
+
+    ``key`` is the key of that policy's server.
     """
     from sinew_client.arm.assist import Assist
 
     try:
         far = ask_server(address, key=key)["policy"]
-    except ClientError as error:  # the robot can do without, and asks again later
+    except ClientError as error:  # the robot works without the far policy, and sends requests to it later
         log.warning("--assist %s: %s", address, error)
     else:
         for name in ("state", "action"):
@@ -205,14 +217,16 @@ def open_assist(
                 raise SinewError(
                     f"--assist: expected {policy[name]['dim']} numbers of {name}, got {far[name]['dim']}"
                 )
-    # Its cameras may be others; its rows are commands of the same robot.
+    # The far policy may have other cameras, but its actions must be commands of the same robot.
     servers = Servers(address.split(","), key, without=("time",), policy=policy, parts=COMMANDS)
     return Assist(near, servers, rule, settings.hz, deadline, settings.parse_motion())
 
 
 def load_here(target: str, runs: Runs, **options: Any) -> tuple[Policy, dict[str, Any]]:
-    """Return a policy that computes here, and what it says about itself, its limits with it. options: further ones of
-    ``sinew.load``."""
+    """Load a policy in this process. Return it and its description, with its limits.
+
+    ``options`` are further options of ``sinew.load``.
+    """
     from sinew.policy import load
 
     with progress.task(f"loading {target}"):
@@ -226,7 +240,8 @@ def ask_server(
 ) -> dict[str, Any]:
     """Return a server's description of itself and its policy, after at most ``timeout`` seconds.
 
-    Raises :class:`SinewError` for options of an engine, which belong to the server.
+    Raises:
+        SinewError: There are options of an engine, which only the server can have.
     """
     if (flag := changed(runs)) is not None:
         raise SinewError(f"{flag}: expected a policy that is run here, got the server {target}")
@@ -235,7 +250,7 @@ def ask_server(
 
 
 def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:
-    """Return a function that opens connections to the other half, which must be available and of the same file."""
+    """Return a function that opens connections to the other half, which must be available and have the same bundle."""
     from sinew.stream.split import SplitCalls
 
     opener = SplitCalls(local, address, key)

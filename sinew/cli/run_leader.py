@@ -1,4 +1,4 @@
-"""Who may drive in the policy's place, and within what, of ``sinew run``: leaders, shadows, frames, filters, ages."""
+"""Flags of ``sinew run`` for other drivers and for the envelope: leaders, shadows, frames, filters and ages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sinew.core.hints import pairs
 if TYPE_CHECKING:
     from sinew_client.arm.takeover import Takeover
 
-SPARE_BYTES = 1 << 30  # bytes of the disk that frames leave free
+SPARE_BYTES = 1 << 30  # bytes that stay free on the disk
 
 
 @Parameter(name="*", group="Take-over")
@@ -61,11 +61,11 @@ class LeaderFlags:
 
     @property
     def wanted(self) -> bool:
-        """Return True if somebody else may drive."""
+        """True if another driver may take the policy's place."""
         return self.takeover is not None or self.shadow
 
     def check(self) -> None:
-        """Raise :class:`SinewError` for flags that do not go together, before anything is loaded."""
+        """Raise :class:`SinewError` if flags cannot be combined. Called before the policy is loaded."""
         if len(self.takeover_key) != 1 or self.takeover_key in " pq\x1b\r\n":
             raise SinewError(
                 f"--takeover-key: expected one character other than space, p and q, got {self.takeover_key!r}"
@@ -76,7 +76,7 @@ class LeaderFlags:
             raise SinewError("--align needs --takeover or --shadow")
 
     def opened(self, stack: ExitStack, plan: RunPlan) -> tuple[Any, Takeover | None]:
-        """Return the robot that the loop drives, and who may take over, which the stack closes."""
+        """Return the robot that the loop drives, and the take-over or None. The stack closes the take-over."""
         robot = plan.robot
         if not self.wanted:
             return robot, None
@@ -123,13 +123,13 @@ class LeaderFlags:
 
 
 class FrameKeeper:
-    """Keeps each control step with a command in a folder, until the disk has less than a gigabyte left."""
+    """Stores each control step with a command in a folder, until the disk has less than a gigabyte of free space."""
 
     def __init__(self, folder: Path, plan: RunPlan, stack: ExitStack):
         from sinew.records.recorder import Recorder
 
         self._folder, self._hz, self._episodes = folder, plan.settings.hz, plan.facts.episodes
-        self.episode = ""  # its name; by the robot's own count if empty
+        self.episode = ""  # name of the episode; "" takes the robot's own count
         folder.mkdir(parents=True, exist_ok=True)
         free = max(0, shutil.disk_usage(folder).free - SPARE_BYTES)
         self._recorder = Recorder(folder, free, plan.names)
@@ -144,8 +144,8 @@ class FrameKeeper:
         self._recorder.put("run", episode, moment, ActionChunk(command.row[None]), by=command.by)
 
     def row(self) -> tuple[str, str]:
-        kept = f"{self._recorder.stats()['written']} steps in {self._folder}"
-        return "kept", f"{kept}; sinew recording dataset {self._folder} OUT makes a data set of them"
+        text = f"{self._recorder.stats()['written']} steps in {self._folder}"
+        return "kept", f"{text}; sinew recording dataset {self._folder} OUT makes a data set of them"
 
 
 LEADER = LeaderFlags()
@@ -183,15 +183,15 @@ ENVELOPE = EnvelopeFlags()
 
 
 def _seconds(texts: Iterable[str]) -> dict[str, float]:
-    given = pairs("--stale-of", "CAMERA=SECONDS", texts)
+    texts_by_camera = pairs("--stale-of", "CAMERA=SECONDS", texts)
     try:
-        return {name: float(value) for name, value in given.items()}
+        return {name: float(value) for name, value in texts_by_camera.items()}
     except ValueError as error:
         raise SinewError(f"--stale-of: expected CAMERA=SECONDS, {error}") from error
 
 
 def _bounds(limits: Limits) -> str:
-    """Return a note for people about the limits of the step at a hand-over."""
+    """Return a note about the limits of the step at a change of the driver."""
     if not (free := limits.unpaced()):
         return "take-over: limits of velocity, acceleration, jerk or jump bound the step at each hand-over"
     return (
@@ -201,10 +201,10 @@ def _bounds(limits: Limits) -> str:
 
 
 def _pixels(name: str, frame: Any) -> Any:
-    found = _copied(frame)
-    if found.ndim != 3 or found.shape[2] != 3:
-        raise ClientError(f"images.{name}: expected [height, width, 3], got {list(found.shape)}")
-    return found
+    pixels = _copied(frame)
+    if pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ClientError(f"images.{name}: expected [height, width, 3], got {list(pixels.shape)}")
+    return pixels
 
 
 def _copied(values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Open what drives a robot by chunks, for ``sinew run``: its flags, a policy, and the loop over both."""
+"""Opens a policy that drives a robot with chunks, for ``sinew run``: flags, policy and run."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ CHUNKS = ChunkFlags()
 
 @dataclass(frozen=True)
 class RunContext:
-    """An open policy, and the plan of how it drives the robot.
+    """An open policy, and the plan with which it drives the robot.
 
     Attributes:
         plan: The plan.
-        about: What the policy's server or engine states about itself.
+        about: Description of the policy's server or engine.
         connect: Opens a connection for requests.
-        server: Knows the server's present address, for reports.
-        frames: How frames travel to a server; None for a policy that computes here.
+        server: The source of the server's present address, for reports.
+        frames: Encoding of the frames for a server; None for a policy that computes here.
         edge: The adapter that refines chunks in every control step, if any.
     """
 
@@ -101,7 +101,7 @@ class RunContext:
     edge: Adapter | None
 
     def run(self, connect: Callable[[], Call], **more: Any) -> Run:
-        """Return a run of the plan. more: arguments of :class:`Run`."""
+        """Create a run of the plan. ``more`` are further arguments of :class:`Run`."""
         return Run(self.plan, connect, server=self.server, edge=self.edge, **more)
 
 
@@ -135,7 +135,9 @@ def open_rig(
         "substeps": by.substeps,
     }  # fmt: skip
     if by.assist is not None:
-        settings["chunk_size"] = 0  # the far policy's chunks may be longer, and it may not be there yet
+        settings["chunk_size"] = (
+            0  # unknown, because the far policy's chunks may be longer, and it may start later
+        )
     plan = plan_run(policy, robot, settings, on.prompt, edge=edge, takeover=lead.wanted)
     check_guidance(plan.choice.handover, policy, about)
     return RunContext(plan, about, connect, server, sending, edge)

@@ -1,4 +1,4 @@
-"""The robot of ``sinew run``: which one it is, its instruction, its episodes, its cameras."""
+"""The robot of ``sinew run``: its flags, its instruction, its episodes and its cameras."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RobotFlags:
         Raises:
             SinewError: An option is wrong for every policy.
         """
-        given = json_object("--robot-options", self.robot_options) or {}
+        options = json_object("--robot-options", self.robot_options) or {}
         cameras = _of_policy("--rename", "camera", parse_renames(self.rename))
         places = _of_policy(
             "--rename-joint", "joint", pairs("--rename-joint", "NEW=JOINT", self.rename_joint)
@@ -127,18 +127,18 @@ class RobotFlags:
         if kind == "gym" and rest:
             open_task = providers.required(GROUP, f"sinew run --robot {self.robot}", SIMULATED)
             opener: Callable[[dict[str, Any]], Any] = open_task(
-                rest, self.adapter, given, cameras, self.episodes
+                rest, self.adapter, options, cameras, self.episodes
             )
             return opener
         if kind == "lerobot" and rest:
-            return lambda policy: open_lerobot(rest, given, policy, cameras, places)
+            return lambda policy: open_lerobot(rest, options, policy, cameras, places)
         if text == "dry":
             if cameras:
                 raise SinewError("--rename: expected none with --robot dry, which has the policy's own")
             return Dry
         if rest:
             find_class(text)
-            return lambda policy: ordered(open_class(text, given, cameras), policy, places)
+            return lambda policy: ordered(open_class(text, options, cameras), policy, places)
         raise SinewError(
             f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
         )
@@ -146,9 +146,9 @@ class RobotFlags:
     def _posed(
         self, text: str, kinematics: Path, joints: Mapping[str, str], substeps: int
     ) -> Callable[[dict[str, Any]], Any]:
-        """Return a function that opens a robot of joints for a policy of poses, by ``kinematics``.
+        """Return a function that opens a robot of joints for a policy of poses, by means of its kinematics.
 
-        With a policy of joints, the kinematics only show the arm.
+        With a policy of joints, the kinematics are used only to show the arm.
         """
         from sinew_client.arm.end_effector import (
             EndEffector,
@@ -192,7 +192,7 @@ class RobotFlags:
     def opened(
         self, stack: ExitStack, open_robot: Callable[[dict[str, Any]], Any], policy: dict[str, Any]
     ) -> Any:
-        """Return the open robot, which the stack closes."""
+        """Open the robot, and return it. The stack closes it."""
         robot = open_robot(policy)
         if (close := facts_of(robot).close) is not None:
             stack.callback(close)
@@ -215,23 +215,23 @@ class RobotFlags:
         return settings
 
     def follow(self, run: Run, target: str, **head: Any) -> None:
-        """Keep the decision log of a run, if one is requested.
+        """Write the decision log of a run, if the user requests it.
 
         Args:
             run: The run.
             target: The policy, as the user named it.
-            **head: What the first line of the log states in addition.
+            **head: Further entries of the log's first line.
         """
         if self.record is not None:
             run.journal(self.record, robot=self.robot, target=target, **head)
 
     def reports(self, run: Run, server: Any, key: str, session: str = "") -> None:
-        """Let a run tell its server how it goes. A policy that computes here has no server."""
+        """Let a run send its state to its server. A policy that computes here has no server."""
         if self.report and hasattr(server, "present"):
             run.report_to(server, self.robot, key, session)
 
     def ticks(self, rate: float) -> int | None:
-        """Return after how many control steps the run ends; None where it goes on."""
+        """Return the number of control steps after which the run ends; None without an end."""
         return None if self.seconds is None else max(1, round(self.seconds * rate))
 
 
@@ -241,7 +241,7 @@ ROBOT = RobotFlags()
 def plan_run(
     policy: Mapping[str, Any], robot: Any, settings: Mapping[str, Any], prompt: str, **more: Any
 ) -> RunPlan:
-    """Return the plan of a run and print what a person should know before the robot moves.
+    """Return the plan of a run, and print its notes for the user before the robot moves.
 
     Raises:
         SinewError: A flag is missing, or does not fit the policy or the robot.
@@ -259,10 +259,11 @@ def plan_run(
 
 
 def drive(driving: Run | Loop, robot: Any, policy: Mapping[str, Any], ticks: int | None) -> None:
-    """Drive until a signal, so many ticks, or the robot's end.
+    """Drive until a signal arrives, ``ticks`` ticks have passed, or the robot ends the run.
 
     The first signal ends the run after the present tick, and a :class:`Run` returns the robot to its rest pose. The
-    second one stops the robot where it is. The third interrupts a robot that does not return from one of its methods.
+    second signal stops the robot where it is. The third interrupts a robot that does not return from one of its
+    methods.
     """
     signals = 0
 
@@ -276,7 +277,7 @@ def drive(driving: Run | Loop, robot: Any, policy: Mapping[str, Any], ticks: int
     with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ends), of_robot():
         try:
             driving.run(ticks)
-        except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+        except KeyboardInterrupt:  # the loop has already held the robot
             driving.stop()
         except Refused as error:
             raise SinewError(refusal(str(error), robot, policy)) from error
@@ -284,18 +285,18 @@ def drive(driving: Run | Loop, robot: Any, policy: Mapping[str, Any], ticks: int
 
 @contextmanager
 def of_robot() -> Iterator[None]:
-    """Raise :class:`SinewError` for what comes out of a robot's own code inside, and say where it was."""
+    """Replace an error of the robot's own code inside the block by :class:`SinewError` with the error's place."""
     try:
         yield
     except Exception as error:
         if isinstance(error, SinewError) or not (where := _elsewhere(error)):
             raise
-        said = f"the robot raised {type(error).__name__}: {error} ({where}; `--debug` shows more)"
-        raise SinewError(said) from error
+        message = f"the robot raised {type(error).__name__}: {error} ({where}; `--debug` shows more)"
+        raise SinewError(message) from error
 
 
 def _elsewhere(error: Exception) -> str:
-    """Return the first place that is not of this program of those that an error came through; "" where all are."""
+    """Return the first place in an error's traceback outside this program; "" if there is none."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals["__name__"].partition(".")[0] not in ("sinew", "sinew_client", "sinew_eval"):
             return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{line}"
@@ -304,30 +305,30 @@ def _elsewhere(error: Exception) -> str:
 
 EMBEDDED = {"dry": "dry"} | {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
 GROUP = "sinew.robots"  # entry points of other distributions: name -> "module:Class"
-SIMULATED = "gym"  # the one of them that is named with its environment, as gym:ENV
+SIMULATED = "gym"  # the entry point whose name is followed by an environment, as in gym:ENV
 
 
 def _of_policy(flag: str, what: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the policy's cameras or joints -> the robot's, of the robot's -> the policy's."""
-    found = {old: own for own, old in names.items()}
-    if len(found) < len(names):
+    """Invert a mapping from the robot's names to the policy's names."""
+    names_of_robot = {old: own for own, old in names.items()}
+    if len(names_of_robot) < len(names):
         texts = ", ".join(f"{own}={old}" for own, old in names.items())
         raise SinewError(f"{flag}: expected each {what} once, got {texts}")
-    return found
+    return names_of_robot
 
 
 # ----------------------------------------------------------------------------- episodes
 
 
 def episodes_of(facts: RobotFacts) -> dict[str, int]:
-    """Return how many episodes a robot finished and how many succeeded; {} if it has none."""
+    """Return the numbers of finished and of successful episodes; {} if the robot has no episodes."""
     if facts.episodes is None:
         return {}
     return {"episodes": facts.episodes.finished, "successes": facts.episodes.successes}
 
 
 def episodes_text(facts: RobotFacts) -> str:
-    """Return the episodes in words, with the interval of their success rate; "" if the robot has none."""
+    """Return the successes as text, with the interval of the success rate; "" if the robot has no episodes."""
     if not (counts := episodes_of(facts)):
         return ""
     played, won = counts["episodes"], counts["successes"]
@@ -341,7 +342,7 @@ def episodes_row(facts: RobotFacts) -> list[tuple[str, str]]:
     return [("episodes", text)] if (text := episodes_text(facts)) else []
 
 
-# ----------------------------------------------------------------------------- what does not fit
+# ----------------------------------------------------------------------------- rejected observations
 
 _HINT = re.compile(
     r" \([^()]*(?:maps it|runs without)\)"
@@ -349,16 +350,16 @@ _HINT = re.compile(
 
 
 def refusal(text: str, machine: Any, policy: Mapping[str, Any]) -> str:
-    """Return why a policy refused what a robot shows, with what to give on this command line."""
+    """Return the reason why a policy rejected the robot's observation, with the flags that may fix it."""
     text = _HINT.sub("", text)
-    wanted = [camera["name"] for camera in policy["cameras"]]
+    needed = [camera["name"] for camera in policy["cameras"]]
     shown = list(_shown(machine))
-    if "images" not in text or sorted(wanted) == sorted(shown):
+    if "images" not in text or sorted(needed) == sorted(shown):
         return f"the policy refused the robot's first observation: {text}"
-    example = renames_for(wanted, shown)
+    example = renames_for(needed, shown)
     hint = f"; say which is which: {example}" if example else ""
     return (
-        f"the policy refused the robot's first observation: {text}; the policy has the cameras {', '.join(wanted)}, the"
+        f"the policy refused the robot's first observation: {text}; the policy has the cameras {', '.join(needed)}, the"
         f" robot {', '.join(shown) or 'none'}{hint}"
     )
 

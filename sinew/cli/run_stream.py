@@ -1,4 +1,4 @@
-"""``sinew run --stream``: samples go out at every tick, frames when they come, and nodes come back."""
+"""``sinew run --stream``: sends samples at every tick, and frames when there are new ones, and receives waypoints."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ STREAM = StreamFlags()
 
 
 def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Runs) -> int:
-    """Drive a robot with a stream. Ends with rates, ages, misses and reaction times and, of gym:ENV, the episodes."""
+    """Drive a robot with a stream. At the end, print rates, ages, misses, reaction times, and episodes of gym:ENV."""
     with ExitStack() as stack:
-        open_robot = on.opener()  # before anything is loaded
+        open_robot = on.opener()  # checks the flags before the policy is loaded
         planner = None if by.planner is None else open_planner(by.planner)
         guidance: str = "none" if by.rtc == "auto" else by.rtc
         policy, open_link = _policy(target, runs, guidance, key)
@@ -135,8 +135,8 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
                     f"--text-tokens: expected 0, or a bundle that keeps its language head at {target} (sinew convert"
                     " --set lm_head=true)"
                 )
-            given = {"api_key": key, "options": options, "max_rows": most, "policy": served["policy"]}
-            return StreamLink(addresses, rate, session, **given)
+            arguments = {"api_key": key, "options": options, "max_rows": most, "policy": served["policy"]}
+            return StreamLink(addresses, rate, session, **arguments)
 
         return served["policy"], remote
     from sinew.stream import LocalLink, Session, StreamSettings
@@ -154,7 +154,7 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
 
 
 def _drive(driving: Run, plan: RunPlan, ticks: int | None) -> StreamReport:
-    """Run under the live view where there is a terminal."""
+    """Drive the robot, with the live view if there is a terminal."""
     loop = driving.loop
     if not sys.stdout.isatty():
         terminal.log(logging.WARNING, "%(message)s")

@@ -1,4 +1,4 @@
-"""The live view of ``sinew run --stream``: rates, ages, misses, and how long each loop takes to react."""
+"""The live view of ``sinew run --stream``: rates, ages, misses, and the reaction time of each loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sinew_client.control.report import gap
 from sinew.cli.run_robot import episodes_text
 from sinew.cli.terminal import BARS
 
-WIDEST = 40  # bins of a histogram
+WIDEST = 40  # largest number of bins in a histogram
 
 
 class StreamView:
@@ -65,7 +65,7 @@ class StreamView:
 
 
 def reaction_line(reactions: Reactions, loop: str) -> str:
-    """Return a histogram in one line, with its range in milliseconds."""
+    """Return a histogram as one line of text, with its range in milliseconds."""
     values = [1e3 * each for each in reactions.anywhere(loop, 400)]
     if not values:
         return "-"

@@ -28,10 +28,12 @@ log = logging.getLogger(__name__)
 
 
 class Keys:
-    """Reads single keys on a thread: space pauses or goes on, ``p`` begins an instruction, ``q`` stops, and
-    ``takeover_key`` takes over or gives back.
+    """Reads single keys on a thread.
 
-    typing: the instruction so far, None while none is typed.
+    Space pauses or continues, ``p`` begins an instruction, ``q`` stops, and ``takeover_key`` takes over or gives back.
+
+    Attributes:
+        typing: The instruction so far; None while no instruction is typed.
     """
 
     def __init__(self, loop: Loop, takeover: Takeover | None = None, takeover_key: str = "t"):
@@ -56,11 +58,11 @@ class Keys:
             if select.select([sys.stdin], [], [], 0.1)[0]:
                 try:
                     data = os.read(sys.stdin.fileno(), 64)
-                except OSError:  # what Linux says of a terminal whose other end is closed
+                except OSError:  # Linux raises this if the other end of the terminal is closed
                     data = b""
                 if not data:
                     log.warning("the keyboard is gone: the robot holds")
-                    self.quit()  # nobody could pause or stop it any more
+                    self.quit()  # without a keyboard, the user could not pause or stop the robot
                     return
                 for key in data.decode(errors="ignore"):
                     self.press(key)
@@ -69,11 +71,11 @@ class Keys:
         self.loop.stop()
 
     def typed(self, text: str) -> None:
-        """Take a line that was typed."""
+        """Use a typed line as the instruction."""
         self.loop.say(text)
 
     def press(self, key: str) -> None:
-        """Do what a key stands for."""
+        """Perform the action of a key."""
         if self.typing is not None:
             if key in "\r\n":
                 text, self.typing = self.typing.strip(), None
@@ -140,9 +142,9 @@ class RunView:
         if self.keys.typing is not None:
             facts.add_row("new instruction", Text(f"{self.keys.typing}_", style="bold"))
         facts.add_row("state", Text(state, style=f"bold {colour}"))
-        left = controller.trajectory.left(command.step + 1) if command is not None else 0
+        remaining = controller.trajectory.left(command.step + 1) if command is not None else 0
         size = max(controller.player.size, 1)
-        facts.add_row("rows left", ProgressBar(total=size, completed=min(left, size), width=30))
+        facts.add_row("rows left", ProgressBar(total=size, completed=min(remaining, size), width=30))
         age = (
             "-"
             if command is None or command.row is None
@@ -155,8 +157,8 @@ class RunView:
         if failed := str(controller.faults):
             facts.add_row("errors", Text(failed, style="red"))
         facts.add_row("steps", f"{loop.steps} at {loop.settings.hz:g} Hz, {loop.pace.late} late")
-        held = controller.held
-        facts.add_row("held", f"{sum(held.values())} steps, clipped {controller.clipped_commands} commands")
+        holds = controller.held
+        facts.add_row("held", f"{sum(holds.values())} steps, clipped {controller.clipped_commands} commands")
         if command is not None and command.row is not None:
             facts.add_row("command", Text(" ".join(f"{value:+.3f}" for value in command.row[:8])))
         taken = "" if takeover is None else f"   {self.keys.takeover_key} takes over or gives back"

@@ -1,4 +1,4 @@
-"""``sinew serve``: one bundle on one or more wires, until a signal."""
+"""``sinew serve``: serves a bundle with one or more protocols, until a signal."""
 
 from __future__ import annotations
 
@@ -233,8 +233,8 @@ def serve(
         finally:
             process.close()
         if not finished:
-            # A stage of a big model may take seconds and nothing can interrupt it. There is nothing to save,
-            # and a thread inside torch while the interpreter is taken down would crash it.
+            # A stage of a large model may take seconds and cannot be interrupted. There is nothing to save, and a
+            # thread that computes in torch would crash while the interpreter shuts down.
             logger.info("leaving while a stage is still running")
             logging.shutdown()
             sys.stdout.flush()
@@ -245,7 +245,9 @@ def serve(
 def _faster(
     bundle: Path, options: dict[str, Any], threads: int | None, budget: int | None
 ) -> Preparation | None:
-    from sinew.serve.prepare import preparation  # the service with it, which is not there before the ports
+    from sinew.serve.prepare import (
+        preparation,
+    )  # imports the service, which must not be imported before the ports are open
 
     return preparation(bundle, options, threads, budget)
 
@@ -253,7 +255,7 @@ def _faster(
 def _replayer(
     records: Path, bundle: Path | None, cameras: Cameras, runs: Runs, latency: bool
 ) -> Callable[[], Replay]:
-    """Read the recording; imports no torch."""
+    """Read the recording, without importing torch. Return a function that returns it."""
     from sinew.bundle.rename import rename_cameras
     from sinew.policy import open_bundle
     from sinew.serve.replay import Replay
@@ -270,26 +272,28 @@ def _replayer(
     if bundle is not None:
         manifest = open_bundle(bundle).manifest
         manifest = replace(manifest, spec=rename_cameras(manifest.spec, cameras.keywords()["rename"]))
-    made = Replay(records, manifest, latency=latency, **cameras.allowed)
-    return lambda: made
+    recording = Replay(records, manifest, latency=latency, **cameras.allowed)
+    return lambda: recording
 
 
 def named_policies(texts: Sequence[str]) -> dict[str, str]:
-    """Return name -> source of ``--policy``. Raises :class:`SinewError` for what cannot be one, or names one twice."""
-    found = hints.pairs("--policy", "NAME=SOURCE", texts)
-    for name in found:
+    """Parse ``--policy`` into name -> source. Raises :class:`SinewError` for an invalid or repeated name."""
+    sources = hints.pairs("--policy", "NAME=SOURCE", texts)
+    for name in sources:
         check_name(name)
         if name == DEFAULT:
             raise SinewError(f"--policy: {name} is another policy's name")
-    return found
+    return sources
 
 
 def say(text: str) -> None:
-    """Print to standard output; whoever read it may have gone, which is no reason to stop serving."""
+    """Print to standard output. If its reader has ended, the server continues."""
     try:
-        # At once: PYTHONUNBUFFERED makes two of what print writes
+        # One write, because with PYTHONUNBUFFERED, print would write the text and the line end separately.
         sys.stdout.write(f"{terminal.shown(text)}\n")
         sys.stdout.flush()
     except OSError as error:
         logger.warning("the output of this server is not read any more: %s", error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # because Python flushes once more at its end

@@ -1,4 +1,4 @@
-"""Where a server of ``sinew serve`` or ``sinew fleet`` listens, to whom, and what it tells of itself."""
+"""Flags of ``sinew serve`` and ``sinew fleet`` for the network: addresses, keys, encryption and logs."""
 
 from __future__ import annotations
 
@@ -61,10 +61,16 @@ class Listening:
     def prepared(
         self, dashboard: Literal["auto", "on", "off"] = "auto", **bounds: Any
     ) -> tuple[dict[str, int | str], Listen, Keys]:
-        """Return the ports by wire, how they are listened on, and the key that is wanted. bounds: of :class:`Listen`.
+        """Return the ports by protocol, the settings of the listeners, and the required key.
 
-        Raises the process's limit of descriptors, and :class:`SinewError` for files that are unusable: before anything
-        is loaded.
+        It also raises the process's limit of descriptors. It runs before the policy is loaded.
+
+        Args:
+            dashboard: Whether to show the dashboard.
+            **bounds: Further settings of :class:`Listen`.
+
+        Raises:
+            SinewError: A file is not usable.
         """
         raise_descriptor_limit()
         tell_of_crashes()
@@ -77,7 +83,7 @@ class Listening:
         listen.tls()
         file = self.api_key_file
         key: Keys = key_from_environment() if file is None else ReloadedFile([file], partial(keys_in, file))
-        # Elsewhere anybody who reaches the port would see the robot's cameras.
+        # Without this rule, anybody who reaches the port from another machine could see the robot's cameras.
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(key)))
         return ports, replace(listen, dashboard=shown), key
 
@@ -108,7 +114,7 @@ class Remote:
     zenoh_config: Path | None = None
 
     def settings(self) -> RemoteSettings:
-        """Return the settings for the wire. Raises :class:`SinewError` for a size that is none."""
+        """Return the settings of the protocol. Raises :class:`SinewError` for an invalid size."""
         sizes = []
         for camera, size in hints.pairs("--camera-size", "CAMERA=WIDTHxHEIGHT", self.camera_size).items():
             width, _, height = size.partition("x")

@@ -1,7 +1,8 @@
 """Flags from the environment and from a file: ``SINEW_SERVE_HOST=0.0.0.0``, or ``host = "0.0.0.0"`` under ``[serve]``.
 
-The command line wins over the environment, and that over the file. A variable or a key that is no flag of its verb is
-an error; what was taken is told on standard error, by name alone, because a value may be a key.
+The command line has priority over the environment, and the environment over the file. A variable or key that is not a
+flag of its command is an error. The names of the used flags are printed on standard error. Their values are not
+printed, because a value may be a key.
 """
 
 from __future__ import annotations
@@ -28,44 +29,45 @@ FILE = f"{PREFIX}CONFIG"
 
 
 def take_config(tokens: list[str]) -> Path | None:
-    """Remove ``--config FILE`` from a command line and return the file, or the one that SINEW_CONFIG names."""
+    """Remove ``--config FILE`` from a command line. Return the file, or else the file that SINEW_CONFIG names."""
     end = tokens.index("--") if "--" in tokens else len(tokens)
-    given = os.environ.get(FILE) or None
-    left, words = [], iter(tokens[:end])
+    name = os.environ.get(FILE) or None
+    remaining, words = [], iter(tokens[:end])
     for token in words:
         if token.startswith("--config="):
-            given = token.removeprefix("--config=")
+            name = token.removeprefix("--config=")
         elif token == "--config":  # noqa: S105
-            if (given := next(words, None)) is None:
+            if (name := next(words, None)) is None:
                 raise SinewError("--config: expected a .toml file, got nothing")
         else:
-            left.append(token)
-    tokens[:end] = left
-    return None if given is None else Path(given)
+            remaining.append(token)
+    tokens[:end] = remaining
+    return None if name is None else Path(name)
 
 
 def sources(file: Path | None, verbs: Iterable[str]) -> tuple[Callable[..., None], ...]:
-    """Return the sources of options that the command line does not have, in order of preference.
+    """Return the sources of options that the command line does not have, in order of priority.
 
-    Raises :class:`SinewError` for a file that cannot be read, or with a section that is not a command.
+    Raises:
+        SinewError: The file cannot be read, or a section is not a command.
     """
     return (from_environment,) if file is None else (from_environment, SettingsFile.read(file, verbs))
 
 
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Take ``SINEW_VERB_FLAG``: lists are separated by spaces, switches are 1 or 0."""
+    """Read the variables ``SINEW_VERB_FLAG``. Lists are separated by spaces, and switches are 1 or 0."""
     if not commands:
         return
     prefix = _prefix(commands)
-    known = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
+    variables = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
     for variable, value in os.environ.items():
-        # What Kubernetes tells each pod of the Services beside it, one of which may be ``sinew-serve``.
-        told = SERVICE.search(variable) or (variable.endswith("_PORT") and "://" in value)
-        if variable not in known and told:
+        # Kubernetes sets variables for each Service in every pod. A Service may be called ``sinew-serve``.
+        by_kubernetes = SERVICE.search(variable) or (variable.endswith("_PORT") and "://" in value)
+        if variable not in variables and by_kubernetes:
             continue
-        if variable.startswith(prefix) and variable not in known:
+        if variable.startswith(prefix) and variable not in variables:
             raise SinewError(
-                f"{variable}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(variable, known)}"
+                f"{variable}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(variable, variables)}"
             )
         for group, members in groups_of(commands):
             inside = tuple(_prefix((*group, each)) for each in members)
@@ -82,7 +84,7 @@ def _prefix(commands: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """A table of flags for each verb, ``[serve]`` or ``[perf.run]``."""
+    """A file with a table of flags for each command, such as ``[serve]`` or ``[perf.run]``."""
 
     path: Path
     tables: dict[str, Any]
@@ -91,17 +93,17 @@ class SettingsFile:
     def read(cls, path: Path, verbs: Iterable[str]) -> SettingsFile:
         """Read a TOML file. Raises :class:`SinewError`."""
         try:
-            found = read_toml(path)
+            tables = read_toml(path)
         except (OSError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) else error
             raise SinewError(f"--config {path}: expected a TOML file, got {words}") from None
         verbs = tuple(verbs)
-        for name, table in found.items():
+        for name, table in tables.items():
             if name not in verbs:
                 raise SinewError(f"{path}: {name}: expected a table of a command{did_you_mean(name, verbs)}")
             if not isinstance(table, dict):
                 raise SinewError(f"{path}: {name}: expected a table [{name}], got {shown(table)}")
-        return cls(path, found)
+        return cls(path, tables)
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         table: Any = self.tables
@@ -114,15 +116,15 @@ class SettingsFile:
         table = table.get(commands[-1], {}) if commands else {}
         if not table:
             return
-        known, taken = flags(arguments), {}
+        allowed, taken = flags(arguments), {}
         for key, value in table.items():
             where = f"{self.path}: [{'.'.join(commands)}] {key}"
             name = key.replace("_", "-")
             if name in taken:
                 raise SinewError(f"{where}: expected one spelling, got it with - and with _")
-            if name not in known:
+            if name not in allowed:
                 raise SinewError(
-                    f"{where}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(name, known)}"
+                    f"{where}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(name, allowed)}"
                 )
             if not _plain(value):
                 raise SinewError(f"{where}: expected a text, a number, true or false, or a list of them")
@@ -134,7 +136,7 @@ class SettingsFile:
 
 
 def flags(arguments: ArgumentCollection) -> dict[str, Any]:
-    """Return the arguments of a command that are given by name, each under its name without dashes."""
+    """Return the arguments of a command that are flags, by their names without dashes."""
     return {
         argument.name.removeprefix("--"): argument
         for argument in arguments

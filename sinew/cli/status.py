@@ -1,4 +1,4 @@
-"""Exit codes, and what makes a run end with another one than 0 although it came to its end (docs/control.md)."""
+"""Exit codes, and the reasons why a completed run ends with a code other than 0 (docs/control.md)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from sinew.cli import terminal
 
 EXIT_ERROR, EXIT_USAGE, EXIT_FAULTS, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 3, 130, 141
 
-UNANSWERED = 2  # requests in a row, at the end of a run, that are more than one late answer
+UNANSWERED = (
+    2  # unanswered requests in a row at the end of a run that count as a failure; one may just be late
+)
 PAUSED = "paused"
 
 
 def text_of(faults: Mapping[str, Any]) -> str:
-    """Return the errors of a report in one line; "" without any. faults: From ``Faults.to_dict``."""
+    """Return the errors of a report in one line; "" without errors. ``faults`` is a result of ``Faults.to_dict``."""
     kinds = ", ".join(f"{count} x {kind}" for kind, count in faults.get("kinds", {}).items())
     return f"{faults['total']} errors ({kinds}); the first: {faults['first']}" if faults.get("total") else ""
 
@@ -24,20 +26,25 @@ def text_of(faults: Mapping[str, Any]) -> str:
 def problems(
     faults: Mapping[str, Any], executed: int, held: Mapping[str, int], stopped: bool, unanswered: int = 0
 ) -> list[str]:
-    """Return why a robot's run did not go as it should have, a sentence each; none where it did.
+    """Return the problems of a robot's run, one sentence each; [] without problems.
 
-    faults: errors inside. A late, lost or superseded answer is none as long as the robot went on afterwards:
-    unanswered counts those since the last chunk. executed, held: steps with a command, and without one by reason.
-    stopped: somebody ended the run, who may do so before the first command.
+    A late, lost or superseded answer is not a problem if the robot moved again afterwards.
+
+    Args:
+        faults: The errors of the run.
+        executed: Number of control steps with a command.
+        held: Reason of a hold -> number of control steps.
+        stopped: True if the user ended the run, which may happen before the first command.
+        unanswered: Number of requests without an answer since the last chunk.
     """
-    found = [text] if (text := text_of(faults)) else []
+    sentences = [text] if (text := text_of(faults)) else []
     if unanswered >= UNANSWERED:
-        found.append(f"the last {unanswered} requests had no answer")
+        sentences.append(f"the last {unanswered} requests had no answer")
     waited = {reason: count for reason, count in held.items() if reason != PAUSED}
     if not executed and waited and not stopped:
         most = max(waited, key=lambda reason: waited[reason])
-        found.append(f"the robot was held all the time and never got a command: {most}")
-    return found
+        sentences.append(f"the robot was held all the time and never got a command: {most}")
+    return sentences
 
 
 def ended(found: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""How every verb talks: one kind of console, one place for JSON, one way to show that something takes its time."""
+"""The output of all commands: one kind of console, one place for JSON, and one way to show progress."""
 
 from __future__ import annotations
 
@@ -32,18 +32,21 @@ from rich.text import Text
 
 from sinew.core import SinewError
 
-WIDTH = 120  # columns where there is neither a terminal nor COLUMNS to ask; tables of 80 are cut to pieces
-WORD = 14  # characters that a column has room for, before rows stand one below the other
-PATIENCE_S = 2.0  # what takes longer is announced
-MAX_SILENCE_S = 10.0  # between two lines of a task whose parts go on
+WIDTH = 120  # columns without a terminal and without COLUMNS, because 80 columns are too few for the tables
+WORD = (
+    14  # smallest width of a column in characters; a narrower table is printed with one line for each column
+)
+PATIENCE_S = 2.0  # a task that takes more seconds is announced
+MAX_SILENCE_S = 10.0  # longest time between two lines about a task that makes progress, seconds
 
-# What steers a terminal, turns the direction of writing, or cannot be encoded; tabs and new lines stay.
+# Matches characters that control a terminal, change the direction of writing, or cannot be encoded. Tabs and line ends
+# are allowed.
 _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass
 class Output:
-    """What ``--json`` asked for: on standard output instead of the text, or in a file beside it."""
+    """The setting of ``--json``: JSON on standard output instead of the text, or in a file in addition to it."""
 
     json: bool = False
     file: Path | None = None
@@ -53,14 +56,14 @@ output = Output()
 
 
 def shown(text: str) -> str:
-    """Return a text of strangers as it can be printed: what steers a terminal stands as ``\\x1b``."""
-    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return an untrusted text in a form that is safe to print: control characters are escaped, as in ``\\x1b``."""
+    return _STEERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _Console(Console):
-    """Prints every text as :func:`shown`; what rich itself tells the terminal passes."""
+    """Prints every text like :func:`shown`. Control codes of rich itself are not escaped."""
 
-    def render_str(self, text: str, **options: Any) -> Text:  # before a table measures its cells
+    def render_str(self, text: str, **options: Any) -> Text:  # called before a table measures its cells
         return super().render_str(shown(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -71,7 +74,7 @@ class _Console(Console):
                 yield Segment(shown(segment.text), segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; a text runs over the end of a line, where a table is fitted to it."""
+        """Print objects. A text wraps at the end of a line, and a table is fitted into the line."""
         super().print(*objects, **{"soft_wrap": all(isinstance(each, str) for each in objects), **options})
 
 
@@ -81,33 +84,39 @@ class _Formatter(logging.Formatter):
 
 
 def log(level: int, form: str) -> None:
-    """Write the log to standard error, as :func:`shown`, where nothing else was set up. form: of the lines."""
+    """Write the log to standard error in the form of :func:`shown`, unless logging is already set up.
+
+    ``form`` is the format of a line.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(form))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 def console(stderr: bool = False, **options: Any) -> Console:
-    """Return a console that prints text as it is: no emoji for ``:words:``, wide enough where nobody looks.
+    """Create a console that prints text unchanged, without emoji for ``:words:``.
 
-    The one of standard output is quiet where ``--json`` asked for JSON alone.
+    Without a terminal, it has at least :data:`WIDTH` columns. The console of standard output is quiet if ``--json``
+    requests only JSON.
     """
-    made = _Console(
+    new = _Console(
         stderr=stderr, emoji=False, quiet=output.json and not stderr, **{"highlight": False, **options}
     )
-    if not made.is_terminal and "width" not in options and not os.environ.get("COLUMNS", "").isdecimal():
-        made.width = max(WIDTH, made.width)
-    return made
+    if not new.is_terminal and "width" not in options and not os.environ.get("COLUMNS", "").isdecimal():
+        new.width = max(WIDTH, new.width)
+    return new
 
 
 def typed() -> str:
-    """Return this program's command line, for records of what it did."""
+    """Return this program's command line, for its records."""
     return shlex.join(["sinew", *sys.argv[1:]])
 
 
 class _Table(Table):
-    """A table whose rows stand one below the other, a line for each column, where it is too wide for the terminal.
-    Nothing is left out: words that are too long, as paths, are broken."""
+    """A table that is printed with one line for each cell if it is too wide for the terminal.
+
+    Nothing is cut off: long words, such as paths, are broken.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.row_count or self._fits(console, options):
@@ -126,8 +135,10 @@ class _Table(Table):
             yield ""
 
     def _fits(self, console: Console, options: ConsoleOptions) -> bool:
-        """Say whether no word of up to WORD characters is broken: Rich narrows the widest columns first, below their
-        words, too."""
+        """Return True if no word of up to WORD characters is broken.
+
+        Rich narrows the widest columns first, and also makes them narrower than their words.
+        """
         room = options.update_width(options.max_width - self._extra_width)
         widths = self._calculate_column_widths(console, room)
         words = (self._measure_column(console, options, column).minimum for column in self.columns)
@@ -135,50 +146,52 @@ class _Table(Table):
 
 
 def table(title: str | None, *columns: str, rows: Iterable[Sequence[str]] = (), **options: Any) -> Table:
-    """Return a table of rows; a column whose name begins with ``>`` has numbers, and is set to the right."""
-    made = _Table(title=title, **options)
+    """Create a table. A column whose name begins with ``>`` has numbers and is aligned to the right."""
+    new = _Table(title=title, **options)
     for name in columns:
         justify: Any = "right" if name.startswith(">") else "left"
-        made.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
+        new.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        new.add_row(*row)
+    return new
 
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def plain(*columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """Return a :func:`table` without lines."""
+    """Create a :func:`table` without lines."""
     return table(None, *columns, rows=rows, box=None, pad_edge=False)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table without a head: of each row a name and what it is, which may be long."""
-    made = Table(show_header=False, box=None, pad_edge=False)
-    made.add_column(style="bold")
-    made.add_column(overflow="fold")
+    """Create a table without a head. Each row is a name and a text, which may be long."""
+    new = Table(show_header=False, box=None, pad_edge=False)
+    new.add_column(style="bold")
+    new.add_column(overflow="fold")
     for name, text in rows:
-        made.add_row(escape(name), escape(text))
-    return made
+        new.add_row(escape(name), escape(text))
+    return new
 
 
 def findings(rows: Iterable[tuple[str, str, str, str]]) -> Table:
-    """Return a table without a head: of each row a mark, which is markup, a name, a detail, which may be long, and what
-    to do, if anything."""
-    made = Table(show_header=False, box=None, pad_edge=False)
+    """Create a table of findings without a head. Each row is a mark in markup, a name, a detail and the next step.
+
+    The detail may be long. The next step may be "".
+    """
+    new = Table(show_header=False, box=None, pad_edge=False)
     for options in ({"no_wrap": True}, {"no_wrap": True, "style": "bold"}, {"overflow": "fold"}):
-        made.add_column(**options)
+        new.add_column(**options)
     for mark, name, detail, advice in rows:
-        made.add_row(mark, escape(name), escape(f"{detail}\n→ {advice}" if advice else detail))
-    return made
+        new.add_row(mark, escape(name), escape(f"{detail}\n→ {advice}" if advice else detail))
+    return new
 
 
 def take_json(tokens: list[str]) -> None:
-    """Remove ``--json``, ``--json FILE.json`` and ``--json=FILE`` from a command line, and remember what they ask."""
+    """Remove ``--json``, ``--json FILE.json`` and ``--json=FILE`` from a command line, and store the setting."""
     output.json, output.file = False, None
     end = tokens.index("--") if "--" in tokens else len(tokens)
-    left, words = [], iter(range(end))
+    remaining, words = [], iter(range(end))
     for index in words:
         token = tokens[index]
         if token.startswith("--json="):
@@ -189,20 +202,20 @@ def take_json(tokens: list[str]) -> None:
             else:
                 output.json = True
         else:
-            left.append(token)
-    tokens[:end] = left
+            remaining.append(token)
+    tokens[:end] = remaining
 
 
 def _is_file(token: str) -> bool:
-    """Return True for what follows ``--json`` as its file, and is no argument of the verb: FILE.json, or a device."""
+    """Return True if the word after ``--json`` is its file: FILE.json or a device. It may also be another argument."""
     path = Path(token)
     return token.endswith(".json") or path.is_char_device() or path.is_fifo()
 
 
 def emit(record: dict[str, Any]) -> None:
-    """Write a result as JSON where ``--json`` asks for it.
+    """Write a result as JSON if ``--json`` requests it.
 
-    Its text has been printed with :func:`console`, which is quiet where JSON alone was asked for.
+    The result's text was printed with :func:`console`, which is quiet if only JSON is requested.
     """
     if output.file is not None:
         with SinewError.at(f"--json {output.file}", OSError):
@@ -212,8 +225,9 @@ def emit(record: dict[str, Any]) -> None:
 
 
 def drawn(picture: Callable[[], RenderableType], rate: float) -> Live:
-    """Return a context that draws a picture ``rate`` times a second, on its own thread, so that no loop waits
-    for it.
+    """Return a context manager that draws a picture ``rate`` times a second.
+
+    It draws on its own thread, so that no loop waits for it.
     """
     return Live(get_renderable=picture, refresh_per_second=rate, transient=True)
 
@@ -231,7 +245,7 @@ _bars: Progress | None = None
 
 @contextmanager
 def bars(*columns: Any) -> Iterator[Progress]:
-    """Progress on standard error; the tasks of :mod:`sinew.core.progress` join the one that is open."""
+    """Show progress bars on standard error. Tasks of :mod:`sinew.core.progress` join the open bars."""
     global _bars  # noqa: PLW0603 - one terminal
     where = console(stderr=True)
     with Progress(*columns, console=where, transient=True, disable=not where.is_terminal) as progress:
@@ -244,10 +258,10 @@ def bars(*columns: Any) -> Iterator[Progress]:
 
 @contextmanager
 def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a task: a spinner or a bar on a terminal, elsewhere a line once it takes longer than two seconds, and
-    then, less and less often, a line with the part that it has come to.
+    """Show a task: with a spinner or a bar on a terminal, otherwise with lines.
 
-    A line is printed before whatever follows the task, or not at all.
+    The first line is printed after two seconds. Then lines with the present part follow at increasing intervals. All
+    lines are printed before the task ends.
     """
     where = console(stderr=True)
     if not where.is_terminal:
@@ -266,7 +280,7 @@ def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
             yield lambda more: current.__setitem__(0, more or text)
         finally:
             ended.set()
-            reporter.join()  # a line that has begun ends before what comes next is printed
+            reporter.join()  # so that a line in progress ends before other output
         return
     if _bars is None:
         with bars(*_columns(total)), show_task(text, total) as advance:

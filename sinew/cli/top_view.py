@@ -1,4 +1,4 @@
-"""What ``sinew top`` has heard of a server, and how it looks."""
+"""The view of ``sinew top``: the state of a server as tables and bars."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sinew.serve.dashboard.follow import ServerSeen
 
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
 COLOURS = ("magenta", "blue", "green", "yellow", "bright_cyan", "red", "cyan")
-HASH = 12  # digits of a hash that are shown
+HASH = 12  # printed digits of a hash
 BAR, JOINTS, SESSIONS = 60, 16, 8  # columns of a bar; rows of tables
 
 
 def view(seen: ServerSeen) -> RenderableType:
-    """Return everything as tables and bars."""
+    """Return the whole state of a server as tables and bars."""
     parts: list[RenderableType] = [_title(seen)]
     if seen.about:
         parts += [_policy(seen.about), _latency(seen), _sessions(seen)]
@@ -74,7 +74,7 @@ def _policy(about: dict[str, Any]) -> Table:
 
 
 def identity_text(identity: Any) -> str:
-    """Return the identity of a served bundle in words; "" for a server that states none."""
+    """Return the identity of a served bundle as text; "" if the server states none."""
     if not isinstance(identity, dict) or not identity.get("hash"):
         return ""
     words = {name: str(identity.get(name, ""))[:100] for name in ("hash", "source", "date", "version")}
@@ -85,10 +85,10 @@ def _latency(seen: ServerSeen) -> RenderableType:
     values = list(seen.milliseconds)
     if not values:
         return Text("no answer yet since this began to look", "dim")
-    found = summarize(values)
+    latency = summarize(values)
     line = Text.assemble(
         ("latency  ", "bold"),
-        f"p50 {found['p50']:.1f}  p95 {found['p95']:.1f}  p99 {found['p99']:.1f}  max {found['max']:.1f} ms",
+        f"p50 {latency['p50']:.1f}  p95 {latency['p95']:.1f}  p99 {latency['p99']:.1f}  max {latency['max']:.1f} ms",
         f"  of {len(values)}; ",
         (f"{seen.missed} missed", "red" if seen.missed else ""),
         *(f", {count} {code}" for code, count in seen.refused.items()),
@@ -116,40 +116,53 @@ def _stages(answer: dict[str, Any]) -> Text:
 
 def _sessions(seen: ServerSeen) -> Table:
     shown = list(reversed(seen.sessions.items()))[:SESSIONS]
-    said = ("last words",) if any(one.text for _, one in shown) else ()
-    columns = ("wire", "client", "session", ">per s", ">answers", ">missed", ">refused", "instruction", *said)
+    text_columns = ("last words",) if any(one.text for _, one in shown) else ()
+    columns = (
+        "wire",
+        "client",
+        "session",
+        ">per s",
+        ">answers",
+        ">missed",
+        ">refused",
+        "instruction",
+        *text_columns,
+    )
     table = terminal.plain(*columns)
     now = time.monotonic()
     for (wire, client, name), one in shown:
         numbers = f"{one.rate(now):.1f}", str(one.answers), str(one.missed), str(one.refused)
         table.add_row(
-            *map(escape, (wire, client, name, *numbers, one.prompt[:60], *[one.text[:60] for _ in said]))
+            *map(
+                escape,
+                (wire, client, name, *numbers, one.prompt[:60], *[one.text[:60] for _ in text_columns]),
+            )
         )
     return table
 
 
 def _robots(rows: Sequence[dict[str, Any]]) -> Table:
-    """One line for each robot, by its own word."""
+    """Return a table with one line for each robot, from its own report."""
     numbers = (">rows per s", ">age p50", ">p95 ms", ">held", ">clipped", ">won")
     table = terminal.plain("robot", "state", *numbers, "most held for")
     for row in rows[:SESSIONS]:
-        held = row["held"]
+        holds = row["held"]
         table.add_row(
             escape(f"{row['number']} {row['name']}"[:40]),
             escape(row["state"]),
             f"{row['rows_hz']:.1f}",
             number(row["age_p50_ms"]),
             number(row["age_p95_ms"]),
-            f"{sum(held.values())} of {row['steps']}",
+            f"{sum(holds.values())} of {row['steps']}",
             str(row["clipped_commands"]),
             "" if row["episodes"] is None else f"{row['successes']} of {row['episodes']}",
-            escape(row["reason"] or max(held, key=held.__getitem__, default="")),
+            escape(row["reason"] or max(holds, key=holds.__getitem__, default="")),
         )
     return table
 
 
 def _chunk(answer: dict[str, Any], about: dict[str, Any]) -> Table:
-    """One line for each joint: its name, its rows as bars, first and last value."""
+    """Return a table with one line for each joint: its name, its actions as bars, the first and the last value."""
     rows = answer["actions"]
     action = about.get("policy", {}).get("action", {})
     names, units = action.get("names") or (), action.get("units") or ()
@@ -167,17 +180,20 @@ def _chunk(answer: dict[str, Any], about: dict[str, Any]) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Return a number of four digits, or a dash."""
+    """Return a number with four digits, or a dash for None."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def spark(values: Sequence[float | None], low: float | None = None) -> str:
-    """Return numbers as a line of bars, lowest to highest; ``low`` is where the bars begin. None is a gap."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if not known:
+    """Return numbers as a line of bars, scaled from the lowest to the highest number.
+
+    ``low`` is a lower start of the scale. None is printed as a gap.
+    """
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
         return " " * len(values)
-    floor = min(known) if low is None else min(low, *known)
-    span = max(known) - floor
+    floor = min(finite) if low is None else min(low, *finite)
+    span = max(finite) - floor
     return "".join(
         " "
         if value is None or not math.isfinite(value)

@@ -26,7 +26,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def whole(_app: object, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuse a fraction where a whole number is meant: the parser would round 10.7 to 11."""
+    """Reject a fraction for a flag with whole numbers, because the parser would round 10.7 to 11."""
     for argument in arguments:
         for token in argument.tokens:
             if "." in token.value and _kind(argument.hint) == KINDS[int]:
@@ -39,12 +39,12 @@ def shown(error: CycloptsError) -> Text:
 
 def said(error: CycloptsError) -> str:
     """Return the error message with the expected and the actual value. Rare errors keep the parser's message."""
-    given = getattr(error, "token", None)
+    token_in_error = getattr(error, "token", None)
     verb = " ".join(("sinew", *(error.command_chain or ())))
     if isinstance(error, UnknownOptionError):
-        known = [name for each in error.argument_collection if each.parse for name in each.names]
+        names = [name for each in error.argument_collection if each.parse for name in each.names]
         flag = (error.token.keyword or error.token.value).partition("=")[0]
-        hint = did_you_mean(flag, known).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
+        hint = did_you_mean(flag, names).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
         return f"unknown flag {flag}:{hint}"
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app:
         return _no_verb(error.unused_tokens[0], list(error.app), bool(error.command_chain))
@@ -54,15 +54,19 @@ def said(error: CycloptsError) -> str:
         return f"{error.token.keyword}: expected once, got it again"
     if (argument := error.argument) is None:
         return str(error)
-    name = getattr(error, "keyword", None) or getattr(given, "keyword", None) or argument.name
-    if given is not None and given.source not in ("", "cli", "env"):  # a file of settings
-        name = f"{given.source}: {name}"
+    name = getattr(error, "keyword", None) or getattr(token_in_error, "keyword", None) or argument.name
+    if token_in_error is not None and token_in_error.source not in (
+        "",
+        "cli",
+        "env",
+    ):  # the value is from a settings file
+        name = f"{token_in_error.source}: {name}"
     if type(error) is MissingArgumentError:
         return f"{name} is required ({_meaning(error, argument)}); see `{verb} --help`"
-    if isinstance(error, CoercionError) and error.msg is None and given is not None:
+    if isinstance(error, CoercionError) and error.msg is None and token_in_error is not None:
         kind = _kind(error.target_type)
-        close = did_you_mean(given.value, kind.removeprefix("one of ").split(", "))
-        return f"{name}: expected {kind}, got {given.value!r}{close}"
+        close = did_you_mean(token_in_error.value, kind.removeprefix("one of ").split(", "))
+        return f"{name}: expected {kind}, got {token_in_error.value!r}{close}"
     if isinstance(error, BoundError) and (
         bound := re.fullmatch(r"Must be (.+?)\.?", error.exception_message)
     ):
@@ -72,7 +76,7 @@ def said(error: CycloptsError) -> str:
 
 
 def _no_verb(word: str, known: list[str], within: bool) -> str:
-    """Return the error for a word that is not a command. No command is imported for it."""
+    """Return the error for a word that is not a command, without importing any command."""
     if word.startswith("-"):
         hint = did_you_mean(word, ("--json", "--debug", "--config", *known)).removeprefix("; ")
         return f"unknown flag {word}: {hint or 'those of a verb stand behind it, `sinew VERB --help`'}"
@@ -94,6 +98,8 @@ def _meaning(error: MissingArgumentError, argument: Argument) -> str:
 
 def _kind(hint: Any) -> str:
     """Return the form of a type's values."""
-    if get_origin(hint) is not None and (left := [each for each in get_args(hint) if each is not type(None)]):
-        return f"one of {', '.join(map(str, left))}" if isinstance(left[0], str) else _kind(left[0])
+    if get_origin(hint) is not None and (
+        kinds := [each for each in get_args(hint) if each is not type(None)]
+    ):
+        return f"one of {', '.join(map(str, kinds))}" if isinstance(kinds[0], str) else _kind(kinds[0])
     return KINDS.get(hint, "a value")

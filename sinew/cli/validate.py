@@ -1,4 +1,4 @@
-"""``sinew validate``: the very engine and bundle that will serve, held against the reference and its success gate."""
+"""``sinew validate``: compares an engine and a bundle with the reference, and plays the success gate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sinew.engine import proofs
 if TYPE_CHECKING:
     from sinew.policy import Policy
 
-USUAL = 8  # observations: an outlier of rounding was seen in one of eight
+USUAL = 8  # default number of observations, because one of eight had an outlier of rounding
 
 
 def validate(
@@ -80,8 +80,8 @@ def validate(
                 raise SinewError(
                     f"--{flag}: expected none with --audit, which computes and writes nothing, got {judged}"
                 )
-        given = {"device": "cpu"} if runs.device == "auto" else {}
-        return show_audit(Policy(opened, **runs.keywords() | given))
+        overrides = {"device": "cpu"} if runs.device == "auto" else {}
+        return show_audit(Policy(opened, **runs.keywords() | overrides))
     options = json_object("--env-options", env_options), json_object("--reset-options", reset_options)
     success_gate = None
     if gate is not None:
@@ -99,45 +99,45 @@ def validate(
         played = success_gate.play(bundle, policy.choice, episodes, runs.ignore_recipe)
     else:
         played = None
-    found = kept_record(bundle, parity, terminal.typed(), played, f"not played: {why}")
+    record = kept_record(bundle, parity, terminal.typed(), played, f"not played: {why}")
     try:
-        kept = f"kept in {proofs.keep(bundle, policy.engine_name, str(policy.device), found)}"
-    except OSError as error:  # minutes of work are said all the same
-        kept = f"not kept for `--engine auto` (XDG_CACHE_HOME names another place): {error}"
-    show(found, policy)
+        stored = f"kept in {proofs.keep(bundle, policy.engine_name, str(policy.device), record)}"
+    except OSError as error:  # the result of minutes of work is printed nevertheless
+        stored = f"not kept for `--engine auto` (XDG_CACHE_HOME names another place): {error}"
+    show(record, policy)
     if out is not None:
-        write(found, out)
-    terminal.console().print(kept, markup=False)
-    terminal.emit(found)
-    return 0 if found["passed"] else 1
+        write(record, out)
+    terminal.console().print(stored, markup=False)
+    terminal.emit(record)
+    return 0 if record["passed"] else 1
 
 
 def show_audit(policy: Policy) -> int:
-    """Print what a recording of each stage would meet; return the exit status."""
+    """Print the operators of each stage that a CUDA graph cannot record. Return the exit status."""
     observation, solver = policy.dummy_observation(), policy.spec.solver
     steps = solver.fixed_steps or policy.spec.solver_steps
-    found = policy.engine.audit(policy.prepare(observation).inputs.batched(), steps)
-    console, broken = terminal.console(), [stage for stage in found if stage.breaks]
+    audit = policy.engine.audit(policy.prepare(observation).inputs.batched(), steps)
+    console, broken = terminal.console(), [stage for stage in audit if stage.breaks]
     console.print(running(policy), markup=False)
     table = terminal.table(
         "what a CUDA graph would record", "stage", ">operators", ">MB made anew", "breaks it"
     )
-    for stage in found:
+    for stage in audit:
         table.add_row(
             stage.stage, f"{stage.operators}", f"{stage.nbytes / 1e6:.1f}", "\n".join(stage.breaks) or "-"
         )
     console.print(table)
     names = ", ".join(stage.stage for stage in broken)
     console.print(f"[bold red]cannot be recorded: {names}[/]" if broken else "one graph records all of it")
-    stages = [asdict(stage) for stage in found]
+    stages = [asdict(stage) for stage in audit]
     terminal.emit({"schema": "sinew.audit/1", "stages": stages, "recordable": not broken})
     return int(bool(broken))
 
 
-def show(found: dict[str, Any], policy: Policy) -> None:
+def show(record: dict[str, Any], policy: Policy) -> None:
     from sinew.checks.validate.report import COLUMNS, stage_rows
 
-    console, parity, gate = terminal.console(), found["parity"], found["gate"]
+    console, parity, gate = terminal.console(), record["parity"], record["gate"]
     console.print(running(policy), markup=False)
     title = f"against eager fp32 over {parity['observations']} observations: {parity['source']}"
     rows = stage_rows(parity, "[green]ok[/]", "[bold red]differs[/]")
@@ -147,9 +147,9 @@ def show(found: dict[str, Any], policy: Policy) -> None:
     for fault in parity["faults"]:
         console.print(f"fault: {fault}", markup=False)
     console.print(f"success gate: {gate.get('text') or gate['skipped']}", markup=False)
-    for line in found["weaker"]:
+    for line in record["weaker"]:
         console.print(line, markup=False)
     seen = parity["observations"]
     few = f"; what fewer than {USUAL} show may be no sign of the next one" if seen < USUAL else ""
-    verdict = "passes" if found["passed"] else "[bold red]FAILS[/]"
+    verdict = "passes" if record["passed"] else "[bold red]FAILS[/]"
     console.print(f"{verdict} over {seen} observation{'s' * (seen != 1)}{few}")

@@ -1,4 +1,4 @@
-"""The verbs of ``sinew``: in which section of its help each stands, where it is, and an example of it."""
+"""The commands of ``sinew``: the section of the help, the module and an example of each."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from sinew.core import providers
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb, or a group of them.
+    """A command, or a group of commands.
 
     Attributes:
-        summary: Its line in the help.
-        example: A command line without ``sinew``. A group has none.
-        where: Module:function, in `sinew.cli` or in `package`. Without it, the function of the verb's name in the
-        module
-            of this name.
-        commands: Of a group.
-        package: The distribution that has the verb, if it is not this one. Its entry point ``sinew.verbs`` fills in
-        what
-            is missing here.
+        summary: The command's line in the help.
+        example: A command line without ``sinew``. A group has no example.
+        where: ``module:function`` in `sinew.cli` or in `package`. "" takes the module and the function with the
+            command's name.
+        commands: The commands of a group.
+        package: The distribution that has the command, if it is not this one. Its entry point ``sinew.verbs`` provides
+            the missing fields.
     """
 
     summary: str
@@ -32,7 +30,7 @@ class Verb:
 
     @property
     def absent(self) -> bool:
-        """Whether the distribution that has it is not installed."""
+        """True if the distribution that has the command is not installed."""
         return bool(self.package and not self.where and not self.commands)
 
 
@@ -124,7 +122,7 @@ OWN: dict[str, dict[str, Verb]] = {
 
 
 def _filled(verbs: Mapping[str, Verb], group: tuple[str, ...] = ()) -> dict[str, Verb]:
-    """Return verbs with what the tables of other distributions say of theirs."""
+    """Return commands with the fields that the tables of other distributions provide."""
     return {name: _of_package(verb, (*group, name)) for name, verb in verbs.items()}
 
 
@@ -145,7 +143,7 @@ def _of_package(verb: Verb, words: tuple[str, ...]) -> Verb:
     )
 
 
-# Package -> its table of verbs, of those that are installed.
+# Installed package -> its table of commands.
 TABLES: dict[str, Mapping[str, tuple[str, str, str]]] = dict(providers.provided("sinew.verbs"))
 SECTIONS = {title: _filled(section) for title, section in OWN.items()}
 VERBS = {name: verb for section in SECTIONS.values() for name, verb in section.items()}
@@ -154,7 +152,7 @@ VERBS = {name: verb for section in SECTIONS.values() for name, verb in section.i
 def commands(
     verbs: Mapping[str, Verb] = VERBS, group: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Verb]]:
-    """Yield everything in a group that does something: its words, as ("perf", "run"), and what it is."""
+    """Yield all commands in a group: their words, such as ("perf", "run"), and the command."""
     for name, verb in verbs.items():
         if verb.absent:
             continue
@@ -165,21 +163,23 @@ def commands(
 
 
 def groups_of(words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Verb]]]:
-    """Yield the groups that a command is in, the outermost first: the words of each, and what is in it."""
+    """Yield the groups of a command, the outermost first: the words of each group, and its commands."""
     inside: Mapping[str, Verb] = VERBS
     for place, word in enumerate(words[:-1], start=1):
         inside = inside[word].commands
         yield words[:place], inside
 
 
-# What is looked for without the words before it.
+# Commands that a user may type without the words before them -> the complete words.
 WITHIN = {words[-1]: " ".join(words) for words, _ in commands() if words[0] in ("recording", "hub")}
 WITHIN |= {"cache": "hub cache", "completion": "--completion", "stream": "run --stream"}
 
 
 def absent(words: Sequence[str]) -> tuple[str, Verb] | None:
-    """Return the verb that a command line names and that is in a distribution which is not installed: its words and
-    what it is. None if all of it is here."""
+    """Return the command of a command line if its distribution is not installed: its words, and the command.
+
+    The result is None if the command is installed or unknown.
+    """
     inside: Mapping[str, Verb] = VERBS
     for place, word in enumerate(words, start=1):
         if (verb := inside.get(word)) is None:
@@ -191,7 +191,7 @@ def absent(words: Sequence[str]) -> tuple[str, Verb] | None:
 
 
 def function_of(words: tuple[str, ...], verb: Verb) -> str:
-    """Return the module of a command and the function in it, as ``sinew.cli.serve:serve``."""
+    """Return the module and the function of a command, such as ``sinew.cli.serve:serve``."""
     if verb.package:
         return verb.where
     return f"sinew.cli.{verb.where or f'{words[-1]}:{words[-1]}'}"
