@@ -1,4 +1,4 @@
-"""Adapters over a loaded model: each has a tree of modules with the base's own weights and a few more."""
+"""Adapters over a loaded model: an adapter is a module tree that shares the base weights and adds a few of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sinew.models.base import Model
 def with_adapter(model: Model, adapter: Bundle) -> Model:
     """Return ``model`` with the weights of an adapter; both share all parameters that the adapter does not replace.
 
-    Raises :class:`BundleError` for tensors that do not fit the model, or are no numbers.
+    Raises :class:`BundleError` for tensors that do not fit the model or are not finite numbers.
     """
     tensors = adapter.tensors()
     modules = dict(model.named_modules())
@@ -43,32 +43,32 @@ def with_adapter(model: Model, adapter: Bundle) -> Model:
             raise BundleError(f"{where}: expected {expected}, got {list(tensor.shape)}")
         else:
             whole[name] = tensor
-    for module, found in factors.items():
-        _check_factors(f"{adapter.path}: {module}", modules.get(module), found)
+    for module, pair in factors.items():
+        _check_factors(f"{adapter.path}: {module}", modules.get(module), pair)
         if module + WEIGHT in whole:
             raise BundleError(f"{adapter.path}: {module}: expected factors or a whole weight, got both")
-    made = clone_model(model, {*factors, *(name.rpartition(".")[0] for name in whole)})
+    adapted = clone_model(model, {*factors, *(name.rpartition(".")[0] for name in whole)})
     device = model.device
-    for module, found in factors.items():
-        layer = made.get_submodule(module)
+    for module, pair in factors.items():
+        layer = adapted.get_submodule(module)
         assert isinstance(layer, Linear)
-        layer.store = LowRank(layer.store, *found["lora_a"].shape)
-        for part, tensor in found.items():
+        layer.store = LowRank(layer.store, *pair["lora_a"].shape)
+        for part, tensor in pair.items():
             setattr(layer, part, _parameter(tensor, device, torch.float32))
     for name, tensor in whole.items():
         module, _, part = name.rpartition(".")
-        setattr(made.get_submodule(module), part, _parameter(tensor, device, state[name].dtype))
-    check_agreement(adapter.path, adapter.manifest, made)
-    return made.eval()
+        setattr(adapted.get_submodule(module), part, _parameter(tensor, device, state[name].dtype))
+    check_agreement(adapter.path, adapter.manifest, adapted)
+    return adapted.eval()
 
 
-def _check_factors(where: str, layer: nn.Module | None, found: Mapping[str, Tensor]) -> None:
+def _check_factors(where: str, layer: nn.Module | None, pair: Mapping[str, Tensor]) -> None:
     if not isinstance(layer, Linear) or width_of(layer) is None:
         kind = "nothing" if layer is None else type(layer).__name__
         raise BundleError(f"{where}: expected a linear layer there, got {kind}")
-    if len(found) != 2:
-        raise BundleError(f"{where}: expected lora_a and lora_b, got {next(iter(found))} alone")
-    down, up = found["lora_a"], found["lora_b"]
+    if len(pair) != 2:
+        raise BundleError(f"{where}: expected lora_a and lora_b, got {next(iter(pair))} alone")
+    down, up = pair["lora_a"], pair["lora_b"]
     rows, width = layer.store.size(layer)
     rank = down.shape[0]
     if down.dim() != 2 or not rank or down.shape[1] != width or up.shape != (rows, rank):

@@ -1,7 +1,8 @@
-"""Ask engines before they are opened, and choose engine, device and precision of a bundle, with reasons.
+"""Describe engines that are not open yet, and choose the engine, device and precision of a bundle, with reasons.
 
-Imports torch only to ask it for a GPU: a robot with graphs alone has none. Each engine's folder has a ``backend.py``
-with its :class:`Backend`; :data:`ORDER` and the entry points ``sinew.engines`` of other packages find them.
+This module imports torch only to ask it for a GPU: a robot that runs graphs alone has no torch. Each engine's folder
+has a ``backend.py`` with its :class:`Backend`; :data:`ORDER` and the entry points ``sinew.engines`` of other packages
+list the backends.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.engine import Engine
 
-AUTO = "auto"  # in place of a name: the first that fits
-ASKED = "asked for"  # the reason of what the user named
-REFERENCE = "the reference precision"  # reason for the default precision on a CPU
+AUTO = "auto"  # stands in place of a name for the first engine or device that fits
+ASKED = "asked for"  # the reason for an engine, device or precision that the user named
+REFERENCE = "the reference precision"  # the reason for the default precision on a CPU
 GIB = 1 << 30
-ROOM = GIB  # for activations and the program itself
+ROOM = GIB  # bytes for activations and the program itself
 HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
-# In which engines are tried, and taken where no measurement decides; the last one runs everywhere.
+# The order in which engines are tried, and taken where no measurement decides. The last engine runs everywhere.
 ORDER = ("cuda", "cpu", "onnx", "plan", "eager")
-# Times as fast as another engine that the reference has to be: plan multiplies the same matrices, so less is noise
+# The reference is taken only if it is this many times as fast as another engine: engine plan multiplies the same
+# matrices, so a smaller difference is noise.
 REFERENCE_MARGIN = 1.15
 GROUP = "sinew.engines"  # entry points "module:attribute" of further backends, tried before the others
 
@@ -48,11 +50,17 @@ GROUP = "sinew.engines"  # entry points "module:attribute" of further backends, 
 class EngineOptions:
     """The options that an engine is opened with.
 
-    ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
-    ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
-    weights stay while products are float32 (:func:`half_storage`), else empty.
-    ``adapters``: of the bundle, by the names that requests give.
-    ``kernels``: installs compiled products of weights in few bits, which the loader calls if it keeps some on a CPU.
+    Attributes:
+        device: The device, such as "cpu" or "cuda:0".
+        dtype: The precision: fp32, bf16, fp16 or native.
+        threads: The number of threads; None leaves the number to the engine.
+        providers: The providers of ONNX Runtime, in order of preference.
+        graphs: The folder of an export; None for a bundle with weights.
+        recipe: True to follow the bundle's quantisation recipe.
+        storage: The half precision in which weights stay while products are float32 (:func:`half_storage`), else "".
+        adapters: Name in requests -> adapter of the bundle.
+        kernels: Installs compiled products for low-bit weights. The loader calls this function if it keeps low-bit
+            weights on a CPU.
     """
 
     device: str = "cpu"
@@ -75,7 +83,9 @@ class EngineOptions:
 class EngineChoice:
     """The engine, device and precision that will run a bundle, with reasons.
 
-    ``ignored``: the part of the bundle's recipe that was given up, on request.
+    Attributes:
+        ignored: The part of the bundle's recipe that the engine does not compute, on request of the user.
+        recipe: Component -> precision in force.
     """
 
     engine: str
@@ -84,7 +94,7 @@ class EngineChoice:
     dtype_reason: str
     options: EngineOptions
     ignored: str = ""
-    recipe: Mapping[str, str] = field(default_factory=dict)  # in force
+    recipe: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def precision_text(self) -> str:
@@ -114,13 +124,24 @@ def choose(
 ) -> EngineChoice:
     """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
 
-    Which one that is, a measurement on this machine decides (:mod:`sinew.engine.measured`). Where nothing was measured,
-    and where times differ by less than 5 % (the reference's: 15 %), the first of :data:`ORDER` is taken.
+    A measurement on this machine decides which engine is the fastest (:mod:`sinew.engine.measured`). Where nothing was
+    measured, and where times differ by less than 5 % (15 % for the reference), the first of :data:`ORDER` is taken.
 
-    engine and device: "auto" or None leave it open. adapters: of the bundle, which the engine has to compute. prepared:
-    take what ``sinew prepare`` found to be faster also where it can do less (:meth:`Backend.should`). stream: the
-    guidance of the stream that it is to run (:func:`unstreamed`); None: none. Raises :class:`SinewError` for
-    what was asked for and cannot be: nothing else is taken in its place.
+    Args:
+        bundle: The bundle.
+        engine: The engine's name; "auto" or None leaves the engine open.
+        device: The device; "auto" or None leaves the device open.
+        dtype: The precision of the weights; None leaves the precision open.
+        threads: The number of threads.
+        providers: The providers of ONNX Runtime.
+        ignore_recipe: True to ignore the bundle's quantisation recipe.
+        adapters: Adapters of the bundle that the engine has to compute.
+        prepared: Also accept an engine that ``sinew prepare`` measured to be faster and that supports less than the
+            others (:meth:`Backend.should`).
+        stream: The guidance of the stream that the engine will run (:func:`unstreamed`); None for no stream.
+
+    Raises:
+        SinewError: A request cannot be met. Nothing else is taken in place of what the user requested.
     """
     if bundle.manifest.base is not None:
         raise SinewError(
@@ -134,21 +155,21 @@ def choose(
     word = None if dtype is None else dtype_word(dtype)
     if named is None and (graphs is not None or providers):
         named = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
-    asked = None if named is None else BACKENDS[named]
-    where, device_reason = choose_device(device, asked)
+    named_backend = None if named is None else BACKENDS[named]
+    where, device_reason = choose_device(device, named_backend)
     options = EngineOptions(
         where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe, adapters=adapters
     )
-    if asked is not None:
-        options, dtype_reason = with_precision(asked, bundle, options, word)
-        if problem := rejection(asked, bundle, options).against:
+    if named_backend is not None:
+        options, dtype_reason = with_precision(named_backend, bundle, options, word)
+        if problem := rejection(named_backend, bundle, options).against:
             raise SinewError(problem)
-        if stream is not None and (problem := unstreamed(asked, bundle, options, stream)):
+        if stream is not None and (problem := unstreamed(named_backend, bundle, options, stream)):
             raise SinewError(f"stream: {problem}")
         reason = ASKED
         if engine in (None, AUTO):
             reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
-        return _choice(asked, bundle, options, reason, device_reason, dtype_reason)
+        return _choice(named_backend, bundle, options, reason, device_reason, dtype_reason)
 
     contenders, passed_over = _contenders(bundle, options, word, prepared, stream)
     if not contenders:
@@ -177,7 +198,7 @@ class _Contender(NamedTuple):
     options: EngineOptions
     dtype_reason: str
     verdict: Suitability
-    follows: bool  # it computes the bundle's recipe, wholly, as it is stored
+    follows: bool  # the engine computes the whole recipe of the bundle as the weights are stored
 
 
 def _contenders(
@@ -216,7 +237,7 @@ def _contenders(
 
 
 def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditions:
-    """Return the conditions of a measurement of the engines. word: The requested precision, if any."""
+    """Return the conditions of a measurement of the engines. ``word`` is the requested precision, if any."""
     precision = word or ("fp32" if options.kind == "cpu" else "native")
     ignored = bool(recipe(bundle)) and not options.recipe
     return Conditions(bundle.path, options.device, precision, options.threads or 1, not ignored)
@@ -232,7 +253,7 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
     options = contenders[0].options
     under = _under(bundle, options, word)
     times = measured.stored(under)
-    # The reference is the same model with more to compute, never with a faster product
+    # The reference is the same model with more to compute, and its products are never faster.
     rivals = [each for each in contenders if not each.backend.reference]
     if options.kind != "cpu" or len(rivals) < 2 or times.chunks.keys() >= {each.name for each in rivals}:
         return times
@@ -241,7 +262,7 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
     if len(calls) < 2 or times.products.keys() >= calls.keys():
         return times
     times = replace(times, products=measured.time_products(calls, under.threads))
-    with contextlib.suppress(OSError):  # a folder that is not for writing: the next start measures again
+    with contextlib.suppress(OSError):  # the folder may not be writable: then the next start measures again
         measured.store(under, products=times.products)
     return times
 
@@ -249,7 +270,7 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
 def _reason(
     bundle: Bundle, best: _Contender, contenders: Sequence[_Contender], times: Times, where: str
 ) -> str:
-    """Return why the engine is the one to take, and what was measured."""
+    """Return why ``best`` is the engine to take, and the measured times."""
     kinds = {*recipe(bundle).values()}
     seconds = times.text(best.name, {each.name for each in contenders})
     if kinds and best.options.recipe:
@@ -306,7 +327,7 @@ class _Passed(NamedTuple):
 
 
 def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:
-    """Return the device and why: what the engine is for where one was named, else a GPU where PyTorch has one."""
+    """Return the device and the reason: the device that a named engine is made for, else a GPU if PyTorch finds one."""
     if device not in (None, AUTO):
         return device, ASKED
     if backend is not None and (own := backend.device()):
@@ -343,7 +364,8 @@ def _choice(
 
 
 def _each_once(passed_over: Sequence[_Passed]) -> str:
-    """Return the problems, one that several engines have with all their names: "engine cpu or plan needs torch"."""
+    """Return the problems as text. A problem that several engines have is listed once, with all their names: "engine
+    cpu or plan needs torch"."""
     owners: dict[tuple[bool, str], list[str]] = {}
     for name, problem, _ in passed_over:
         own = f"engine {name} "
@@ -378,15 +400,21 @@ YES = Suitability()
 
 
 class Backend:
-    """One engine, before it is opened: a record of what it is, and the hooks that an engine may define.
+    """An engine that is not open yet: a record of its properties, and the hooks that it may define.
 
-    opens: "module:function" of (bundle, options). follows: precisions of a recipe that it computes, besides fp32.
-    stores_half: it multiplies weights that stay in half precision in float32. copies_none: weights stay in the file's
-    map also where memory would do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
-    reference: it is what the others are compared with. capabilities: what it can do with some bundle on some device;
-    what it lacks with one, its open engine states (:attr:`sinew.engine.engine.Facts.refusals`). guides: the values of
-    an observation's ``rtc`` that it follows. counted_as: the program of ``sinew perf`` that counts what it takes of
-    memory.
+    Attributes:
+        name: The engine's name.
+        opens: The function that opens the engine, as "module:function"; it takes (bundle, options).
+        packages: The packages that the engine needs.
+        follows: The precisions of a recipe that the engine computes, besides fp32.
+        stores_half: True if the engine multiplies weights that stay in half precision in float32.
+        copies_none: True if weights stay in the memory map of the file even if memory would suffice for copies.
+        runs_graphs: True if the engine needs the graphs of an export, and nothing else.
+        reference: True for the engine that the others are compared with.
+        capabilities: The capabilities that the engine has with some bundle on some device. An open engine states which
+            of them it lacks with its bundle (:attr:`sinew.engine.engine.Facts.refusals`).
+        guides: The values of an observation's ``rtc`` that the engine follows.
+        counted_as: The program of ``sinew perf`` that predicts the memory of this engine.
     """
 
     name: str
@@ -432,13 +460,15 @@ class Backend:
         return Suitability(against, preparable=bool(against) and options.kind == "cpu")
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
-        """Return one small product as this engine computes most of a chunk on a CPU, which is timed to choose between
-        engines before a chunk was measured. None where its products are not known before it is opened."""
+        """Return a function that computes one small product as this engine computes most of a chunk on a CPU.
+
+        The product is timed to choose between engines before a chunk was measured. None if the engine's products are
+        not known before it is opened."""
         return None
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
-        """Return why the two verbs of this engine may not run at the same time, as those of a stream do, None if they
-        may."""
+        """Return why ``read`` and ``solve`` of this engine may not run at the same time, as a stream runs them; None if
+        they may."""
         if options.kind != "cpu":
             return Refusal("a CPU", f"{options.device}, whose stream they share")
         return self.lacking(Capability.STREAM)
@@ -452,7 +482,7 @@ class Backend:
         return ("fp32", REFERENCE) if kind == "cpu" else ("native", "as stored in the bundle")
 
     def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
-        """Return the engine with options that :func:`choose` has found to fit it."""
+        """Open the engine with options that :func:`choose` has checked, and return it."""
         lacking = {capability: self.lacking(capability) for capability in Capability}
         lacking[Capability.STREAM] = self.streams(bundle, options)
         module, _, function = self.opens.partition(":")
@@ -463,8 +493,8 @@ class Backend:
         return engine
 
     def lacking(self, capability: Capability) -> Refusal | None:
-        """Return that this engine lacks a capability with every bundle, and which engines have it; None if it does
-        not."""
+        """Return the refusal of a capability that this engine lacks with every bundle, with the engines that have it;
+        None if this engine has the capability."""
         if capability in self.capabilities:
             return None
         able = either(engines_that(capability)) or "of another package"
@@ -472,8 +502,8 @@ class Backend:
 
 
 def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suitability:
-    """Return the reason why an engine cannot run the bundle: :meth:`Backend.can`, after its record's packages and
-    adapters, and before its recipe.
+    """Return the reason why an engine cannot run the bundle. The engine's packages and its capability to compute
+    adapters are checked first, then :meth:`Backend.can`, then the bundle's recipe.
     """
     name = backend.name
     if options.adapters and Capability.ADAPT not in backend.capabilities:
@@ -498,7 +528,8 @@ def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suita
 
 
 def lowered(options: EngineOptions, bundle: Bundle) -> str:
-    """Return why PyTorch cannot compute in the half precision of ``options`` here, "" if it can or need not."""
+    """Return why PyTorch cannot compute in the half precision of ``options`` on this machine; "" if PyTorch can, or
+    need not."""
     if options.kind != "cpu" or options.storage or options.graphs is not None:
         return ""
     words = {HALVES[info.type.name] for info in bundle.infos.values() if info.type.name in HALVES}
@@ -514,7 +545,7 @@ def lowered(options: EngineOptions, bundle: Bundle) -> str:
 def not_computed(backend: Backend, bundle: Bundle) -> str:
     """Return the parts of the bundle's recipe that an engine does not compute.
 
-    Every engine computes with weights that are stored in few bits: it may widen them, which rounds nothing.
+    Every engine computes with low-bit weights: an engine may widen them, which rounds nothing.
     """
     return ", ".join(
         f"{part} {kind}"
@@ -524,9 +555,11 @@ def not_computed(backend: Backend, bundle: Bundle) -> str:
 
 
 def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
-    """Return why nothing shows that an engine computes what the reference computes, "" if something does: the
-    project's tests, of this architecture in the precisions in force, or `sinew validate` on this machine."""
-    # What it does not follow is widened.
+    """Return why there is no proof that an engine computes the same as the reference; "" if there is a proof.
+
+    Proofs are the project's tests of this architecture in the precisions in force, and a run of `sinew validate` on
+    this machine."""
+    # Weights in precisions that the engine does not follow are widened.
     kinds = backend.follows.intersection(recipe(bundle).values()) or {options.dtype}
     if options.kind == "cpu" and kinds <= proofs.proved(bundle.manifest.architecture, backend.name):
         return ""
@@ -538,27 +571,28 @@ def unstreamed(backend: Backend, bundle: Bundle, options: EngineOptions, guidanc
     or one of :attr:`Backend.guides`), "" if it can."""
     if refusal := backend.streams(bundle, options):
         return str(refusal)
-    if guidance not in (known := ("none", *backend.guides)):
-        return f"expected a guidance of {', '.join(known)} on engine {backend.name}, got {guidance}"
+    if guidance not in (guidances := ("none", *backend.guides)):
+        return f"expected a guidance of {', '.join(guidances)} on engine {backend.name}, got {guidance}"
     return ""
 
 
 def with_precision(
     backend: Backend, bundle: Bundle, options: EngineOptions, word: str | None
 ) -> tuple[EngineOptions, str]:
-    """Return the options with the precision of the weights on their device, and why it is that. word: the one that
-    was asked for (fp32, bf16, fp16, native)."""
+    """Return the options with the precision of the weights on their device, and the reason for that precision.
+
+    ``word`` is the requested precision (fp32, bf16, fp16 or native); None leaves the precision open."""
     dtype, reason = backend.dtype(options.kind) if word is None else (word, ASKED)
     storage, why = half_storage(backend, bundle, dtype, options.kind)
     return replace(options, dtype=dtype, storage=storage), f"{reason}; {why}" if storage else reason
 
 
 def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tuple[str, str]:
-    """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
+    """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and the reason.
 
-    Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and
-    where fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu makes none
-    anyhow).
+    Both are empty strings where nothing is upcast: on GPUs, on a CPU that multiplies in the weights' own precision, and
+    where fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu never makes such a
+    copy).
     """
     if kind != "cpu" or not backend.stores_half or not bundle.infos:
         return "", ""
@@ -591,7 +625,7 @@ def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tup
 
 
 class Backends(Mapping[str, Backend]):
-    """Name -> backend, in the order in which they are tried; a module is imported when it is asked for."""
+    """Name -> backend, in the order in which engines are tried. A backend's module is imported at its first lookup."""
 
     def __getitem__(self, name: str) -> Backend:
         return _backend(name)
@@ -610,8 +644,8 @@ BACKENDS = Backends()
 
 
 def engines_that(*capabilities: Capability, guides: Sequence[str] = ()) -> list[str]:
-    """Return the names of the engines that have capabilities and follow values of ``rtc``, as error messages list
-    them."""
+    """Return the names of the engines that have all these capabilities and follow all these values of ``rtc``, for
+    error messages."""
     return [
         name
         for name, backend in BACKENDS.items()
@@ -637,13 +671,17 @@ def _backend(name: str) -> Backend:
 
 
 def recipe(bundle: Bundle) -> dict[str, str]:
-    """Return the components that the bundle stores below its dtype, with their precision."""
-    found = bundle.manifest.quantization
-    return {} if found is None else {part: kind for part, kind in found.recipe.items() if kind != "fp32"}
+    """Return component -> precision, for the components that the bundle stores in less than its dtype."""
+    quantization = bundle.manifest.quantization
+    return (
+        {}
+        if quantization is None
+        else {part: kind for part, kind in quantization.recipe.items() if kind != "fp32"}
+    )
 
 
 def other_precision() -> str:
-    """Return a note about this CPU's speed in the precision that may be faster than the reference's."""
+    """Return a note about this CPU's speed in bf16, which may be faster than the reference precision."""
     unit = machine.half_units("bf16")
     why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
     return f"{option('dtype', 'bf16')} {why}"
@@ -653,18 +691,21 @@ def installed(module: str) -> bool:
     """Return whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # the parent of a dotted name; a module blocked in sys.modules
+    except (
+        ModuleNotFoundError,
+        ValueError,
+    ):  # the parent package is missing; the module is blocked in sys.modules
         return False
 
 
 def chosen_by(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``sinew.load``'s options that :func:`choose` takes, but for threads and adapters."""
+    """Return the options of ``sinew.load`` that :func:`choose` takes too, without threads and adapters."""
     names = ("engine", "device", "dtype", "providers", "ignore_recipe", "prepared")
     return {name: options[name] for name in names if name in options}
 
 
 def requested(choice: EngineChoice) -> str | None:
-    """Return the precision that the user chose (fp32, bf16, fp16, native), None if they left it open."""
+    """Return the precision that the user chose (fp32, bf16, fp16 or native); None if the user left it open."""
     return choice.options.dtype if choice.dtype_reason.partition(";")[0] == ASKED else None
 
 
@@ -686,8 +727,9 @@ def measured_under(bundle: Bundle, choice: EngineChoice) -> Conditions:
 
 
 def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) -> list[str]:
-    """Return the engines whose chunks were not measured beside ``choice`` with its number of threads. reference: also
-    the reference."""
+    """Return the engines whose chunks were not measured together with those of ``choice``, with its number of threads.
+
+    ``reference`` is True to list the reference too."""
     if choice.options.graphs or choice.ignored:
         return []
     times = measured.stored(measured_under(bundle, choice))
@@ -704,12 +746,12 @@ def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) ->
 def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
     """Return the choices that ``sinew prepare`` could make for a bundle, fastest first.
 
-    They are engines that run the bundle with the same recipe on the same device, and must only be made, verified and
-    measured first.
+    The choices are engines that run the bundle with the same recipe on the same device, once their form of the bundle
+    was made, verified and measured.
     """
-    found: list[EngineChoice] = []
+    choices: list[EngineChoice] = []
     if choice.options.graphs or choice.ignored:
-        return found
+        return choices
     kinds = recipe(bundle).values()
     for name, backend in BACKENDS.items():
         if name == choice.engine or not backend.follows.issuperset(kinds):
@@ -717,7 +759,9 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         options, why = with_precision(backend, bundle, choice.options, requested(choice))
         if rejection(backend, bundle, options).against or not backend.should(bundle, options).preparable:
             continue
-        made = _choice(backend, bundle, options, "prepared", choice.device_reason, why)
-        if made.recipe == choice.recipe:  # else what computes now widens what this one would round
-            found.append(made)
-    return found
+        prepared = _choice(backend, bundle, options, "prepared", choice.device_reason, why)
+        if (
+            prepared.recipe == choice.recipe
+        ):  # otherwise the current engine widens weights that this one would round
+            choices.append(prepared)
+    return choices

@@ -9,11 +9,11 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something is impossible, in the form of every error: `expected X, got Y`.
+    """The reason why something is impossible, in the form of every error: `expected X, got Y`.
 
     Attributes:
-        expected: What would make it possible.
-        got: What is there instead.
+        expected: The thing that would make it possible.
+        got: The thing that is there instead.
     """
 
     expected: str
@@ -24,20 +24,22 @@ class Refusal:
 
 
 class Capability(StrEnum):
-    """Something that an engine may be able to do. :attr:`sinew.engine.backend.Backend.capabilities` lists each
-    engine's, and :attr:`sinew.engine.engine.Facts.refusals` what an open one cannot do with its bundle."""
+    """A thing that an engine may be able to do.
+
+    :attr:`sinew.engine.backend.Backend.capabilities` lists the capabilities of each engine, and
+    :attr:`sinew.engine.engine.Facts.refusals` the capabilities that an open engine lacks with its bundle."""
 
     GUIDE = "guide"  # continue a running chunk (real-time chunking)
     BATCH = "batch"  # several observations in one inference
     STREAM = "stream"  # read and solve at the same time, on two threads
-    ROLL = "roll"  # give each row of a chunk a time of its own
+    ROLL = "roll"  # give each row of a chunk its own denoising time
     SPEAK = "speak"  # generate text with the language head
     TWO_PROMPTS = "two prompts"  # read two prompts over the same views (classifier-free guidance)
-    REUSE = "reuse"  # keep what observations repeat
+    REUSE = "reuse"  # keep results for observations that repeat earlier ones
     EXCHANGE = "exchange"  # take new weights between two inferences
     SPLIT = "split"  # solve a context that another machine has read
     ADAPT = "adapt"  # compute adapters beside the bundle's weights
-    AUDIT = "audit"  # list what a recorded program could not hold
+    AUDIT = "audit"  # list the operations that a recorded program could not contain
 
     @property
     def clause(self) -> str:

@@ -1,4 +1,4 @@
-"""A second tree of modules over the parameters of a loaded model, for changes of modules without a copy of weights."""
+"""A second tree of modules over the parameters of a loaded model, to change modules without a copy of the weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CONTAINERS = {dict, OrderedDict, set, list}
 
 
 def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
-    """Return the same parameters in a module tree of their own.
+    """Return a new module tree over the parameters of ``model``.
 
-    changing: names of the modules that will be changed; what contains none of them is the model's own module. None:
-    any of them may be.
+    ``changing`` names the modules that will be changed: a module that contains none of them is shared with ``model``.
+    None copies every module.
     """
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     if changing is not None:
@@ -31,16 +31,17 @@ def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
 
 
 def copy_modules(module: M, known: dict[int, Any]) -> M:
-    """Return a copy of a module tree. known: Identity -> replacement of tensors and modules; it receives the copies.
+    """Return a copy of a module tree. ``known`` maps the identity of tensors and modules to their replacements; the
+    copies are added to it.
 
     ``copy.deepcopy`` does the same two to five times slower, because it copies each module's dozen empty dictionaries
-    of hooks. A class with its own ``__deepcopy__`` is copied by that.
+    of hooks. An object whose class defines ``__deepcopy__`` is copied by that method.
     """
     if id(module) in known:
         return known[id(module)]
     if hasattr(module, "__deepcopy__"):
         return copy.deepcopy(module, known)
-    made = known[id(module)] = type(module).__new__(type(module))
+    copied_module = known[id(module)] = type(module).__new__(type(module))
     for name, value in vars(module).items():
         if type(value) in ATOMS:
             copied = value
@@ -50,14 +51,14 @@ def copy_modules(module: M, known: dict[int, Any]) -> M:
             copied = {k: None if child is None else copy_modules(child, known) for k, child in value.items()}
         else:
             copied = copy.deepcopy(value, known)
-        vars(made)[name] = copied
-    return made
+        vars(copied_module)[name] = copied
+    return copied_module
 
 
 def on_meta(model: Model) -> Model:
     """Return the model's shapes and dtypes without its memory."""
-    held = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()]
     empty: dict[int, Any] = {
-        id(tensor): nn.Parameter(tensor.detach().to("meta"), requires_grad=False) for tensor in held
+        id(tensor): nn.Parameter(tensor.detach().to("meta"), requires_grad=False) for tensor in tensors
     }
     return copy_modules(model, empty)

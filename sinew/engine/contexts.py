@@ -1,8 +1,9 @@
-"""The context of one observation as bytes: what a prefix leaves for the head, on its way to another machine.
+"""The context of one observation as bytes: the result of the prefix, which the head reads on another machine.
 
-A header (msgpack: form, shape and dtype of each tensor) and then the tensors. ``fp32`` keeps every bit of a float32
-context, ``bf16`` rounds floats to eight bits of mantissa, ``int8`` to 255 steps of the largest magnitude of each row
-along the last axis, whose float32 scale goes along. Masks and indices stay as they are.
+The bytes are a header (msgpack: the form and shape of each tensor) and then the tensors. ``fp32`` keeps every bit
+of a float32 context, ``bf16`` rounds floats to eight bits of mantissa, and ``int8`` rounds them to 255 steps up to the
+largest magnitude of each row along the last axis; the float32 scale of each row precedes the steps. Masks and indices
+are not rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from sinew.core import SinewError
 
 FORMS = ("fp32", "bf16", "int8")
-LIMIT = 1 << 30  # bytes of one context
+LIMIT = 1 << 30  # bytes of one context, at most
 MAX_TENSORS = 4096
 _WHOLE = {torch.bool: "bool", torch.int64: "int64", torch.int32: "int32"}
 _DTYPES = {name: dtype for dtype, name in _WHOLE.items()}
@@ -29,7 +30,8 @@ _SIZES = {"bool": 1, "int64": 8, "int32": 4, "fp32": 4, "bf16": 2, "int8": 1}
 
 
 def pack(context: Any, form: str) -> bytes:
-    """Return a context as bytes, floats in ``form``. Raises SinewError for what is not made of tensors."""
+    """Return a context as bytes, with floats in ``form``. Raises SinewError for a context that has other objects than
+    tensors of floats, integers or masks."""
     heads: list[list[Any] | None] = []
     parts: list[bytes] = []
     for leaf in pytree.tree_leaves(context):
@@ -50,18 +52,20 @@ def pack(context: Any, form: str) -> bytes:
 
 
 def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None) -> Any:
-    """Return the context in ``data``, in the form of ``template`` (a context of this model, its values do not matter).
+    """Return the context in ``data``, with the structure of ``template`` (a context of this model with any values).
 
-    longer: the same of a prompt of one more token. Axes in which the two differ may be shorter, all by the same number
-    of tokens; all other sizes are the template's. A context of other sizes may well broadcast, and gives other actions
-    without a word. Raises SinewError for bytes that are none, or the context of another model; sizes are compared and
-    added up before memory is taken.
+    ``longer`` is a context like ``template`` of a prompt with one more token. Axes in which the two differ may be
+    shorter in ``data``, all by the same number of tokens; all other sizes must be the template's. A context of other
+    sizes might broadcast, and would silently give other actions.
+
+    Raises SinewError for bytes that are not a context, or are the context of another model. Sizes are compared and
+    added up before memory is allocated.
     """
     leaves, tree = pytree.tree_flatten(template)
     steps = _growth(leaves, leaves if longer is None else pytree.tree_leaves(longer))
     heads, at = _heads(data, len(leaves))
     kinds: list[tuple[str, list[int]] | None] = []
-    missing: int | None = None  # tokens that the prompt has less than the template's
+    missing: int | None = None  # how many tokens the prompt is shorter than the template's
     for number, (head, leaf, grows) in enumerate(zip(heads, leaves, steps, strict=True)):
         if (head is None) != (leaf is None):
             raise SinewError(f"context: tensor {number}: expected {_told(leaf)}, got {head}")
@@ -84,15 +88,15 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
     size = at + sum(_nbytes(*each) for each in kinds if each is not None)
     if size != len(data):
         raise SinewError(f"context: expected {size} bytes, got {len(data)}")
-    found: list[Any] = []
+    tensors: list[Any] = []
     for each, leaf in zip(kinds, leaves, strict=True):
         if each is None:
-            found.append(None)
+            tensors.append(None)
             continue
         end = at + _nbytes(*each)
-        found.append(_read(*each, memoryview(data)[at:end]).to(device, leaf.dtype))
+        tensors.append(_read(*each, memoryview(data)[at:end]).to(device, leaf.dtype))
         at = end
-    return pytree.tree_unflatten(found, tree)
+    return pytree.tree_unflatten(tensors, tree)
 
 
 def _growth(leaves: list[Any], longer: list[Any]) -> list[tuple[int, ...]]:
@@ -111,7 +115,7 @@ def _bf16(x: Tensor) -> list[bytes]:
 
 
 def _int8(x: Tensor) -> list[bytes]:
-    """Scales float32 of each row, then the steps."""
+    """Return the float32 scales of the rows, then the steps."""
     scale = x.abs().amax(-1, keepdim=True) / 127 if x.numel() else x[..., :1]
     steps = torch.where(scale > 0, x / scale, torch.zeros_like(x)).round().clamp(-127, 127).to(torch.int8)
     return [scale.numpy().tobytes(), steps.numpy().tobytes()]
@@ -152,7 +156,7 @@ def _read(kind: str, shape: list[int], data: memoryview) -> Tensor:
 
 
 def _heads(data: bytes, count: int) -> tuple[list[Any], int]:
-    """Return the description of each tensor, and the position of the first one."""
+    """Return the description of each tensor, and the position of the first tensor in ``data``."""
     if len(data) > LIMIT:
         raise SinewError(f"context: expected at most {LIMIT} bytes, got {len(data)}")
     end = 4 + int.from_bytes(data[:4], "little")

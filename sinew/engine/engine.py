@@ -1,10 +1,11 @@
-"""What an engine is: a record of facts, and two verbs. Needs numpy alone.
+"""The interface of an engine: a record of facts, and two methods. This module needs numpy alone.
 
     context = engine.read(inputs)                    # once per observation
-    chunk = engine.solve(context, noise, steps)      # as often as wished
+    chunk = engine.solve(context, noise, steps)      # any number of times
 
-Everything else is made of them: a chunk (:meth:`Engine.run`), batches (every array has a batch axis), streams (the two
-verbs on threads of their own), split execution (a context that travels), traces and times (:class:`Watch`).
+Everything else is made of the two methods: a chunk (:meth:`Engine.run`), batches (every array has a batch axis),
+streams (each method runs on its own thread), split execution (the context is sent to another machine), traces and times
+(:class:`Watch`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sinew.engine.watch import Trace, Watch
 from sinew.models.solvers import Guidance
 from sinew.processing import ModelInputs
 
-Context = Any  # what read leaves for solve, in the engine's own arrays
+Context = Any  # the result of read, which solve takes, in the engine's own arrays
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,25 @@ class Facts:
     """The facts and capabilities of an open engine.
 
     Attributes:
-        device: Such as "cpu" or "cuda:0".
-        precision: Component -> precision in which it computes.
+        device: The device, such as "cpu" or "cuda:0".
+        precision: Component -> precision in which the component computes.
         recipe: Precisions of components that this engine quantises itself.
         weights_nbytes: Bytes of the weights in memory.
         guides: Values of an observation's ``rtc`` that :meth:`Engine.solve` supports.
-        refusals: Capabilities that it lacks with this bundle on this device, each with its reason.
-            :meth:`sinew.engine.backend.Backend.open` adds those that the engine always lacks.
+        refusals: Capabilities that the engine lacks with this bundle on this device, each with its reason.
+            :meth:`sinew.engine.backend.Backend.open` adds the capabilities that the engine always lacks.
         exact_lengths: True if prompts of a batch must have equal lengths.
-        takes_frames: True if it resizes raw frames on the device.
-        world_units: True if it returns un-normalised actions.
-        one_graph: True if it runs all stages as one graph, unless a watch requires separate stages.
+        takes_frames: True if the engine resizes raw frames on the device.
+        world_units: True if the engine returns un-normalised actions.
+        one_graph: True if the engine runs all stages as one graph, unless a watch requires separate stages.
         rolling: True if actions of a chunk are denoised at their own times (:meth:`Engine.evaluate`).
         head_reads_state: True if :meth:`Engine.renew` gives a context a newer state.
         chooses_tokens: True if a rounded context may give other actions.
-        assigned: Share of the graphs of each of several providers; "" with a single engine.
+        providers: The providers of ONNX Runtime that compute.
+        assigned: The share of the graphs that each of several providers computes; "" with a single provider.
         files: Files of weights in addition to the bundle.
         notes: Notes for people.
-        details: The same for reports, by key.
+        details: The same notes for reports, by key.
     """
 
     device: str
@@ -78,8 +80,9 @@ class Audited:
     """The problems of a recording of one stage.
 
     Attributes:
-        operators: Operators that compute.
-        nbytes: Bytes of the tensors that they allocate, in the recording's own memory.
+        stage: The stage's name.
+        operators: The number of operators that compute.
+        nbytes: Bytes of the tensors that these operators allocate, in the recording's own memory.
         breaks: Operations that cannot be recorded, with their lines.
     """
 
@@ -90,15 +93,18 @@ class Audited:
 
 
 class Engine(ABC):
-    """A model on a device. B observations are read and solved at once; one is a batch of one.
+    """A model on a device. B observations are read and solved at once; one observation is a batch of one.
 
-    ``run`` is not reentrant. Contexts are whole and never written to again, so :meth:`read` and :meth:`solve` may run
-    on two threads unless ``facts.refusals`` has STREAM.
+    ``run`` is not reentrant. A context is complete when :meth:`read` returns it and is never written to again, so
+    :meth:`read` and :meth:`solve` may run on two threads unless ``facts.refusals`` has STREAM.
 
-    model: the PyTorch model that it runs, on ``device``, with its rewrites in ``plan``; None where it runs something
-        else.
-    adapters: by name the engines that compute with an adapter over the same weights; contexts are their own.
-    reuse: what it keeps of earlier observations; None: nothing, every read computes all.
+    Attributes:
+        facts: The facts and capabilities of this engine.
+        model: The PyTorch model that the engine runs, on ``device``, with its rewrites in ``plan``; None if the engine
+            does not run a PyTorch model.
+        adapters: Name -> engine that computes with this adapter over the same weights. A context can be solved only by
+            the engine that read it.
+        reuse: The results that are kept of earlier observations; None if every read computes everything.
     """
 
     facts: Facts
@@ -117,9 +123,8 @@ class Engine(ABC):
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
         """Return the context of the observations for the head.
 
-        Views are encoded once, even with several prompts over them.
-
-        inputs: Model inputs with a batch axis (:func:`sinew.processing.stack`).
+        ``inputs`` has a batch axis (:func:`sinew.processing.stack`). Views are encoded once, even with several prompts
+        over them.
         """
 
     @abstractmethod
@@ -131,8 +136,8 @@ class Engine(ABC):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return the solution from noise float32 [B, H, A], float32 [B, H, A] in model units. A guidance with
-        ``rows`` asks the head of a context of several rows for each of B."""
+        """Return the actions that the solver reaches from ``noise``: both are float32 [B, H, A], the actions in model
+        units. A guidance with ``rows`` evaluates the head for several rows of the context per request."""
 
     def run(
         self,
@@ -142,21 +147,22 @@ class Engine(ABC):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return :meth:`solve` of :meth:`read`."""
+        """Read the inputs, solve their context, and return the actions of :meth:`solve`."""
         return self.solve(self.read(inputs, watch), noise, steps, guidance, watch)
 
     def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
         """Return the results of each stage for one observation. The arguments have a batch axis of one."""
-        found = Trace()
-        self.run(inputs, noise, steps, watch=Watch(trace=found))
-        return found
+        trace = Trace()
+        self.run(inputs, noise, steps, watch=Watch(trace=trace))
+        return trace
 
     def place(self, array: np.ndarray) -> Any:
-        """Return an array as a guidance of this engine needs it."""
+        """Return ``array`` in the form that a guidance of this engine needs."""
         return array
 
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
-        """Make what requests with such frames and prompts of up to ``longest`` tokens will need, so that none waits."""
+        """Prepare everything that requests with frames of this size and prompts of up to ``longest`` tokens need, so
+        that no request waits for it."""
         return
 
     def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
@@ -164,17 +170,21 @@ class Engine(ABC):
         raise self.cannot(Capability.AUDIT)
 
     def start_reuse(self, inputs: ModelInputs) -> str:
-        """Keep from now on what observations like ``inputs``, a batch of one, repeat; return why views are not kept
-        one by one, "" if they are (:mod:`sinew.engine.reuse`). Call on the thread that will infer."""
+        """Start to keep results for later observations that repeat inputs like ``inputs``, a batch of one.
+
+        Return why views are not kept one by one; "" if they are (:mod:`sinew.engine.reuse`). Call this method on the
+        thread that will infer."""
         raise self.cannot(Capability.REUSE)
 
     def tune_threads(self, infer: Callable[[], object]) -> str:
-        """Choose the number of threads by trying, and return the reason; "" where there is nothing to choose."""
+        """Try several numbers of threads, use the best number, and return the reason; "" if there is no choice."""
         return ""
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        """Take other weights, by their names in the bundle, for all that is read and solved from now on; those that are
-        not named stay. Raises :class:`SinewError` for weights that do not fit, and then changes none."""
+        """Replace weights, by their names in the bundle, for every later read and solve. Weights that are not named
+        stay.
+
+        Raises :class:`SinewError` for weights that do not fit, and then replaces none."""
         raise self.cannot(Capability.EXCHANGE)
 
     # ------------------------------------------------------------------------- of language heads
@@ -187,26 +197,28 @@ class Engine(ABC):
         behind: Sequence[int] | None = (),
         watch: Watch | None = None,
     ) -> tuple[Context, list[int]]:
-        """Return the context of one observation with a text behind its prompt, and the text: the likeliest token each
-        time, until ``end``, which is left out, at most ``most``.
+        """Generate text behind the prompt of one observation. Return the context with the text, and the text's tokens.
 
-        behind: tokens that follow the text before a head acts on it; None where none will, and then there is no
-        context. What the prompt left is kept: each token is one row more.
+        Each token is the likeliest one. The text ends before the token ``end``, or after ``most`` tokens. ``behind``
+        lists the tokens that follow the text before a head reads the context; None if no head reads it, and then the
+        returned context is None. The context of the prompt is computed once: each token adds one row to it.
         """
         raise self.cannot(Capability.SPEAK)
 
     # ------------------------------------------------------------------------- of streams
 
     def renew(self, context: Context, state: np.ndarray) -> Context:
-        """Return the context with a newer state, float32 [B, S], where the head reads it; else the same context."""
+        """Return the context with a newer state, float32 [B, S], if the head reads the state; else the same context."""
         return context
 
     def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """Return the head's output for x float32 [B, H, A] whose actions are at ``times``, float64 [B, H]."""
+        """Return the head's output for ``x``, float32 [B, H, A], whose actions are at the denoising times ``times``,
+        float64 [B, H]."""
         raise self.cannot(Capability.ROLL)
 
     def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:
-        """Return the context of one observation, and the likeliest token behind ``text``, from the same pass."""
+        """Return the context of one observation with ``text`` behind its prompt, and the likeliest next token, from one
+        pass."""
         raise self.cannot(Capability.SPEAK)
 
     def cannot(self, capability: Capability) -> SinewError:

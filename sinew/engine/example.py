@@ -15,7 +15,7 @@ from sinew.processing import ModelInputs
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """One observation: views of height x width pixels, prompt tokens, solver steps."""
+    """The sizes of one observation: views of height x width pixels, prompt tokens, solver steps."""
 
     views: int
     height: int
@@ -25,13 +25,13 @@ class Shapes:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Shapes:
-        """The largest observation of a bundle: all cameras, the longest prompt."""
+        """Return the sizes of a bundle's largest observation: all cameras, the longest prompt."""
         spec, image = manifest.spec, manifest.processing.image
         return cls(spec.views, image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
 
 
 class Inputs(NamedTuple):
-    """What a model is given of an observation: pixels for ``embed_images``, the rest for ``read``. B is the batch."""
+    """The arguments of a model for B observations: ``embed_images`` takes the pixels, ``read`` takes the rest."""
 
     pixels: Tensor  # float32 [B, V, channels, height, width]
     camera_mask: Tensor  # bool [B, V]
@@ -41,14 +41,14 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
-        """Return observations, which have a batch axis (:func:`sinew.processing.stack`), on a device."""
+        """Return observations with a batch axis (:func:`sinew.processing.stack`) as tensors on a device."""
         return cls._make([torch.from_numpy(getattr(inputs, name)).to(device) for name in cls._fields])
 
     @classmethod
     def example(
         cls, model: Model, shapes: Shapes, device: torch.device | str | None = None, batch: int = 1
     ) -> Inputs:
-        """Zeros of ``shapes``, everything valid, on ``device`` (by default the model's). Shapes alone matter."""
+        """Return zeros of ``shapes``, with true masks, on ``device`` (by default the model's). Only shapes matter."""
         at = model.device if device is None else torch.device(device)
         return cls(
             torch.zeros(batch, shapes.views, model.channels, shapes.height, shapes.width, device=at),

@@ -1,4 +1,4 @@
-"""What a bundle is known by without reading all of it."""
+"""Identify a bundle without reading all of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ SAMPLES, SAMPLE_BYTES = 1024, 4096
 
 
 def fingerprint(path: Path, purpose: object = "") -> str:
-    """Return the hex digest of ``purpose`` and of a file's size and bytes; of a large file, of its first MiB and 1024
-    samples of 4 KiB.
+    """Return the hex digest of ``purpose`` and of a file's size and bytes. Of a large file, only the first MiB and 1024
+    samples of 4 KiB are read.
 
-    The header holds configuration and provenance; weights that were trained or quantised again differ nearly
-    everywhere. Hashing all of a full-size bundle would take as long as loading it.
+    These bytes are enough to tell two bundles apart: the first MiB holds configuration and provenance, and weights that
+    were trained or quantised again differ nearly everywhere. Hashing all of a full-size bundle would take as long as
+    loading it.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(f"{purpose}:{size}:".encode())

@@ -1,11 +1,13 @@
-"""What steers a solution: real-time chunking, by which it continues the chunk that is being executed, and
-classifier-free guidance, by which it follows an advantage.
+"""Guidances steer a solution. With real-time chunking, it continues the chunk that is being executed; with
+classifier-free guidance, it follows an advantage.
 
-Black, Galliker and Levine 2025 (arXiv 2506.07339), algorithm 1 and equations 2 to 5; the variant without the Jacobian
-is LeRobot's; the ramp is Isaac-GR00T's; committed rows are Black, Ren, Equi and Levine 2025 (arXiv 2512.05964), for
-policies that were trained on them. Written for any direction of time: with tau from 0 (noise) to 1 (actions),
-tau = (t - start) / (end - start), and what a head gives is d x / d t. Arrays are those of the engine: torch's, or
-numpy's where there is no torch; only the Jacobian needs it.
+Real-time chunking is Black, Galliker and Levine 2025 (arXiv 2506.07339), algorithm 1 and equations 2 to 5. The variant
+without the Jacobian is LeRobot's; the ramp is Isaac-GR00T's; committed rows are Black, Ren, Equi and Levine 2025
+(arXiv 2512.05964), for policies that were trained on them.
+
+The code works for either direction of time: tau runs from 0 (noise) to 1 (actions),
+tau = (t - start) / (end - start), and the head's output is d x / d t. Arrays are those of the engine: torch's, or
+numpy's where there is no torch. Only the Jacobian needs torch.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ def guidance_weight(tau: float, beta: float) -> float:
 
 
 class Inpainting:
-    """Pulls the denoised actions towards a target, row by row.
+    """The guidance that pulls the denoised actions towards a target, row by row.
 
     With ``x1 = x + (end - t) * act(x)`` and J = d x1 / d x, the output becomes
     ``act(x) + g / (end - start) * J^T [(target - x1) * weights]``.
 
-    target, weights: [B, H, A]; rows of a batch do not touch each other.
-    jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
+    ``target`` and ``weights`` are [B, H, A]; rows of a batch do not affect each other. Without ``jacobian``, J is left
+    out as LeRobot does, which is cheaper and pulls in another direction.
     """
 
     def __init__(self, solver: Solver, target: Any, weights: Any, beta: float, jacobian: bool):
@@ -59,10 +61,11 @@ class Inpainting:
 
 
 class Ramp:
-    """Multiplies the velocity of every number by ``strength`` [B, H, A]: frozen actions stay, the next ones move
-    less.
+    """The guidance that multiplies the velocity of every number by ``strength`` [B, H, A]: frozen actions stay, and
+    the next actions move less.
 
-    committed: bool [B, H], if the head was trained to know that the frozen actions are final.
+    ``committed`` is bool [B, H], True for final actions, if the head was trained to know which actions are final; else
+    None.
     """
 
     jacobian = False
@@ -75,13 +78,13 @@ class Ramp:
 
 
 class ClassifierFree:
-    """Goes from the velocity of the prompt without an advantage by a multiple of the way to that of the prompt with it:
-    ``v = v_without + scale * (v_with - v_without)`` (Ho and Salimans 2022, arXiv 2207.12598; for advantages Frans et
-    al. 2025, arXiv 2505.23458, and pi*0.6, Amin et al. 2025, arXiv 2511.14759).
+    """The guidance that extrapolates from the velocity of the prompt without an advantage to the velocity of the prompt
+    with an advantage: ``v = v_without + scale * (v_with - v_without)`` (Ho and Salimans 2022, arXiv 2207.12598; for
+    advantages Frans et al. 2025, arXiv 2505.23458, and pi*0.6, Amin et al. 2025, arXiv 2511.14759).
 
-    scale: float32 [B], one for each request. place: turns an array into one of the engine's. The context has the B
-    prompts with an advantage and behind them the B without. inner: steers what comes of it, as if a head had said it:
-    real-time chunking then continues a chunk of the guided policy.
+    ``scale`` is float32 [B], one number for each request; ``place`` turns an array into one of the engine's. The
+    context has the B prompts with an advantage, followed by the B prompts without. ``inner`` is a guidance that takes
+    the velocity ``v`` as the head's output: real-time chunking then continues a chunk of the guided policy.
     """
 
     def __init__(self, scale: np.ndarray, place: Callable[[np.ndarray], Any], inner: Any = None):
@@ -105,8 +108,8 @@ def guide(
 ) -> tuple[Guidance, np.ndarray]:
     """Return the guidance of requests of one kind and beta, and the start of their solution, float32 [B, H, A].
 
-    noise: float32 [B, H, A], one [H, A] for each request, also where there is a single one. place: turns an array into
-    one of the engine's. Raises ValueError for noise of another shape: a missing axis would be broadcast in silence.
+    ``noise`` is float32 [B, H, A], one [H, A] for each request, also for a single request. ``place`` turns an array
+    into one of the engine's. Raises ValueError for noise of another shape: a missing axis would be broadcast silently.
     """
     kind, beta = wanted[0].kind, wanted[0].beta
     shape = (len(wanted), *wanted[0].target.shape)
@@ -118,8 +121,8 @@ def guide(
     if kind in ("ramp", "trained"):
         started = noise.copy()
         for row, each in zip(started, wanted, strict=True):
-            known = each.weights[: each.overlap] < 1.0
-            row[: each.overlap][known] = each.target[: each.overlap][known]
+            fixed = each.weights[: each.overlap] < 1.0
+            row[: each.overlap][fixed] = each.target[: each.overlap][fixed]
         return Ramp(weights, (weights == 0).all(-1) if kind == "trained" else None), started
     target = place(np.stack([each.target for each in wanted]))
     guided: Any = Inpainting(solver, target, weights, beta, kind == "guided")

@@ -60,15 +60,17 @@ def open_model(
 
 
 def open_device(options: EngineOptions, available: bool = True) -> torch.device:
-    """Return the device, and set PyTorch's number of threads; None leaves its one pool as it is."""
+    """Return the device, and set PyTorch's number of threads; None leaves the process's one thread pool as it is.
+
+    With ``available`` False, the device need not be available."""
     where = parse_device(options.device)
     if available:
         require_device(where)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if where.type == "cuda":
-        # cuDNN would round the factors of float32 convolutions to 10 bits unless it is told not to. Products are exact
-        # by default. A process has one setting for all of its policies.
+        # By default, cuDNN rounds the factors of float32 convolutions to 10 bits of mantissa; matrix products are not
+        # rounded. A process has one setting for all of its policies.
         torch.backends.cudnn.allow_tf32 = False
     if where.type == "cpu" and torch.get_num_threads() > 1 and not machine.WAITING & os.environ.keys():
         log.warning(
@@ -115,15 +117,21 @@ def load_model(
     tables: bool = False,
     kernels: Callable[[], object] | None = None,
 ) -> Model:
-    """Return the bundle's architecture with its weights in precision ``dtype`` (fp32, bf16, fp16 or native);
-    parameters are views of the memory map where they can be.
+    """Return the bundle's architecture with its weights in precision ``dtype`` (fp32, bf16, fp16 or native).
 
-    lowbit: weights in few bits stay so, which needs float32 around them; else they are widened.
-    half_stays: matrices in half precision, where the chosen precision or the bundle's is that, under arithmetic in
-        float32; "fp32" then means the numbers of float32 without its copies.
-    tables: those of tokens stay in the host's memory; rows are converted as they are read, with the same bits. Graphs
-        that are recorded on a device need theirs there.
-    kernels: installs compiled products, called if weights in few bits are multiplied on a CPU.
+    Parameters are views of the memory map where possible.
+
+    Args:
+        bundle: The bundle.
+        device: The device of the weights.
+        dtype: The precision of the weights.
+        lowbit: True if low-bit weights stay as they are stored, which needs float32 around them; else they are widened.
+        half_stays: True if matrices stay in half precision although the arithmetic is float32, where the chosen
+            precision or the bundle's is a half precision. "fp32" then computes the numbers of float32 without copies
+            of the matrices.
+        tables: True if tables of tokens stay in the host's memory: rows are converted when they are read, with the same
+            bits. Graphs that are recorded on a device need the tables there.
+        kernels: Installs compiled products. This function is called if low-bit weights are multiplied on a CPU.
     """
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
@@ -168,8 +176,8 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
     if k is None:
         raise BundleError(f"{where} is stored as {name}: expected a linear layer or a table there")
     with BundleError.at(where, ValueError):
-        wanted = FORMATS[name].row_bytes(k)
-    if row_bytes != wanted:
+        expected = FORMATS[name].row_bytes(k)
+    if row_bytes != expected:
         raise BundleError(f"{where}: expected rows of {k} weights in {name}, got {row_bytes} bytes")
     scale = bundle.infos.get(module + SCALE)
     if scale is not None and tuple(scale.shape) not in ((1,), (rows,)):
@@ -180,10 +188,11 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Places the tensors of ``bundle`` into ``model``, which has no memory yet.
+    """The placement of the tensors of ``bundle`` in ``model``, which has no memory yet.
 
     Attributes:
-        coded: Module -> format of its low-bit weight. The other fields are as for :func:`load_model`.
+        tensors: Name -> tensor of the bundle.
+        coded: Module -> format of its low-bit weight. The other attributes are arguments of :func:`load_model`.
     """
 
     bundle: Bundle
@@ -205,7 +214,8 @@ class Placement:
         }
 
     def _store(self, name: str, layer: Linear | Embedding, coded: Codes | None) -> Store:
-        """coded: how the bundle stores the layer's weight in few bits; None if in floats."""
+        """Return the store of one layer. ``coded`` is the low-bit format of the layer's weight in the bundle; None if
+        the bundle stores floats."""
         if width_of(layer) is None or codes_of(
             layer
         ):  # a class of its own; BitNet's arithmetic, whatever the engine
@@ -220,19 +230,20 @@ class Placement:
         return HALF if isinstance(layer, Linear) and self._lying(name, own) != computed else PLAIN
 
     def shapes(self, stores: Mapping[str, Store]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the bundle's tensors as the model should have them, low-bit weights as they are held."""
-        found = {name: tuple(info.shape) for name, info in self.bundle.infos.items()}
+        """Return the shapes of the bundle's tensors as the model should have them. Low-bit weights have the shape in
+        which their store holds them."""
+        sizes = {name: tuple(info.shape) for name, info in self.bundle.infos.items()}
         for module, codes_there in self.coded.items():
             rows, row_bytes = self.tensors[module + WEIGHT].shape
-            found[module + WEIGHT] = rows, row_bytes
+            sizes[module + WEIGHT] = rows, row_bytes
             if not stores[module].coded:
-                found[module + WEIGHT] = rows, codes_there.width
-                found.pop(module + SCALE, None)
-        return found
+                sizes[module + WEIGHT] = rows, codes_there.width
+                sizes.pop(module + SCALE, None)
+        return sizes
 
     def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
-        """Return the tensors of the model, views of the file if nothing changes. Pages of a copied tensor are
-        released at once.
+        """Return the tensors of the model. A tensor whose dtype and device do not change is a view of the file; the
+        pages of a copied tensor are released at once.
 
         Raises :class:`BundleError` for invalid codes.
         """
@@ -258,7 +269,7 @@ class Placement:
         return state
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
-        """Return the dtype that the chosen precision gives a tensor whose own is ``own``."""
+        """Return the dtype in which the chosen precision keeps a tensor that the bundle stores as ``own``."""
         if self.dtype == "native" or (self.half_stays and self.dtype == "fp32"):
             return own
         if name.partition(".")[0] in self.model.float32_modules:
@@ -271,8 +282,8 @@ class Placement:
         return torch.float32 if self.half_stays and lying in half.DTYPES else lying
 
     def _is_table(self, module: str) -> bool:
-        """Return True for a language model's table of tokens that stays as it is stored. Other tables are added whole,
-        or are positions."""
+        """Return True for a language model's table of tokens that stays as it is stored. Other tables are positions, or
+        are added as a whole."""
         return (
             self.tables
             and module.rpartition(".")[2] == PROMPT_TABLE
@@ -283,7 +294,8 @@ class Placement:
 def check_codes(weight: Tensor, name: str, where: str) -> None:
     """Raise :class:`BundleError` for invalid codes, for which the sums of kernels are not verified.
 
-    A byte of four ternary codes has a 3 if both bits of a pair are set. Copies are bounded by a block of bytes.
+    A byte holds four ternary codes of two bits; a code is 3 if both of its bits are set. The check copies at most one
+    block of bytes at a time.
     """
     if name != "ternary":
         return
@@ -293,12 +305,12 @@ def check_codes(weight: Tensor, name: str, where: str) -> None:
 
 
 def stored_recipe(bundle: Bundle, model: Model) -> dict[str, str]:
-    """Return the formats that each component's low-bit weights are stored in, most first."""
-    found: dict[str, Counter[str]] = {}
+    """Return the formats that each component's low-bit weights are stored in, the format of most bytes first."""
+    nbytes: dict[str, Counter[str]] = {}
     for module, name in bundle.lowbit.items():
-        found.setdefault(model.component_of(module), Counter())[name] += bundle.infos[module + WEIGHT].nbytes
+        nbytes.setdefault(model.component_of(module), Counter())[name] += bundle.infos[module + WEIGHT].nbytes
     return {
-        component: "+".join(name for name, _ in found[component].most_common())
+        component: "+".join(name for name, _ in nbytes[component].most_common())
         for component in COMPONENTS
-        if component in found
+        if component in nbytes
     }

@@ -1,7 +1,7 @@
-"""What the engines take for one bundle on this machine. ``backend.choose`` decides between them by it.
+"""The measured times of the engines for one bundle on this machine, by which ``backend.choose`` chooses an engine.
 
-One JSON file per bundle (by fingerprint), kind of device, precision and number of threads, in the folder of
-:mod:`sinew.engine.prepared`. It counts for the same versions on the same hardware only. It holds two measurements:
+The folder of :mod:`sinew.engine.prepared` has one JSON file per bundle (by fingerprint), kind of device, precision and
+number of threads. A file is valid for the same versions on the same hardware only, and holds two measurements:
 
 * **chunks**: seconds of a whole chunk, by ``sinew prepare`` or in the background of ``sinew serve``.
 * **products**: seconds of one small product, which :func:`sinew.engine.backend.choose` times at once, because the same
@@ -23,10 +23,11 @@ from sinew.core import machine
 from sinew.engine.fingerprint import fingerprint
 from sinew.engine.prepared import conditions, folder
 
-MARGIN = 1.05  # times as fast, at least, by a chunk: below it, the order of engines decides
-PRODUCT_MARGIN = 1.5  # the same by a small product, which is only a part of a chunk
+# An engine is taken for its chunks only if they are this many times as fast; otherwise the order of engines decides.
+MARGIN = 1.05
+PRODUCT_MARGIN = 1.5  # the same margin for a small product, which is only a part of a chunk
 TRIES = 10  # measurements of a small product, in turn
-# Rows of its activations and width of its square weight: 75 million multiplications and additions
+# The rows of the product's activations and the width of its square weight: 75 million multiplications and additions.
 ROWS, WIDTH = 64, 768
 MAX_RECORD = 1 << 16  # bytes of a file
 CHUNKS = "of a chunk"
@@ -35,11 +36,11 @@ PRODUCTS = "of a small product"
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a measurement holds for, on one machine.
+    """The conditions under which a measurement is valid, on one machine.
 
     Attributes:
-        bundle: The file.
-        device: Where the engines compute, such as "cpu" or "cuda:0".
+        bundle: The bundle's file.
+        device: The device that the engines compute on, such as "cpu" or "cuda:0".
         precision: The precision that was requested: "fp32", "bf16", "fp16" or "native".
         threads: Number of threads.
         recipe: False if the bundle's quantisation recipe is ignored.
@@ -53,7 +54,7 @@ class Conditions:
 
     @property
     def path(self) -> Path:
-        """The file of this measurement."""
+        """Return the file of this measurement."""
         kind = self.device.partition(":")[0]
         words = [fingerprint(self.bundle)[:16], "times", kind, self.precision, str(self.threads)]
         return folder() / f"{'-'.join([*words, *([] if self.recipe else ['ignored'])])}.json"
@@ -66,8 +67,8 @@ class Times:
     Attributes:
         chunks: Seconds of a whole chunk, processor time where one thread of a CPU computes.
         products: Seconds of a small product on a CPU.
-        unit: Which seconds the chunks are: "processor ms" or "ms".
-        note: What made the measurement of the chunks less exact, "" if nothing did.
+        unit: The kind of time of the chunks: "processor ms" or "ms".
+        note: The reason why the measurement of the chunks is less exact; "" if there is none.
         threads: Number of threads that the chunks were measured with.
     """
 
@@ -78,7 +79,8 @@ class Times:
     threads: int = 1
 
     def of(self, *engines: str) -> tuple[str, Mapping[str, float]] | None:
-        """Return the best measurement that has all of these engines, with its name; None if there is none."""
+        """Return the name and the seconds of the best measurement that has all of these engines; None if there is no
+        such measurement."""
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
             if seconds.keys() >= {*engines}:
                 return what, seconds
@@ -90,7 +92,7 @@ class Times:
         Args:
             engine: The engine.
             than: The other engine.
-            margin: How many times as fast it has to be by a chunk, at least.
+            margin: The least ratio of their times by which ``engine`` must be faster, if chunks were measured.
         """
         best = self.of(engine, than)
         if best is None:
@@ -99,7 +101,7 @@ class Times:
         return seconds[engine] * (margin if what == CHUNKS else PRODUCT_MARGIN) < seconds[than]
 
     def text(self, engine: str, others: set[str]) -> str:
-        """Return the measurement that decides between ``engine`` and ``others``, "" if nothing was measured."""
+        """Return the measurement that decides between ``engine`` and ``others`` as text; "" if nothing was measured."""
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
             shown = {name: took for name, took in seconds.items() if name in {engine, *others}}
             if engine in shown and len(shown) > 1:
@@ -111,12 +113,13 @@ class Times:
         where = f"{unit} {what}, measured on this machine"
         if self.threads != 1 and what == CHUNKS:
             where += f" with {self.threads} threads"
-        found = ", ".join(f"{name} {1e3 * took:.3g}" for name, took in seconds.items())
-        return f"{where}: {found}" + (f" ({self.note})" if self.note and what == CHUNKS else "")
+        listing = ", ".join(f"{name} {1e3 * took:.3g}" for name, took in seconds.items())
+        return f"{where}: {listing}" + (f" ({self.note})" if self.note and what == CHUNKS else "")
 
 
 def stored(under: Conditions) -> Times:
-    """Return the times under these conditions, by these versions on this hardware; no times if nothing was measured.
+    """Return the times under these conditions, measured with these versions on this hardware; no times if nothing was
+    measured.
 
     If the chunks were measured with one thread only, those times are used for another number of threads.
     """
@@ -135,7 +138,7 @@ def _read(under: Conditions) -> Times:
         chunks, products = (_seconds(record[name]) for name in ("chunks", "products"))
         unit = "processor ms" if record["unit"] == "processor ms" else "ms"
         return Times(chunks, products, unit, str(record["note"])[:300], under.threads)
-    except Exception:  # noqa: BLE001 - no file, a damaged one, or a device that is not there: nothing was measured
+    except Exception:  # noqa: BLE001 - no file, a damaged file, or a device that is not there: nothing was measured
         return Times(threads=under.threads)
 
 
@@ -147,7 +150,7 @@ def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def store(under: Conditions, **changes: Any) -> Times:
-    """Write what was measured: the attributes of :class:`Times` that ``changes`` names. The others stay.
+    """Write measured times: ``changes`` has new values for attributes of :class:`Times`. The other attributes stay.
 
     Raises:
         OSError: The file cannot be written.
@@ -159,10 +162,10 @@ def store(under: Conditions, **changes: Any) -> Times:
 
 
 def time_products(products: Mapping[str, Callable[[], object]], threads: int) -> dict[str, float]:
-    """Return the seconds of each product: the shortest of some tries in turn.
+    """Return the seconds of each product: the shortest of :data:`TRIES` measurements, each product in turn.
 
     Args:
-        products: Engine -> its product, which computes when it is called.
+        products: Engine -> function that computes the engine's product.
         threads: Number of threads of PyTorch and of the compiled kernels.
     """
     import time
@@ -177,7 +180,7 @@ def time_products(products: Mapping[str, Callable[[], object]], threads: int) ->
             for name, product in products.items():
                 begin = time.perf_counter()
                 product()
-                if attempt:  # the first one allocates
+                if attempt:  # the first call allocates memory
                     best[name] = min(best[name], time.perf_counter() - begin)
     finally:
         torch.set_num_threads(before)

@@ -1,7 +1,7 @@
 """Findings of ``sinew prepare``: a faster form of a bundle was made, verified and measured on this machine.
 
 One JSON file per bundle (by fingerprint) and engine in ``$XDG_CACHE_HOME/sinew/prepared`` (``~/.cache`` by default).
-A finding of other versions, other hardware or compared with another engine is ignored: it is made again.
+A finding of other versions, on other hardware, or in comparison with another engine is ignored, and is made again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ from sinew.core import machine
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
 
-LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")  # what makes, runs and measures the forms
+# The libraries that make, run and measure the prepared forms.
+LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFinding:
-    """engine: that was prepared. against: what runs the bundle without it. taken: it is faster here, and proved. why:
-    in a sentence. seconds: of a chunk by engine, as measured, processor time on a CPU; empty where it did not come to
-    that. device: where. threads: that computed.
+    """The result of the preparation of one engine for a bundle.
+
+    Attributes:
+        engine: The engine that was prepared.
+        against: The engine that runs the bundle without the preparation.
+        taken: True if the prepared engine is faster on this machine, and verified.
+        why: The reason, as a sentence.
+        seconds: Engine -> measured seconds of a chunk, in processor time on a CPU; empty if no chunk was measured.
+        device: The device.
+        threads: The number of threads that computed.
     """
 
     engine: str
@@ -42,7 +50,7 @@ class EngineFinding:
     threads: int = 1
 
     def keep(self, bundle: Path) -> Path:
-        """Write it down for the next start. Raises OSError."""
+        """Write the finding to disk for the next start. Raises OSError."""
         record = json.dumps({**asdict(self), **conditions(self.device)}, indent=2) + "\n"
         return machine.write_whole(_path(bundle, self.engine, self.threads), record.encode())
 
@@ -52,17 +60,17 @@ def folder() -> Path:
 
 
 def lock_of(bundle: Path, engine: str) -> Path:
-    """Return the file that is held by the process that prepares a bundle for an engine."""
+    """Return the file that is locked by the process that prepares a bundle for an engine."""
     return _path(bundle, engine).with_suffix(".lock")
 
 
 def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding | None:
-    """Return the finding about an engine for a bundle, by these versions on this hardware; None without one."""
+    """Return the finding about an engine for a bundle, of these versions on this hardware; None if there is none."""
     threads = threads or 1
     try:
         record = read_json(_path(bundle, engine, threads))
         device = str(record["device"])
-        if any(record[name] != wanted for name, wanted in conditions(device).items()):
+        if any(record[name] != expected for name, expected in conditions(device).items()):
             return None
         seconds = {str(name): float(took) for name, took in record["seconds"].items()}
         if (
@@ -73,27 +81,27 @@ def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding
             return None
         against, why = str(record["against"]), str(record["why"])[:1000]
         return EngineFinding(engine, against, record["taken"] is True, why, seconds, device, threads)
-    except Exception:  # noqa: BLE001 - a damaged record, or a device that is not there: none
+    except Exception:  # noqa: BLE001 - a damaged record, or a device that is not there: no finding
         return None
 
 
 def forget(bundle: Path, engine: str, threads: int | None = None) -> None:
-    """Remove what was found, so that the next start tries again."""
+    """Remove the finding about an engine, so that the next start tries again."""
     with contextlib.suppress(OSError):
         _path(bundle, engine, threads or 1).unlink()
 
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """Return the versions and the hardware that a finding or a measurement counts for, ready for JSON."""
+    """Return the versions and the hardware for which a finding or a measurement is valid, as values for JSON."""
     return {"sinew": __version__, "libraries": _versions(), "hardware": proofs.hardware(device)}
 
 

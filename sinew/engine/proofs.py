@@ -27,7 +27,7 @@ MAX_RECORD = 1 << 22  # bytes of a record
 
 @cache
 def proved(architecture: str, engine: str) -> frozenset[str]:
-    """Return the precisions in which tests have held an engine against the reference, on a CPU."""
+    """Return the precisions in which tests have compared an engine with the reference, on a CPU."""
     rows = read_json(RECORD, MAX_RECORD)
     precisions = [precision for family, name, precision in rows if (family, name) == (architecture, engine)]
     return frozenset(word for words in precisions for word in words.split(", "))
@@ -38,7 +38,8 @@ def folder() -> Path:
 
 
 def hardware(device: str) -> str:
-    """Return the name of what computes on ``device``, with the instruction sets of a CPU that choose its kernels."""
+    """Return the name of the GPU or CPU that computes on ``device``. The name of a CPU includes the instruction sets by
+    which kernels are chosen."""
     if device.partition(":")[0] != "cuda":
         return f"{machine.cpu_model()} ({machine.instructions()})"
     import torch
@@ -53,29 +54,29 @@ def keep(bundle: Path, engine: str, device: str, report: dict[str, Any]) -> Path
 
 
 def lacking(bundle: Path, engine: str, device: str) -> str:
-    """Return why there is no proof of the engine for the bundle on this machine; nothing if there is one."""
+    """Return why there is no proof of the engine for the bundle on this machine; "" if there is a proof."""
     command = f"`sinew validate {bundle} --engine {engine} --device {device}`"
     try:
         record = read_json(_path(bundle, engine, device), MAX_RECORD)
-        found = record["passed"], record["sinew"], record["hardware"]
+        outcome = record["passed"], record["sinew"], record["hardware"]
     except (OSError, ValueError, TypeError, KeyError):
         return f"engine {engine} is not validated for this bundle on {device}: {command}"
-    if found[1:] != (__version__, hardware(device)):
-        return f"engine {engine} was validated by sinew {found[1]} on {found[2]}; again: {command}"
-    return "" if found[0] is True else f"engine {engine} failed its validation for this bundle: {command}"
+    if outcome[1:] != (__version__, hardware(device)):
+        return f"engine {engine} was validated by sinew {outcome[1]} on {outcome[2]}; again: {command}"
+    return "" if outcome[0] is True else f"engine {engine} failed its validation for this bundle: {command}"
 
 
 def records(bundle: Path) -> list[dict[str, Any]]:
-    """Return the records of a bundle on this machine, of every engine, passed or not; unreadable files are none."""
-    found = []
+    """Return the records of a bundle on this machine, of every engine, passed or not. Unreadable files are skipped."""
+    reports = []
     for path in sorted(folder().glob(f"{fingerprint(bundle)[:16]}-*.json")):
         try:
             record = read_json(path, MAX_RECORD)
         except (OSError, ValueError):
             continue
         if isinstance(record, dict):
-            found.append(record)
-    return found
+            reports.append(record)
+    return reports
 
 
 def _path(bundle: Path, engine: str, device: str) -> Path:

@@ -1,8 +1,9 @@
-"""Keep what an engine computed of earlier observations, for one that repeats them to the byte; numpy alone.
+"""Keep results of an engine for later observations that repeat earlier ones to the byte. This module needs numpy alone.
 
-A context belongs to everything that was read: where none of that changed it is handed out again. The tokens of a view
-belong to its pixels where a model encodes views apart from one another; whether the tokens of a view alone are the bits
-that it has among others, its products' order of sums decides, so that is tried before it is relied on.
+A context depends on everything that was read: if none of these inputs changed, the context is returned again. The
+tokens of a view depend on its pixels alone if the model encodes views separately. The order of sums in the products
+may still depend on the number of views, so that the tokens of a view encoded alone differ in their last bits from its
+tokens encoded among others. Whether they differ is tested before views are reused.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import numpy as np
 from sinew.engine.watch import Watch
 from sinew.processing import ModelInputs
 
-VIEWS, CONTEXTS = 8, 2  # views and contexts that are kept, the newest ones
-LOOK = 4096  # bytes that tell most frames apart
+VIEWS, CONTEXTS = 8, 2  # how many of the newest views and contexts are kept
+LOOK = 4096  # the first bytes, in which most frames differ; they are compared first
 FIELDS = ("camera_mask", "tokens", "token_mask", "pixels")
 
 
 class Reuse:
-    """Keep views and contexts of one engine.
+    """The kept views and contexts of one engine.
 
-    encode: pixels [B, V, ...] -> tokens [B, V, N, C] in the engine's own arrays. join: several of those, or one, as a
-    new one, along the axis of views. same: whether two are the same bits. renew: a context and a newer state -> the
-    context that reading it gives; None where the state is read with all else. threads: that compute on the calling
-    thread, as sums may depend on them.
+    Only observations that are read alone, and views of shapes that were tested, are looked up and kept.
 
-    Only observations that are read alone, and views of shapes that were tried, are looked at and kept.
+    Args:
+        encode: Pixels [B, V, ...] -> tokens [B, V, N, C] in the engine's own arrays.
+        join: Joins one or several arrays of tokens along the axis of views, into a new array.
+        same: Returns True if two arrays of tokens have the same bits.
+        threads: Returns the number of threads that compute for the calling thread, because sums may depend on it.
+        renew: (context, newer state) -> the context that reading this state would give; None if the state cannot be
+            read separately from the other inputs.
     """
 
     def __init__(
@@ -48,9 +52,10 @@ class Reuse:
         self._tried: dict[tuple[int, tuple[int, ...]], str] = {}
 
     def try_views(self, shape: tuple[int, ...]) -> str:
-        """Find out whether views of pixels ``shape``, [1, V, ...], may be encoded one by one; return why not, "" if so.
+        """Test whether views of pixels with ``shape`` [1, V, ...] may be encoded one by one; return why not, "" if they
+        may.
 
-        Uniform random pixels are encoded together and alone, and every bit is compared.
+        Uniform random pixels are encoded together and one by one, and every bit is compared.
         """
         key = (self._threads(), tuple(shape))
         if not self._alike and shape[1] > 1:
@@ -69,7 +74,7 @@ class Reuse:
         return self._tried[key]
 
     def forget(self) -> None:
-        """Keep nothing of what was computed so far, as the weights are others."""
+        """Drop everything that was kept, because the weights changed."""
         self._views.clear()
         self._contexts.clear()
 
@@ -77,24 +82,25 @@ class Reuse:
         """Return the encoding of ``pixels``. Views with the same bytes as earlier ones are not computed again."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):
             return self._encode(pixels)
-        kept = tuple(self._views)  # as it is now: a stream reads on a thread of its own
+        views_before = tuple(self._views)  # a copy, because a stream reads on its own thread
         threads, views = key[0], [pixels[:, [view]] for view in range(pixels.shape[1])]
-        found = [
-            next((t for n, seen, t in kept if n == threads and _equal(seen, view)), None) for view in views
+        hits = [
+            next((t for n, seen, t in views_before if n == threads and _equal(seen, view)), None)
+            for view in views
         ]
-        watch.reused_views = sum(tokens is not None for tokens in found)
+        watch.reused_views = sum(tokens is not None for tokens in hits)
         if not watch.reused_views:
             whole = self._encode(pixels)
-            made = [self._join([whole[:, view : view + 1]]) for view in range(len(views))]
+            encoded = [self._join([whole[:, view : view + 1]]) for view in range(len(views))]
         else:
-            made = [self._encode(v) if t is None else t for v, t in zip(views, found, strict=True)]
-            whole = self._join(made)
-        # Those that were found once more: a camera that stands still outlasts one that moves.
-        self._views.extend((threads, view, tokens) for view, tokens in zip(views, made, strict=True))
+            encoded = [self._encode(v) if t is None else t for v, t in zip(views, hits, strict=True)]
+            whole = self._join(encoded)
+        # Views that were found are added again as the newest, so the views of a camera that stands still stay longest.
+        self._views.extend((threads, view, tokens) for view, tokens in zip(views, encoded, strict=True))
         return whole
 
     def context(self, inputs: ModelInputs, watch: Watch) -> Any:
-        """Return the context of the same inputs, read before; None without one."""
+        """Return the kept context of the same inputs; None if there is none."""
         for threads, seen, context in tuple(self._contexts):
             if threads != self._threads() or not all(
                 _equal(getattr(seen, n), getattr(inputs, n)) for n in FIELDS
@@ -104,9 +110,9 @@ class Reuse:
                 continue
             watch.reused_views, watch.reused_prefix = inputs.pixels.shape[1], True
             watch.lap("vision")
-            found = context if still or self._renew is None else self._renew(context, inputs.state)
+            renewed = context if still or self._renew is None else self._renew(context, inputs.state)
             watch.lap("prefix")
-            return found
+            return renewed
         return None
 
     def keep(self, inputs: ModelInputs, context: Any) -> None:
@@ -123,7 +129,7 @@ class Reuse:
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return True for the same bytes in the same shape."""
+    """Return True if two arrays have the same shape, dtype and bytes."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))

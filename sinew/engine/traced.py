@@ -1,4 +1,4 @@
-"""Arrays of what a PyTorch model holds and reads, for traces."""
+"""Convert contexts and indices of a PyTorch model to arrays, for traces."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sinew.models.base import Context
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """Return a copy on the host: floats as float32, the rest as it is."""
+    """Return a copy of the tensor on the host. Floats become float32; other dtypes stay."""
     wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
     return np.array(wide.cpu().numpy())
 
 
 def named_arrays(context: Context) -> dict[str, np.ndarray]:
-    """Return the tensors of a context by their path in it."""
+    """Return path -> array, for the tensors of a context."""
     leaves, _ = pytree.tree_flatten_with_path(context)
     return {".".join(map(place, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
@@ -37,7 +37,7 @@ def place(entry: Any) -> str:
 
 @contextmanager
 def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    """Note in ``found`` the indices by which each table of embeddings is read, by its module."""
+    """Within the block, add module -> indices to ``found`` whenever an embedding table is read."""
 
     def note(name: str):  # type: ignore[no-untyped-def]
         def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:

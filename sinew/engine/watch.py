@@ -1,4 +1,4 @@
-"""Follow one run of an engine: its times, its end before time, and what its stages computed."""
+"""Follow one run of an engine: measure its times, cancel it, and keep the results of its stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from sinew.core import CancelledError, Timing
 
 @dataclass
 class Trace:
-    """What the stages of one run computed, in the order in which they ran.
+    """The results of the stages of one run, in the order in which the stages ran.
 
-    vision: image tokens [V, tokens, C]. prefix: what each step reads of the observation, by name in the context; a
-    rewritten model may hold other tensors than the reference. head: the output of each step of the solver, then the
-    last x, [H, A] in model units; of a head that speaks each token, [1], then the chunk. rows: the indices by which
-    tables of embeddings were read, by module.
+    Attributes:
+        vision: Image tokens [V, tokens, C].
+        prefix: Name in the context -> tensor that each step reads of the observation. A rewritten model may have other
+            tensors than the reference.
+        head: The output of each step of the solver, then the last x, all [H, A] in model units. If the head generates
+            tokens, each token, [1], then the chunk.
+        rows: Module -> indices by which this embedding table was read.
     """
 
     vision: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -29,12 +32,17 @@ class Trace:
 
 
 class Watch:
-    """Follows one run: times its stages, stops it between two of them, and keeps what they computed.
+    """A watch follows one run: it times the stages, stops the run between two stages, and keeps their results.
 
-    cancel: ends the run with :class:`CancelledError` when it is set. between: called after each step of the solver
-    or token, where another run may begin unless ``facts.refusals`` has STREAM; what it raises ends the run. trace:
-    gets what the stages of a single observation computed. apart: asks an engine that runs all stages as one for each
-    of them. reused_views, reused_prefix: set by an engine that did not compute them (:class:`sinew.core.Timing`).
+    Args:
+        cancel: Ends the run with :class:`CancelledError` when this event is set.
+        trace: Receives the results of the stages of a single observation.
+        apart: True to make an engine that runs all stages as one graph run each stage separately.
+        between: Called after each step of the solver and after each token. Another run may begin there unless
+            ``facts.refusals`` has STREAM. An exception that ``between`` raises ends the run.
+
+    An engine that reuses views or the prefix sets ``reused_views`` and ``reused_prefix``
+    (:class:`sinew.core.Timing`).
     """
 
     def __init__(
@@ -51,7 +59,7 @@ class Watch:
         self._begun = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """End a stage ("vision", "prefix", "text", "step"), after the device has caught up."""
+        """End a stage ("vision", "prefix", "text", "step"). The caller has waited for the device."""
         now = time.perf_counter()
         self._laps.setdefault(stage, []).append(1e3 * (now - self._begun))
         self.check()
@@ -61,7 +69,7 @@ class Watch:
         self._begun = now
 
     def begin(self) -> None:
-        """Count the next stage's time from now on."""
+        """Start to time the next stage now."""
         self._begun = time.perf_counter()
         self.check()
 
@@ -71,8 +79,8 @@ class Watch:
             raise CancelledError("the inference was cancelled")
 
     def timing(self, batch: int = 1, **around: float) -> Timing:
-        """Return the milliseconds of the stages; an engine that ran them as one has all of them in ``step_ms``. around:
-        those of what was no engine's, by their names in :class:`sinew.core.Timing`."""
+        """Return the milliseconds of the stages. An engine that ran all stages as one graph has the whole time in
+        ``step_ms``. ``around`` gives the times outside the engine, by their names in :class:`sinew.core.Timing`."""
         laps = self._laps
         return Timing(
             vision_ms=sum(laps.get("vision", ())),
