@@ -1,4 +1,4 @@
-"""Converts checkpoints of other projects into bundles. Each family states which checkpoints it reads
+"""Convert checkpoints of other projects into bundles. Each family states which checkpoints it reads
 (:mod:`sinew.core.registry`).
 """
 
@@ -24,12 +24,12 @@ from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError, SinewError, called, registry
 
-if TYPE_CHECKING:  # it imports torch, which is not needed to tell a checkpoint from a bundle
+if TYPE_CHECKING:  # the module imports torch, which is not needed to tell a checkpoint from a bundle
     from sinew.convert.conversion import Conversion
 
 called.call(__name__, "sinew.convert:convert")  # sinew.convert(...)
-# Errors of readers for files whose values have unexpected types. Readers name the fields that are known to go wrong;
-# these errors cover the rest.
+# The errors of readers for files whose values have unexpected types. Readers check the fields that often have wrong
+# values; these errors cover the other fields.
 MALFORMED = (
     TypeError,
     ValueError,
@@ -63,8 +63,8 @@ def convert(
 
     Args:
         source: A checkpoint folder, a hub name, a vla.cpp GGUF file, or an older bundle, which takes no options.
-        out: The bundle to write. It appears only when all of it has been written.
-        cameras: Names of the cameras, as of ``sinew convert --cameras``.
+        out: The bundle to write. The file appears only when it is complete.
+        cameras: Names of the cameras, as in ``sinew convert --cameras``.
         motion: Reference of the actions (``Settings.motion``), if the checkpoint does not state it.
         vectors: Names and units of state and action, if the checkpoint does not state them.
         settings: Names and values of ``sinew convert --set``.
@@ -83,7 +83,7 @@ def convert(
     Example:
         >>> sinew.convert("outputs/train/pick-cube", "policy.gguf")
     """
-    given = ConvertOptions(
+    arguments = ConvertOptions(
         cameras=tuple(cameras),
         motion=parse_motion(motion),
         vectors=parse_vectors(vectors),
@@ -91,10 +91,10 @@ def convert(
         **options,
     )
     if is_bundle(Path(source)):
-        upgrade(Path(source), Path(out), given, progress, name=name, no_merge=not merge)
+        upgrade(Path(source), Path(out), arguments, progress, name=name, no_merge=not merge)
         return Path(out)
-    conversion = read(source, given)
-    conversion.write(Path(out), name or conversion.spec.name, given, progress, merge)
+    conversion = read(source, arguments)
+    conversion.write(Path(out), name or conversion.spec.name, arguments, progress, merge)
     return Path(out)
 
 
@@ -124,7 +124,7 @@ def _read(path: Path, options: ConvertOptions) -> Conversion:
         if options.dataset is not None and (file := read_dataset(options.dataset).stats) is not None:
             try:
                 conversion = replace(conversion, seen=seen_in(file, conversion.spec))
-            except ConvertError as error:  # the policy runs without
+            except ConvertError as error:  # the policy runs without these statistics
                 notes = (*notes, f"what its cameras and joints looked like was not taken: {error}")
     except SinewError:
         raise
@@ -137,7 +137,8 @@ def _read(path: Path, options: ConvertOptions) -> Conversion:
 
 
 def _without_type(file: Path, record: Mapping[str, Any], modules: list[ModuleType], known: str) -> str:
-    """Return the message about a config.json that does not say what it is of: the types whose fields it has."""
+    """Return the message about a config.json that does not state its type. The message lists the types whose fields the
+    file has."""
     if "input_features" not in record:
         return (
             f'{file}: expected the key "type" (LeRobot) or "model_type" (transformers), got neither; the checkpoint\'s'
@@ -150,8 +151,10 @@ def _without_type(file: Path, record: Mapping[str, Any], modules: list[ModuleTyp
         if isinstance(schema, Schema) and schema.fits(record)
         for name in module.NAMES
     ]
-    said = ", ".join(f'"type": "{name}"' for name in dict.fromkeys(fits))
-    hint = f"its other keys are those of {said}: add that line" if said else f"add it, with one of {known}"
+    entries = ", ".join(f'"type": "{name}"' for name in dict.fromkeys(fits))
+    hint = (
+        f"its other keys are those of {entries}: add that line" if entries else f"add it, with one of {known}"
+    )
     return f'{file}: the key "type" is missing, as in files of some versions of LeRobot; {hint}'
 
 
@@ -165,13 +168,13 @@ def _converters() -> Iterator[ModuleType]:
 
 
 def readers() -> dict[str, Path]:
-    """Return the folder of each family by its name: the code that decides what is read of its checkpoints."""
+    """Return family name -> folder, which has the code that reads the family's checkpoints."""
     return {family.name: family.folder for family in registry.families()}
 
 
 def recognise(path: Path, adapters: bool = False) -> ModuleType:
-    """Return the family module that reads ``path``. Raises :class:`ConvertError` with all names if there is none, and
-    for an adapter alone, unless ``adapters`` may come."""
+    """Return the family module that reads ``path``. Raises :class:`ConvertError` with the names of all types if no
+    family reads ``path``, and for an adapter without its base unless ``adapters`` is True."""
     if path.is_dir() and not adapters:
         refuse_adapter(path)
     modules = []
@@ -181,11 +184,9 @@ def recognise(path: Path, adapters: bool = False) -> ModuleType:
             return module
     if not (path / "config.json").exists():
         got = "a folder without one" if path.is_dir() else "a file"
-        found = runs_near(path)
+        runs = runs_near(path)
         near = (
-            f"; training runs near it: {', '.join(map(str, found))}; give one of these folders"
-            if found
-            else ""
+            f"; training runs near it: {', '.join(map(str, runs))}; give one of these folders" if runs else ""
         )
         raise ConvertError(f"{path}: expected a checkpoint, a folder with config.json, got {got}{near}")
     record = read_json(path / "config.json")

@@ -3,8 +3,8 @@
     W + scale * B @ A,   scale = lora_alpha / r, or lora_alpha / sqrt(r) with ``use_rslora``
 
 A [r, inputs] and B [outputs, r] belong to W [outputs, inputs] (Hu et al. 2021, "LoRA"; Kalajdzievski 2023 for the
-root). The sum is computed in float32 and rounded to the base's type. Whole weights of ``modules_to_save`` and biases
-replace the base's. Names and fields are those of PEFT 0.18 to 0.21. Each changed weight records its change
+square root). The sum is computed in float32 and rounded to the base's type. Whole weights of ``modules_to_save`` and
+biases replace the base's. Names and fields are those of PEFT 0.18 to 0.21. Each changed weight records its change
 (:class:`Changed`), so that an adapter can be written without its base (``unmerged.py``).
 """
 
@@ -28,21 +28,31 @@ from sinew.convert.tensors import computed, read_array, rounded
 from sinew.core import ConvertError
 
 PREFIX = "base_model.model."
-# Fields of training, and lists of modules that the names of the weights repeat. All other fields must be empty.
+# These fields concern training, or list modules that the names of the weights repeat. All other fields must be empty.
 UNREAD = (
     "alpha_pattern base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules"
     " inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout"
     " megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision runtime_config"
     " target_modules task_type use_rslora auto_mapping"
 )
-INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # what leaves the base as it was
+INITIAL = (
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # initialisations that do not change the base's weights
 
 
 @dataclass(frozen=True)
 class Changed:
-    """Bytes of a weight of ``base`` that an adapter changes.
+    """The bytes of a weight that an adapter changes.
 
-    factors: A [r, inputs], B [outputs, r] and the scale of their product; None where the adapter has all of the weight.
+    Attributes:
+        data: The bytes of the changed weight.
+        base: The weight of the base.
+        factors: A [r, inputs], B [outputs, r] and the scale of their product; None if the adapter replaces the whole
+            weight.
     """
 
     data: Data
@@ -56,11 +66,11 @@ class Changed:
 def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     """Return the tensors of a base, changed by the adapter in a folder, and the adapter's files.
 
-    Nothing of the base is read now. Raises :class:`ConvertError` for an adapter of another kind, and for one that does
-    not fit the base.
+    The base's weights are read later, when the bundle is written. Raises :class:`ConvertError` for an adapter of
+    another kind, and for an adapter that does not fit the base.
     """
     file = folder / ADAPTER_CONFIG
-    config, found = read_config(file), dict(base)
+    config, merged = read_config(file), dict(base)
     weights = read_safetensors(folder / ADAPTER_WEIGHTS)
     if not weights:
         raise ConvertError(f"{folder / ADAPTER_WEIGHTS}: expected the weights of an adapter, got none")
@@ -73,20 +83,22 @@ def merge(base: Mapping[str, TensorSource], folder: Path) -> tuple[dict[str, Ten
                 f" {list(down.shape)} and {list(up.shape)}"
             )
         scale = _scale(file, config, module, down.shape[0])
-        found[name] = _merged(weight, down, up, scale)
+        merged[name] = _merged(weight, down, up, scale)
     for key, source in weights.items():
         if ".lora_" not in key:
             name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
             if name not in base and _is_new(config, name):
-                found[name] = source  # a module that the base does not have, trained and saved whole
+                merged[name] = (
+                    source  # the adapter has this module, trained and saved as a whole, and the base does not
+                )
                 continue
             name = _named(base, name, folder)
             if source.shape != base[name].shape:
                 raise ConvertError(
                     f"{folder}: {key}: expected {list(base[name].shape)}, got {list(source.shape)}"
                 )
-            found[name] = replace(source, data=Changed(source.data, base[name]))
-    return found, [file, folder / ADAPTER_WEIGHTS]
+            merged[name] = replace(source, data=Changed(source.data, base[name]))
+    return merged, [file, folder / ADAPTER_WEIGHTS]
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -115,7 +127,7 @@ def _factors(
     folder: Path, weights: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, dict[str, TensorSource]]]:
     """Yield each module and its two factors. Raises :class:`ConvertError`."""
-    found: dict[str, dict[str, TensorSource]] = {}
+    modules: dict[str, dict[str, TensorSource]] = {}
     for key, source in weights.items():
         if ".lora_" not in key:
             continue
@@ -127,8 +139,8 @@ def _factors(
             )
         if not np.isfinite(read_array(source)).all():
             raise ConvertError(f"{folder}: {key}: expected finite numbers")
-        found.setdefault(match[1], {})[match[2]] = source
-    for module, factors in found.items():
+        modules.setdefault(match[1], {})[match[2]] = source
+    for module, factors in modules.items():
         if missing := {"A", "B"} - set(factors):
             raise ConvertError(f"{folder}: {module}: lora_{missing.pop()}.weight is missing")
         yield module, factors
@@ -144,7 +156,7 @@ def _is_new(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _named(base: Mapping[str, TensorSource], name: str, folder: Path) -> str:
-    """Return the base's name of a weight: LeRobot's first files of pi0 were written without ``model.``."""
+    """Return the base's name of a weight. The name may lack ``model.``, as in LeRobot's first files of pi0."""
     for each in (name, name.removeprefix("model.")):
         if each in base:
             return each
@@ -164,9 +176,9 @@ def _scale(file: Path, config: Mapping[str, Any], module: str, rank: int) -> flo
 
 
 def _of_module(file: Path, config: Mapping[str, Any], pattern: str, module: str, usual: Any) -> Any:
-    """Return the entry for a module in a table of patterns: its name, or the end of its name.
+    """Return the entry for a module in a table whose keys are names of modules, or ends of such names.
 
-    Other regular expressions are rejected, because they come from a file and may take unlimited time.
+    Other regular expressions are rejected, because they come from a file and matching them may take unlimited time.
     """
     table = config.get(pattern) or {}
     if not isinstance(table, dict):
@@ -184,6 +196,6 @@ def _merged(weight: TensorSource, down: TensorSource, up: TensorSource, scale: f
     def add(values: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return values + np.float32(scale) * (b @ a)
 
-    found = computed(add, weight, down, up, shape=weight.shape)
-    found = rounded(found) if weight.type is BF16 else found
-    return replace(found, data=Changed(found.data, weight, (down, up, scale)))
+    total = computed(add, weight, down, up, shape=weight.shape)
+    total = rounded(total) if weight.type is BF16 else total
+    return replace(total, data=Changed(total.data, weight, (down, up, scale)))

@@ -1,5 +1,5 @@
-"""Advantages in the prompt of a checkpoint that was trained with them (RECAP). The user sets them, as no file has
-them.
+"""Advantages in the prompt of a checkpoint that was trained with them (RECAP). The user states their names and words,
+because no file of the checkpoint has them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sinew.core import ConvertError
 from sinew.core.fields import problems
 from sinew.steps.prompt.advantage import Advantage
 
-if TYPE_CHECKING:  # with torch
+if TYPE_CHECKING:  # the module imports torch
     from sinew.convert.conversion import Conversion
 
 WORDS = r"\nAdvantage: {advantage}"  # RLinf's TokenizePromptWithGuidance, and Evo-RL's
@@ -36,18 +36,18 @@ SETTINGS = {
 def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversion:
     """Return the conversion with the prompt step that ``--set advantage=...`` and the related settings request.
 
-    Raises :class:`ConvertError` for words without a place for the name, for settings without advantages, and for a
-    policy whose prompt has no instruction.
+    Raises :class:`ConvertError` for words without a place for the advantage's name, for settings without advantages,
+    and for a policy whose prompt has no instruction.
     """
-    given: dict[str, Any] = {name: options.settings[name] for name in SETTINGS if name in options.settings}
-    if not given:
+    values: dict[str, Any] = {name: options.settings[name] for name in SETTINGS if name in options.settings}
+    if not values:
         return conversion
-    names = [name.strip() for name in given.get("advantage", "").split(",") if name.strip()]
+    names = [name.strip() for name in values.get("advantage", "").split(",") if name.strip()]
     if not names:
-        raise ConvertError(f"--set {next(iter(given))} needs --set advantage=NAME,NAME")
+        raise ConvertError(f"--set {next(iter(values))} needs --set advantage=NAME,NAME")
     if len(set(names)) != len(names):
         raise ConvertError(f"--set advantage: expected different names, got {', '.join(names)}")
-    words = given.get("advantage_words", WORDS).replace(r"\n", "\n")
+    words = values.get("advantage_words", WORDS).replace(r"\n", "\n")
     if NAME not in words:
         raise ConvertError(f"--set advantage_words: expected a place for the name, {NAME}, got {words!r}")
     prompt = conversion.processing.prompt
@@ -56,8 +56,8 @@ def with_advantage(conversion: Conversion, options: ConvertOptions) -> Conversio
         raise ConvertError(f"--set advantage: expected a policy that reads an instruction, got {kind}")
     step = Advantage(
         tuple((name, words.replace(NAME, name)) for name in names),
-        given.get("usual_advantage", ""),
-        given.get("advantage_place", "instruction"),
+        values.get("usual_advantage", ""),
+        values.get("advantage_place", "instruction"),
     )
     if problem := next(problems(step), None):
         raise ConvertError(f"--set advantage: {problem}")

@@ -1,4 +1,4 @@
-"""A processor's chat template (Jinja), run once during the conversion. The bundle stores its result.
+"""Render a processor's chat template (Jinja) once, during the conversion. The bundle stores the result.
 
 Only the instruction changes in a policy's conversation, so the template is rendered with a placeholder for it.
 Templates are untrusted, so they run in the sandbox that transformers uses too.
@@ -13,7 +13,7 @@ from typing import Any
 from sinew.convert.read.files import read_json, read_text
 from sinew.core import ConvertError
 
-MARK = "\u0001instruction\u0001"  # no tokenizer's text holds this
+MARK = "\u0001instruction\u0001"  # the placeholder; no template has this text
 MAX_TEXT = 1 << 16
 
 
@@ -30,11 +30,11 @@ def find_chat_template(directory: Path) -> tuple[str, Path]:
 
 
 def render(template: str, content: Sequence[str], generate: bool, where: Path) -> str:
-    """Return the text of one user turn. content: "image" or "text", in order; the text is :data:`MARK`.
+    """Return the text of one user turn. ``content`` lists "image" and "text" in order; the text is :data:`MARK`.
 
-    generate: whether the assistant's turn is opened behind it. Raises :class:`ConvertError`.
+    With ``generate``, the assistant's turn is opened behind the user's turn. Raises :class:`ConvertError`.
     """
-    from jinja2 import TemplateError  # torch depends on it
+    from jinja2 import TemplateError  # installed with torch, which depends on jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     parts: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""A conversion in progress: what a family's reader found, checked and written as a bundle."""
+"""A conversion in progress: the result of a family's reader is checked and written as a bundle."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Conversion:
     """A checkpoint that has been read, ready to be written as a bundle.
 
     Attributes:
-        tensors: Name -> source. ``rename`` maps the names to the bundle's. The sources keep the checkpoint's names,
-            for messages.
+        tensors: Name -> source. ``rename`` maps these names to the bundle's names. The sources keep the checkpoint's
+            names, for messages.
         dead: Prefixes of names that inference never reads.
         sources: Files whose hashes go into the provenance.
         widths_assumed: True if neither the checkpoint nor --arch states the widths.
@@ -56,7 +56,7 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that :meth:`write` will write."""
+        """Return the bytes of weights that :meth:`write` will write."""
         dropped = set(self.dropped)
         return sum(t.nbytes for name, t in self.tensors.items() if name not in dropped)
 
@@ -68,21 +68,21 @@ class Conversion:
         progress: Progress | None = None,
         merge: bool = True,
     ) -> None:
-        """Check, then write the bundle; ``progress`` is called with the number of bytes just written.
+        """Check the conversion, then write the bundle. ``progress`` is called with the number of bytes just written.
 
-        merge: False writes what an adapter changes of its base, in a file of its own (``unmerged.py``).
+        Without ``merge``, only the changes of an adapter to its base are written (``unmerged.py``).
         """
         named = {self.rename(t): s for t, s in self.tensors.items() if not t.startswith(self.dead)}
-        kept = {name: replace(source, name=name) for name, source in named.items()}
-        model = self._check(kept, {name: source.name for name, source in named.items()})
+        weights = {name: replace(source, name=name) for name, source in named.items()}
+        model = self._check(weights, {name: source.name for name, source in named.items()})
         base, tokenizer = None, self.tokenizer
         if not merge:
             from sinew.convert.unmerged import unmerge
 
             of = name_of(resolve(options.base)) if options.base else ""
-            kept, base = unmerge(kept, of, tokenizer, progress)
+            weights, base = unmerge(weights, of, tokenizer, progress)
             tokenizer = ""
-        with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
+        with ThreadPoolExecutor(1) as pool:  # a second core hashes the files while the first core copies
             hashes = [pool.submit(sha256, path, path.stat().st_size) for path in self.sources]
 
             def manifest() -> Manifest:
@@ -108,7 +108,7 @@ class Conversion:
                         options=options.record(),
                     ),
                     tokenizer=tokenizer,
-                    precision=_precision(kept),
+                    precision=_precision(weights),
                     seen=self.seen,
                     base=base,
                 )
@@ -116,16 +116,17 @@ class Conversion:
             with ConvertError.at("the checkpoint cannot become a bundle", BundleError):
                 manifest().check()
                 check_agreement(out, manifest(), model)
-            write_bundle(out, _laid_out_first(manifest, hashes), list(kept.values()), progress)
+            write_bundle(out, _laid_out_first(manifest, hashes), list(weights.values()), progress)
 
     def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> Model:
-        """Return the model, of which every tensor is there with its shape, and nothing else."""
+        """Return the model on the meta device. Raises :class:`ConvertError` unless the tensors are exactly the model's,
+        with the model's shapes."""
         try:
             model = build_on_meta(self.spec.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
             raise ConvertError(f"the checkpoint's config describes no model: {error}") from None
-        wanted = model.state_dict()
-        packed = {name for name, tensor in wanted.items() if tensor.dtype == torch.uint8}  # rows of bytes
+        state = model.state_dict()
+        packed = {name for name, tensor in state.items() if tensor.dtype == torch.uint8}  # rows of bytes
         shapes = {
             name: (t.shape[0], t.nbytes // t.shape[0]) if name in packed and t.type in BY_TYPE else t.shape
             for name, t in kept.items()
@@ -152,8 +153,8 @@ class Conversion:
 
 
 def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:
-    """Return a manifest function whose first call returns at once with the hashes so far, and whose second waits for
-    all.
+    """Return a manifest function whose first call returns at once with the hashes so far, and whose later calls wait
+    for all hashes.
     """
     calls = 0
 
@@ -187,7 +188,7 @@ def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:
 
 
 def _precision(tensors: dict[str, TensorSource]) -> dict[str, str]:
-    """Per top-level component, the storage type of most of its bytes ("+" when there are others)."""
+    """Return the storage types of each top-level component, joined by "+", the type of most bytes first."""
     bytes_of: dict[str, Counter[str]] = {}
     for name, tensor in tensors.items():
         bytes_of.setdefault(name.split(".")[0], Counter())[tensor.type.name] += tensor.nbytes

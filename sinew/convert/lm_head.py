@@ -1,5 +1,5 @@
-"""The language model's head, which no chunk of actions needs: kept on request, for subtasks, answers and the text of a
-stream, with the prompts that its words follow."""
+"""The language model's head, which no chunk of actions needs. It is kept on request, for subtasks, answers and the text
+of a stream, together with the prompts that its texts follow."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ PROMPT_SETTINGS = {
 class LMHead:
     """The part of the head that a bundle keeps.
 
-    kind: as a model's configuration names it ("", "own", "tied"). dead: prefixes of tensors that go into no bundle.
-    end: the id that ends a text, -1 for none.
+    Attributes:
+        kind: The kind of head in the model's configuration: "", "own" or "tied".
+        dead: Prefixes of the names of tensors that are not written into the bundle.
+        end: The id of the token that ends a text; -1 for none.
+        notes: Notes for the user.
     """
 
     kind: Any
@@ -52,7 +55,7 @@ def lm_head(
     dead: tuple[str, ...],
     tied: bool,
 ) -> LMHead:
-    """Return the parts of a checkpoint that ``--set lm_head=true`` keeps; none without it.
+    """Return the parts of a checkpoint that ``--set lm_head=true`` keeps; without this setting, no parts.
 
     Args:
         options: The user's options.
@@ -61,7 +64,7 @@ def lm_head(
         table: Name of the token table. Head and table are stored once if their bytes are equal.
         tokenizer: The tokenizer.
         end: Token that ends a text if tokenizer_config.json names no eos_token.
-        dead: Prefixes that are left out without a head.
+        dead: Prefixes of the names of tensors that are left out if no head is kept.
         tied: True if a checkpoint without a head uses its token table.
 
     Raises:
@@ -72,10 +75,10 @@ def lm_head(
             if options.setting(name, None) is not None:
                 raise ConvertError(f"--set {name} needs --set lm_head=true")
         return LMHead("", dead)
-    found = tensors.get(head)
-    if found is None and not tied:
+    matrix = tensors.get(head)
+    if matrix is None and not tied:
         raise ConvertError(f"--set lm_head=true: expected {head} in the checkpoint, got none")
-    shared = found is None or _same(found, tensors.get(table))
+    shared = matrix is None or _same(matrix, tensors.get(table))
     eos = tokenizer.eos_token_id
     if eos is None:
         eos = tokenizer.tokenizer.token_to_id(end)
@@ -87,10 +90,10 @@ def lm_head(
     if shared:
         note = f"language head: the token table once more, no bytes of its own; {ends}"
         return LMHead("tied", dead, -1 if eos is None else eos, (note,))
-    assert found is not None
-    note = f"language head: {found.nbytes / 1e6:.1f} MB; {ends}"
-    kept = tuple(prefix for prefix in dead if not head.startswith(prefix))
-    return LMHead("own", kept, -1 if eos is None else eos, (note,))
+    assert matrix is not None
+    note = f"language head: {matrix.nbytes / 1e6:.1f} MB; {ends}"
+    own_dead = tuple(prefix for prefix in dead if not head.startswith(prefix))
+    return LMHead("own", own_dead, -1 if eos is None else eos, (note,))
 
 
 def text_recipe(
@@ -102,12 +105,13 @@ def text_recipe(
     action: str = "",
     question: str = "",
 ) -> TextRecipe | None:
-    """Return the prompts of a kept language head: from ``--set``, else the family's; None if both are "".
+    """Return the prompts of a kept language head. They come from ``--set``, else from the family; None if both prompts
+    are "".
 
     Args:
         options: The user's options.
         before: Steps that change the instruction of each prompt.
-        state: Writes the state at its place.
+        state: The step that writes the state in the place of ``{state}``.
         subtask: The family's prompt for a subtask.
         action: The family's text between subtask and actions.
         question: The family's prompt for a question.

@@ -1,4 +1,4 @@
-"""Names of transformers' building blocks -> ours. Families add the prefixes under which they keep them."""
+"""Rename the building blocks of transformers to Sinew's names. Families add the prefixes of their checkpoints."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ def replace_prefix(name: str, prefixes: Renames) -> str:
 
 
 def upstream_name(name: str, prefixes: Renames) -> str:
-    """The inverse of :func:`rename`, for writing checkpoints."""
+    """Return the name in transformers, the inverse of :func:`rename`. It is needed to write checkpoints."""
     for old, new in ATTENTION + (VISION if name.startswith("vision.") else DECODER):
         name = name.replace(new, old)
     return replace_prefix(name, tuple((new, old) for old, new in prefixes))
 
 
 def language_rules(upstream: str, layers: int = 0, norm: str = "norm") -> tuple[Rule, ...]:
-    """Return the rules of a language model below a pattern. layers: those that are read, the others are dropped; 0: all
-    of them. norm: the final one, "" where it is not read."""
+    """Return the rules for a language model below the pattern ``upstream``.
+
+    ``layers`` is the number of layers that are read, the others are dropped; 0 reads all layers. ``norm`` is the name
+    of the final norm, "" if it is not read."""
     dropped = "|".join(str(i) for i in range(layers, 4 * layers + 64))
     layer = "self_attn=attn input_layernorm=input_norm post_attention_layernorm=post_norm mlp"
     return (

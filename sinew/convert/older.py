@@ -1,4 +1,5 @@
-"""Rewrite a bundle of an older format in the present one: with a new header, and every tensor byte for byte."""
+"""Rewrite a bundle of an older format in the present format: the header is new, and every tensor is copied byte for
+byte."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from sinew.core import BundleError, ConvertError
 
 
 def is_bundle(path: Path) -> bool:
-    """Return True for a bundle's file, of whichever format."""
+    """Return True if ``path`` is a bundle, of any format."""
     try:
         return path.is_file() and KEY_VERSION in GGUFFile(path).metadata
     except BundleError:
@@ -24,11 +25,13 @@ def is_bundle(path: Path) -> bool:
 def upgrade(
     source: Path, out: Path, options: ConvertOptions, progress: Progress | None = None, **more: object
 ) -> tuple[Bundle, tuple[str, ...]]:
-    """Write ``source``, a bundle, in the present format; return what was written and what is new in it.
+    """Write the bundle ``source`` in the present format. Return the new bundle, and notes about its differences.
 
-    ``out`` may be ``source``, where a link stays one; it takes its name when it is complete and on the disk. Exported
-    graphs, proofs and FP8 scales of the old file are not the new one's. Raises :class:`ConvertError` for options and
-    what else is for checkpoints, ``more``, for a bundle of the present format and for a damaged one.
+    ``out`` may be ``source``; a symbolic link stays a link. The new file takes its name when it is complete and on the
+    disk. Exported graphs, proofs and FP8 scales of the old file are not valid for the new file.
+
+    Raises :class:`ConvertError` if there are options or other arguments (``more``) that are valid for checkpoints only,
+    for a bundle of the present format, and for a damaged bundle.
     """
     for name in (*options.given, *(name for name, value in more.items() if value)):
         raise ConvertError(f"--{name.replace('_', '-')}: expected a checkpoint, got the bundle {source}")
@@ -46,10 +49,10 @@ def upgrade(
         )
     target = opened.path if out.exists() and out.samefile(source) else out
     rewrite(opened, opened.manifest, target, progress, durable=True)
-    made = Bundle(target)
-    if made.manifest != opened.manifest or (opened.hashes or made.hashes) != made.hashes:
+    written = Bundle(target)
+    if written.manifest != opened.manifest or (opened.hashes or written.hashes) != written.hashes:
         raise AssertionError("an upgraded bundle reads as another one")
-    told = "; ".join(NEWS[version] for version in range(before + 1, now + 1))
+    news = "; ".join(NEWS[version] for version in range(before + 1, now + 1))
     hashes = "" if opened.hashes else ", which had no hashes and have them now"
-    notes = (f"format {before} to {now} ({told})", f"{len(made.infos)} tensors as they were{hashes}")
-    return made, notes
+    notes = (f"format {before} to {now} ({news})", f"{len(written.infos)} tensors as they were{hashes}")
+    return written, notes

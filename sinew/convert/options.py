@@ -1,4 +1,4 @@
-"""What the user can add to a checkpoint, and how it is recorded."""
+"""The options that the user can add to a checkpoint, and their record in the bundle."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ COMMON = ("compat", "control_hz", "motion", "settings", "vectors")  # options of
 
 @dataclass(frozen=True)
 class Setting:
-    """A choice that a checkpoint's files leave open, given with ``--set NAME=VALUE``.
+    """A choice that a checkpoint's files leave open, and that the user makes with ``--set NAME=VALUE``.
 
-    kind: bool, int, float or str. low, high: bounds of numbers. values: the only ones allowed, of text.
+    Attributes:
+        kind: The type of the value: bool, int, float or str.
+        help: The text of the help.
+        low: The least number.
+        high: The largest number.
+        values: The allowed texts; () allows every text.
     """
 
     kind: type
@@ -29,7 +34,7 @@ class Setting:
     values: tuple[str, ...] = ()
 
     def parse(self, name: str, text: str) -> Any:
-        """Return the value that ``text`` spells. Raises :class:`ConvertError`."""
+        """Return ``text`` as a value of this setting. Raises :class:`ConvertError` for a text that is not valid."""
         if self.kind is bool:
             if text.lower() not in ("true", "false"):
                 raise ConvertError(f"--set {name}: expected true or false, got {text!r}")
@@ -57,23 +62,28 @@ SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not say
 
 @dataclass(frozen=True)
 class Joints:
-    """Names and units of a vector's numbers, in their order; empty where they are not given."""
+    """The names and units of a vector's numbers, in order; () if the user did not state them."""
 
     names: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
 
     def named(self, key: str, vector: VectorSpec | None = None) -> VectorSpec:
-        """Return a vector with these names and units. Raises :class:`ConvertError` where there are more or fewer than
-        it has numbers, or where its source calls them otherwise."""
+        """Return a vector with these names and units. Raises :class:`ConvertError` if their count differs from the
+        vector's size, or if the checkpoint states others."""
         size = len(self.names or self.units)
-        found = VectorSpec(size) if vector is None else vector
-        for what, given, own in (("names", self.names, found.names), ("units", self.units, found.units)):
-            if given and len(given) != found.dim:
-                raise ConvertError(f"--vectors: {key}.{what}: expected {found.dim}, got {len(given)}")
-            if given and own and given != own:
-                told = f"expected {', '.join(own)}, as the checkpoint says, got {', '.join(given)}"
-                raise ConvertError(f"--vectors: {key}.{what}: {told}")
-        return replace(found, names=self.names or found.names, units=self.units or found.units)
+        spec = VectorSpec(size) if vector is None else vector
+        for what, names_or_units, own in (
+            ("names", self.names, spec.names),
+            ("units", self.units, spec.units),
+        ):
+            if names_or_units and len(names_or_units) != spec.dim:
+                raise ConvertError(f"--vectors: {key}.{what}: expected {spec.dim}, got {len(names_or_units)}")
+            if names_or_units and own and names_or_units != own:
+                mismatch = (
+                    f"expected {', '.join(own)}, as the checkpoint says, got {', '.join(names_or_units)}"
+                )
+                raise ConvertError(f"--vectors: {key}.{what}: {mismatch}")
+        return replace(spec, names=self.names or spec.names, units=self.units or spec.units)
 
 
 @dataclass(frozen=True)
@@ -114,11 +124,11 @@ class CheckpointFlags:
 
 @dataclass(frozen=True)
 class ConvertOptions(CheckpointFlags):
-    """What the user can add to a checkpoint: see ``sinew convert --help``. Empty values were not given."""
+    """The options that the user can add to a checkpoint: see ``sinew convert --help``. Empty values are not set."""
 
-    cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
-    motion: MotionSpec | None = None  # reference of the actions; no checkpoint states it
-    # Of "state" and "action"; no config has units
+    cameras: tuple[str, ...] = ()  # names of cameras, for checkpoints that do not state them
+    motion: MotionSpec | None = None  # the reference of the actions, which no checkpoint states
+    # "state" and "action" -> their names and units. No config has units.
     vectors: Mapping[str, Joints] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(
         default_factory=dict
@@ -131,10 +141,10 @@ class ConvertOptions(CheckpointFlags):
     def for_family(
         self, family: ModuleType, source: Path, common: Mapping[str, Setting] | None = None
     ) -> ConvertOptions:
-        """Return the options with settings as values of their types. common: those of every family.
+        """Return the options with settings as values of their types. ``common`` has the settings of every family.
 
-        Raises :class:`ConvertError` for an option or a setting that the family does not read: what was asked
-        for and is not done must not pass unseen.
+        Raises :class:`ConvertError` for an option or a setting that the family does not read, because a request of the
+        user must not be ignored silently.
         """
         for name in self.given:
             if name not in (*COMMON, *family.OPTIONS):
@@ -154,34 +164,34 @@ class ConvertOptions(CheckpointFlags):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the options that differ from their defaults."""
+        """Return the names of the options that differ from their defaults."""
         return tuple(
             f.name for f in fields(self) if getattr(self, f.name) != getattr(ConvertOptions(), f.name)
         )
 
     def record(self) -> dict[str, str]:
-        """Return the options that were set, as text for the provenance. Paths have their last two names."""
-        found: dict[str, str] = {}
+        """Return the options that were set, as text for the provenance. Of paths, only the last two names are kept."""
+        texts: dict[str, str] = {}
         for name in self.given:
             value = getattr(self, name)
             if isinstance(value, Path):
                 value = "/".join(value.resolve().parts[-2:])
             if name == "settings":
-                found |= {f"set {key}": _text(setting) for key, setting in value.items()}
+                texts |= {f"set {key}": _text(setting) for key, setting in value.items()}
             elif name == "motion":
-                found[name] = value.kind
+                texts[name] = value.kind
             elif name == "vectors":
-                found |= {f"vectors.{key}": ", ".join(each.named(key).labels) for key, each in value.items()}
+                texts |= {f"vectors.{key}": ", ".join(each.named(key).labels) for key, each in value.items()}
             else:
-                found[_flag(name)[2:]] = _text(value)
-        return found
+                texts[_flag(name)[2:]] = _text(value)
+        return texts
 
 
 COMPAT = get_args(get_type_hints(CheckpointFlags)["compat"])
 
 
 def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:
-    """Read ``--motion``. Raises :class:`ConvertError`. The numbers are checked later, with the whole bundle."""
+    """Return the value of ``--motion``. Raises :class:`ConvertError`. The bundle's checks cover the numbers."""
     if given is None:
         return None
     try:
@@ -191,32 +201,32 @@ def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:
 
 
 def parse_vectors(given: Mapping[str, Any] | None) -> dict[str, Joints]:
-    """Read ``--vectors``: state and action. Raises :class:`ConvertError`."""
-    found = {}
+    """Return the value of ``--vectors``: names and units of state and action. Raises :class:`ConvertError`."""
+    vectors = {}
     for key, values in (given or {}).items():
         if key not in ("state", "action") or not isinstance(values, Mapping):
             raise ConvertError(
                 f"--vectors: expected state and action, each an object with names or units, got {key!r:.80}"
             )
         try:
-            found[key] = from_builtins(dict(values), Joints, f"--vectors: {key}")
+            vectors[key] = from_builtins(dict(values), Joints, f"--vectors: {key}")
         except BundleError as error:
             raise ConvertError(str(error)) from None
-        found[key].named(key)
-    return found
+        vectors[key].named(key)
+    return vectors
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, str]:
-    """Return NAME -> VALUE of several ``NAME=VALUE``. Raises :class:`ConvertError`."""
-    found: dict[str, str] = {}
+    """Return NAME -> VALUE from texts of the form ``NAME=VALUE``. Raises :class:`ConvertError`."""
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise ConvertError(f"--set {text}: expected NAME=VALUE")
-        if name in found:
-            raise ConvertError(f"--set {name}: expected one value, got {found[name]!r} and {value!r}")
-        found[name] = value
-    return found
+        if name in values:
+            raise ConvertError(f"--set {name}: expected one value, got {values[name]!r} and {value!r}")
+        values[name] = value
+    return values
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The sizes and names of Qwen's models inside of a checkpoint."""
+"""The sizes and names of Qwen's models that are parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sinew.steps.image.base import ImageStep
 
 
 def qwen3(text: JsonRecord, layers: int, width: int) -> DecoderConfig:
-    """Return the first ``layers`` of a Qwen3 language model. width: Width of the features in the checkpoint."""
+    """Return the sizes of the first ``layers`` layers of a Qwen3 language model; all layers if ``layers`` is not
+    positive. ``width`` is the width of the features in the checkpoint."""
     if text["hidden_size"] != width:
         raise ConvertError(
             f"{text.path}: text_config.hidden_size is {text['hidden_size']}, the checkpoint's"

@@ -1,5 +1,5 @@
-"""torchvision's ResNets in a checkpoint, under the names of :mod:`sinew.layers.resnet`, and LeRobot's encoder of views
-by one, under those of :mod:`sinew.layers.keypoints`."""
+"""Rename torchvision's ResNets in a checkpoint to the names of :mod:`sinew.layers.resnet`, and LeRobot's encoder of
+views, which has a ResNet, to the names of :mod:`sinew.layers.keypoints`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.convert.tensors import Rule, apply, computed, reshape
 from sinew.core import ConvertError
 from sinew.layers.resnet import folded
 
-# Places in torchvision's ResNet, as a Sequential of its children counts them.
+# Index of a child of torchvision's ResNet in a Sequential -> name of the child.
 CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
 PARTS = {"downsample.0": "shortcut", "downsample.1": "shortcut_norm", "bn1": "norm1", "bn2": "norm2"}
 VALUES = (
@@ -70,8 +70,8 @@ def module(theirs: str) -> str:
 
 
 def keypoint_encoder(found: Mapping[str, TensorSource], theirs: str, ours: str) -> dict[str, TensorSource]:
-    """Return the tensors with those of LeRobot's encoder of views below ``theirs`` as :class:`KeypointEncoder`'s below
-    ``ours``. Both end with a dot."""
+    """Return the tensors, with LeRobot's encoder of views below ``theirs`` renamed to a :class:`KeypointEncoder` below
+    ``ours``. Both prefixes end with a dot."""
     maps, old = f"{ours}keypoints.maps", re.escape(theirs)
     rules = (
         Rule(

@@ -1,6 +1,6 @@
-"""A policy without language. Its bundle still has a tokenizer and a prompt recipe, whose result is ignored.
+"""The tokenizer and the prompt recipe of a policy without language.
 
-Any instruction becomes one token, which the model's ``read`` ignores.
+Every bundle has both. Here, any instruction becomes one token, which the model's ``read`` ignores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tensors of a checkpoint as sources, and transforms that make other sources of them.
+"""Tensors of a checkpoint as sources, and transforms that make new sources from them.
 
-Nothing is read when a transform is applied: a part of a file stays a part of that file, and what has to be
-computed is computed when the bundle is written, one tensor at a time. Transforms that move elements (split,
-join, pick, transpose, reshape) work on stored bits, so bfloat16 needs no arithmetic; :func:`computed` reads
-float32 values and returns float32.
+No data is read when a transform is applied: a part of a file stays a part of that file, and computed tensors are
+computed when the bundle is written, one tensor at a time. Transforms that move elements (split, join, pick, transpose,
+reshape) work on stored bits, so bfloat16 needs no arithmetic. :func:`computed` reads float32 values and returns
+float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Transform = Callable[..., np.ndarray]
 
 @dataclass(frozen=True)
 class Transformed:
-    """Bytes that come from the stored elements of ``inputs`` through ``transform``, on demand."""
+    """Bytes that ``transform`` computes from ``inputs`` on demand. ``read`` returns the elements of one input."""
 
     inputs: tuple[TensorSource, ...]
     transform: Transform
@@ -50,16 +50,18 @@ def read_array(source: TensorSource) -> np.ndarray:
 
 
 def constant(name: str, array: np.ndarray) -> TensorSource:
-    """Return a source of float32 values that no file holds."""
+    """Return a source of the float32 values of ``array``, which come from no file."""
     values = np.ascontiguousarray(array, np.float32)
     return TensorSource(name, values.shape, F32, values.nbytes, ArraySlice(values))
 
 
 def moved(transform: Transform, *sources: TensorSource, shape: tuple[int, ...] | None = None) -> TensorSource:
-    """Return the source whose elements are ``transform(*elements of sources)``; it may move and drop them only.
+    """Return the source whose elements are ``transform(*elements of sources)``. The transform may only move and drop
+    elements.
 
-    shape: of the result; absent, the transform is asked, with arrays that take no memory as long as it makes
-    views. Raises :class:`ConvertError` where shapes do not fit, or where sources differ in their storage type.
+    ``shape`` is the shape of the result. Without it, the transform is called once on arrays that take no memory as long
+    as the transform makes views. Raises :class:`ConvertError` if shapes do not fit, or if sources differ in their
+    storage type.
     """
     first = sources[0]
     if other := next((s for s in sources if s.type is not first.type), None):
@@ -85,7 +87,7 @@ def computed(
 
 
 def rounded(source: TensorSource) -> TensorSource:
-    """Return the source with its values in bfloat16, to the nearest, ties to even; NaN stays NaN."""
+    """Return the source with its values rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
     if source.type is BF16:
         return source
 
@@ -99,18 +101,18 @@ def rounded(source: TensorSource) -> TensorSource:
 
 
 def transpose(source: TensorSource, *axes: int) -> TensorSource:
-    """Return the source with its axes in another order, reversed if none is given."""
+    """Return the source with its axes in the order ``axes``; without ``axes``, their order is reversed."""
     return moved(lambda x: x.transpose(axes or None), source)
 
 
 def reshape(source: TensorSource, *shape: int) -> TensorSource:
-    """Return the source with the same elements in row-major order under another shape; one size may be -1."""
+    """Return the source with the same elements, in row-major order, in a new shape. One size may be -1."""
     new = _shape(lambda x: x.reshape(shape), (source,), ELEMENTS[source.type])
     return replace(source, shape=new)
 
 
 def pick(source: TensorSource, *index: int) -> TensorSource:
-    """Return ``source[index]``, an entry of the first axes: one layer of a stack, one embodiment."""
+    """Return ``source[index]``, an entry of the first axes, such as one layer of a stack or one embodiment."""
     if len(index) > len(source.shape) or any(
         not 0 <= i < n for i, n in zip(index, source.shape, strict=False)
     ):
@@ -121,7 +123,7 @@ def pick(source: TensorSource, *index: int) -> TensorSource:
 
 
 def rows(source: TensorSource, start: int, stop: int) -> TensorSource:
-    """Return ``source[start:stop]`` along the first axis; of a file it is a smaller part of that file."""
+    """Return ``source[start:stop]`` along the first axis. If the source is a part of a file, so is the result."""
     if not source.shape or not 0 <= start <= stop <= source.shape[0]:
         raise ConvertError(f"{source.name}: shape {list(source.shape)} has no rows {start} to {stop}")
     if not isinstance(source.data, FileSlice) or source.shape[0] == 0:
@@ -133,7 +135,7 @@ def rows(source: TensorSource, start: int, stop: int) -> TensorSource:
 
 
 def split(source: TensorSource, sizes: Sequence[int], axis: int = 0) -> tuple[TensorSource, ...]:
-    """Return consecutive parts of ``sizes`` along ``axis``, as of a fused projection.
+    """Return consecutive parts of ``sizes`` along ``axis``, such as the parts of a fused projection.
 
     Raises :class:`ConvertError` unless the sizes add up to the axis.
     """
@@ -150,13 +152,13 @@ def split(source: TensorSource, sizes: Sequence[int], axis: int = 0) -> tuple[Te
 
 
 def split_qkv(source: TensorSource) -> tuple[TensorSource, ...]:
-    """Return queries, keys and values of a fused projection [3 * width, ...]."""
+    """Return the queries, keys and values of a fused projection [3 * width, ...]."""
     size = source.shape[0] // 3 if source.shape else 0
     return split(source, (size,) * 3)
 
 
 def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
-    """Return the sources concatenated along ``axis``. Raises :class:`ConvertError` where they do not fit."""
+    """Return the sources concatenated along ``axis``. Raises :class:`ConvertError` if their shapes do not fit."""
     shapes = [list(source.shape) for source in sources]
     rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(rest) > 1 or not 0 <= axis < min(map(len, shapes)):
@@ -175,9 +177,10 @@ def fuse(found: dict[str, TensorSource], prefix: str) -> None:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors whose whole name matches ``pattern`` become ``names`` (templates of ``re.Match.expand``).
+    """A rule renames tensors whose whole name matches ``pattern`` to ``names`` (templates of ``re.Match.expand``).
 
-    make: turns the source into one per name; absent, it is renamed. A rule without names drops what matches.
+    ``make`` turns the source into one source per name; without ``make``, the source is only renamed. A rule without
+    names drops the tensors.
     """
 
     pattern: str
@@ -191,37 +194,38 @@ def renames(theirs: str, ours: str, modules: str) -> tuple[Rule, ...]:
     Args:
         theirs: Pattern of the prefix of their names.
         ours: Template of the prefix of our names.
-        modules: Words ``theirs=ours``, or one name for both. ``{qkv}`` in ours splits a joint matrix into queries,
+        modules: Words ``theirs=ours``, or one name for both. ``{qkv}`` in our name splits a joint matrix into queries,
             keys and values.
     """
     rules = []
     for word in modules.split():
         old, _, new = word.partition("=")
         names = [(new or old).format(qkv=each) for each in ("qkv" if "{qkv}" in new else "-")]
-        end, made = (r"[._]", split_qkv) if len(names) > 1 else (r"\.", None)
+        end, maker = (r"[._]", split_qkv) if len(names) > 1 else (r"\.", None)
         templates = tuple(rf"{ours}{name}.\g<tensor>" for name in names)
-        rules.append(Rule(rf"{theirs}{re.escape(old)}{end}(?P<tensor>.*)", templates, made))
+        rules.append(Rule(rf"{theirs}{re.escape(old)}{end}(?P<tensor>.*)", templates, maker))
     return tuple(rules)
 
 
 def apply(found: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[str, TensorSource]:
-    """Return the tensors under new names, each by the first rule that matches; the others stay as they are.
+    """Return the tensors under new names. The first rule that matches a tensor's name is applied; tensors without a
+    matching rule keep their names.
 
-    The sources keep their upstream names, which messages use. Raises :class:`ConvertError` when two tensors
-    end under one name.
+    The sources keep their upstream names, which messages use. Raises :class:`ConvertError` if two tensors get the same
+    name.
     """
     compiled = [(re.compile(rule.pattern), rule) for rule in rules]
     out: dict[str, TensorSource] = {}
     for name, source in found.items():
         for pattern, rule in compiled:
             if match := pattern.fullmatch(name):
-                made = rule.make(source) if rule.make and rule.names else source
-                parts = made if isinstance(made, tuple) else (made,) * bool(rule.names)
-                named = [(match.expand(t), part) for t, part in zip(rule.names, parts, strict=True)]
+                result = rule.make(source) if rule.make and rule.names else source
+                parts = result if isinstance(result, tuple) else (result,) * bool(rule.names)
+                outputs = [(match.expand(t), part) for t, part in zip(rule.names, parts, strict=True)]
                 break
         else:
-            named = [(name, source)]
-        for new, part in named:
+            outputs = [(name, source)]
+        for new, part in outputs:
             if new in out:
                 raise ConvertError(f"{source.name} and {out[new].name} would both become {new}")
             out[new] = part
@@ -229,7 +233,7 @@ def apply(found: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[str,
 
 
 def _shape(transform: Transform, sources: Sequence[TensorSource], dtype: np.dtype) -> tuple[int, ...]:
-    """Shape of the result, from arrays of these shapes that take no memory."""
+    """Return the shape of the transform's result, computed on arrays of the sources' shapes that take no memory."""
     empty = [np.broadcast_to(np.zeros((), dtype), source.shape) for source in sources]
     try:
         return transform(*empty).shape

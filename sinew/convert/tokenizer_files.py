@@ -1,4 +1,4 @@
-"""Finding the tokenizer and the language model's config that a checkpoint refers to."""
+"""Find the tokenizer and the language model's config that a checkpoint refers to."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sinew.core import ConvertError
 from sinew.core.extras import install
 from sinew.steps.tokenizer import open_tokenizer, tokenizer_record
 
-# Names of folders below a checkpoint, and of the hub: no part begins with a dot.
+# Names of folders inside a checkpoint, and names on the hub: no part begins with a dot.
 INSIDE = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
-# Organisations of the hub whose models the published policies build on: a checkpoint may name these.
+# Organisations on the hub whose models the published policies build on: a checkpoint may name models of these only.
 PUBLISHERS = (
     *("HuggingFaceTB", "Qwen", "nvidia", "OpenGVLab", "openai", "google", "microsoft"),
     "x-square-robot",
@@ -31,7 +31,7 @@ PUBLISHERS = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A whole ``tokenizer.json``, with the further facts that inference needs."""
+    """The content of a ``tokenizer.json``, with other facts that inference needs."""
 
     text: str
     path: Path
@@ -41,40 +41,41 @@ class TokenizerFiles:
     config: Mapping[str, Any] = field(default_factory=dict)  # content of tokenizer_config.json
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, special tokens in it included."""
+        """Return the ids of a text. Special tokens in the text become their ids."""
         return self.tokenizer.encode(text).ids
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token. Raises :class:`ConvertError` for an id that is not there."""
-        found = self.tokenizer.id_to_token(token_id)
-        if found is None:
+        """Return the text of one token. Raises :class:`ConvertError` for an id that the tokenizer does not have."""
+        text = self.tokenizer.id_to_token(token_id)
+        if text is None:
             raise ConvertError(f"{self.path}: the tokenizer has no token of id {token_id}")
-        return found
+        return text
 
     def with_tokens(self, tokens: Sequence[str]) -> TokenizerFiles:
-        """Return the tokenizer with special tokens behind its last; those that it has keep their ids."""
+        """Return the tokenizer with special tokens appended. Tokens that the tokenizer already has keep their ids."""
         tokenizer = Tokenizer.from_str(self.text)
         tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in tokens])
         return replace(self, text=tokenizer.to_str(), tokenizer=tokenizer)
 
     def token_id(self, token: str) -> int:
-        found = self.tokenizer.token_to_id(token)
-        if found is None:
+        number = self.tokenizer.token_to_id(token)
+        if number is None:
             raise ConvertError(f"{self.path}: the tokenizer has no token {token!r}")
-        return found
+        return number
 
 
 def find_tokenizer(options: ConvertOptions, *beside: Path, whose: str = "it") -> TokenizerFiles:
     """Return the tokenizer of ``--tokenizer``, or of the first file or folder ``beside`` the checkpoint that has one.
 
-    whose: The tokenizer's owner, for the error message.
+    ``whose`` names the tokenizer's owner, for the error message.
     """
     candidates = [options.tokenizer] if options.tokenizer else [*beside]
     return load_tokenizer(candidates, f"give {whose} with --tokenizer FILE_OR_DIR")
 
 
 def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
-    """The first candidate (file or directory) that has a tokenizer; ``missing`` ends the error otherwise."""
+    """Return the tokenizer of the first candidate (file or directory) that has one. If none has one, the text of the
+    raised :class:`ConvertError` ends with ``missing``."""
     for candidate in candidates:
         path = candidate / "tokenizer.json" if candidate.is_dir() else candidate
         if candidate.is_dir() and not path.is_file() and is_bpe(candidate):
@@ -90,37 +91,37 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
         text = tokenizer_json(path) if path.suffix == ".model" else read_text(path)
     tokenizer = open_tokenizer(text, ConvertError, f"{path}: the tokenizer")
     config = path.with_name("tokenizer_config.json")
-    named = read_json(config) if config.exists() else {}
-    pad, eos = (_token(named.get(key)) for key in ("pad_token", "eos_token"))
+    settings = read_json(config) if config.exists() else {}
+    pad, eos = (_token(settings.get(key)) for key in ("pad_token", "eos_token"))
     if pad is None:
         padding = tokenizer_record(text).get("padding")
         pad = padding.get("pad_token") if isinstance(padding, dict) else None
     ids = [tokenizer.token_to_id(token) if isinstance(token, str) else None for token in (pad, eos)]
-    return TokenizerFiles(text, path, ids[0], tokenizer, ids[1], named)
+    return TokenizerFiles(text, path, ids[0], tokenizer, ids[1], settings)
 
 
 def _token(value: Any) -> Any:
-    return value.get("content") if isinstance(value, dict) else value  # serialised AddedToken
+    return value.get("content") if isinstance(value, dict) else value  # a dict is a serialised AddedToken
 
 
 def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: str) -> Path:
-    """Return the directory of a model that a checkpoint names: the typed one, one beside the checkpoint, or the
-    hub's.
+    """Return the directory of a model that a checkpoint names. The directory is the one that the user typed, else a
+    directory beside the checkpoint, else a download from the hub.
 
-    A checkpoint's own configuration is data. It may not name a folder of this machine, and on the hub only models of
-    the organisations that the published policies build on. With the ``[hub]`` extra the files in ``patterns`` are
-    downloaded, or taken from the hub's cache.
+    A checkpoint's own configuration is untrusted data. It may not name a folder of this machine, and on the hub it may
+    only name models of the organisations that the published policies build on. With the ``[hub]`` extra the files in
+    ``patterns`` are downloaded, or taken from the hub's cache.
 
     Args:
-        name: as the checkpoint has it.
-        given: the value of ``flag``: a directory, or a name of the hub.
-        near: the checkpoint.
-        flag: for messages.
-        patterns: patterns of file names, separated by spaces.
+        name: The model's name in the checkpoint.
+        given: The value of ``flag``: a directory, or a name on the hub; None if the user typed none.
+        near: The path of the checkpoint.
+        flag: The option's name, for messages.
+        patterns: Patterns of file names, separated by spaces.
 
     Raises:
-        ConvertError: there is no such model.
-        UntypedNameError: the checkpoint names something else.
+        ConvertError: There is no such model.
+        UntypedNameError: The checkpoint names another place.
     """
     otherwise = f"give a directory with its config.json and tokenizer.json with {flag} DIR"
     if given is not None:
@@ -135,9 +136,10 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
 
 
 def given_folder(path: Path, flag: str, patterns: str, revision: str | None = None) -> Path:
-    """Return the folder that a flag names: one that is here, or a repository of the hub by its name, ORG/NAME.
+    """Return the folder that a flag names: a folder of this machine, or a download of the hub's repository ORG/NAME.
 
-    revision: of the repository, None for its newest. Raises :class:`ConvertError` where there is neither.
+    ``revision`` is the revision of the repository; None is the newest. Raises :class:`ConvertError` if there is neither
+    a folder nor a repository.
     """
     if path.is_dir():
         return path
@@ -156,8 +158,9 @@ def given_folder(path: Path, flag: str, patterns: str, revision: str | None = No
 def download(
     name: str, patterns: str, otherwise: str, repo_type: str = "model", revision: str | None = None
 ) -> Path:
-    """Return the files of a Hugging Face repository. Every error has the next step. patterns: of names, separated by
-    spaces.
+    """Return the folder with the files of a Hugging Face repository. Every error names the next step.
+
+    ``patterns`` lists patterns of file names, separated by spaces.
     """
     try:
         from huggingface_hub import snapshot_download

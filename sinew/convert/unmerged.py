@@ -1,12 +1,12 @@
-"""An adapter apart from its base: what it changes, in the names and the layout that the base's bundle has.
+"""An adapter without its base: the changes of the adapter, in the names and the layout of the base's bundle.
 
-A family's reader renames, splits and joins weights on their way into a bundle, and with them those that an adapter
-changed (``adapter.py``). Each of these transforms T moves rows, so that of the sum it leaves
+A family's reader renames, splits and joins weights for the bundle, also the weights that an adapter changed
+(``adapter.py``). If such a transform T only moves rows, then
 
     T(W + scale * B A) = T(W) + T(scale * B) A,
 
 which is the same product with moved rows of B. A joined weight (queries, keys and values as one) has the factors of its
-parts side by side. That T is such a one is not taken for granted: both sides are computed and compared.
+parts side by side. Whether T only moves rows is checked: both sides are computed and compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AS_ONE = "convert it with its base, without --no-merge"
 
 
 class Unmerged(NamedTuple):
-    """tensors: those of an adapter's file. base: what it was trained on."""
+    """The tensors of an adapter's file, and the identity of the base that the adapter was trained on."""
 
     tensors: dict[str, TensorSource]
     base: AdapterBase
@@ -41,39 +41,39 @@ class Unmerged(NamedTuple):
 def unmerge(
     tensors: Mapping[str, TensorSource], name: str, tokenizer: str, progress: Progress | None = None
 ) -> Unmerged:
-    """Return the changes of an adapter in a conversion's tensors, and the identity of their base. It reads the whole
-    base, for its hash.
+    """Return the changes of an adapter in a conversion's tensors, and the identity of their base. The whole base is
+    read, for its hash.
 
     Args:
         tensors: The conversion's tensors.
-        name: Name of the base, for messages.
+        name: Name of the base, which messages of the adapter's bundle state.
         tokenizer: The tokenizer.
         progress: Called with the number of bytes that were just read.
 
     Raises:
-        ConvertError: Nothing is changed, or a change cannot be kept separate.
+        ConvertError: The adapter changes nothing, or a change cannot be separated from the base.
     """
-    found: dict[str, TensorSource] = {}
+    changes: dict[str, TensorSource] = {}
     for each, source in tensors.items():
         leaves = list({id(leaf): leaf for leaf in _changes(source)}.values())
         if not leaves:
             continue
         if all(leaf.factors is None for leaf in leaves):
-            found[each] = source
+            changes[each] = source
             continue
         if not each.endswith(WEIGHT) or any(leaf.factors is None for leaf in leaves):
             raise ConvertError(f"{source.name}: the adapter changes a part of {each} as a whole; {AS_ONE}")
         down, up = _factors(each, source, leaves)
         module = each.removesuffix(WEIGHT)
-        found[module + LORA_A], found[module + LORA_B] = (
+        changes[module + LORA_A], changes[module + LORA_B] = (
             constant(module + LORA_A, down),
             constant(module + LORA_B, up),
         )
-    if not found:
+    if not changes:
         raise ConvertError("--no-merge: expected an adapter with --base, got a whole model")
     hashes = {each: _unchanged(source).sha256(progress) for each, source in tensors.items()}
     return Unmerged(
-        found, AdapterBase(name, weights_hash(hashes), hashlib.sha256(tokenizer.encode()).hexdigest())
+        changes, AdapterBase(name, weights_hash(hashes), hashlib.sha256(tokenizer.encode()).hexdigest())
     )
 
 
@@ -86,7 +86,7 @@ def _changes(source: TensorSource) -> Iterator[Changed]:
 
 
 def _factors(name: str, source: TensorSource, leaves: list[Changed]) -> tuple[np.ndarray, np.ndarray]:
-    """Return A [r, inputs] and B [outputs, r], with the scale, of all changes of one weight."""
+    """Return A [r, inputs] and B [outputs, r] of all changes of one weight. B is multiplied by the scale."""
     downs, ups = [], []
     for leaf in leaves:
         assert leaf.factors is not None
@@ -106,9 +106,9 @@ def _factors(name: str, source: TensorSource, leaves: list[Changed]) -> tuple[np
 
 
 def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int | None) -> np.ndarray:
-    """Return the result of the conversion's steps with ``values`` in place of ``leaf`` and zeros elsewhere.
+    """Return the result of the conversion's transforms with ``values`` in place of ``leaf`` and zeros elsewhere.
 
-    width: Width of a row, if it differs from the weights'.
+    ``width`` is the width of a row, if it differs from the weights'.
     """
     if source.data is leaf:
         if source.shape != leaf.base.shape:
@@ -117,7 +117,7 @@ def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int |
     if isinstance(source.data, Transformed):
         if (
             source.type is BF16 and source.data.read is read_array
-        ):  # rounded (``tensors.py``), as factors are not
+        ):  # the step that rounds to bfloat16 (``tensors.py``): factors are not rounded
             return _moved(source.data.inputs[0], leaf, values, width)
         parts = (_moved(each, leaf, values, width) for each in source.data.inputs)
         return np.asarray(source.data.transform(*parts))
@@ -125,7 +125,7 @@ def _moved(source: TensorSource, leaf: Changed, values: np.ndarray, width: int |
 
 
 def _unchanged(source: TensorSource) -> TensorSource:
-    """Return the source as it would be without the adapter."""
+    """Return the source without the adapter's changes."""
     data = source.data
     if isinstance(data, Changed):
         kind = data.base.type

@@ -1,4 +1,4 @@
-"""Sizes of language models and vision towers, from configurations in the names that transformers has for them."""
+"""Read the sizes of language models and vision towers from configurations in the format of transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TOWER = SIZES | {"image_size": "image_size", "patch_size": "patch_size", "norm_e
 
 
 def decoder(text: Mapping[str, Any] | JsonRecord, **own: Any) -> DecoderConfig:
-    """Return the sizes of a language model. own: Fields that ``text`` lacks or names differently.
+    """Return the sizes of a language model. ``own`` has the fields that ``text`` lacks or names differently.
 
-    Raises the error of a missing entry, and ValueError and TypeError for sizes that describe no model.
+    Raises the error of ``text`` for a missing entry, and ValueError or TypeError for sizes that describe no model.
     """
     heads = text["num_attention_heads"]
     usual = {
@@ -34,7 +34,7 @@ def decoder(text: Mapping[str, Any] | JsonRecord, **own: Any) -> DecoderConfig:
 
 
 def tower(vision: Mapping[str, Any] | JsonRecord, **own: Any) -> ViTConfig:
-    """Return the sizes of a vision tower. own and errors: as for :func:`decoder`."""
+    """Return the sizes of a vision tower. ``own`` and the errors are those of :func:`decoder`."""
     return ViTConfig(**{**_named(vision, TOWER, own), **own})
 
 
@@ -45,8 +45,8 @@ def _named(
 
 
 def rope_theta(text: JsonRecord) -> float:
-    """Return the base of the rotary positions, which newer configurations keep a level deeper."""
-    found = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
-    if found is None:
+    """Return the base of the rotary positions, which newer configurations have in ``rope_parameters``."""
+    theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
+    if theta is None:
         raise ConvertError(f"{text.path}: {text.name}rope_theta is missing")
-    return float(found)
+    return float(theta)
