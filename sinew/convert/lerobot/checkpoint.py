@@ -1,8 +1,9 @@
 """The parts that all LeRobot checkpoints share: files, configuration, features, statistics, tokenizer.
 
 Two layouts exist. Since 0.4 the pre- and post-processor pipelines are JSON files beside the weights, with their
-statistics in small safetensors files. Before, statistics were buffers inside ``model.safetensors``
-(``normalize_inputs.buffer_observation_state.mean``). Both are read. The pipelines win if both exist.
+statistics in small safetensors files. Before 0.4, statistics were buffers inside ``model.safetensors``
+(``normalize_inputs.buffer_observation_state.mean``). Both layouts are read. If a checkpoint has both, the pipelines are
+used.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")
 # Fields of every LeRobot configuration about training, loading and upload, which do not change the computation.
-# Of n_obs_steps the newest observation is read, whatever it says, but where a family's schema names it; rtc_config says
+# For any n_obs_steps, only the newest observation is read, unless a family's schema names this field. rtc_config states
 # how chunks are joined on the robot.
 UNREAD = (
     "type device use_amp use_peft push_to_hub repo_id private tags license pretrained_path pretrained_revision"
@@ -88,7 +89,7 @@ UNREAD = (
 
 
 def config_type(path: Path) -> str | None:
-    """Return the "type" in a directory's config.json, or None."""
+    """Return the "type" in a directory's config.json; None if there is none."""
     kind = directory_config(path).get("type")
     return kind if isinstance(kind, str) else None
 
@@ -103,12 +104,12 @@ class Schema:
     """The keys that a family supports in its ``config.json``.
 
     Attributes:
-        defaults: The training project's defaults, for keys that an older version did not write.
-        required: Keys, separated by spaces, whose defaults differ between versions, so that none is assumed.
+        defaults: The training project's defaults, for keys that a file may lack.
+        required: Keys, separated by spaces, whose defaults differ between versions, so that no default is assumed.
         fixed: Keys with their only supported value.
         unread: Keys, separated by spaces, that do not affect inference.
         features: Types of input features that the family reads. Every family reads a prompt (LANGUAGE).
-        steps: Steps of the preprocessor, in their order, without those of all families.
+        steps: Steps of the preprocessor, in order, without the steps that all families have.
         after: Steps of the postprocessor.
         adapters: True if ``--base`` names the model that an adapter changes.
     """
@@ -129,17 +130,18 @@ class Schema:
         return {"input_features", "output_features", *UNREAD.split(), *own}
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """Return whether a ``config.json`` without a type has this family's keys, and no others."""
+        """Return True if a ``config.json`` without a type has this family's keys, and no others."""
         keys = {key for key in record if not TRAINING.search(key)}
         own = keys - {"input_features", "output_features", *UNREAD.split()}
         return bool(own) and keys <= self.keys and all(key in record for key in self.required.split())
 
 
 class LeRobotCheckpoint:
-    """A checkpoint directory, its configuration and pipelines checked against a family's ``schema``.
+    """A checkpoint directory. Its configuration and pipelines are checked against a family's ``schema``.
 
-    ``notes`` collects what was chosen in place of the checkpoint. format: for the provenance, where a family's own
-    name does not hold.
+    Attributes:
+        format: The name of the format in the provenance, if it differs from the family's name.
+        notes: Notes about choices that the checkpoint leaves open.
     """
 
     format = ""
@@ -166,17 +168,17 @@ class LeRobotCheckpoint:
         return self.schema.defaults[key]
 
     def _check_keys(self) -> None:
-        known = self.schema.keys
+        keys = self.schema.keys
         ignored = self._ignored
-        unknown = {k: v for k, v in self.config.items() if k not in known and k not in ignored}
+        unknown = {k: v for k, v in self.config.items() if k not in keys and k not in ignored}
         training = [key for key in unknown if TRAINING.search(key)]
         if training:
             self.notes.append(training_note(training))
         if strange := [key for key in unknown if key not in training]:
-            named = shown_fields({key: unknown[key] for key in strange})
+            listing = shown_fields({key: unknown[key] for key in strange})
             verb = "is" if len(strange) == 1 else "are"
             raise ConvertError(
-                f"{self.file}: {named} {verb} not understood; where it does not change what is"
+                f"{self.file}: {listing} {verb} not understood; where it does not change what is"
                 f" computed, --set ignore={','.join([*ignored, *strange])} leaves it aside"
             )
         inputs = self.config.get("input_features")
@@ -210,7 +212,8 @@ class LeRobotCheckpoint:
         return [name for name in str(self.options.setting("ignore", "")).split(",") if name]
 
     def _check_features(self) -> None:
-        """Reject an input that the family does not read: the policy was trained with it and would act without it."""
+        """Reject an input that the family does not read. The policy was trained with this input, and would run without
+        it."""
         table = self.config.get("input_features")
         for name, feature in table.items() if isinstance(table, dict) else ():
             kind = feature.get("type") if isinstance(feature, dict) else None
@@ -227,13 +230,13 @@ class LeRobotCheckpoint:
         return name_of(self.path)
 
     def check_tokens(self, image: int, marker: int) -> None:
-        """Raise ConvertError if a checkpoint has other ids of special tokens. LeRobot's checkpoints have none."""
+        """Raise ConvertError if a checkpoint states other ids of special tokens. LeRobot's checkpoints state none."""
 
     # ------------------------------------------------------------------ files
 
     @cached_property
     def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
-        """The weights and their files: of an adapter those of its base, changed by it."""
+        """Return the weights and their files. The weights of an adapter are merged into the weights of its base."""
         base = self.options.base if self.schema.adapters else None
         if not is_adapter(self.path):
             if base is not None:
@@ -255,8 +258,8 @@ class LeRobotCheckpoint:
         return merged, [*files, *own]
 
     def _base_folder(self, base: Path) -> Path:
-        """Return the folder of ``--base``, or of the repository that it names: at the adapter's own revision where that
-        is the base that the adapter names."""
+        """Return the folder that ``--base`` names, or a download of the repository that ``--base`` names. If the
+        adapter names the same repository, the revision is the one that the adapter states."""
         file = self.path / ADAPTER_CONFIG
         record = read_json(file) if file.is_file() else {}
         revision = (
@@ -268,19 +271,20 @@ class LeRobotCheckpoint:
 
     @property
     def files(self) -> list[Path]:
-        """Return everything that a bundle takes from this checkpoint, the tokenizer aside."""
+        """Return all files of this checkpoint that the bundle depends on, except the tokenizer."""
         extra = [self.options.stats] if self.options.stats else []
         extra += self.dataset.files if self.dataset else []
         return [*self._weights[1], self.file, *sorted(self.path.glob("policy_*processor*")), *extra]
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
-        """Return all weights by upstream name, in file order; legacy statistics buffers are left out."""
+        """Return upstream name -> weight, in file order, without the buffers of statistics of the old layout."""
         return {name: t for name, t in self._weights[0].items() if not name.startswith(LEGACY_BUFFERS)}
 
     @cached_property
     def dataset(self) -> Dataset | None:
-        """Return the facts of the data set that ``--dataset`` names, else of the one inside the run's own folder."""
+        """Return the facts of the data set that ``--dataset`` names, else of a data set inside the run's own folder;
+        None if there is neither."""
         if self.options.dataset:
             return read_dataset(self.options.dataset)
         if (inside := run_dataset(self.path)) is None:
@@ -292,7 +296,7 @@ class LeRobotCheckpoint:
 
     @property
     def control_hz(self) -> float | None:
-        """Return actions per second: the data set's frames per second, unless ``--control-hz`` was given."""
+        """Return the actions per second: ``--control-hz``, else the data set's frames per second; None if unknown."""
         return self.options.control_hz or (self.dataset.fps if self.dataset else None)
 
     # ------------------------------------------------------------------ features
@@ -302,20 +306,20 @@ class LeRobotCheckpoint:
             features = {name: (f["type"], tuple(f["shape"])) for name, f in self[group].items()}
         except (AttributeError, KeyError, TypeError):
             raise ConvertError(f"{self.file}: {group} is not a feature table") from None
-        found = {name: shape for name, (type_, shape) in features.items() if type_ == kind}
-        for name, shape in found.items():
+        shapes = {name: shape for name, (type_, shape) in features.items() if type_ == kind}
+        for name, shape in shapes.items():
             if not all(type(n) is int and 1 <= n <= MAX_SIZE for n in shape):
                 raise ConvertError(
                     f"{self.file}: {group}.{name}: expected sizes up to {MAX_SIZE}, got {list(shape)}"
                 )
-        return found
+        return shapes
 
     @cached_property
     def cameras(self) -> tuple[CameraSpec, ...]:
-        """Camera slots in the order of the configuration, under the robot's names.
+        """Return the cameras in the order of the configuration, with the robot's names.
 
-        LeRobot lists its padding slots as features too. They are not cameras, so they belong to ``empty_cameras``. A
-        ``rename_map`` has the robot's name of a slot.
+        LeRobot lists its padding slots as features too. Padding slots are not cameras, so they are skipped. A
+        ``rename_map`` has the robot's names of the slots.
         """
         cameras, theirs = [], self._rename_map
         for key, shape in self._features("input_features", "VISUAL").items():
@@ -329,11 +333,11 @@ class LeRobotCheckpoint:
         if not cameras:
             raise ConvertError(f"{self.file}: input_features names no camera")
         theirs.pop(STATE, None)
-        known = [_short(key) for key in self._features("input_features", "VISUAL")]
+        slots = [_short(key) for key in self._features("input_features", "VISUAL")]
         if theirs:
-            left = ", ".join(f"{robot} for {slot}" for slot, robot in theirs.items())
+            renamed = ", ".join(f"{robot} for {slot}" for slot, robot in theirs.items())
             self.notes.append(
-                f"rename_map: {left} is left out, as LeRobot leaves it: the policy reads {', '.join(known)} alone"
+                f"rename_map: {renamed} is left out, as LeRobot leaves it: the policy reads {', '.join(slots)} alone"
             )
         if len({camera.name for camera in cameras}) != len(cameras):
             names = ", ".join(camera.name for camera in cameras)
@@ -342,12 +346,12 @@ class LeRobotCheckpoint:
 
     @property
     def frame_size(self) -> tuple[int, int]:
-        """Return height and width of the frames, which all cameras share. Raises :class:`ConvertError`."""
+        """Return the height and width of the frames of all cameras. Raises :class:`ConvertError` if they differ."""
         sizes = {(camera.height, camera.width) for camera in self.cameras}
         if len(sizes) > 1:
-            found = ", ".join(f"{each.name} {each.height} x {each.width}" for each in self.cameras)
+            sized = ", ".join(f"{each.name} {each.height} x {each.width}" for each in self.cameras)
             raise ConvertError(
-                f"{self.file}: expected cameras of one size, got {found}; policies of type {self['type']} read"
+                f"{self.file}: expected cameras of one size, got {sized}; policies of type {self['type']} read"
                 " all cameras at one size, so this checkpoint cannot be converted. Train with frames that are resized"
                 " to one size"
             )
@@ -366,13 +370,13 @@ class LeRobotCheckpoint:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return the names that the model has for ``cameras``, in the same order."""
+        """Return the model's names of ``cameras``, in the same order."""
         names = map(_short, self._features("input_features", "VISUAL"))
         return tuple(name for name in names if not name.startswith("empty_camera_"))
 
     @property
     def _rename_map(self) -> dict[str, str]:
-        """A slot's name -> the robot's name for it, both without their prefixes."""
+        """Return slot's name -> robot's name for the slot, both without their prefixes."""
         table = self.pipelines.config(PRE, "rename_observations_processor").get("rename_map") or {}
         where = f"{self.path / PRE}.json: rename_map"
         if not isinstance(table, dict) or not all(isinstance(v, str) and v and k for k, v in table.items()):
@@ -381,12 +385,12 @@ class LeRobotCheckpoint:
         if len(turned) != len(table):
             raise ConvertError(f"{where}: expected one name for each slot, got {table!r}")
         if changed := {slot: robot for slot, robot in turned.items() if slot != robot}:
-            named = ", ".join(f"{robot} for {slot}" for slot, robot in changed.items())
-            self.notes.append(f"names of rename_observations_processor: {named}")
+            renames = ", ".join(f"{robot} for {slot}" for slot, robot in changed.items())
+            self.notes.append(f"names of rename_observations_processor: {renames}")
         return turned
 
     def vector(self, group: str, kind: str, key: str) -> VectorSpec:
-        """Return the size of a vector feature, and the names of its values where they are known."""
+        """Return the size of a vector feature, and the names of its values if they are known."""
         shape = self._features(group, kind).get(key)
         if shape is None or len(shape) != 1:
             raise ConvertError(f"{self.file}: {group} has no vector {key!r}")
@@ -404,17 +408,18 @@ class LeRobotCheckpoint:
 
     @property
     def action(self) -> VectorSpec:
-        """Return the actions, as the robot takes them."""
+        """Return the size and the names of the robot's actions."""
         return self.vector("output_features", "ACTION", ACTION)
 
     @property
     def environment_dim(self) -> int:
-        """Count of environment numbers that follow the robot's numbers in the state; 0 if they are not read."""
+        """Return the count of environment numbers that follow the robot's numbers in the state; 0 if the policy does
+        not read them."""
         there = ENVIRONMENT in self["input_features"]
         return self.vector("input_features", "ENV", ENVIRONMENT).dim if there else 0
 
     def whole_state(self) -> VectorSpec:
-        """Return the robot's state with that of the environment behind it, where a policy reads one."""
+        """Return the robot's state, followed by the environment's state if the policy reads it."""
         own = self.state
         if not (count := self.environment_dim):
             return own
@@ -425,7 +430,7 @@ class LeRobotCheckpoint:
         return whole
 
     def state_parts(self) -> tuple[VectorPart, ...]:
-        """Normalisation of each part of :meth:`whole_state`; () if the state is the robot's alone."""
+        """Return the normalisation of each part of :meth:`whole_state`; () if the state is only the robot's."""
         if not (count := self.environment_dim):
             return ()
         return (
@@ -434,11 +439,11 @@ class LeRobotCheckpoint:
         )
 
     def action_steps(self) -> tuple[VectorStep, ...]:
-        """Steps from the model's un-normalised actions to the robot's."""
+        """Return the steps from the model's un-normalised actions to the robot's actions."""
         before = len(self.pipelines.absent)
-        found = action_steps(self.pipelines, self.config, self.state.dim, self.action.dim)
+        steps = action_steps(self.pipelines, self.config, self.state.dim, self.action.dim)
         self.notes += self.pipelines.absent[before:]
-        return found
+        return steps
 
     # ------------------------------------------------------------------ prompt
 
@@ -449,12 +454,12 @@ class LeRobotCheckpoint:
 
     @property
     def padding(self) -> Any:
-        """Padding of the prompts in the pipeline, if stated."""
+        """Return the padding of the prompts in the pipeline; None if it is not stated."""
         return self._tokenizer.get("padding")
 
     @property
     def tokenizer_name(self) -> str:
-        """Hub name of the tokenizer; "" if it is in the checkpoint or not stated."""
+        """Return the tokenizer's name on the hub; "" if the tokenizer is in the checkpoint, or is not stated."""
         name = self._tokenizer.get("tokenizer_name")
         return name if isinstance(name, str) and name != "tokenizer" else ""
 
@@ -463,7 +468,8 @@ class LeRobotCheckpoint:
         return self.pipelines.config(PRE, "tokenizer_processor")
 
     def size(self, key: str, value: Any = None, low: int = 1, high: int = MAX_SIZE) -> int:
-        """Return a whole number of the configuration, or ``value`` in its place, within bounds."""
+        """Return ``value``, else the whole number ``key`` of the configuration. Raises :class:`ConvertError` for other
+        values and for numbers out of bounds."""
         value = self[key] if value is None else value
         if type(value) is not int or not low <= value <= high:
             raise ConvertError(
@@ -473,37 +479,38 @@ class LeRobotCheckpoint:
 
     def number(self, key: str, below: float = math.inf) -> float:
         """Return a number of the configuration, above 0. Raises :class:`ConvertError` for any other value."""
-        found = self[key]
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < below:
-            raise ConvertError(f"{self.file}: {key}: expected a number above 0, got {found!r}")
-        return float(found)
+        value = self[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+            raise ConvertError(f"{self.file}: {key}: expected a number above 0, got {value!r}")
+        return float(value)
 
     def sides(self, key: str) -> tuple[int, int] | None:
-        """Return height and width, where the configuration has them."""
-        found = self[key]
-        if found is None:
+        """Return the height and width that the configuration has under ``key``; None if it has null."""
+        value = self[key]
+        if value is None:
             return None
-        if not isinstance(found, list) or len(found) != 2:
-            raise ConvertError(f"{self.file}: {key}: expected height and width, got {found!r}")
-        return self.size(key, found[0]), self.size(key, found[1])
+        if not isinstance(value, list) or len(value) != 2:
+            raise ConvertError(f"{self.file}: {key}: expected height and width, got {value!r}")
+        return self.size(key, value[0]), self.size(key, value[1])
 
     def one_of(self, key: str, *known: str) -> Any:
-        """Return a word of the configuration. Raises :class:`ConvertError` for another one."""
-        if (found := self[key]) not in known:
-            raise ConvertError(f"{self.file}: {key}: expected one of {', '.join(known)}, got {found!r}")
-        return found
+        """Return a word of the configuration. Raises :class:`ConvertError` for a word that is not one of ``known``."""
+        if (value := self[key]) not in known:
+            raise ConvertError(f"{self.file}: {key}: expected one of {', '.join(known)}, got {value!r}")
+        return value
 
     def named(self) -> AbstractContextManager[None]:
-        """Prefix errors of a model's configuration with the file."""
+        """Within the block, prefix errors of a model's configuration with the file."""
         return named(self.file)
 
     def committed_rows(self, chunk_size: int) -> int:
         """Return the longest action prefix of training; 0 if training had none.
 
-        It is LeRobot's ``rtc_training_max_delay``. ``--set committed_rows=N`` sets it for files without that key.
+        LeRobot's key is ``rtc_training_max_delay``. ``--set committed_rows=N`` sets the length for files without that
+        key.
         """
-        asked = self.options.setting("committed_rows", self.config.get("rtc_training_max_delay", 0))
-        return self.size("rtc_training_max_delay", asked, low=0, high=chunk_size - 1)
+        rows = self.options.setting("committed_rows", self.config.get("rtc_training_max_delay", 0))
+        return self.size("rtc_training_max_delay", rows, low=0, high=chunk_size - 1)
 
     # ------------------------------------------------------------------ records
 
@@ -515,7 +522,7 @@ class LeRobotCheckpoint:
         Args:
             architecture: Name of the architecture.
             chunk_size: Actions per chunk.
-            state: The state if it is not the robot's alone.
+            state: The state, if it has more than the robot's state.
             **fields: Further fields, and fields for which the family has its own value.
         """
         if not self.dataset and not (state or self.state).names and (name := trained_on(self.path)):
@@ -535,34 +542,34 @@ class LeRobotCheckpoint:
 
     @cached_property
     def real_time_chunking(self) -> RealTimeChunking | None:
-        """Return the real-time chunking with which the checkpoint is executed; None without. LeRobot's defaults count
-        for what the file leaves out."""
-        given = self.config.get("rtc_config")
-        if not isinstance(given, dict) or not given.get("enabled", True):
+        """Return the real-time chunking with which the checkpoint is executed; None if it is executed without. Fields
+        that the file lacks have LeRobot's defaults."""
+        settings = self.config.get("rtc_config")
+        if not isinstance(settings, dict) or not settings.get("enabled", True):
             return None
-        weight = given.get("max_guidance_weight", 10.0)
-        schedule = str(given.get("prefix_attention_schedule", "linear")).rpartition(".")[2].lower()
-        mode = given.get("mode", "guided")
+        weight = settings.get("max_guidance_weight", 10.0)
+        schedule = str(settings.get("prefix_attention_schedule", "linear")).rpartition(".")[2].lower()
+        mode = settings.get("mode", "guided")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 <= weight < 1e30:
             raise ConvertError(
                 f"{self.file}: rtc_config.max_guidance_weight: expected a number from 0 on, got {weight!r:.80}"
             )
-        for key, found, known in (
+        for key, value, known in (
             ("prefix_attention_schedule", schedule, SCHEDULES),
             ("mode", mode, ("guided", "trained")),
         ):
-            if found not in known:
+            if value not in known:
                 raise ConvertError(
-                    f"{self.file}: rtc_config.{key}: expected one of {', '.join(known)}, got {found!r:.80}"
+                    f"{self.file}: rtc_config.{key}: expected one of {', '.join(known)}, got {value!r:.80}"
                 )
-        horizon = self.size("rtc_config.execution_horizon", given.get("execution_horizon", 10), low=0)
+        horizon = self.size("rtc_config.execution_horizon", settings.get("execution_horizon", 10), low=0)
         return RealTimeChunking(horizon, schedule, float(weight), mode)
 
     def processing(self, image: ImageRecipe, prompt: PromptRecipe, config: Any, **fields: Any) -> Processing:
         """Return the processing of a policy whose vectors are normalised by the pipelines and padded to the model's
         sizes.
 
-        **fields: Fields of the family.
+        ``fields`` has the fields that the family sets.
         """
         return Processing(
             image=image,
@@ -596,20 +603,22 @@ class LeRobotCheckpoint:
             if keys is not None and STATE not in keys:
                 mode = "identity"
         needed = STATISTICS[mode]
-        found = self.statistics.get(feature, {})
-        if missing := [stat for stat in needed if stat not in found]:
-            raise ConvertError(self._no_statistics(feature, missing, mode, found))
-        if needed and (wrong := impossible(found)):
+        statistics = self.statistics.get(feature, {})
+        if missing := [stat for stat in needed if stat not in statistics]:
+            raise ConvertError(self._no_statistics(feature, missing, mode, statistics))
+        if needed and (wrong := impossible(statistics)):
             self.notes.append(
                 f"statistics of {feature}: no data set has them: {'; '.join(wrong)}; compute them anew"
             )
         eps = config.get("eps", 1e-8)
         # float() of a float32 is exact, and JSON keeps all of its digits.
-        return Normalization(mode, {s: tuple(float(v) for v in found[s].reshape(-1)) for s in needed}, eps)
+        return Normalization(
+            mode, {s: tuple(float(v) for v in statistics[s].reshape(-1)) for s in needed}, eps
+        )
 
     def image_scales(self) -> dict[str, Any]:
-        """Return ``mean`` and ``std`` of an image recipe, those of the normaliser before the model, and ``cameras``
-        where cameras differ in them. Raises :class:`ConvertError`."""
+        """Return ``mean`` and ``std`` of an image recipe, from the normaliser before the model; ``cameras`` if the
+        cameras' values differ. Raises :class:`ConvertError`."""
         mode = self.image_mode()
         if mode == "IDENTITY":
             return {"mean": (0.0,) * 3, "std": (1.0,) * 3}
@@ -620,24 +629,24 @@ class LeRobotCheckpoint:
         for key in self._features("input_features", "VISUAL"):
             if _short(key).startswith("empty_camera_"):
                 continue
-            found = self.statistics.get(key, {})
-            if missing := [stat for stat in ("mean", "std") if np.size(found.get(stat, ())) != 3]:
-                raise ConvertError(self._no_statistics(key, missing, f"{mode}, three colours", found))
-            mean, std = (np.float32(found[stat]).ravel() for stat in ("mean", "std"))
+            statistics = self.statistics.get(key, {})
+            if missing := [stat for stat in ("mean", "std") if np.size(statistics.get(stat, ())) != 3]:
+                raise ConvertError(self._no_statistics(key, missing, f"{mode}, three colours", statistics))
+            mean, std = (np.float32(statistics[stat]).ravel() for stat in ("mean", "std"))
             scales.append(CameraScale(_colours(mean), _colours(std + eps)))
         if len(set(scales)) == 1:
             return {"mean": scales[0].mean, "std": scales[0].std}
         return {"cameras": tuple(scales)}
 
     def refuse_image_scales(self) -> None:
-        """Raise :class:`ConvertError` where images are normalised before a model that scales its own."""
+        """Raise :class:`ConvertError` if the checkpoint normalises images, because the model scales images itself."""
         if (mode := self.image_mode()) != "IDENTITY":
             raise ConvertError(
                 f"{self.file}: VISUAL normalisation {mode!r}: expected IDENTITY, as the model scales its images itself"
             )
 
     def image_mode(self) -> str:
-        """Normalisation of images before the model scales them; "IDENTITY" without one."""
+        """Return the mode of the normalisation of images before the model; "IDENTITY" if there is none."""
         return self._mode(STATE, "VISUAL")
 
     @cached_property
@@ -646,36 +655,36 @@ class LeRobotCheckpoint:
         features = [*self["input_features"], *self["output_features"]]
         if self.options.stats:
             return read_stats_file(self.options.stats, features)
-        found = self._own_statistics
-        if found.unread:
-            self.notes.append(unread_statistics(found.unread))
-        if (key := self.options.stats_key) or (found.sets and not found.bare):
-            if key in found.sets:
-                self.notes.append(f"statistics of the data set {key}, one of {', '.join(sorted(found.sets))}")
-                return {**found.bare, **found.sets[key]}
+        own = self._own_statistics
+        if own.unread:
+            self.notes.append(unread_statistics(own.unread))
+        if (key := self.options.stats_key) or (own.sets and not own.bare):
+            if key in own.sets:
+                self.notes.append(f"statistics of the data set {key}, one of {', '.join(sorted(own.sets))}")
+                return {**own.bare, **own.sets[key]}
             if key:
-                known = ", ".join(sorted(found.sets)) or "none: the checkpoint has one set of statistics"
+                known = ", ".join(sorted(own.sets)) or "none: the checkpoint has one set of statistics"
                 raise ConvertError(f"--stats-key {key}: expected one of the data sets {known}")
-        if not found and self.dataset and self.dataset.stats:
+        if not own and self.dataset and self.dataset.stats:
             self.notes.append("statistics: none in the checkpoint, those of --dataset")
             return read_stats_file(self.dataset.stats, features)
-        return found.bare
+        return own.bare
 
     @cached_property
     def _own_statistics(self) -> Found:
-        """The statistics of the processors, else of the weights."""
+        """Return the statistics of the processors, else of the weights."""
         features = [*self["input_features"], *self["output_features"]]
-        found = processor_statistics(self.path, self.pipelines, features)
-        return found or legacy_statistics(self._weights[0], features)
+        statistics = processor_statistics(self.path, self.pipelines, features)
+        return statistics or legacy_statistics(self._weights[0], features)
 
     def _no_statistics(self, feature: str, missing: list[str], mode: str, found: Mapping[str, Any]) -> str:
-        """Return the message about statistics that are not there: what is, and what to type."""
+        """Return the message about missing statistics. It states the existing statistics, and what to type."""
         what = f"no statistics {missing} for {feature!r} ({mode})"
         own = Found() if self.options.stats else self._own_statistics
-        given = self.options.stats or (
+        file = self.options.stats or (
             self.dataset.stats if self.dataset and not (own.bare or own.sets) else None
         )
-        if given is not None:
+        if file is not None:
             flag = "--stats" if self.options.stats else "--dataset"
             has = f"it has {', '.join(sorted(found))}" if found else "it has none of this feature"
             if found and any(stat.startswith("q") for stat in missing):
@@ -684,8 +693,8 @@ class LeRobotCheckpoint:
                     " data set (version 3), and its meta/stats.json then has them"
                 )
             elif not found:
-                has += f" but of {', '.join(sorted(stats_record(given))[:MOST_NAMED]) or 'none'}"
-            return f"{flag} {given}: {what}; {has}"
+                has += f" but of {', '.join(sorted(stats_record(file))[:MOST_NAMED]) or 'none'}"
+            return f"{flag} {file}: {what}; {has}"
         if self.dataset is not None and not own:
             version = f" (version {self.dataset.version})" if self.dataset.version else ""
             return (
@@ -727,5 +736,5 @@ def _colours(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def _short(key: str) -> str:
-    """A camera's name without the prefixes of its feature."""
+    """Return a camera's name without the prefixes of its feature."""
     return next((key[len(p) :] for p in IMAGE_PREFIXES if key.startswith(p) and key != STATE), key)

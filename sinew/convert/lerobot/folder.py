@@ -1,5 +1,5 @@
-"""Folders of training runs: LeRobot's, and those of transformers' Trainer, as GR00T's. LeRobot's data sets, with the
-facts that a checkpoint leaves out."""
+"""Read folders of training runs of LeRobot and of transformers' Trainer (which GR00T uses), and LeRobot's data sets,
+which have facts that a checkpoint leaves out."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ MODEL, ADAPTER = "pretrained_model", "adapter_config.json"
 def resolve(path: Path, adapters: bool = False) -> Path:
     """Return the ``pretrained_model`` folder of a training run or of one of its checkpoints.
 
-    Of a run it is the one that ``checkpoints/last`` points to, else the one with the highest number. Of a run of
-    transformers' Trainer it is the ``checkpoint-STEP`` with the highest number whose weights are complete, which is
-    printed. Other paths are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint, and for
-    an adapter alone, unless ``adapters`` may come: their base is known.
+    For a run, the checkpoint is the one that ``checkpoints/last`` points to, else the one with the highest number. For
+    a run of transformers' Trainer, the checkpoint is the ``checkpoint-STEP`` with the highest number whose weights are
+    complete, and its name is printed. Other paths are returned as they are.
+
+    Raises :class:`ConvertError` for a run without a checkpoint, and for an adapter without its base unless ``adapters``
+    is True (the user has given the base).
     """
     if not path.is_dir():
         return path
@@ -47,8 +49,8 @@ def resolve(path: Path, adapters: bool = False) -> Path:
 
 
 def newest_complete(run: Path) -> Path:
-    """Return the newest complete checkpoint of a run of transformers' Trainer, and print which; a folder without
-    checkpoints is returned as it is. Raises :class:`ConvertError` for a run without a complete one."""
+    """Return the newest complete checkpoint of a run of transformers' Trainer, and print its name. A folder without
+    checkpoints is returned as it is. Raises :class:`ConvertError` for a run whose checkpoints are all incomplete."""
     steps = [each for each in run.glob("checkpoint-*") if STEP.fullmatch(each.name)]
     steps = [each for each in steps if (each / "config.json").exists()]
     incomplete: list[str] = []
@@ -76,9 +78,9 @@ def runs_near(path: Path) -> list[Path]:
 def name_of(path: Path) -> str:
     """Return a policy's name, from its ``train_config.json`` if it exists, else from its folder.
 
-    The repository of the run comes first, then the job's name. LeRobot's default job name is the type of the policy,
-    so that is skipped. Folder names such as ``pretrained_model`` and ``checkpoint-STEP`` are replaced by the run's
-    folder.
+    The name is the repository of the run, else the job's name. LeRobot's default job name is the type of the policy, so
+    a default name is skipped. Folder names such as ``pretrained_model`` and ``checkpoint-STEP`` are replaced by the
+    name of the run's folder.
     """
     file, folder = path / "train_config.json", path.resolve()
     record = read_json(file) if file.exists() else {}
@@ -88,11 +90,11 @@ def name_of(path: Path) -> str:
     kind = kind if isinstance(kind, str) else directory_config(path).get("type")
     environment = record.get("env")
     place = environment.get("type") if isinstance(environment, dict) else None
-    usual = {kind, f"{place}_{kind}"}  # LeRobot's configs/train.py
+    usual = {kind, f"{place}_{kind}"}  # the default names of LeRobot's configs/train.py
     job = record.get("job_name")
     for name in (repository, None if job in usual else job):
-        if isinstance(name, str) and (found := _printable(name.strip().split("/")[-1])[:100].strip()):
-            return found
+        if isinstance(name, str) and (printable := _printable(name.strip().split("/")[-1])[:100].strip()):
+            return printable
     if folder.name == MODEL:
         step = folder.parent
         folder = step.parent.parent if step.parent.name == "checkpoints" else step
@@ -108,12 +110,12 @@ def _printable(text: str) -> str:
 def _trained_on(path: Path) -> dict[str, Any]:
     """Return the data set entry of a checkpoint's ``train_config.json``."""
     file = path / "train_config.json"
-    found = (read_json(file) if file.is_file() else {}).get("dataset")
-    return found if isinstance(found, dict) else {}
+    dataset = (read_json(file) if file.is_file() else {}).get("dataset")
+    return dataset if isinstance(dataset, dict) else {}
 
 
 def trained_on(path: Path) -> str:
-    """Return the data set of a run, for a user to read: its folder, else its hub name; "" if the run names none."""
+    """Return the data set of a run as text for the user: its folder, else its hub name; "" if the run names none."""
     record = _trained_on(path)
     names = (record.get(key) for key in ("root", "repo_id"))
     return next((_printable(name)[:300] for name in names if isinstance(name, str) and name.strip()), "")
@@ -132,17 +134,27 @@ def run_dataset(path: Path) -> Path | None:
     if not isinstance(root, str) or not root or "\0" in root:
         return None
     try:
-        found = (folder / root).resolve()
-        inside = found != folder and found.is_relative_to(folder) and (found / "meta" / "info.json").is_file()
+        dataset = (folder / root).resolve()
+        inside = (
+            dataset != folder
+            and dataset.is_relative_to(folder)
+            and (dataset / "meta" / "info.json").is_file()
+        )
     except (OSError, RuntimeError, ValueError):
         return None
-    return found if inside else None
+    return dataset if inside else None
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The facts of a LeRobot data set that inference can use. ``names``: of each feature's values. version: of its
-    format, "" where it is not stated."""
+    """The facts of a LeRobot data set that inference can use.
+
+    Attributes:
+        folder: The data set's folder.
+        fps: Frames per second; None if the data set does not state them.
+        names: Feature -> names of its values.
+        version: The version of the data set's format; "" if it is not stated.
+    """
 
     folder: Path
     fps: float | None
@@ -151,7 +163,8 @@ class Dataset:
 
     @property
     def stats(self) -> Path | None:
-        """File of statistics: of all frames, or of each episode in versions 2.1 to 3; None without one."""
+        """Return the file of statistics: of all frames, or of each episode in versions 2.1 to 3. None if there is no
+        such file."""
         files = (self.folder / "meta" / name for name in ("stats.json", EPISODES))
         return next((file for file in files if file.exists()), None)
 
@@ -178,14 +191,14 @@ def read_dataset(path: Path) -> Dataset:
         raise ConvertError(f"{file}: fps: expected frames per second, above 0, got {fps!r}")
     if not isinstance(features, dict) or not all(isinstance(entry, dict) for entry in features.values()):
         raise ConvertError(f"{file}: expected a table of features")
-    found = {key: _names(entry.get("names")) for key, entry in features.items()}
+    names_of = {key: _names(entry.get("names")) for key, entry in features.items()}
     version = info.get("codebase_version")
     stated = _printable(version)[:20] if isinstance(version, str) else ""
-    return Dataset(path, fps, {key: names for key, names in found.items() if names}, stated)
+    return Dataset(path, fps, {key: names for key, names in names_of.items() if names}, stated)
 
 
 def _names(names: Any) -> tuple[str, ...]:
-    """Flat names of a vector: LeRobot writes a list, or a list under one key such as "motors"."""
+    """Return the names of a vector's values. LeRobot writes a list, or lists under keys such as "motors"."""
     if isinstance(names, dict):
         names = [name for group in names.values() if isinstance(group, list) for name in group]
     flat = names if isinstance(names, list) else []

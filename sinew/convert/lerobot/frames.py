@@ -1,4 +1,4 @@
-"""Frames that a policy reads after a resize and a cut to their middle, both by torchvision."""
+"""The recipe of frames that a policy reads after torchvision's resize and center crop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sides = tuple[int, int] | None  # height and width
 def whole_frames(
     checkpoint: LeRobotCheckpoint, resized: Sides, cut: Sides, key: str = "crop_shape"
 ) -> ImageRecipe:
-    """Return the recipe of a frame. Normalisation is the same at each pixel, so that it may come last.
+    """Return the recipe of a frame. Normalisation is the same at each pixel, so it may be the last step.
 
     Args:
         checkpoint: The checkpoint, whose frames and statistics are read.

@@ -1,4 +1,4 @@
-"""The sampler of diffusers behind its name, as LeRobot's configurations describe it."""
+"""Convert the configuration of a diffusers sampler in LeRobot's checkpoints to a solver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint
 from sinew.models.solvers import NoiseLevels, Solver
 
-NOISE_LEVELS: dict[str, Any] = {  # LeRobot's defaults, which its versions share
+NOISE_LEVELS: dict[str, Any] = {  # LeRobot's defaults, which are the same in all its versions
     "noise_scheduler_type": "DDPM",
     "num_train_timesteps": 100,
     "beta_schedule": "squaredcos_cap_v2",
@@ -21,13 +21,13 @@ NOISE_LEVELS: dict[str, Any] = {  # LeRobot's defaults, which its versions share
 
 
 def noise_levels(checkpoint: LeRobotCheckpoint) -> dict[str, Any]:
-    """Return ``solver`` and ``solver_steps`` of a policy that diffuses.
+    """Return ``solver`` and ``solver_steps`` of a diffusion policy.
 
     Args:
-        checkpoint: a checkpoint whose schema has the keys of ``NOISE_LEVELS``.
+        checkpoint: A checkpoint whose schema has the keys of ``NOISE_LEVELS``.
 
     Raises:
-        ConvertError: a value is not supported.
+        ConvertError: A value is not supported.
     """
     levels = {
         "betas": checkpoint.one_of("beta_schedule", "squaredcos_cap_v2", "linear"),

@@ -1,4 +1,4 @@
-"""Statistics of a LeRobot checkpoint: next to its processors, among its weights, or from a data set."""
+"""Read the statistics of a LeRobot checkpoint from the files of its processors, its weights, or a data set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATS = (
     "q90",
     "q99",
 )  # names in LeRobot's compute_stats.py
-# Columns of LeRobot's data sets that no policy reads; their statistics lie beside those that are read.
+# Columns of LeRobot's data sets that no policy reads. Files of statistics have entries for them too.
 NOT_OF_POLICIES = (
     "timestamp",
     "frame_index",
@@ -59,9 +59,9 @@ class Found:
     """The statistics of a checkpoint.
 
     Attributes:
-        bare: Those of the features themselves.
-        sets: Those of several data sets, by the name of the set.
-        unread: Names that are neither, as the files have them.
+        bare: Feature -> statistics, for entries that name no data set.
+        sets: Name of a data set -> its statistics.
+        unread: Names of entries that belong to no feature, as the files have them.
     """
 
     bare: Statistics = field(default_factory=dict)
@@ -69,31 +69,31 @@ class Found:
     unread: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether anything normalises: a count of frames alone does not."""
+        """Return True if there is a statistic that can normalise: a count of frames alone cannot."""
         return any(
             stats.keys() - {"count"} for part in (self.bare, *self.sets.values()) for stats in part.values()
         )
 
     def put(self, feature: str, stat: str, source: TensorSource, features: Sequence[str]) -> None:
-        """Sort a statistic in. features: those of the configuration."""
-        owner, joint, known = "", "", feature if feature in features else ""
-        if not known:  # names with a data set, SET.buffer.FEATURE, as in lerobot/smolvla_base
+        """Add the statistic ``stat`` of ``feature``. ``features`` are the features of the configuration."""
+        owner, joint, owned_feature = "", "", feature if feature in features else ""
+        if not owned_feature:  # names that include a data set: SET.buffer.FEATURE, as in lerobot/smolvla_base
             ends = (f".buffer.{each}" for each in features)
             joint = next((end for end in ends if feature.endswith(end)), "")
-            owner, known = feature.removesuffix(joint), joint.removeprefix(".buffer.")
-        if stat not in STATS or not (known or feature in NOT_OF_POLICIES):
+            owner, owned_feature = feature.removesuffix(joint), joint.removeprefix(".buffer.")
+        if stat not in STATS or not (owned_feature or feature in NOT_OF_POLICIES):
             if (name := f"{feature}.{stat}") not in self.unread:
                 self.unread.append(name)
-        elif known:
+        elif owned_feature:
             table = self.sets.setdefault(owner, {}) if joint else self.bare
-            table.setdefault(known, {})[stat] = read_array(source)
+            table.setdefault(owned_feature, {})[stat] = read_array(source)
 
 
 def unknown_statistics(names: Iterable[str], features: Sequence[str]) -> list[str]:
-    """Return the names that are no statistic of a feature, or of a column that no policy reads."""
+    """Return the names that are neither a statistic of a feature nor of a column that no policy reads."""
     parts = ((name, *name.rpartition(".")[::2]) for name in names)
-    known = {*features, *NOT_OF_POLICIES}
-    return [name for name, feature, stat in parts if feature not in known or stat not in STATS]
+    features_and_columns = {*features, *NOT_OF_POLICIES}
+    return [name for name, feature, stat in parts if feature not in features_and_columns or stat not in STATS]
 
 
 def unread_statistics(names: Sequence[str]) -> str:
@@ -103,9 +103,11 @@ def unread_statistics(names: Sequence[str]) -> str:
 
 
 def processor_statistics(path: Path, pipelines: Pipelines, features: Sequence[str]) -> Found:
-    """Return the statistics in the files of the normalising steps: of the action after the model, of all others before
-    it. features: those of the configuration."""
-    found = Found()
+    """Return the statistics in the files of the normalising steps. The step after the model has the statistics of the
+    action; the step before the model has the statistics of all other features.
+
+    ``features`` are the features of the configuration."""
+    statistics = Found()
     for step in (step_of(STATE), step_of(ACTION)):
         file = (pipelines.step(*step) or {}).get("state_file")
         if not file:
@@ -118,16 +120,17 @@ def processor_statistics(path: Path, pipelines: Pipelines, features: Sequence[st
         for name, source in read_safetensors(stored).items():
             feature, _, stat = name.rpartition(".")
             if feature not in features or step_of(feature) == step:
-                found.put(feature, stat, source, [each for each in features if step_of(each) == step])
-    return found
+                statistics.put(feature, stat, source, [each for each in features if step_of(each) == step])
+    return statistics
 
 
 def legacy_statistics(weights: Mapping[str, TensorSource], features: Sequence[str]) -> Found:
-    """Return the statistics that LeRobot before 0.4 kept as buffers; those that were never filled are left out.
+    """Return the statistics that LeRobot before 0.4 kept as buffers among the weights. Statistics that were never
+    filled are left out.
 
-    features: those of the configuration, whose names the buffers have without their dots.
+    ``features`` are the features of the configuration. The buffers have their names with underscores in place of dots.
     """
-    found = Found()
+    statistics = Found()
     for feature in features:
         prefixes = LEGACY_BUFFERS[2:0:-1] if feature == ACTION else LEGACY_BUFFERS[:1]
         for prefix in prefixes:
@@ -137,18 +140,20 @@ def legacy_statistics(weights: Mapping[str, TensorSource], features: Sequence[st
                 if not name.startswith(prefix) or not (buffer == end or buffer.endswith(f"_{end}")):
                     continue
                 owner = buffer.removesuffix(end).rstrip("_")
-                table = found.sets.setdefault(owner, {}) if owner else found.bare
+                table = statistics.sets.setdefault(owner, {}) if owner else statistics.bare
                 table.setdefault(feature, {}).setdefault(stat, read_array(source))
-    for table in (found.bare, *found.sets.values()):
+    for table in (statistics.bare, *statistics.sets.values()):
         for feature in [f for f, s in table.items() if not all(np.isfinite(v).all() for v in s.values())]:
             del table[feature]
-    return found
+    return statistics
 
 
 def stats_record(file: Path) -> dict[str, Any]:
-    """Return the statistics in a data set's ``meta/stats.json``, feature -> statistic -> numbers. Those of each episode
-    (``meta/episodes_stats.jsonl`` of version 2.1) are pooled, as LeRobot's ``aggregate_stats`` does: extremes of all
-    episodes, the mean weighted by their frames, and the deviation about that mean. Raises :class:`ConvertError`."""
+    """Return the statistics in a data set's ``meta/stats.json``, feature -> statistic -> numbers.
+
+    Statistics of episodes (``meta/episodes_stats.jsonl`` of version 2.1) are pooled as LeRobot's ``aggregate_stats``
+    does: the extremes of all episodes, the mean weighted by the episodes' frames, and the deviation about that mean.
+    Raises :class:`ConvertError`."""
     if file.suffix != ".jsonl":
         return read_json(file)
     episodes = []
@@ -196,7 +201,9 @@ def read_stats_file(file: Path, features: Collection[str] = (STATE, ACTION)) -> 
     :class:`ConvertError`."""
     record = stats_record(file)
     try:
-        with np.errstate(over="ignore"):  # what becomes infinite is refused with the others that are
+        with np.errstate(
+            over="ignore"
+        ):  # numbers that become infinite here are refused later, as all infinite numbers
             return {
                 feature: {stat: np.asarray(values, np.float32) for stat, values in stats.items()}
                 for feature, stats in record.items()
@@ -228,18 +235,18 @@ def seen_in(file: Path, spec: PolicySpec) -> Seen | None:
             else []
         )
         frames = int(np.ravel(rows.get("count", 1))[0])
-        found = Seen(
+        seen = Seen(
             f"the data set's meta/{file.name}", frames, cameras, SeenState(*numbers) if whole else None
         )
     except (AttributeError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         raise ConvertError(f"{file}: not a table of statistics ({error})") from None
-    for problem in (*problems(found, "seen"), *seen_problems(found, spec)):
+    for problem in (*problems(seen, "seen"), *seen_problems(seen, spec)):
         raise ConvertError(f"{file}: {problem.removeprefix('seen.')}")
-    return found if cameras or whole else None
+    return seen if cameras or whole else None
 
 
 def _pixels(stats: Mapping[str, Any]) -> SeenCamera:
-    """Return a camera's record; LeRobot keeps [3, 1, 1] in [0, 1]."""
+    """Return a camera's record from LeRobot's statistics, which are [3, 1, 1] for pixels in [0, 1]."""
     mean, std = (tuple(255 * float(x) for x in np.ravel(stats[name])) for name in ("mean", "std"))
     if len(mean) != 3 or len(std) != 3:
         raise ValueError(f"expected three channels, got {len(mean)} and {len(std)}")

@@ -46,7 +46,7 @@ class ProcessorStep:
 BATCH = ProcessorStep(ordered=False)
 DEVICE = ProcessorStep("device", fields={"float_dtype": (None, "float32")}, ordered=False)
 NORMALIZER = ProcessorStep("eps features norm_map normalize_observation_keys", required=True)
-# Remembers the raw state, so it stands before the normaliser.
+# This step keeps the raw state, so it precedes the normaliser.
 RELATIVE = ProcessorStep("exclude_joints action_names", "enabled")
 TOKENIZER = ProcessorStep(
     "max_length tokenizer_name",
@@ -68,15 +68,20 @@ POSTPROCESSOR = {
 
 
 class Pipelines:
-    """Both pipelines of a checkpoint directory, checked against what a family understands.
+    """Both pipelines of a checkpoint directory, checked against the steps that a family supports.
 
-    known: for "policy_preprocessor" and "policy_postprocessor" the steps by registry name, in their order.
-    ``there`` is False for checkpoints of before LeRobot 0.4, which have none.
+    ``known`` has the supported steps of "policy_preprocessor" and "policy_postprocessor" by registry name, in order.
+
+    Attributes:
+        directory: The checkpoint directory.
+        absent: Sentences about missing steps that the family was trained with.
+        steps: Pipeline -> name of a step -> record of the step.
+        there: False for checkpoints of LeRobot before 0.4, which have no pipelines.
     """
 
     def __init__(self, directory: Path, known: Mapping[str, Mapping[str, ProcessorStep]]):
         self.directory = directory
-        self.absent: list[str] = []  # sentences about steps that the family was trained with
+        self.absent: list[str] = []
         files = [directory / f"{name}.json" for name in known]
         there = [file for file in files if file.exists()]
         if 0 < len(there) < len(files):
@@ -88,11 +93,11 @@ class Pipelines:
         self.there = any(self.steps.values())
 
     def step(self, pipeline: str, name: str) -> dict[str, Any] | None:
-        """Return one step's record, or None where the pipeline has no such step."""
+        """Return one step's record; None if the pipeline has no such step."""
         return self.steps[pipeline].get(name)
 
     def config(self, pipeline: str, name: str) -> dict[str, Any]:
-        """Return one step's configuration; empty where the pipeline has no such step."""
+        """Return one step's configuration; {} if the pipeline has no such step."""
         return self.steps[pipeline].get(name, {}).get("config", {})
 
     def _read(
@@ -153,10 +158,11 @@ def _check_step(where: str, step: dict[str, Any], known: ProcessorStep) -> None:
 
 
 def relative_dims(config: Mapping[str, Any], action_dim: int, where: str) -> tuple[int, ...]:
-    """Return the action dimensions that are relative to the state: all that no excluded joint's name is part of.
+    """Return the action dimensions that are relative to the state: all dimensions whose name contains no name of
+    ``exclude_joints``.
 
-    config: of ``relative_actions_processor``. Without the actions' names all of them are, as upstream
-    (``RelativeActionsProcessorStep._build_mask``).
+    ``config`` is the configuration of ``relative_actions_processor``. Without the actions' names, all dimensions are
+    relative, as upstream (``RelativeActionsProcessorStep._build_mask``).
     """
     excluded, names = config.get("exclude_joints") or [], config.get("action_names")
     for key, value in (("exclude_joints", excluded), ("action_names", names or [])):
@@ -165,17 +171,19 @@ def relative_dims(config: Mapping[str, Any], action_dim: int, where: str) -> tup
     if names is None:
         return tuple(range(action_dim))
     tokens = [token.lower() for token in excluded if token]
-    kept = {i for i, name in enumerate(names[:action_dim]) if any(token in name.lower() for token in tokens)}
-    return tuple(i for i in range(action_dim) if i not in kept)
+    absolute = {
+        i for i, name in enumerate(names[:action_dim]) if any(token in name.lower() for token in tokens)
+    }
+    return tuple(i for i in range(action_dim) if i not in absolute)
 
 
 def action_steps(
     pipelines: Pipelines, config: Mapping[str, Any], state_dim: int, action_dim: int
 ) -> tuple[VectorStep, ...]:
-    """Return the step that makes relative actions absolute; none where they are absolute already.
+    """Return the step that makes relative actions absolute; () if the actions are absolute already.
 
-    The state that is added is the raw one, as ``relative_actions_processor`` remembers it before the normaliser.
-    config: the checkpoint's, which decides where there are no pipelines.
+    The step adds the raw state, which ``relative_actions_processor`` keeps before the normaliser. ``config`` is the
+    checkpoint's configuration, which decides if there are no pipelines.
     """
     where = f"{pipelines.directory / PRE}.json: relative_actions_processor"
     relative = pipelines.config(PRE, "relative_actions_processor")

@@ -1,1 +1,1 @@
-"""Readers of the file formats that checkpoints come in."""
+"""Readers of the file formats of checkpoints."""

@@ -1,4 +1,4 @@
-"""A Qwen2 tokenizer stored as vocab.json and merges.txt -> the one tokenizer.json that a bundle carries.
+"""Convert a Qwen2 tokenizer stored as vocab.json and merges.txt to the tokenizer.json of a bundle.
 
 Source: transformers ``convert_slow_tokenizer.py`` (``Qwen2Converter``).
 """
@@ -21,14 +21,14 @@ CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 
 def is_bpe(directory: Path) -> bool:
-    """Return True for a directory that has the two files."""
+    """Return True for a directory that has vocab.json and merges.txt."""
     return (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
 
 
 def bpe_tokenizer(directory: Path) -> str:
     """Return the tokenizer.json of a directory with vocab.json, merges.txt and tokenizer_config.json.
 
-    Raises :class:`ConvertError`, also for tokenizers of another class, whose text splits elsewhere.
+    Raises :class:`ConvertError`, also for tokenizers of another class, because they split text in other places.
     """
     config = read_json(directory / "tokenizer_config.json")
     if config.get("tokenizer_class") not in CLASSES:

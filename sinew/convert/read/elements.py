@@ -9,7 +9,7 @@ F32, F16, BF16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantiz
 ELEMENTS: dict[GGMLQuantizationType, np.dtype] = {
     F32: np.dtype("<f4"),
     F16: np.dtype("<f2"),
-    BF16: np.dtype("<u2"),  # its bits
+    BF16: np.dtype("<u2"),  # the bits of bfloat16
     GGMLQuantizationType.F64: np.dtype("<f8"),
     GGMLQuantizationType.I8: np.dtype("<i1"),
     GGMLQuantizationType.I16: np.dtype("<i2"),

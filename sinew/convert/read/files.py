@@ -1,4 +1,5 @@
-"""Small files of a checkpoint, read whole: regular files of a bounded size, and every failure a ConvertError."""
+"""Read small files of a checkpoint as a whole. Only regular files of a bounded size are read, and every failure raises
+ConvertError."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ STATISTICS = (
     "stats.json",
     "dataset_statistics.json",
     "norm_stats.json",
-)  # folders with such files
+)  # files of statistics, one of which a user may have meant who gives their folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, which may have infinite numbers as PyTorch's configs do. Raises
+    """Return the JSON object in a file. It may have infinite numbers, as PyTorch's configs do. Raises
     :class:`ConvertError`."""
     if path.is_dir():
         inside = [path / name for name in STATISTICS if (path / name).is_file()]
@@ -51,14 +52,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def directory_config(path: Path) -> dict[str, Any]:
-    """Return a directory's ``config.json``; {} without one. Raises :class:`ConvertError`."""
+    """Return the content of a directory's ``config.json``; {} if there is none. Raises :class:`ConvertError`."""
     file = path / "config.json"
     return read_json(file) if file.is_file() else {}
 
 
 @contextmanager
 def named(where: object) -> Iterator[None]:
-    """Turn errors of sizes that describe no model into ConvertError with the place as a prefix."""
+    """Within the block, turn errors of sizes that describe no model into ConvertError. ``where`` becomes the prefix of
+    their texts."""
     try:
         yield
     except KeyError as error:

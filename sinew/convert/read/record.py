@@ -1,4 +1,4 @@
-"""A JSON file whose entries are asked for by name."""
+"""A JSON file whose entries are read by name; missing and unread entries are reported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from sinew.convert.read.files import read_json
 from sinew.core import ConvertError
 
-# Names that configurations give to fields of training alone. A field that nothing reads and that has such a name is
-# left aside with a note; any other one may change what is computed.
+# Names of fields that concern training alone. An unread field with such a name is ignored with a note. Any other unread
+# field may change the computation.
 TRAINING = re.compile(
     r"^(optimizer|scheduler|freeze|unfreeze|finetune|train|training|gradient|grad|loss|ema|wandb|log|save|push|hub"
     r"|checkpoint|augment|augmentation|image_transforms|lora|peft|compile|pretrained|init|warmup|early_stopping)_"
@@ -34,14 +34,14 @@ def training_note(keys: Iterable[str]) -> str:
 
 
 def shown_fields(fields: Mapping[str, Any]) -> str:
-    """Return fields with their values, as a message names them."""
+    """Return fields with their values as text for a message."""
     return ", ".join(f"{key}={json.dumps(value)[:MOST_SHOWN]}" for key, value in fields.items())
 
 
 class JsonRecord:
-    """A JSON object whose missing entries are errors that name the file.
+    """A JSON object. Reading a missing entry raises an error that names the file.
 
-    read: the entries that were asked for, so that :meth:`leftover` can name the others.
+    ``read`` is the set of entries that were read, so that :meth:`leftover` can list the other entries.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class JsonRecord:
         self.read = set[str]() if read is None else read
 
     def leftover(self, aside: str, usual: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ...]:
-        """Return notes about the entries of a ``config.json`` that nothing has read; none for another file.
+        """Return notes about the unread entries of a ``config.json``; () for another file.
 
         Args:
-            aside: Entries that do not change what is computed, a word each; transformers' own are aside anyway.
-            usual: Entries that do, with the only value that is implemented; with another one they are named.
+            aside: Words: the entries that do not change the computation. The entries of :data:`TRANSFORMERS` do not
+                change it either.
+            usual: Entries that change the computation, with the only value that is implemented. An entry with another
+                value is listed in the notes.
         """
         if self.path.name != "config.json":
             return ()
@@ -72,13 +74,13 @@ class JsonRecord:
         }
         training = [key for key in unread if TRAINING.search(key.rpartition(".")[2])]
         strange = {key: value for key, value in unread.items() if key not in training}
-        found = [training_note(training)] if training else []
+        notes = [training_note(training)] if training else []
         if strange:
-            found.append(
+            notes.append(
                 f"config.json: not understood, and left aside: {shown_fields(strange)}; check that this does not"
                 " change what the policy computes"
             )
-        return tuple(found)
+        return tuple(notes)
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
@@ -87,27 +89,28 @@ class JsonRecord:
         return self.content[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return an optional entry; null counts as absent."""
+        """Return an optional entry; ``default`` if the entry is absent or null."""
         self.read.add(key)
-        found = self.content.get(key)
-        return default if found is None else found
+        value = self.content.get(key)
+        return default if value is None else value
 
     def expect(self, **values: Any) -> None:
-        """Raise ConvertError for an entry other than the only value that is implemented. Absent and null it may be."""
+        """Raise ConvertError for an entry that differs from the only value that is implemented. The entry may be absent
+        or null."""
         for key, value in values.items():
-            if (found := self.get(key, value)) != value:
-                raise ConvertError(f"{self.path}: {self.name}{key}: expected {value!r}, got {found!r}")
+            if (value_there := self.get(key, value)) != value:
+                raise ConvertError(f"{self.path}: {self.name}{key}: expected {value!r}, got {value_there!r}")
 
     def filled(self, defaults: Mapping[str, Any]) -> JsonRecord:
-        """Return the record with ``defaults`` for what is absent or null."""
-        given = {key: value for key, value in self.content.items() if value is not None}
-        return JsonRecord(self.path, {**defaults, **given}, self.name, self.read)
+        """Return the record with ``defaults`` in place of absent and null entries."""
+        present = {key: value for key, value in self.content.items() if value is not None}
+        return JsonRecord(self.path, {**defaults, **present}, self.name, self.read)
 
     def part(self, key: str) -> JsonRecord:
-        """Return an entry that is an object itself."""
-        found = self[key]
-        if not isinstance(found, dict):
+        """Return an entry that is a JSON object, as a record."""
+        content = self[key]
+        if not isinstance(content, dict):
             raise ConvertError(
-                f"{self.path}: {self.name}{key}: expected an object, got {type(found).__name__}"
+                f"{self.path}: {self.name}{key}: expected an object, got {type(content).__name__}"
             )
-        return JsonRecord(self.path, found, f"{self.name}{key}.")
+        return JsonRecord(self.path, content, f"{self.name}{key}.")

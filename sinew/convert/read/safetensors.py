@@ -1,7 +1,7 @@
-"""The positions of tensors in safetensors files, so that they can be copied without being loaded.
+"""Find the positions of tensors in safetensors files, so that the tensors can be copied without loading them.
 
 The ``safetensors`` package checks the header. Tensors follow each other in the order of their offsets, because the
-format allows no holes. So their positions follow from their sizes.
+format allows no holes. So the positions of the tensors follow from their sizes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ STORAGE = {
     "BF16": BF16,
     **{
         kind: GGMLQuantizationType[kind] for kind in ("F64", "I8", "I16", "I32", "I64")
-    },  # buffers, to be dropped
-    "BOOL": GGMLQuantizationType.I8,  # a byte each, also of buffers
+    },  # the types of buffers, which are dropped
+    "BOOL": GGMLQuantizationType.I8,  # a byte per value; a type of buffers too
 }
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Further parts of names that come from the way of saving
+# Pattern of names that a wrapper around the saved model leaves -> the explanation in the error
 WRAPPED = {
     r"\.(lora_[AaBb]|base_layer)\.": "a LoRA adapter that is not merged: save what its `merge_and_unload()` returns",
     r"^module\.|_orig_mod\.": "saved with DistributedDataParallel or torch.compile around it: save what is inside",
 }
-# What may lie in place of a file of weights, and how that is made of it
+# Pattern of a file that may exist in place of a file of weights -> how to make the file of weights from it
 INSTEAD = {
     "model-*.safetensors": "model.safetensors.index.json lists the tensors of each file; copy it into the same folder",
     "pytorch_model_fsdp*": '`accelerate merge-weights "{0}" "{1}"` makes it',
@@ -46,13 +46,13 @@ INSTEAD = {
     "*model*.bin": "`safetensors.torch.save_file` makes it of `torch.load({0!r}, weights_only=True)`",
     "[!aop]*.safetensors": "rename it where these are the weights",  # no adapter, optimiser or processor
 }
-# Beside an adapter: the model
+# The beginnings of names of files with the weights of a whole model
 WHOLE = ("model.safetensors", "model-", "pytorch_model", "mp_rank", "consolidated", "params")
 
 
 def read_safetensors(path: Path) -> dict[str, TensorSource]:
-    """Return the tensors of one file under their own names, in file order. Raises :class:`ConvertError`."""
-    found: dict[str, TensorSource] = {}
+    """Return the tensors of one file by their names, in file order. Raises :class:`ConvertError`."""
+    tensors: dict[str, TensorSource] = {}
     try:
         with open_regular(path) as plain:
             size = os.fstat(plain.fileno()).st_size
@@ -63,27 +63,27 @@ def read_safetensors(path: Path) -> dict[str, TensorSource]:
                 entry = file.get_slice(name)
                 source = _source(path, name, entry.get_dtype(), entry.get_shape(), offset)
                 offset += source.nbytes
-                found[name] = source
+                tensors[name] = source
     except OSError as error:
         raise ConvertError(f"{path}: {error.strerror or error}") if path.exists() else absent(path) from None
     except (SafetensorError, struct.error, ValueError) as error:
         raise ConvertError(f"{path}: not a safetensors file, or damaged ({error})") from None
     if offset != size:
         raise ConvertError(f"{path}: tensors end at byte {offset}, the file at {size} (is it truncated?)")
-    return found
+    return tensors
 
 
 def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     """Return the tensors of a checkpoint directory and the files that hold them.
 
-    With an index, every tensor has to be in the shard that the index names, and nothing else in any of them.
-    Raises :class:`ConvertError`.
+    If there is an index, every tensor must be in the shard that the index names, and the shards may have no other
+    tensors. Raises :class:`ConvertError`.
     """
     files = find_weights(directory)
     index = directory / "model.safetensors.index.json"
     single = files == [directory / "model.safetensors"]
     expected = {} if single else read_json(index)["weight_map"]
-    found: dict[str, TensorSource] = {}
+    tensors: dict[str, TensorSource] = {}
     for file in files:
         for name, source in read_safetensors(file).items():
             if not single and expected.get(name) != file.name:
@@ -91,13 +91,13 @@ def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
                 raise ConvertError(f"{file}: holds {name!r}, which {index.name} puts {where}")
             if how := next((said for pattern, said in WRAPPED.items() if re.search(pattern, name)), None):
                 raise ConvertError(f"{file}: expected weights of the policy alone, got {name!r}, {how}")
-            found[name] = source
-    if missing := [name for name in expected if name not in found]:
+            tensors[name] = source
+    if missing := [name for name in expected if name not in tensors]:
         raise ConvertError(
             f"{directory / expected[missing[0]]}: {index.name} puts {missing[0]!r} here, and it is not there"
             + _more(missing[1:])
         )
-    return found, files
+    return tensors, files
 
 
 def _more(left: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ def _more(left: Sequence[str]) -> str:
 
 
 def find_weights(directory: Path) -> list[Path]:
-    """Return the weight files of a checkpoint directory: one, or the shards that its index lists."""
+    """Return the weight files of a checkpoint directory: a single file, or the shards that its index lists."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():
         return [single]
@@ -126,17 +126,20 @@ def find_weights(directory: Path) -> list[Path]:
 
 
 def absent(file: Path) -> ConvertError:
-    """Return the error for a missing file of weights: what is there instead, and how to convert that."""
+    """Return the error for a missing file of weights. It names a file that exists instead, and how to convert that
+    file."""
     for pattern, how in INSTEAD.items():
         for other in sorted(file.parent.glob(pattern)):
-            told = how.format(str(other), file.parent)
-            return ConvertError(f"{file.parent}: no {file.name} here but {other.name}: {told}")
+            conversion = how.format(str(other), file.parent)
+            return ConvertError(f"{file.parent}: no {file.name} here but {other.name}: {conversion}")
     return ConvertError(f"{file.parent}: no {file.name} here")
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a folder holds an adapter and not the model that it changes. Raises :class:`ConvertError` where it
-    holds both: which of them was meant changes every action."""
+    """Return True if a folder holds an adapter without the model that the adapter changes.
+
+    Raises :class:`ConvertError` for a folder that holds both: a wrong guess at which of them the user means would
+    change every action."""
     there = sorted(path.name for path in directory.iterdir())
     whole = next((name for name in there if name.startswith(WHOLE)), None)
     if whole and ADAPTER_WEIGHTS in there:
@@ -148,9 +151,9 @@ def is_adapter(directory: Path) -> bool:
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Raise :class:`ConvertError` for a folder that holds a LoRA adapter and not the model that it changes.
+    """Raise :class:`ConvertError` for a folder that holds a LoRA adapter without the model that the adapter changes.
 
-    It is asked before anything else: what else such a folder lacks does not help its owner.
+    This check runs before all others, because errors about other missing files would not help the user.
     """
     if is_adapter(directory):
         raise adapter_alone(directory)

@@ -1,8 +1,8 @@
 """Convert a SentencePiece BPE model (``paligemma_tokenizer.model``) to a ``tokenizer.json``.
 
 openpi's users have Gemma's tokenizer in this form. SentencePiece merges the adjacent pair whose union has the best
-score. ``tokenizers`` merges the pair that comes first in a list. The list is every split of every piece into two
-pieces, sorted by the score of the whole.
+score. ``tokenizers`` merges the pair that comes first in a list. The list has every split of every piece into two
+pieces, sorted by the score of the whole piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPACE = "\u2581"
 
 
 def tokenizer_json(path: Path) -> str:
-    """The text of a ``tokenizer.json`` that gives the same ids, with a leading ``<bos>``."""
+    """Return the text of a ``tokenizer.json`` that gives the same ids, with a leading ``<bos>``."""
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
     except ImportError:
@@ -68,7 +68,7 @@ def tokenizer_json(path: Path) -> str:
 
 
 def _merges(pieces, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    found = []
+    merges = []
     for index, piece in enumerate(pieces):
         text = piece.piece
         if piece.type != NORMAL:
@@ -76,6 +76,6 @@ def _merges(pieces, vocab: dict[str, int]) -> list[tuple[str, str]]:
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in vocab and right in vocab:
-                found.append((-piece.score, index, vocab[left], vocab[right], left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+                merges.append((-piece.score, index, vocab[left], vocab[right], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]

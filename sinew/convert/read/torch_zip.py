@@ -1,7 +1,8 @@
-"""Tensors of a PyTorch file (``.pt``), read by torch's own restricted loader over a memory map.
+"""Read the tensors of a PyTorch file (``.pt``) with torch's own restricted loader, over a memory map.
 
 ``torch.load(weights_only=True)`` runs no code of the file: it supports tensors and containers, and rejects everything
-else. The archive is checked first: stored entries only, and a pickle of a plausible size.
+else. The archive is checked first: its entries must be stored without compression, and its pickle must have a plausible
+size.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STORAGE = {
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """Bytes of a tensor over the file's memory map, made contiguous on demand."""
+    """The bytes of a tensor in the file's memory map. They are made contiguous on demand."""
 
     tensor: torch.Tensor
 
@@ -48,9 +49,10 @@ class MappedTensor:
 
 
 def read_torch(path: Path) -> dict[str, TensorSource]:
-    """Return the tensors of a ``.pt`` file; those in nested dictionaries by their keys joined with dots.
+    """Return the tensors of a ``.pt`` file by name. A tensor in nested dictionaries is named by its keys, joined with
+    dots.
 
-    Raises :class:`ConvertError` for everything but a zip archive of tensors and plain containers.
+    Raises :class:`ConvertError` for everything except a zip archive of tensors and plain containers.
     """
     return _tensors(path, _loaded(path))
 
@@ -104,7 +106,7 @@ def _tensors(path: Path, record: Mapping[Any, Any]) -> dict[str, TensorSource]:
 
 
 def unread_note(path: Path, names: Iterable[str], section: str) -> tuple[str, ...]:
-    """Return a note that names what a file holds besides the ``section`` that is read, if it holds more."""
+    """Return a note that lists the sections of a file besides ``section``, which is read; () if there are no others."""
     others = sorted({name.partition(".")[0] for name in names} - {section})
     more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
     return (

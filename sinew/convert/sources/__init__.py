@@ -1,6 +1,7 @@
-"""What a verb is given -> a file that can be loaded: a bundle, an exported folder, a checkpoint, a name of the hub.
+"""Resolve the source that a command receives (a bundle, an exported folder, a checkpoint, a name on the hub) to a file
+that can be loaded.
 
-Checkpoints are converted once, into a cache (:mod:`.cache`). Imports no torch unless one has to be converted.
+Checkpoints are converted once, into a cache (:mod:`.cache`). torch is imported only if a checkpoint must be converted.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
 def embedded() -> dict[str, Path]:
-    """Return the trained policies of this package by name: blocks, pen, egg ... A file or folder of the same name in
-    the current folder comes first."""
+    """Return name -> file of the trained policies of this package: blocks, pen, egg ... A file or folder with the same
+    name in the current folder takes precedence over them."""
     return {path.stem: path for path in sorted(ASSETS.glob("*.gguf"))}
 
 
@@ -30,7 +31,7 @@ def resolve(source: str | Path) -> Path:
     Args:
         source: A bundle file; the name of a policy of this package (:func:`embedded`); a folder of ``sinew export``;
             a checkpoint folder that ``sinew convert`` reads without further options; a LeRobot training run or one of
-            its checkpoints; ``org/name`` or ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub.
+            its checkpoints; ``org/name`` or ``hf://org/name[@revision][/file.gguf]`` on the Hugging Face hub.
 
     Returns:
         The path.
@@ -46,7 +47,7 @@ def resolve(source: str | Path) -> Path:
         return path
     if str(source) in (own := embedded()):
         return own[str(source)]
-    from sinew.convert.sources import hub  # imported here, as local policies do not need it
+    from sinew.convert.sources import hub  # imported here, because local policies do not need the hub
 
     name = hub.parse(str(source))
     if name is None:
@@ -58,17 +59,18 @@ def resolve(source: str | Path) -> Path:
     return fetched if fetched.is_file() else _folder(fetched, str(name), name.repository.split("/")[-1])
 
 
-def _folder(path: Path, said: str, name: str = "") -> Path:
-    """The policy of a folder. said: what the user calls it."""
+def _folder(path: Path, typed: str, name: str = "") -> Path:
+    """Return the bundle or the exported folder for a folder. ``typed`` is the source as the user typed it, for
+    messages; ``name`` is the policy's name on the hub."""
     if (path / EXPORTED).is_file():
         return path
     checkpoint = model_folder(path)
     try:
-        return cache.converted(checkpoint, said, name)
+        return cache.converted(checkpoint, typed, name)
     except cache.NoCheckpointError as error:
         raise BundleError(
-            f"{said}: expected a bundle, a checkpoint, or a folder of `sinew export` with {EXPORTED}, got {error}"
+            f"{typed}: expected a bundle, a checkpoint, or a folder of `sinew export` with {EXPORTED}, got {error}"
         ) from None
     except ConvertError as error:
-        hint = "" if "sinew convert" in str(error) else f"; `sinew convert {said} policy.gguf` takes options"
+        hint = "" if "sinew convert" in str(error) else f"; `sinew convert {typed} policy.gguf` takes options"
         raise ConvertError(f"{error}{hint}") from error

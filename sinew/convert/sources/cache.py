@@ -1,8 +1,9 @@
 """A cache of checkpoints that were converted on first use: ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` has a bundle and
 a record.
 
-The key is the content of the source (``identity.py``), so a changed checkpoint is converted again. An entry appears
-as a whole, by renaming a folder. If two processes convert the same source, one waits for the other.
+The key depends on the content of the source (``identity.py``), so a changed checkpoint is converted again. An entry
+appears only when it is complete, by renaming a folder. If two processes convert the same source, the second process
+waits for the first.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
     """The record of an entry.
 
     Attributes:
-        outside: Files that were read from outside the source's folder.
+        bundle: The name of the bundle's file.
+        outside: Files outside of the source's folder that were read.
     """
 
     source: str
     name: str
     architecture: str
-    bundle: str  # the file's name
+    bundle: str
     bytes: int
     mtime_ns: int
     made: str
@@ -53,7 +55,7 @@ class CacheRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CacheEntry:
-    """One converted checkpoint. Raises :class:`SinewError` where its record does not read."""
+    """One converted checkpoint. Raises :class:`SinewError` if its record cannot be read."""
 
     def __init__(self, home: Path):
         self.home, self.key = home, home.name
@@ -78,22 +80,23 @@ class CacheEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything in the entry: the bundle, and graphs that engines have stored with it."""
+        """Return the bytes of all files of the entry: the bundle, and graphs that engines have stored with it."""
         return sum(path.stat().st_size for path in self.home.rglob("*") if path.is_file())
 
     def damage(self, whole: bool = False) -> str | None:
-        """Return why the bundle is not the one that was written, or None.
+        """Return why the bundle differs from the one that was written; None if it does not.
 
-        Size, time and the header's hash are always compared; every tensor where the time differs, or ``whole`` is set.
+        Size, time and the header's hash are always compared. Every tensor is compared if the time differs, or if
+        ``whole`` is set.
         """
         try:
-            found = self.bundle.stat()
-            if found.st_size != self.record.bytes:
-                return f"{self.record.bundle} has {found.st_size} bytes, expected {self.record.bytes}"
-            opened = Bundle(self.bundle)
-            if whole or found.st_mtime_ns != self.record.mtime_ns:
+            status = self.bundle.stat()
+            if status.st_size != self.record.bytes:
+                return f"{self.record.bundle} has {status.st_size} bytes, expected {self.record.bytes}"
+            bundle = Bundle(self.bundle)
+            if whole or status.st_mtime_ns != self.record.mtime_ns:
                 with progress.task(f"comparing {self.bundle} with its hashes"):
-                    changed = opened.verify()
+                    changed = bundle.verify()
                 if changed:
                     return f"{len(changed)} tensors differ from what was written, {changed[0]} first"
         except OSError as error:
@@ -103,8 +106,9 @@ class CacheEntry:
         return None
 
     def stale(self) -> str | None:
-        """Return why a file outside of the source's folder makes the entry old, or None; one that is gone does not."""
-        # Not Path.is_file, which raises for a name that is too long for any file.
+        """Return the change of a file outside of the source's folder that makes the entry old; None if there is none. A
+        file that no longer exists does not make the entry old."""
+        # Path.is_file would raise for a name that is too long for any file.
         there = [file for file in self.record.outside if os.path.isfile(file.name)]  # noqa: PTH113
         try:
             now = digests([Path(file.name) for file in there], self.home)
@@ -120,39 +124,40 @@ def folder() -> Path:
 
 
 def entries() -> list[CacheEntry | SinewError]:
-    """Return all entries, oldest first; for one that does not read, what is wrong with it."""
-    found: list[CacheEntry | SinewError] = []
+    """Return all entries, oldest first. In place of an entry that cannot be read, the list has its error."""
+    listed: list[CacheEntry | SinewError] = []
     if folder().is_dir():
         homes = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(".")]
         for home in sorted(homes, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             try:
-                found.append(CacheEntry(home))
+                listed.append(CacheEntry(home))
             except SinewError as error:
-                found.append(error)
-    return found
+                listed.append(error)
+    return listed
 
 
 def find(text: str) -> CacheEntry:
-    """Return the entry whose key begins with ``text``, or whose policy has this name; else, whose name begins so.
+    """Return the entry whose key begins with ``text``, or whose policy has this name; else the entry whose policy's
+    name begins with ``text``.
 
-    Raises :class:`SinewError` for none and for several.
+    Raises :class:`SinewError` if no entry matches, or several.
     """
-    known = [entry for entry in entries() if isinstance(entry, CacheEntry)]
-    found = [entry for entry in known if entry.key == text] or [
-        entry for entry in known if entry.record.name == text or (text and entry.key.startswith(text))
+    readable = [entry for entry in entries() if isinstance(entry, CacheEntry)]
+    matches = [entry for entry in readable if entry.key == text] or [
+        entry for entry in readable if entry.record.name == text or (text and entry.key.startswith(text))
     ]
-    found = found or [entry for entry in known if text and entry.record.name.startswith(text)]
-    if len(found) != 1:
-        which = ", ".join(entry.key[:12] for entry in found) or "no entry"
+    matches = matches or [entry for entry in readable if text and entry.record.name.startswith(text)]
+    if len(matches) != 1:
+        which = ", ".join(entry.key[:12] for entry in matches) or "no entry"
         raise SinewError(f"{text}: expected the name or the key of one entry of {folder()}, got {which}")
-    return found[0]
+    return matches[0]
 
 
 def converted(checkpoint: Path, said: str, name: str = "") -> Path:
-    """Return the bundle of a checkpoint folder, converting it if the cache has none.
+    """Return the bundle of a checkpoint folder. The checkpoint is converted if the cache has no bundle of it.
 
-    said: what the user calls it. name: of the policy, instead of the one that the checkpoint gives it.
-    Raises :class:`NoCheckpointError`, :class:`ConvertError` and :class:`SinewError`.
+    ``said`` is the checkpoint as the user typed it, for messages. ``name`` is the policy's name, in place of the name
+    in the checkpoint. Raises :class:`NoCheckpointError`, :class:`ConvertError` and :class:`SinewError`.
     """
     files = digests(files_of(checkpoint), checkpoint)
     home = folder() / key(files, name or name_of(checkpoint))
@@ -174,7 +179,7 @@ def converted(checkpoint: Path, said: str, name: str = "") -> Path:
 
 
 def _unfit(home: Path) -> str | None:
-    """Why the entry cannot be used, or None."""
+    """Return why the entry cannot be used; None if it can."""
     if not home.exists():
         return f"the cache {home.parent} has no bundle of these files"
     try:
@@ -186,32 +191,34 @@ def _unfit(home: Path) -> str | None:
     return entry.stale()
 
 
-def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], home: Path) -> Path:
-    for left in home.parent.glob(f".{home.name}.*"):  # left by a killed process, as nobody holds its lock
+def _convert(checkpoint: Path, source_text: str, name: str, files: list[FileIdentity], home: Path) -> Path:
+    for left in home.parent.glob(
+        f".{home.name}.*"
+    ):  # left by a killed process, because no process holds its lock
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
     started = time.perf_counter()
     options = ConvertOptions()
-    with progress.task(f"reading {said}"):
+    with progress.task(f"reading {source_text}"):
         conversion = read(checkpoint, options)
     name = name or conversion.spec.name
     with scratch.beside(home) as partial:
         bundle = partial / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name).lstrip('.-')[:80] or 'policy'}.gguf"
-        with _percent(f"converting {said}", conversion.nbytes) as written:
+        with _percent(f"converting {source_text}", conversion.nbytes) as written:
             conversion.write(bundle, name, options, written)
         inside = {(checkpoint / file.name).resolve() for file in files}
         outside = sorted({path.resolve() for path in conversion.sources} - inside)
         again = digests([checkpoint / file.name for file in files], checkpoint)
         if again != files:
-            raise SinewError(f"{said}: its files were changed while they were converted; start again")
-        found = bundle.stat()
+            raise SinewError(f"{source_text}: its files were changed while they were converted; start again")
+        status = bundle.stat()
         record = CacheRecord(
-            source=str(checkpoint.resolve()) if Path(said).exists() else said,
+            source=str(checkpoint.resolve()) if Path(source_text).exists() else source_text,
             name=name,
             architecture=conversion.spec.architecture,
             bundle=bundle.name,
-            bytes=found.st_size,
-            mtime_ns=found.st_mtime_ns,
+            bytes=status.st_size,
+            mtime_ns=status.st_mtime_ns,
             made=datetime.now(timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017 - Python 3.10
             seconds=round(time.perf_counter() - started, 3),
             converter=converter(),
@@ -221,17 +228,19 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[FileIdentity], 
         )
         (partial / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         if home.exists():
-            shutil.rmtree(home)  # damaged or old; a process that has it open keeps its map
+            shutil.rmtree(home)  # damaged or old; a process that has the bundle open keeps its memory map
         partial.rename(home)
     for note in conversion.notes:
         progress.say(f"note: {note}")
-    progress.say(f"wrote {home / bundle.name}: {found.st_size / 1e6:.1f} MB, {record.seconds:.1f} s")
+    progress.say(f"wrote {home / bundle.name}: {status.st_size / 1e6:.1f} MB, {record.seconds:.1f} s")
     return home / bundle.name
 
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Hold the entry's lock; the file stays, it is empty. Without ``fcntl`` both convert, and the later one stays."""
+    """Hold the entry's lock within the block. The lock's file is empty, and is not removed.
+
+    Without ``fcntl``, two processes may convert the same checkpoint, and the entry of the later one stays."""
     try:
         import fcntl
     except ImportError:
@@ -248,7 +257,8 @@ def _locked(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _percent(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Turn bytes written into parts of a hundred."""
+    """Show the progress of ``total`` bytes in percent. The block receives a function that takes numbers of written
+    bytes."""
     done = 0
     with progress.task(text, 100) as advance:
 

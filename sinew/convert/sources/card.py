@@ -1,7 +1,8 @@
-"""The card of a policy on the hub: what it expects, where it came from, and what was measured of it.
+"""The card of a policy on the hub: its inputs and outputs, its origin, and its measurements.
 
 Everything is read from the bundle and from records of `sinew validate` and `sinew eval` that were made with this very
-file: the first are known by its fingerprint, the second by its SHA-256. Nothing is typed by hand.
+file: the records of `sinew validate` have its fingerprint, the records of `sinew eval` its SHA-256. Nothing is typed by
+hand.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"
 
 
 def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[str, Any]]:
-    """Return the validations that this machine has kept of a bundle, and the reports in ``files``.
+    """Return the records of validations of a bundle on this machine, and the reports in ``files``.
 
-    digest: the bundle's SHA-256. Raises :class:`SinewError` for a file that is no such report, or of another bundle.
+    ``digest`` is the bundle's SHA-256. Raises :class:`SinewError` for a file that is not such a report, and for a
+    report of another bundle.
     """
-    found = proofs.records(bundle)
+    records = proofs.records(bundle)
     for path in files:
         try:
             record = read_json(path, MAX_BYTES, max_values=MAX_VALUES)
@@ -54,9 +56,9 @@ def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[st
             raise SinewError(
                 f"{path}: expected a report of {bundle}, got one of another bundle ({str(got)[:16]})"
             )
-        if record not in found:
-            found.append(record)
-    return found
+        if record not in records:
+            records.append(record)
+    return records
 
 
 def card(
@@ -68,7 +70,8 @@ def card(
 ) -> str:
     """Return the card as markdown with the hub's header.
 
-    digest: the bundle's SHA-256. repository: its name on the hub. facts: more of the header (license, base_model).
+    ``digest`` is the bundle's SHA-256, and ``repository`` its name on the hub. ``facts`` has more entries of the header
+    (license, base_model).
     """
     manifest = bundle.manifest
     parts = [
@@ -87,7 +90,7 @@ def card(
 
 
 def _header(manifest: Manifest, facts: Mapping[str, str]) -> Iterator[str]:
-    """What the hub reads: YAML, of which JSON's strings are a part."""
+    """Yield the lines of the header that the hub reads. It is YAML, and JSON's strings are valid YAML."""
     yield "---"
     yield "library_name: sinew"
     yield "pipeline_tag: robotics"
@@ -150,16 +153,16 @@ def _precision(manifest: Manifest) -> Iterator[str]:
     kinds = sorted(set(manifest.precision.values()))
     parts = ", ".join(f"{_cell(part)} {_cell(kind)}" for part, kind in manifest.precision.items())
     yield f"Stored as {_cell(kinds[0]) if len(kinds) == 1 else parts}."
-    if (found := manifest.quantization) is not None:
-        recipe = ", ".join(f"{_cell(part)} {_cell(kind)}" for part, kind in found.recipe.items())
+    if (record := manifest.quantization) is not None:
+        recipe = ", ".join(f"{_cell(part)} {_cell(kind)}" for part, kind in record.recipe.items())
         yield (
-            f"Quantised: {recipe}; relative L2 of the chunk against float32 {found.error:.1e} median,"
-            f" {found.error_max:.1e} largest over {found.observations} observations from {_cell(found.source)}."
+            f"Quantised: {recipe}; relative L2 of the chunk against float32 {record.error:.1e} median,"
+            f" {record.error_max:.1e} largest over {record.observations} observations from {_cell(record.source)}."
         )
-        if (won := found.success) is not None:
+        if (outcome := record.success) is not None:
             yield (
-                f"{_rate(won.wins, won.episodes)} of {_cell(won.env)};"
-                f" unquantised, over the same seeds, {_rate(won.recorded_wins, won.episodes)}."
+                f"{_rate(outcome.wins, outcome.episodes)} of {_cell(outcome.env)};"
+                f" unquantised, over the same seeds, {_rate(outcome.recorded_wins, outcome.episodes)}."
             )
     yield ""
 
@@ -217,6 +220,6 @@ def _vector(spec: VectorSpec) -> str:
 
 
 def _cell(text: object) -> str:
-    """Return text that stays within one cell of a table and is no markup of its own."""
+    """Return text that stays within one cell of a table and is not read as markup."""
     plain = " ".join("".join(sign if sign.isprintable() else " " for sign in str(text)).split())
     return "".join(f"\\{sign}" if sign in r"|<>[]`*_\\" else sign for sign in plain)

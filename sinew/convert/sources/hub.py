@@ -1,6 +1,6 @@
-"""Names of the Hugging Face hub: ``org/name[@revision]`` and ``hf://org/name[@revision][/file.gguf]``.
+"""Names on the Hugging Face hub: ``org/name[@revision]`` and ``hf://org/name[@revision][/file.gguf]``.
 
-Files come through ``huggingface_hub`` into its own cache, which also serves them where the hub is out of reach.
+``huggingface_hub`` downloads files into its own cache, which also serves the files if the hub cannot be reached.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from sinew.convert.sources.identity import sha256
 from sinew.core import SinewError, progress, scratch
 from sinew.core.extras import MissingPackageError
 
-REFUSED = (401, 403, 404)  # it has none for us; with anything else it is ill, or something before it is
-BUNDLE = "policy.gguf"  # what a repository calls its bundle, unless it has a single other one
-TIMEOUT_S = 10.0  # timeout of the first request, as robots are often offline
-MAX_NAMED = 10  # files of a repository in an error
-MAX_WORDS = 300  # characters of an error of the hub
-# `hf:/` is what is left of `hf://` in a path. A name of the hub begins and ends with a letter, a digit or _.
+# With these statuses, the hub has no such repository for this user. Any other status is a failure of the hub or of a
+# proxy before it.
+REFUSED = (401, 403, 404)
+BUNDLE = "policy.gguf"  # the name of a repository's bundle, unless the repository has a single other bundle
+TIMEOUT_S = 10.0  # timeout of the first request, because robots are often offline
+MAX_NAMED = 10  # most files of a repository in an error
+MAX_WORDS = 300  # most characters of an error of the hub
+# A path turns `hf://` into `hf:/`. A name on the hub begins and ends with a letter, a digit or _.
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _NAME = re.compile(
     rf"(?P<hub>hf://?)?(?P<repository>{_WORD}/{_WORD})(?:@(?P<revision>[A-Za-z0-9][\w./-]*?))?"
@@ -34,7 +36,13 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository, and what of it: ``revision`` (None: its main branch) and ``file`` (None: to be found)."""
+    """A repository on the hub.
+
+    Attributes:
+        repository: The repository, ORG/NAME.
+        revision: The revision; None for the main branch.
+        file: The bundle's file in the repository; None to look for the bundle.
+    """
 
     repository: str
     revision: str | None = None
@@ -46,21 +54,21 @@ class HubName:
 
 
 def parse(text: str) -> HubName | None:
-    """Return the repository that ``text`` names, or None where it is no name of the hub."""
-    found = _NAME.fullmatch(text)
-    if found is None or (not found["hub"] and (found["file"] or text.endswith((".gguf", ".safetensors")))):
+    """Return the repository that ``text`` names; None if ``text`` is not a name on the hub."""
+    match = _NAME.fullmatch(text)
+    if match is None or (not match["hub"] and (match["file"] or text.endswith((".gguf", ".safetensors")))):
         return None
-    if ".." in text or "--" in found["repository"]:
+    if ".." in text or "--" in match["repository"]:
         return None
-    return HubName(found["repository"], found["revision"], found["file"])
+    return HubName(match["repository"], match["revision"], match["file"])
 
 
 def fetch(name: HubName) -> Path:
-    """Return the bundle of a repository, or the folder of its checkpoint, fetched or from the hub's cache.
+    """Return the bundle of a repository, or the folder of its checkpoint. Files come from the hub or from its cache.
 
-    Nothing is fetched that the disk has no room for, and what was fetched is compared with the size and the SHA-256
-    that the hub states. Raises :class:`MissingPackageError` without huggingface_hub, and :class:`SinewError` where the
-    repository, the revision or the hub is not there.
+    Nothing is downloaded if the disk has too little space. Downloaded files are compared with the size and the SHA-256
+    that the hub states. Raises :class:`MissingPackageError` without huggingface_hub, and :class:`SinewError` if the
+    repository or the revision does not exist, or the hub cannot be reached and the cache has no copy.
     """
     try:
         from huggingface_hub import HfApi, constants
@@ -70,10 +78,10 @@ def fetch(name: HubName) -> Path:
             f"{name}: no such file or folder here, and the hub", "huggingface_hub"
         ) from None
     try:
-        found = HfApi().model_info(
+        info = HfApi().model_info(
             name.repository, revision=name.revision, timeout=TIMEOUT_S, files_metadata=True
         )
-        files = {sibling.rfilename: sibling for sibling in found.siblings or ()}
+        files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", 0)
         if status not in REFUSED:
@@ -81,10 +89,10 @@ def fetch(name: HubName) -> Path:
                 name, f"the hub {constants.ENDPOINT} answers with status {status} ({_words(error)})"
             )
         raise SinewError(f"{name}: no file or folder here, and the hub answers: {_words(error)}") from None
-    except Exception as error:  # noqa: BLE001 - what cannot be reached: many types across versions
+    except Exception as error:  # noqa: BLE001 - the hub cannot be reached: many types across versions
         return _cached(name, f"the hub {constants.ENDPOINT} cannot be reached ({_words(error)})")
     bundle = _bundle_of(name, list(files))
-    new = _new(name, [each for each in files.values() if _wanted(each.rfilename, bundle)], found.sha)
+    new = _new(name, [each for each in files.values() if _wanted(each.rfilename, bundle)], info.sha)
     nbytes = sum(each.size or 0 for each in new)
     _refuse_without_room(name, nbytes, Path(constants.HF_HUB_CACHE))
     size = f", {nbytes / 1e6:.1f} MB to fetch" if nbytes else ""
@@ -97,7 +105,7 @@ def fetch(name: HubName) -> Path:
 
 
 def copy(found: Path, out: Path) -> Path:
-    """Copy a bundle to ``out`` and return that path. It is written beside the target and renamed when it is
+    """Copy a bundle to ``out`` and return that path. The copy is written beside the target and renamed when it is
     complete.
     """
     try:
@@ -139,9 +147,9 @@ def push(name: HubName, files: Mapping[str, Path | bytes], message: str, private
                     name.repository, operations, commit_message=message, revision=name.revision
                 ).commit_url
             )
-    except HfHubHTTPError as error:  # it answers, and refuses
+    except HfHubHTTPError as error:  # the hub answers with an error
         raise SinewError(f"{name}: the hub answers: {_words(error)}") from None
-    except Exception as error:  # noqa: BLE001 - what cannot be reached or read: many types across versions
+    except Exception as error:  # noqa: BLE001 - the hub or a file cannot be read: many types across versions
         raise SinewError(f"{name}: not uploaded to {constants.ENDPOINT} ({_words(error)})") from None
 
 
@@ -156,7 +164,7 @@ def _wanted(file: str, bundle: str | None) -> bool:
 
 
 def _new(name: HubName, files: Sequence[Any], commit: str | None) -> list[Any]:
-    """Return those of a repository's files that the hub's cache does not have."""
+    """Return the files of a repository that the hub's cache does not have."""
     from huggingface_hub import try_to_load_from_cache
 
     return [
@@ -180,21 +188,23 @@ def _compare(name: HubName, folder: Path, file: Any) -> None:
     """Check a downloaded file against the hub's size and hash. Raise :class:`SinewError` and remove it from the cache
     if they differ.
     """
-    path, wanted = folder / file.rfilename, getattr(file.lfs, "sha256", None)
+    path, expected_hash = folder / file.rfilename, getattr(file.lfs, "sha256", None)
     if not path.is_file() or file.size is None:
-        return  # huggingface_hub left it out
+        return  # huggingface_hub did not download this file, or does not state its size
     size = path.stat().st_size
-    got = sha256(path, size) if wanted and size == file.size else None
-    if size == file.size and got == wanted:
+    got = sha256(path, size) if expected_hash and size == file.size else None
+    if size == file.size and got == expected_hash:
         return
     blob = path.resolve()
     path.unlink()
-    if blob.parent == folder.parent.parent / "blobs":  # else huggingface_hub made no link, where it cannot
+    if (
+        blob.parent == folder.parent.parent / "blobs"
+    ):  # otherwise the file is no link, on systems without links
         blob.unlink(missing_ok=True)
-    said = f"{size} bytes" if got is None else f"SHA-256 {got}"
-    expected = f"{file.size} bytes" if got is None else f"SHA-256 {wanted}"
+    got_text = f"{size} bytes" if got is None else f"SHA-256 {got}"
+    expected = f"{file.size} bytes" if got is None else f"SHA-256 {expected_hash}"
     raise SinewError(
-        f"{name}: {file.rfilename}: expected {expected} as the hub says, got {said}; it is removed"
+        f"{name}: {file.rfilename}: expected {expected} as the hub says, got {got_text}; it is removed"
     )
 
 
@@ -204,7 +214,7 @@ def _fetched(name: HubName, file: str | None) -> Path:
     try:
         with progress.task(f"fetching {name}"):
             if file is not None:
-                with scratch.ended_by_signals():  # huggingface_hub removes what is incomplete, if it may
+                with scratch.ended_by_signals():  # then huggingface_hub can remove incomplete files
                     return Path(hf_hub_download(name.repository, file, revision=name.revision))
             return Path(
                 snapshot_download(
@@ -216,28 +226,28 @@ def _fetched(name: HubName, file: str | None) -> Path:
 
 
 def _cached(name: HubName, reason: str) -> Path:
-    """What the hub's cache has of a repository, where the hub does not answer."""
+    """Return the bundle or the folder that the hub's cache has of a repository, because the hub does not answer."""
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     file = try_to_load_from_cache(name.repository, name.file or BUNDLE, revision=name.revision)
     try:
         if isinstance(file, str):
-            found = Path(file)
+            path = Path(file)
         elif name.file is None:
             folder = Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
             bundle = _bundle_of(name, [each.relative_to(folder).as_posix() for each in folder.rglob("*")])
-            found = folder if bundle is None else folder / bundle
+            path = folder if bundle is None else folder / bundle
         else:
             raise FileNotFoundError(name.file)
     except SinewError:
-        raise  # it has several
-    except Exception:  # noqa: BLE001 - not there, not complete: many types across versions
+        raise  # the repository has several bundles
+    except Exception:  # noqa: BLE001 - the copy is missing or incomplete: many types across versions
         raise SinewError(
             f"{name}: no file or folder here, {reason}, and its cache {constants.HF_HUB_CACHE} does not have it;"
             f" `hf download {name.repository} --local-dir DIR` where it can be reached, and give DIR"
         ) from None
     progress.say(f"{name}: {reason}; from its cache {constants.HF_HUB_CACHE}")
-    return found
+    return path
 
 
 def _bundle_of(name: HubName, files: list[str]) -> str | None:
