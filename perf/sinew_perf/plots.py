@@ -10,6 +10,7 @@ from sinew.core import figures
 
 from sinew_perf.hardware import Hardware
 from sinew_perf.roofline import StageTiming
+from sinew_perf.success import Way
 
 COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
 check = figures.check  # before what is to be drawn is computed
@@ -176,3 +177,52 @@ def _line(index: int) -> dict[str, Any]:
 
 def _tera(flops: float) -> str:
     return f"{flops / 1e12:.3g} TFLOP/s"
+
+
+def success(
+    ways: Sequence[Way], wanted: float, machines: Iterable[tuple[str, float]], path: Path, title: str
+) -> None:
+    """Draw success over latency for each way of driving, with its interval, and the latency of machines.
+
+    Args:
+        ways: The measured ways.
+        wanted: Required success, 0 to 1.
+        machines: Names and latencies in milliseconds. A name is drawn at the foot of its line.
+        path: The file.
+        title: Of the figure.
+    """
+    figure, axes = figures.new(height=4.6)
+    handles = []
+    longest = max(way.longest_ms for way in ways)
+    for number, way in enumerate(ways):
+        color = figures.COLORS[number % len(figures.COLORS)]
+        times = [1e3 * steps / way.control_hz for steps in way.measured]
+        rates = [rate for each in times if (rate := way.at(each)) is not None]
+        marker = figures.MARKERS[number % len(figures.MARKERS)]
+        shares = [100 * rate.success for rate in rates]
+        handles += axes.plot(times, shares, color=color, marker=marker, label=way.name)
+        low, high = (
+            [100 * value for value in column]
+            for column in zip(*((r.low, r.high) for r in rates), strict=True)
+        )
+        axes.fill_between(times, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.axhline(100 * wanted, color=figures.GREY, linewidth=1, linestyle="--")
+    drawn: list[float] = []
+    for name, latency_ms in sorted(machines, key=lambda each: each[1]):
+        if latency_ms > longest or any(abs(latency_ms - each) < longest / 25 for each in drawn):
+            continue  # a name would lie on another one
+        drawn.append(latency_ms)
+        axes.axvline(latency_ms, color=figures.GREY, linewidth=1, linestyle=":")
+        axes.annotate(
+            name,
+            (latency_ms, 4),
+            rotation=90,
+            textcoords="offset points",
+            xytext=(-3, 0),
+            ha="right",
+            fontsize=9,
+        )
+    axes.set(xlabel="latency from request to chunk, ms", ylabel="success, %", ylim=(0, 102), title=title)
+    axes.set_xlim(left=0)
+    figures.legend(figure, handles, columns=2)
+    figures.save(figure, path)

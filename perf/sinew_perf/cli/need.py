@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from sinew.cli import terminal
-from sinew.cli.options import Count, PositiveIfAny
+from sinew.cli.options import Count, NotNegative, PositiveIfAny
 from sinew.core import SinewError
 
 from sinew_perf.cli.options import Asked, EfficiencyIfAny, print_sources
@@ -25,12 +25,21 @@ def need(
     hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
     request: Asked = AS_THE_POLICY,
     efficiency: EfficiencyIfAny = None,
+    success: Annotated[float | None, Parameter(validator=validators.Number(gt=0, lt=1))] = None,
+    report: Path | None = None,
+    network: Annotated[list[str] | None, Parameter(negative="")] = None,
+    jitter_ms: NotNegative = 0.0,
     data: Path | None = None,
+    links: Path | None = None,
+    plot: Path | None = None,
 ) -> int:
     """Find the machines, precisions and numbers of solver steps that reach a rate and fit the memory.
 
     The prediction uses the share of the roofline that Sinew's engine reached in the nearest measurement, and prints
     that measurement. The exit status is 1 if no machine reaches the rate.
+
+    With --success and --report, find the machines and networks with which a task still succeeds. The report has the
+    success of the task over latency, from `sinew eval POLICY --sweep latency=... --sweep handover=...`.
 
     Args:
         rate: Required chunks per second. Default: it follows from the task or the control rate.
@@ -41,8 +50,28 @@ def need(
         hardware: Names of machines, separated by commas. Repeatable. Default: all of `sinew perf machines`.
         efficiency: Fraction of the roofline that the software reaches. Default: what Sinew's engine reached in the
             nearest measurement. Other projects reached 0.7 and more.
+        success: Required success of the task, above 0 and below 1, for example 0.95.
+        report: File report.json of the evaluation, for --success.
+        network: Link between the robot and the machine, for --success. Repeat it for several links in order.
+            NAME,NAME tries either. Default: the machine is on the robot.
+        jitter_ms: Standard deviation of the latency in milliseconds, for --success. `sinew bench ADDRESS` measures
+            it. The prediction itself has none.
         data: File with further machines.
+        links: File with further networks.
+        plot: File for a figure of success over latency, for --success.
     """
+    if (success is None) != (report is None):
+        raise SinewError("--success, --report: expected both or neither")
+    if success is not None and report is not None:
+        if rate is not None or task is not None or control_hz is not None:
+            raise SinewError("--success: expected no --rate, --task or --control-hz with it")
+        from sinew_perf.cli.need_success import need_success
+
+        return need_success(
+            success, report, model, hardware, network, jitter_ms, request, efficiency, data, links, plot
+        )
+    if network or jitter_ms or links or plot:
+        raise SinewError("--network, --jitter-ms, --links, --plot: expected --success with them")
     from sinew_perf.hardware import hardware as known
     from sinew_perf.hardware import load_machines
     from sinew_perf.needs import budget, needs

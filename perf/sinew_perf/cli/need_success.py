@@ -1,0 +1,131 @@
+"""``sinew perf need --success``: with which machine and network a task still succeeds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+from sinew.cli import terminal
+
+from sinew_perf.cli.options import print_sources
+from sinew_perf.request import TracedRequest
+
+SLOWEST_HZ = 1e-3  # a rate that every machine reaches with all solver steps
+
+
+def need_success(
+    wanted: float,
+    report: Path,
+    model: str,
+    machines: list[str] | None,
+    network: list[str] | None,
+    jitter_ms: float,
+    request: TracedRequest,
+    efficiency: float | None,
+    data: Path | None,
+    links: Path | None,
+    plot: Path | None,
+) -> int:
+    """Print the machines and networks with which a task succeeds often enough, and why.
+
+    Args:
+        wanted: Required success, 0 to 1.
+        report: Report of the task's success over latency.
+        model: Policy that would run.
+        machines: Names of machines; None for all.
+        network: Links between robot and machine; None if the machine is on the robot.
+        jitter_ms: Standard deviation of the latency.
+        request: Sizes of the request.
+        efficiency: Share of the roofline; None for what Sinew's engines reached.
+        data: File with further machines.
+        links: File with further networks.
+        plot: File for a figure of success over latency; None for none.
+
+    Returns:
+        The exit status: 1 if no machine suffices.
+    """
+    from sinew_perf import plots, scenarios
+    from sinew_perf.hardware import hardware as known
+    from sinew_perf.hardware import load_hops, load_machines
+    from sinew_perf.needs import needs
+    from sinew_perf.placements import payload
+    from sinew_perf.program import PublishedProgram
+    from sinew_perf.success import LatencySpread, best, read_surface, reasons
+
+    if plot is not None:
+        plots.check()
+    task, ways = read_surface(report)
+    console = terminal.console(markup=False)
+    console.print(f"{task}, {wanted:.0%} success wanted:")
+    for line in reasons(ways, wanted, jitter_ms):
+        console.print(f"  {line}", soft_wrap=True)
+    among = {each.name: each for each in load_machines(machines or known(data), data)}
+    routes = [()] if not network else list(product(*load_hops(network, links)))
+    size = payload(model, PublishedProgram.load(model, request, engine="plan"), "jpeg")
+    rows = []
+    for row in needs(model, among, SLOWEST_HZ, efficiency, request):
+        for route in routes:
+            latency_ms = 1e3 * scenarios.synchronous_s(1 / row.hz, size, route)
+            chosen = best(ways, LatencySpread(latency_ms, jitter_ms))
+            rows.append((row, " + ".join(link.title for link in route) or "on the robot", latency_ms, chosen))
+    rows.sort(key=lambda each: -each[2])
+    enough = [each for each in rows if each[3] is not None and each[3][1].success >= wanted]
+    table = terminal.table(
+        f"{model}, the slowest sufficient machine first",
+        *(
+            "machine",
+            "precision",
+            ">solver steps",
+            "place",
+            ">latency, ms",
+            "way of driving",
+            "success predicted",
+        ),
+    )
+    for row, place, latency_ms, chosen in enough:
+        assert chosen is not None
+        way, rate = chosen
+        table.add_row(
+            row.title, row.precision, str(row.steps), place, f"{latency_ms:.0f}", way.name, rate.text()
+        )
+    terminal.console().print(table if enough else f"no machine keeps {wanted:.0%}")
+    late = [each for each in rows if each[3] is None]
+    if late:
+        console.print(f"{len(late)} are slower than any latency that was played")
+    if not jitter_ms:
+        console.print(
+            "all requests are assumed to be equally late; --jitter-ms takes what `sinew bench` measured"
+        )
+    if efficiency is None:
+        print_sources(each[0].share for each in enough)
+    if plot is not None:
+        marks = [
+            (f"{row.title}, {row.precision.split()[0]}, {place}", latency_ms)
+            for row, place, latency_ms, _ in rows
+        ]
+        plots.success(ways, wanted, marks, plot, f"{task}; latencies of {model}")
+        console.print(f"figure: {plot}")
+    found = [
+        {
+            "machine": row.machine,
+            "precision": row.precision,
+            "steps": row.steps,
+            "place": place,
+            "latency_ms": latency_ms,
+            "way": None if chosen is None else {"handover": chosen[0].handover, "replan": chosen[0].replan},
+            "success": None if chosen is None else asdict(chosen[1]),
+            "enough": chosen is not None and chosen[1].success >= wanted,
+        }
+        for row, place, latency_ms, chosen in rows
+    ]
+    terminal.emit(
+        {
+            "schema": "sinew.perf.need-success/1",
+            "task": task,
+            "wanted": wanted,
+            "jitter_ms": jitter_ms,
+            "found": found,
+        }
+    )
+    return 0 if enough else 1
