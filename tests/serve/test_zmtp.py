@@ -15,7 +15,7 @@ from sinew_client import Client, protocol, schema, zmtp
 
 from sinew.serve.transport.ledger import Account, MemoryLedger
 from sinew.serve.transport.listen import Listen
-from sinew.serve.transport.zeromq import Peer
+from sinew.serve.transport.zeromq import MAX_PAUSE_S, REFUSAL_PAUSE_S, Peer
 from tests.serve.puppet import (
     GOOD,
     GREETING,
@@ -339,8 +339,8 @@ def test_a_sender_of_refused_requests_is_slowed_down():
         for _ in range(50):
             stranger.sendall(zmtp.message([b"", b"\x08\x01" * 200]))
         (peer,) = wire.ledger.open
-        until(lambda: peer.refusals >= 4)
-        assert peer.paused or peer.refusals < 50
+        until(lambda: peer.next_pause >= 8 * REFUSAL_PAUSE_S)  # after three refusals
+        assert peer.paused or peer.next_pause < MAX_PAUSE_S
         with Client(at.native, timeout=WAIT_S, api_key="secret") as robot:
             assert robot.health()["status"] == "ok"
 
