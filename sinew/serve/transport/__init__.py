@@ -1,1 +1,1 @@
-"""Transports: sockets, connections and TLS. They move bytes and know no protocol."""
+"""Transports: sockets, connections and TLS. A transport moves bytes and knows no protocol."""

@@ -1,4 +1,5 @@
-"""``/v1/policies``: what runs here under which name; load, exchange, unload, from this machine alone, with its key."""
+"""The routes below ``/v1/policies``: list the policies by name, and load, exchange and unload policies. The changes are
+accepted from this machine only, and with the server's key."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from sinew.serve.access import POLICIES, UnauthorizedError, is_loopback
 from sinew.serve.service import Service
 from sinew.serve.transport.routes import Guard, read_body
 
-MAX_SOURCE = 4096  # characters: a path's longest on Linux
-MAX_BODY = 1 << 16  # bytes around it
+MAX_SOURCE = 4096  # characters, the longest path on Linux
+MAX_BODY = 1 << 16  # bytes of a request
 
 
 def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
@@ -28,8 +29,8 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
         if len(body) > MAX_BODY:
             raise RequestError(f"expected at most {MAX_BODY} bytes, got {len(body)}")
         try:
-            asked = parse_json(body)
-            source, accept = asked["source"], asked.get("accept", [])
+            body_fields = parse_json(body)
+            source, accept = body_fields["source"], body_fields.get("accept", [])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RequestError('expected {"source": "what sinew serve takes"}') from None
         if not isinstance(accept, list) or not all(isinstance(each, str) for each in accept):
@@ -54,15 +55,15 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
 
     async def run(change: Callable[..., dict[str, Any]], *given: Any) -> web.StreamResponse:
         try:
-            done = await asyncio.get_running_loop().run_in_executor(None, change, *given)
+            report = await asyncio.get_running_loop().run_in_executor(None, change, *given)
         except (
             BundleError,
             ConvertError,
         ) as error:  # an error of the requested policy, not of the one in use
             raise RequestError(str(error)) from None
-        except OSError as error:  # a name that is too long for the disk, a disk that is full
+        except OSError as error:  # the name is too long for the disk, or the disk is full
             raise RequestError(f"source: {error.strerror or error}") from None
-        return web.json_response(done)
+        return web.json_response(report)
 
     router.add_get(POLICIES, guarded(listed))
     router.add_put(f"{POLICIES}/{{policy}}", guarded(load))

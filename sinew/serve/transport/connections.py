@@ -1,7 +1,8 @@
-"""The connections of an asyncio server: its protocols wrapped, so that what each holds is counted (``ledger.py``).
+"""The connections of an asyncio server. Each protocol is wrapped, so that the memory of its connection is counted
+(``ledger.py``).
 
-aiohttp bounds one request; here is what a crowd of unfinished ones may hold. Everything runs on the server's
-event loop.
+aiohttp bounds one request; this module bounds many unfinished requests together. Everything runs on the server's event
+loop.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from sinew.serve.transport.ledger import SWEEP_S, Account, MemoryLedger
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a client's WebSocket control frame beside its payload: two of header, four of mask
+# The bytes of a client's WebSocket control frame before its payload: two bytes of header, four bytes of mask.
 CONTROL_HEADER = 6
 
 
 class Connections:
-    """See :class:`MemoryLedger` for the limits."""
+    """All connections of one server. :class:`MemoryLedger` describes the limits."""
 
     def __init__(self, name: str, limit: int, limit_bytes: int, limit_s: float):
         self.ledger = MemoryLedger(name, limit, limit_bytes, self.close, limit_s)
@@ -32,12 +33,12 @@ class Connections:
         return self._loop.time()
 
     def accept(self, inner: asyncio.Protocol) -> asyncio.Protocol:
-        """The protocol of a new connection, which hands everything on to ``inner``."""
+        """Return the protocol of a new connection, which passes all calls on to ``inner``."""
         connection = Connection(self, inner, self.now())
         return connection if self.ledger.admit(connection, self.now()) else _Refusal()
 
     async def watch(self) -> None:
-        """Close what has taken too long, for ever."""
+        """Close connections that take too long, in an endless loop."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self.ledger.sweep(self.now())
@@ -50,7 +51,7 @@ class Connections:
 
 
 class Connection(Account, asyncio.Protocol):
-    """One connection, and what its request handlers tell of it."""
+    """One connection. Its request handlers call the methods that count its memory."""
 
     def __init__(self, all_of_them: Connections | None, inner: asyncio.Protocol, now: float):
         super().__init__(now)
@@ -63,7 +64,7 @@ class Connection(Account, asyncio.Protocol):
         return cls(None, asyncio.Protocol(), 0.0)
 
     def whole(self) -> int:
-        """The request that was arriving is there. Returns its bytes, for ``answered``."""
+        """Count the arriving request as complete. Return its bytes, which ``answered`` takes later."""
         return 0 if self._all is None else self._all.ledger.whole(self)
 
     def answered(self, size: int) -> None:
@@ -76,12 +77,13 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.keep(self, size)
 
     def prove(self) -> None:
-        """A request of it was taken: it is not a stranger any more."""
+        """Count the connection as proven, because a request of it was accepted."""
         if self._all is not None:
             self._all.ledger.prove(self)
 
     def control_frame(self, payload: int) -> None:
-        """A WebSocket's ping or pong of that many bytes has come; perhaps in between the parts of a message."""
+        """Remove a WebSocket's ping or pong of ``payload`` bytes from the arriving request. It may come between the
+        parts of a message."""
         if self._all is None:
             return
         size = min(payload + CONTROL_HEADER, self.arriving)
@@ -103,7 +105,9 @@ class Connection(Account, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._all is not None
-        if self not in self._all.ledger.open:  # closed by the server; its end has not come through yet
+        if (
+            self not in self._all.ledger.open
+        ):  # the server closed it, and asyncio has not reported its end yet
             return
         self._all.ledger.arrived(self, len(data), self._all.now())
         self._inner.data_received(data)
@@ -124,6 +128,6 @@ class _Refusal(asyncio.Protocol):
 
 
 def connection_of(request: web.Request) -> Connection:
-    """Return the connection of a request; for a disconnected client, one that is not counted."""
-    found = None if request.transport is None else request.transport.get_protocol()
-    return found if isinstance(found, Connection) else Connection.nobody()
+    """Return the connection of a request. If the client has disconnected, return a connection that is not counted."""
+    protocol = None if request.transport is None else request.transport.get_protocol()
+    return protocol if isinstance(protocol, Connection) else Connection.nobody()

@@ -1,7 +1,7 @@
-"""What the connections of one server hold: how many there are, how much memory, since when.
+"""The account of a server's connections: their number, their memory, and the times of their requests.
 
-One request is bounded by its reader. A crowd of unfinished ones, each within those bounds, is bounded here, for every
-transport that sees its connections. It is accounting alone: no sockets, and one thread.
+The reader of a request bounds this one request. This module bounds many unfinished requests together, each of which is
+within that bound, for every transport that sees its connections. It only counts: it uses no sockets, and one thread.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from sinew.core.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-HELD_REQUESTS = 8  # memory of all unanswered requests, in requests of the largest size
-STRANGERS_SHARE = 4  # a part of that for those that never sent a request that was taken: one in so many
-# A full server closes connections that are silent for so long and have never sent a valid request
-STRANGER_IDLE_S = 1.0
-IDLE_S = 60.0  # then those that have sent one and are silent for this long
+HELD_REQUESTS = 8  # the memory of all unanswered requests, in requests of the largest size
+# A stranger is a connection that has never sent an accepted request. All strangers together may take this fraction of
+# the memory: one part in four.
+STRANGERS_SHARE = 4
+STRANGER_IDLE_S = 1.0  # a full server first closes strangers that have been silent for this long
+IDLE_S = 60.0  # then the server closes other connections that have been silent for this long
 SWEEP_S = 0.5  # seconds between two checks for slow connections
 
 
 class Account:
-    """What one connection holds.
+    """The memory and the times of one connection.
 
-    since: when the request (or handshake) that is arriving began; None between requests.
-    arriving: bytes of it. waiting: bytes of whole requests that are not answered. kept: bytes that outlive the answers,
-        such as the frames of earlier steps and of streams.
-    proven: a request of it has been taken (authorised, where the server has a key). heard: when it last sent.
+    Attributes:
+        since: The time at which the arriving request (or handshake) began; None between requests.
+        arriving: Bytes of the arriving request.
+        waiting: Bytes of complete requests that are not answered yet.
+        kept: Bytes that outlive the answers, such as the frames of earlier steps and of streams.
+        proven: True once a request of this connection was accepted (and authorised, if the server has a key).
+        heard: The time at which the connection last sent.
     """
 
     __slots__ = ("arriving", "heard", "kept", "proven", "since", "waiting")
@@ -46,15 +50,20 @@ class Account:
         return self.arriving + self.waiting + self.kept
 
 
-A = TypeVar("A", bound=Account)  # as a transport has them
+A = TypeVar("A", bound=Account)  # a transport's own class of accounts
 
 
 class MemoryLedger(Generic[A]):
-    """limit: connections at once. limit_bytes: received and not yet answered, and kept between requests, of all of them
-    together; beyond it the connection that holds most is closed, so that the ones with ordinary requests go on.
-    limit_s: for one request to arrive.
+    """The accounts of all connections, with their limits.
 
-    close: ends a connection; it must call ``forget``.
+    Args:
+        name: The server's name, for messages.
+        limit: Most open connections.
+        limit_bytes: Most bytes of all connections together: requests that are not answered, and bytes that are kept
+            between requests. Above this limit, the connection with the most bytes is closed, so that connections with
+            ordinary requests continue.
+        close: Ends a connection. It must call ``forget``.
+        limit_s: Most seconds for one request to arrive.
     """
 
     def __init__(
@@ -71,7 +80,8 @@ class MemoryLedger(Generic[A]):
         self._quiet = RateLimitedLog(logger)
 
     def admit(self, account: A, now: float) -> bool:
-        """Count a new connection in, in place of an idle one if the server is full. False: there is no place."""
+        """Add a new connection. If the server is full, an idle connection is closed first. Return False if the server
+        is full and no connection is idle."""
         if len(self.open) >= self.limit and not self._make_place(now):
             self._quiet.warning("%s: a connection was refused: %d are open", self.name, len(self.open))
             return False
@@ -79,7 +89,7 @@ class MemoryLedger(Generic[A]):
         return True
 
     def arrived(self, account: A, size: int, now: float) -> None:
-        """So many bytes of a request are there. May close connections, also this one."""
+        """Count ``size`` more bytes of the arriving request. This may close connections, also this one."""
         if account.since is None:
             account.since = now
         account.heard = now
@@ -89,7 +99,7 @@ class MemoryLedger(Generic[A]):
             self._make_room()
 
     def whole(self, account: A) -> int:
-        """The request that was arriving is there. Returns its bytes, for ``answered``."""
+        """Count the arriving request as complete. Return its bytes, which ``answered`` takes later."""
         size, account.arriving, account.since = account.arriving, 0, None
         account.waiting += size
         return size
@@ -99,7 +109,7 @@ class MemoryLedger(Generic[A]):
         self._count(account, -size)
 
     def keep(self, account: A, size: int) -> None:
-        """The connection keeps so many bytes from now on. May close connections, also this one."""
+        """Count ``size`` bytes that the connection keeps from now on. This may close connections, also this one."""
         more = size - account.kept
         self._count(account, more)
         account.kept = size
@@ -107,7 +117,7 @@ class MemoryLedger(Generic[A]):
             self._make_room()
 
     def prove(self, account: A) -> None:
-        """A request of this connection was taken."""
+        """Count the connection as proven, because a request of it was accepted."""
         if not account.proven:
             if account in self.open:
                 self.strangers_held -= account.held
@@ -119,7 +129,7 @@ class MemoryLedger(Generic[A]):
             self.open.discard(account)
 
     def sweep(self, now: float) -> None:
-        """Close what has taken too long."""
+        """Close connections whose request takes too long to arrive."""
         for each in [each for each in self.open if each.since is not None and not each.waiting]:
             assert each.since is not None
             if now - each.since > self.limit_s:
@@ -144,7 +154,7 @@ class MemoryLedger(Generic[A]):
             self._close(greatest, "the connections take more memory than the server allows")
 
     def _make_place(self, now: float) -> bool:
-        """Close the connection that has been silent for longest, strangers first."""
+        """Close the idle connection that has been silent for longest, strangers first. Return False if none is idle."""
         for proven, idle_s in ((False, STRANGER_IDLE_S), (True, IDLE_S)):
             idle = [
                 each

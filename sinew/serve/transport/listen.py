@@ -1,4 +1,4 @@
-"""Where a wire listens, and what it lets in."""
+"""The address on which a wire listens, and the limits of its connections."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sinew.serve.renewed import ReloadedFile
 
 logger = logging.getLogger(__name__)
 
-ARRIVAL_S = 10.0  # seconds for a request to arrive; robots are faster
+ARRIVAL_S = 10.0  # seconds in which a request must arrive; robots are faster
 CERTIFICATE = r"(?s)-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----"
-TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # those of two digits a year are of this century
+TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # a year of two digits is in this century
 AUTHORITY = (
     rb"\x06\x03\x55\x1d\x13(\x01\x01\xff)?\x04.\x30.\x01\x01\xff"  # basicConstraints, CA:TRUE (RFC 5280)
 )
@@ -38,10 +38,10 @@ class AddressError(SinewError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """What the protocol lerobot-remote needs beside a port: LeRobot's robots compare it with their own settings.
+    """The settings of the protocol lerobot-remote besides a port. LeRobot's robots compare them with their own.
 
     Attributes:
-        deployment: Name under which robots find the policy; "" for the name of the bundle.
+        deployment: Name by which robots find the policy; "" for the name of the bundle.
         semantics: Name of the units of state and action, which each robot has to repeat; "" for the bundle's units.
         camera_sizes: Camera -> height and width of its frames, where they differ from those of the training data.
         router: Endpoint of a Zenoh router to connect to, such as tls/HOST:7447; "" to listen for robots.
@@ -57,20 +57,21 @@ class RemoteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where and how a server listens.
+    """The address of a server, and its settings.
 
     Attributes:
         host: An address of this machine. The default is reachable from this machine only.
-        port: 0 picks a free one.
-        path: Path of a Unix socket instead, for the protocols of ZeroMQ.
+        port: The port; 0 picks a free port.
+        path: Path of a Unix socket in place of a port, for the protocols of ZeroMQ.
         max_message_bytes: Largest size of one request.
         max_connections: Most open connections, if the protocol can count them.
         arrival_s: Seconds from a request's first byte to its last, after which its connection is closed.
-        tls_cert: PEM file, for protocols with TLS (native, openpi, http, lerobot).
-        tls_key: PEM file, likewise.
+        tls_cert: PEM file of the certificate, for protocols with TLS (native, openpi, http, lerobot).
+        tls_key: PEM file of the certificate's key; None if ``tls_cert`` has the key.
         origins: Web pages that may send requests to the web protocols, as browsers write them (https://host:port).
         hosts: Further names of this server, which its web pages may have in their address.
-        dashboard: Show a page at / of the web protocols.
+        dashboard: True to show a page at / of the web protocols.
+        remote: Settings of the protocol lerobot-remote.
     """
 
     host: str = "127.0.0.1"
@@ -91,12 +92,12 @@ class Listen:
         return is_loopback(self.host)
 
     def numeric_host(self) -> str:
-        """The host as an address: ZeroMQ does not look names up when binding. Raises OSError."""
+        """Return the host as a numeric address, because ZeroMQ does not look names up when binding. Raises OSError."""
         if self.host in ("*", ""):
-            return "0.0.0.0"  # noqa: S104 - asked for by name
-        found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
-        found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # clients try 127.0.0.1 for localhost
-        return str(found[0][4][0])
+            return "0.0.0.0"  # noqa: S104 - the user requested all interfaces
+        addresses = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
+        addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)  # clients try 127.0.0.1 for localhost
+        return str(addresses[0][4][0])
 
     def tcp_socket(self) -> socket.socket:
         """Return a bound and listening socket. Connections wait in its backlog until they are accepted.
@@ -106,33 +107,33 @@ class Listen:
         try:
             host = self.numeric_host()
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            made = socket.create_server((host, self.port), family=family, backlog=self.max_connections)
+            listener = socket.create_server((host, self.port), family=family, backlog=self.max_connections)
         except OSError as error:
-            # A resolver's numbers are not the system's.
+            # The error numbers of the resolver differ from the system's.
             why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
             raise AddressError(f"cannot listen on {self.host}:{self.port}: {why}") from error
-        made.setblocking(False)
-        return made
+        listener.setblocking(False)
+        return listener
 
     def at(self, place: int | str) -> Listen:
-        """Return the same on a port, or at the path of a Unix socket."""
+        """Return these settings with a port, or with the path of a Unix socket."""
         return replace(self, path=place) if isinstance(place, str) else replace(self, port=place)
 
     def unix_socket(self) -> socket.socket:
-        """Return a bound and listening Unix socket at ``path``, which this user alone may connect to. One that a killed
-        server left there is replaced. Raises :class:`AddressError`."""
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        """Return a bound and listening Unix socket at ``path``, to which only this user may connect. A socket that a
+        killed server left there is replaced. Raises :class:`AddressError`."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if os.path.lexists(self.path):
                 self._take_away()
-            made.bind(self.path)
-            Path(self.path).chmod(0o600)  # before anybody can connect
-            made.listen(self.max_connections)
+            listener.bind(self.path)
+            Path(self.path).chmod(0o600)  # before a client can connect
+            listener.listen(self.max_connections)
         except OSError as error:
-            made.close()
+            listener.close()
             raise AddressError(f"cannot listen on ipc://{self.path}: {error.strerror or error}") from error
-        made.setblocking(False)
-        return made
+        listener.setblocking(False)
+        return listener
 
     def _take_away(self) -> None:
         """Remove a socket file without a listener. Raises OSError if the path is anything else."""
@@ -147,8 +148,8 @@ class Listen:
         Path(self.path).unlink()
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return the server's TLS context, None without files for it; connections get what the files hold when they
-        begin. Raises SinewError for unusable files."""
+        """Return the server's TLS context; None if there are no files for it. A new connection uses the newest content
+        of the files. Raises SinewError for unusable files."""
         if self.tls_cert is None:
             if self.tls_key is not None:
                 raise SinewError(f"TLS: --tls-key {self.tls_key} needs --tls-cert")
@@ -159,22 +160,24 @@ class Listen:
             connection.context = newest()
 
         context = newest()
-        context.sni_callback = choose  # called in every handshake, with or without a name
+        context.sni_callback = choose  # called in every handshake, also if the client sends no server name
         return context
 
     def _tls_context(self) -> ssl.SSLContext:
         assert self.tls_cert is not None
         cert, key = self.tls_cert, self.tls_key or self.tls_cert
         files = f"--tls-cert {cert}", f"--tls-key {key}" if self.tls_key else f"without --tls-key {key}"
-        for file, path, wanted in zip(files, (cert, key), (CERTIFICATE, KEY), strict=True):
-            if not path.is_file() or re.search(wanted, _pem(path)) is None:
-                what = "certificate" if wanted == CERTIFICATE else "private key without a passphrase"
+        for file, path, pattern in zip(files, (cert, key), (CERTIFICATE, KEY), strict=True):
+            if not path.is_file() or re.search(pattern, _pem(path)) is None:
+                what = "certificate" if pattern == CERTIFICATE else "private key without a passphrase"
                 raise SinewError(f"TLS: {file}: expected a PEM file with a {what}, got none there")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(cert, self.tls_key)
         except (OSError, ValueError) as error:
-            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(error)  # another algorithm of the key
+            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(
+                error
+            )  # NO_CERTIFICATE: the key has another algorithm
             why = "the key is another certificate's" if other else error
             raise SinewError(f"TLS: {', '.join(files)}: {why}") from error
         if (end := _end(cert)) < time.strftime("%Y%m%d%H%M%S", time.gmtime()):
@@ -189,7 +192,8 @@ def _pem(path: Path) -> str:
 
 
 def is_authority(cert: Path) -> bool:
-    """Return True if a file's first certificate is an authority's, with which rustls lets no server identify itself."""
+    """Return True if a file's first certificate belongs to an authority. rustls rejects servers that use such a
+    certificate as their own."""
     return re.search(AUTHORITY, _der(cert), re.DOTALL) is not None
 
 
@@ -199,14 +203,16 @@ def _der(cert: Path) -> bytes:
 
 
 def _end(cert: Path) -> str:
-    """Return when a file's first certificate ends, as %Y%m%d%H%M%S in UTC (RFC 5280: the second time in it)."""
+    """Return the end of a file's first certificate as %Y%m%d%H%M%S in UTC. It is the second time in the certificate
+    (RFC 5280)."""
     times = re.findall(TIMES, _der(cert))
     return f"20{times[1].decode()}"[-14:]
 
 
 def reachable(address: str) -> str:
-    """``address`` as a client writes it: this machine's name in place of one that means every interface."""
-    for wildcard in ("0.0.0.0", "[::]"):  # noqa: S104 - looked for, not bound
+    """Return ``address`` as a client writes it: an address that means every interface is replaced by this machine's
+    name."""
+    for wildcard in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
         if f"//{wildcard}:" in address:
             return address.replace(wildcard, socket.gethostname())
     return address

@@ -1,5 +1,5 @@
-"""What others add to the web transport: a protocol of WebSockets, the routes of a wire, a page at /; and how a failed
-request is answered over HTTP."""
+"""The interfaces of the web transport: a protocol of WebSockets, the routes of a wire, a page at /. This module also
+makes the answers to failed requests over HTTP."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sinew.serve.service import Service
 from sinew.serve.transport.connections import connection_of
 
 JSON = "application/json"
-PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
-MAX_REASON = 123  # bytes, of RFC 6455's close frame
+PING_S = 20.0  # seconds between pings; a WebSocket that does not answer is closed
+MAX_REASON = 123  # most bytes of the reason in a close frame (RFC 6455)
 _STATUS = {
     "bad_request": 400,
     "bad_observation": 400,
@@ -46,7 +46,7 @@ class Routes(Protocol):
         """Add the routes; called once, before the first request."""
 
     def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
-        """See Listener. address: with the scheme of HTTP."""
+        """Return a program for clients, as :class:`Listener` does. ``address`` has the scheme of HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,21 @@ class Dialect:
             decode thread.
         answer: Makes the reply from a message, its outcomes (chunks, and errors for several observations),
             milliseconds since it arrived, and those of the connection's message before, or None.
-        guide: See Listener; takes the address.
+        guide: Makes a program for clients, as :class:`Listener` does, from the specification and the address.
         greet: Makes the first frame of a connection; None if the client speaks first.
-        reset: Makes the answer to a ``reset``, or None if its clients expect none; None if there is no reset.
-        binary: Clients send binary frames, not text.
-        explains: An error is sent as a text frame before the connection ends.
-        ping_s: Seconds between pings, which clients answer; None if they may be busy with their robot.
+        reset: Makes the answer to a ``reset``, or None if the clients expect no answer; None if there is no reset.
+        binary: True if clients send binary frames, False if they send text.
+        explains: True if an error is sent as a text frame before the connection ends.
+        ping_s: Seconds between pings, which clients answer; None if clients may be too busy with their robot to answer.
         connect: Makes the dialect of one connection, if its messages depend on each other, from the arguments of
             ``greet`` and the query of its address. Raises RequestError for an invalid query.
-        error: Makes an error reply, after which the connection continues. Without it, or if it returns None, the
+        error: Makes an error reply, after which the connection continues. Without ``error``, or if it returns None, the
             connection ends.
-        waits: A client that sends more than may wait is not read meanwhile, instead of being rejected.
+        waits: True if the server stops reading from a client that sends too many observations, instead of rejecting
+            them.
         beside: Routes on the same port that belong to the protocol.
-        seen: Makes the answer to an observation that is kept and not computed, after ``observation`` has decoded it.
+        seen: Makes the answer to an observation that is kept without computing a chunk, after ``observation`` has
+            decoded it.
         kept: Returns the bytes that a connection keeps between two messages, for the ledger.
     """
 
@@ -95,26 +97,27 @@ class Dialect:
 
 
 class Page(Protocol):
-    """What a browser is shown at /."""
+    """The page that a browser shows at /."""
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
-        """Add the routes and return the page's handler. at_root: the page's at / as well; else clients share it."""
+        """Add the routes and return the page's handler. With ``at_root``, a route for / is added too; otherwise clients
+        of a WebSocket use / too, and the caller calls the handler."""
 
     def end(self) -> None:
-        """Let all viewers go: the server stops."""
+        """End the connections of all viewers, because the server stops."""
 
 
 async def read_body(request: web.Request) -> tuple[float, bytearray]:
-    """Return when a request was there, by ``time.perf_counter()``, and its body. Raises RequestError where it is
-    compressed.
+    """Return the time at which a request was complete, by ``time.perf_counter()``, and its body. Raises RequestError
+    for a compressed body.
 
-    Not by ``request.read``, which keeps the body for as long as the connection is kept for a next request.
+    ``request.read`` is not used, because it keeps the body until the connection ends.
     """
     coding = request.headers.get("Content-Encoding", "identity")
     if coding != "identity":
         raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
     body, most = bytearray(), request.client_max_size
-    async for part in request.content.iter_any():  # a slow one is ended by Connections.watch
+    async for part in request.content.iter_any():  # Connections.watch ends a slow request
         body += part
         if len(body) > most:
             raise web.HTTPRequestEntityTooLarge(most, len(body))
@@ -131,5 +134,5 @@ def error_entry(error: SinewError) -> dict[str, dict[str, str]]:
 
 
 def error_answer(error: SinewError) -> tuple[int, bytes]:
-    """(status, body)"""
+    """Return the status and the body of the answer to a failed request."""
     return _STATUS.get(error.code, 500), json.dumps(error_entry(error)).encode()

@@ -1,7 +1,7 @@
-"""HTTP and WebSocket transport: one aiohttp server on a thread of its own, for wires of WebSockets and of routes.
+"""HTTP and WebSocket transport: one aiohttp server on its own thread, for wires of WebSockets and of routes.
 
-Always there: ``GET /healthz`` and ``GET /metrics``; a page at / where one is given. The event loop only moves
-bytes; observations are made on the scheduler's decode thread.
+The server always has ``GET /healthz`` and ``GET /metrics``, and a page at / if there is one. The event loop only moves
+bytes; observations are decoded on the scheduler's decode thread.
 """
 
 from __future__ import annotations
@@ -43,15 +43,25 @@ from sinew.serve.transport.routes import (
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 1.0  # for handing over the last answers
-STOP_S = 4.0  # for the event loop to end
-NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # for another connection
-PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
+CLOSE_S = 1.0  # seconds in which the last answers are sent
+STOP_S = 4.0  # seconds in which the event loop must end
+NO_ROOM = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+)  # errors if no connection can be opened any more
+PENDING = 2  # most waiting observations of one connection; openpi's clients send one at a time
 
 
 class WebServer:
-    """wires: what it serves; at most one is a Dialect, whose WebSockets are at any path. page: makes what a browser is
-    shown, given the service and what puts handlers behind its key."""
+    """A web server for one port.
+
+    Args:
+        wires: The wires to serve. At most one of them is a Dialect, whose WebSockets are at any path.
+        listen: The address and the limits.
+        page: Makes the page for browsers from the service and the guard that checks its key; None for no page.
+    """
 
     def __init__(
         self,
@@ -68,7 +78,7 @@ class WebServer:
         host = f"[{listen.host}]" if ":" in listen.host else listen.host or "0.0.0.0"  # noqa: S104 - shown
         scheme = ("wss" if self._tls else "ws") if self._dialect else "https" if self._tls else "http"
         self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
-        # what a browser opens; "" where there is no page
+        # The address that a browser opens; "" if there is no page.
         self.dashboard = "" if page is None else self.address.replace("ws", "http", 1) + "/"
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
@@ -77,9 +87,9 @@ class WebServer:
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()
         self._make_page = page
-        self.page: Page | None = None  # once it was started
-        self._front: Handler | None = None  # the page at /
-        # Decodes what is kept and not computed
+        self.page: Page | None = None  # None until the server has started
+        self._front: Handler | None = None  # the handler of the page at /
+        # Decodes observations that are kept without computing a chunk.
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="sinew-web-decode")
 
     def start(self, service: Service) -> None:
@@ -92,7 +102,7 @@ class WebServer:
 
     def stop(self) -> None:
         if self._thread is not None and self._ended is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(STOP_S)
             if self._thread.is_alive():
@@ -132,7 +142,7 @@ class WebServer:
             access_log=None,
             keepalive_timeout=60.0,
             handler_cancellation=True,
-            auto_decompress=False,  # frames are compressed already; anything else would be a bomb
+            auto_decompress=False,  # frames are compressed already; another body could be a decompression bomb
         )
         await runner.setup()
         listen = self._listen
@@ -153,7 +163,7 @@ class WebServer:
         server.close()
         if self.page is not None:
             self.page.end()
-        await asyncio.sleep(0)  # answers that the scheduler's end produced are on their way to their handlers
+        await asyncio.sleep(0)  # lets the handlers receive the answers that the end of the scheduler produced
         for socket in list(self._open):
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(socket.close(code=WSCloseCode.GOING_AWAY), CLOSE_S)
@@ -162,8 +172,8 @@ class WebServer:
             await asyncio.wait_for(runner.cleanup(), CLOSE_S)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
-        """Tell in a line that a connection could not be taken: asyncio writes a traceback for each place of its queue,
-        once a second, while no descriptor is free."""
+        """Log in one line that a connection could not be accepted. By default, asyncio logs a traceback for each place
+        of its queue, once a second, while no descriptor is free."""
         error = about.get("exception")
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
@@ -174,7 +184,7 @@ class WebServer:
     async def _counted(
         self, request: web.Request, handler: Callable[..., Awaitable[Any]]
     ) -> web.StreamResponse:
-        """Tells the connection when a request is there and when it is answered."""
+        """Count a request in its connection's account when it is complete, and when it is answered."""
         connection = connection_of(request)
         if not request.can_read_body:
             connection.whole()
@@ -192,7 +202,8 @@ class WebServer:
     # ------------------------------------------------------------------------- routes
 
     async def _health(self, _request: web.Request) -> web.Response:
-        """503 with the reasons while no request can be answered. Says nothing of the policy, so it needs no key."""
+        """Answer with status 503 and the reasons while no request can be answered. The answer states nothing about the
+        policy, so it needs no key."""
         if problems := self._service.problems():
             response = web.Response(status=503, text="\n".join(["UNHEALTHY", *problems, ""]))
         else:
@@ -213,7 +224,7 @@ class WebServer:
         return response
 
     def _guarded(self, handler: Handler) -> Handler:
-        """``handler`` behind the key check, with errors as JSON."""
+        """Return a handler that checks the key, calls ``handler``, and answers errors as JSON."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
@@ -256,7 +267,7 @@ class WebServer:
             compress=False,
             heartbeat=dialect.ping_s,
             timeout=CLOSE_S,
-            autoping=False,  # answered below, where they are counted
+            autoping=False,  # pings are answered and counted below
         )
         if not socket.can_prepare(request):
             response = web.Response(
@@ -272,8 +283,10 @@ class WebServer:
             connection.prove()
         connection.answered(connection.waiting)
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
-        # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
-        admit = partial(service.authorize, key_in(request.headers))  # keys may have been exchanged since
+        # Reading continues during an inference, so that pings are answered and a client's end is noticed.
+        admit = partial(
+            service.authorize, key_in(request.headers)
+        )  # keys may be exchanged during the connection
         worker = asyncio.create_task(
             self._answer(socket, dialect, connection, messages, client, policy, admit)
         )
@@ -286,19 +299,19 @@ class WebServer:
                     if message.type == WSMsgType.PING:
                         await socket.pong(message.data)
                 elif (message.type == WSMsgType.BINARY) != dialect.binary:
-                    wanted = "binary frame with a msgpack map" if dialect.binary else "text frame"
-                    await self._fail(socket, f"expected a {wanted}, got the other kind")
+                    expected = "binary frame with a msgpack map" if dialect.binary else "text frame"
+                    await self._fail(socket, f"expected a {expected}, got the other kind")
                     break
                 elif messages.full() and not dialect.waits:
                     await self._fail(socket, f"at most {PENDING} observations of one connection may wait")
                     break
                 else:
                     await messages.put((time.perf_counter(), _data(message), connection.whole()))
-                del message  # the next one may be long in coming
+                del message  # frees its memory, because the next message may come much later
         except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of %s left", name)
         finally:
-            # Before anything is awaited: this task may have been cancelled, and is then cancelled again.
+            # These lines precede any await, because a task that was cancelled is cancelled again at an await.
             self._open.discard(socket)
             service.metrics.connection(name, -1)
             worker.cancel()
@@ -315,7 +328,7 @@ class WebServer:
         policy: str,
         admit: Callable[[], None],
     ) -> None:
-        """One observation after the other, until the connection ends."""
+        """Answer the observations of a connection one after the other, until it ends."""
         previous_ms: float | None = None
         while True:
             arrived, payload, size = await messages.get()
@@ -328,12 +341,12 @@ class WebServer:
                 connection.prove()
                 previous_ms = 1e3 * (time.perf_counter() - arrived)
             except SinewError as error:
-                told = dialect.error(error) if dialect.error is not None else None
-                if told is None:
+                refusal = dialect.error(error) if dialect.error is not None else None
+                if refusal is None:
                     await self._fail(socket, f"{error} [{error.code}]")
                     return
                 with contextlib.suppress(ConnectionError):
-                    await socket.send_bytes(told)
+                    await socket.send_bytes(refusal)
             except ConnectionError:
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
@@ -341,7 +354,7 @@ class WebServer:
                 await self._fail(socket, "internal error; the server's log has the details")
                 return
             finally:
-                del payload  # the next one may be long in coming
+                del payload  # frees its memory, because the next message may come much later
                 connection.answered(size)
                 connection.keep(dialect.kept())
 
@@ -383,12 +396,14 @@ class WebServer:
     async def _decode(
         self, observation: Callable[[PixelBudget], Observation], deployment: Deployment
     ) -> None:
-        """Decode and check an observation that is not computed, as a request's are. One at a time: the frames of
-        several could be more than a server may hold. Ends when the client leaves."""
-        left = threading.Event()
+        """Decode and check an observation for which no chunk is computed, as those of requests are.
+
+        Observations are decoded one at a time, because the frames of several could exceed the server's memory limit.
+        Decoding ends when the client leaves."""
+        client_left = threading.Event()
 
         def check() -> None:
-            if left.is_set():
+            if client_left.is_set():
                 raise CancelledError("the client left")
 
         def read() -> None:
@@ -400,12 +415,12 @@ class WebServer:
         try:
             await self._loop.run_in_executor(self._decoder, read)
         except asyncio.CancelledError:
-            left.set()
+            client_left.set()
             raise
 
     async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:
-        """Say that something is wrong and end the connection: openpi's way is a text frame first, which a client that
-        takes each frame for an answer would misread; it finds the words in the reason of the end."""
+        """Send an error and end the connection. openpi's protocol sends a text frame first. A client of another
+        protocol would read this frame as an answer, so it gets the error as the reason of the close frame."""
         assert self._dialect is not None
         reason = text.encode()[:MAX_REASON].decode(errors="ignore").encode()
         with contextlib.suppress(ConnectionError, RuntimeError):
@@ -431,5 +446,5 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
     assert runner.server is not None  # after setup
-    made: asyncio.Protocol = runner.server()
-    return made
+    protocol: asyncio.Protocol = runner.server()
+    return protocol

@@ -1,6 +1,6 @@
-"""One Zenoh session of a server: its address, its certificates, who may send what, and how much it receives.
+"""One Zenoh session of a server: its address, its certificates, its access rules, and the bounds of its memory.
 
-Zenoh calls back on the threads that receive. So a callback only puts what came into a bounded inbox, and
+Zenoh runs callbacks on the threads that receive. So a callback only puts the received data into a bounded inbox, and
 one thread of the server takes it out. Transports know no wire: keys and rules are arguments.
 """
 
@@ -28,24 +28,24 @@ from sinew.serve.transport.listen import AddressError, Listen, is_authority
 
 logger = logging.getLogger(__name__)
 
-ROUTER_S = 10.0  # how long a router may take to answer
+ROUTER_S = 10.0  # seconds in which a router must answer
 MAX_QUERIES = 64  # most waiting queries
-MAX_QUERY = 1 << 20  # bytes of one
-USER = "sinew"  # robots send it with the first key; sinew2 with the second, and so on
+MAX_QUERY = 1 << 20  # most bytes of a query
+USER = "sinew"  # robots send this user with the first key, sinew2 with the second key, and so on
 
 
 class ZenohNode:
-    """Claims an address when created. :meth:`open` lets robots in.
+    """A Zenoh node. It claims its address when it is created, and accepts robots from :meth:`open` on.
 
     Args:
-        name: Of the wire.
+        name: The wire's name.
         listen: The address.
-        limit: Bytes of one message. Zenoh drops larger ones while they arrive.
+        limit: Most bytes of one message. Zenoh drops larger messages while they arrive.
 
     Attributes:
-        address: What a robot connects to, with its scheme.
-        endpoint: The same as Zenoh writes it.
-        inbox: What came, in its order: the tuples that the callbacks of :meth:`queries` and :meth:`samples` made.
+        address: The address that a robot connects to, with its scheme.
+        endpoint: The same address as Zenoh writes it.
+        inbox: The received entries in order: the tuples that the functions of :meth:`queries` and :meth:`samples` made.
     """
 
     def __init__(self, name: str, listen: Listen, limit: int):
@@ -85,11 +85,12 @@ class ZenohNode:
         self.endpoint, self.address = f"{scheme}/{place}", f"{scheme}://{place}"
 
     def open(self, keys: Sequence[str], rules: Sequence[Mapping[str, Any]]) -> Any:
-        """Let robots in, and return Zenoh's session.
+        """Accept robots, and return Zenoh's session.
 
         Args:
-            keys: One of them is required of each robot; empty for none.
-            rules: Of Zenoh's access control: what robots may send and receive. Everything else is rejected.
+            keys: The keys, one of which each robot must have; () if no key is required.
+            rules: Rules of Zenoh's access control: the messages that robots may send and receive. All others are
+                rejected.
 
         Raises:
             SinewError: The router does not answer, or a key cannot be checked.
@@ -118,11 +119,11 @@ class ZenohNode:
         except self.zenoh.ZError as error:
             where = f"--router {self._router}" if self._router else f"{self._listen.host}: {self.endpoint}"
             raise AddressError(f"--wire {self._name}: cannot use {where}: {str(error)[:200]}") from error
-        atexit.register(self.close)  # its threads must not call an interpreter that ends
+        atexit.register(self.close)  # Zenoh's threads must not run callbacks while the interpreter ends
         return self._session
 
     def close(self) -> None:
-        """End the session and free the address. Also when it was never opened, and twice."""
+        """End the session and free the address. This may be called before :meth:`open`, and twice."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -137,19 +138,22 @@ class ZenohNode:
     # ------------------------------------------------------------------------- what comes
 
     def direct(self, callback: Callable[[Any], None]) -> Any:
-        """Return a callback that Zenoh calls on the thread that receives. By default it has a thread for each, which
-        keeps the process until the session is closed, and a queue before it. callback: it must not wait."""
+        """Return ``callback``, which must not wait, as a handler that Zenoh runs on the thread that receives.
+
+        By default, Zenoh starts a thread with a queue for each callback, and this thread keeps the process alive until
+        the session is closed."""
         return self.zenoh.handlers.Callback(callback, indirect=False)
 
     def queries(self, made: Callable[[Any], Any]) -> Any:
-        """Return a callback for queries. made: what it puts into the inbox for one. ``answered`` frees its place."""
+        """Return a callback for queries. ``made`` makes the entry of the inbox from a query. :meth:`answered` frees the
+        query's place."""
 
         def enqueue(query: Any) -> None:
             with self._lock:
                 full = self._queries >= MAX_QUERIES or len(query.payload or b"") > MAX_QUERY
                 self._queries += not full
             if full:
-                query.drop()  # the robot learns at once that nobody answers
+                query.drop()  # the robot learns at once that no answer will come
                 return
             self.inbox.put(made(query))
 
@@ -161,8 +165,8 @@ class ZenohNode:
             self._queries -= 1
 
     def samples(self, made: Callable[[Any], Any]) -> Any:
-        """Return a callback for samples. made: what it puts into the inbox for one; None drops it. ``taken`` frees its
-        bytes."""
+        """Return a callback for samples. ``made`` makes the entry of the inbox from a sample; None drops the sample.
+        :meth:`taken` frees the sample's bytes."""
 
         def enqueue(sample: Any) -> None:
             size = len(sample.payload)
@@ -213,7 +217,7 @@ class ZenohNode:
         return config
 
     def _require_key(self, config: Any, keys: Sequence[str]) -> None:
-        """Have Zenoh require a user and a password. It reads them from a file, which this user alone may read."""
+        """Make Zenoh require a user and a password. Zenoh reads them from a file that only this user may read."""
         if any(":" in key or "\n" in key for key in keys):
             raise SinewError(f"--api-key-file: for --wire {self._name} a key may not contain a colon")
         handle, name = tempfile.mkstemp(prefix="sinew-zenoh-")  # the file has mode 0600
@@ -225,7 +229,7 @@ class ZenohNode:
 
 
 def _set(config: Any, at: str, **values: Any) -> None:
-    """Set several values of one part of the configuration; those of the user's file beside them stay."""
+    """Set several values of one part of the configuration. Other values of this part, from the user's file, stay."""
     current: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # Zenoh has no name for a part that is not set
         current = parse_json(config.get_json(at)) or {}

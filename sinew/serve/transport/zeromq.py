@@ -1,12 +1,12 @@
 """ZeroMQ transport: one loop over plain sockets, TCP or Unix, that implements ZMTP (``zmtp.py``), for any codec.
 
-The loop sleeps in one poll. Requests wake it through their sockets. Replies are sent by the thread that made them, as
-far as the socket accepts them at once. The loop sends the rest. Everything that a peer can make the server store is
-bounded: connections, bytes (``ledger.py``), frames, unread replies, and work on the loop. A peer whose requests are
-rejected is not read for a while, longer each time.
+The loop sleeps in one poll. Requests wake it through their sockets. The thread that makes a reply sends as much of it
+as the socket accepts at once. The loop sends the rest. Everything that a peer can make the server store is bounded:
+connections, bytes (``ledger.py``), frames, unread replies, and work on the loop. The loop pauses reading from a peer
+whose request was rejected, longer each time.
 
-A codec's requests are single frames. It checks them on the loop, decodes them on the scheduler's threads, and writes
-the replies.
+A codec's requests are single frames. The codec checks them on the loop, decodes them on the scheduler's threads, and
+writes the replies.
 """
 
 from __future__ import annotations
@@ -40,75 +40,79 @@ from sinew.serve.transport.listen import Listen
 
 logger = logging.getLogger(__name__)
 
-READS = 16  # reads of one connection before the others have their turn
-MAX_UNSENT = 1 << 20  # bytes of replies that a client does not read; beyond, it is not read from either
-LINGER_S = 0.3  # how long closing may take to hand over the last replies
-ACCEPTS = 16  # connections taken at once,
-ACCEPT_PAUSE_S = 0.02  # and then none for so long
-# After a refused request nothing is read from its connection for a while. The pause doubles with each further refused
-# request in a row, up to the longest one.
+READS = 16  # reads from one connection before the loop turns to the others
+MAX_UNSENT = 1 << 20  # bytes of unread replies; if a client has more, the loop does not read from it
+LINGER_S = 0.3  # seconds in which the last replies are sent when the server stops
+ACCEPTS = 16  # connections that are accepted at once
+ACCEPT_PAUSE_S = 0.02  # seconds without accepting after that many connections
+# After a refused request, the loop pauses reading from its connection. The pause doubles with each further refused
+# request in a row, up to the longest pause.
 REFUSAL_PAUSE_S = 0.02
 MAX_PAUSE_S = 1.0
 MAX_ROUTING_ID = 255  # bytes, ZeroMQ's own limit
-MAX_ENVELOPE = 8  # frames: one routing id per proxy on the way, and the empty frame
+MAX_ENVELOPE = 8  # most frames: one routing id per proxy between client and server, and the empty frame
 
 Envelope = list[zmtp.Frame]
 
 
 class Codec(Protocol):
-    """One protocol of requests and replies, each one frame."""
+    """One protocol of requests and replies, each of which is one frame."""
 
     name: str
-    encrypts: bool  # its clients can use TLS
-    # Takes messages of ``stream_kinds``, which get no reply of their own (wires/streams.py); None before the first
+    encrypts: bool  # True if the protocol's clients can use TLS
+    # Takes messages of ``stream_kinds``, which have no replies (wires/streams.py); None before the first such message
     streams: Any
     stream_kinds: Collection[Any]
 
     def bind(self, service: Service) -> None:
-        """The policy is loaded; called once, before the first request."""
+        """Connect the codec to a service with a loaded policy. The server calls this once, before the first request."""
 
     def peek(self, payload: memoryview) -> Any:
-        """Return the header of a request: its ``session``, ``policy`` (the name of the one that is asked),
-        ``deadline_ms``, and ``error``: why it is refused, or None. Never raises, and cheap: it runs on the loop."""
+        """Return the header of a request: ``session``, ``policy`` (the name of the requested policy), ``deadline_ms``,
+        and ``error`` (the reason to refuse the request, or None). It runs on the loop, so it is cheap and never
+        raises."""
 
     def open_streams(self) -> Any:
-        """Return ``streams``, which takes a first message of ``stream_kinds`` now."""
+        """Create ``streams`` for the first message of ``stream_kinds``, and return it."""
 
     def authorize(self, header: Any) -> None:
-        """Raises UnauthorizedError."""
+        """Check the key of a request. Raises UnauthorizedError."""
 
     def control(self, header: Any, peer: Peer | None = None) -> bytes | None:
-        """The reply to everything that is not an inference; None for an inference."""
+        """Return the reply to a request that is not an inference; None for an inference."""
 
     def decoders(
         self, header: Any, payload: memoryview, frames: shared.ReceivedFrames | None = None
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
-        """Return a decoder for each observation of a request, usually one. They run on the decode thread.
+        """Return a decoder for each observation of a request, usually one. The decoders run on the decode thread.
 
-        frames: Shared memory that may contain its frames.
+        ``frames`` is shared memory that may contain the frames of the request.
         """
 
     def encode(self, header: Any, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
-        """The reply to an inference, an outcome per decoder. server_ms: from arrival to now."""
+        """Return the reply to an inference. There is one outcome per decoder; ``server_ms`` is the time since the
+        request arrived."""
 
     def encode_error(self, header: Any, error: SinewError) -> bytes:
-        """The reply to a request that failed; header is None where the message could not be read."""
+        """Return the reply to a request that failed. ``header`` is None if the message could not be read."""
 
     def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
-        """See Wire."""
+        """Return the lines of a program for clients."""
 
 
 class ZeroMQWire:
-    """Binds when created; answers on a thread of its own from :meth:`start` on. Connections that come earlier wait.
+    """A server for a ZeroMQ protocol. Its socket is bound when it is created. From :meth:`start` on, requests are
+    answered on its own thread; earlier connections wait.
 
-    With a certificate and a codec that encrypts, clients use TLS. Plain connections of this machine are accepted too,
-    so that an ssh tunnel works for clients without TLS. Those of other machines are rejected before they send a key.
+    With a certificate and a codec that encrypts, clients use TLS. Plain connections from this machine are accepted too,
+    so that an ssh tunnel works for clients without TLS. Plain connections from other machines are rejected before they
+    send a key.
 
-    Requests beyond ``listen.max_message_bytes`` are refused with an error; beyond twice that size the connection
-    is closed.
+    Requests larger than ``listen.max_message_bytes`` are refused with an error; the connection of a request larger than
+    twice that size is closed.
     """
 
-    dashboard = ""  # no browser speaks ZeroMQ
+    dashboard = ""  # browsers do not support ZeroMQ
 
     def __init__(self, codec: Codec, listen: Listen):
         self.codec = codec
@@ -128,8 +132,9 @@ class ZeroMQWire:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._woken: deque[Peer] = deque()  # what other threads want the loop to look at
-        self._paused: list[tuple[float, int, Peer | None]] = []  # until when; None: the listening socket
+        self._woken: deque[Peer] = deque()  # connections that other threads ask the loop to check
+        # (end of the pause, number, paused connection; None for the listening socket)
+        self._paused: list[tuple[float, int, Peer | None]] = []
         self._thread: threading.Thread | None = None
         if self._path:
             self.address = f"ipc://{self._path}"
@@ -153,7 +158,7 @@ class ZeroMQWire:
         for peer in list(self.ledger.open):
             self.close(peer, "the server stops")
         self._selector.close()
-        if self._path:  # before the socket is closed: then the name may be another server's
+        if self._path:  # before the socket is closed, because later another server may have taken the name
             Path(self._path).unlink(missing_ok=True)
         for each in (self._socket, self._wake_reader, self._wake_writer):
             each.close()
@@ -171,12 +176,12 @@ class ZeroMQWire:
                 swept = now
                 self.ledger.sweep(now)
             if (streams := self.codec.streams) is not None and streams.robots:
-                streams.end_silent()  # without a word from their robots
+                streams.end_silent()
         end = time.monotonic() + LINGER_S
         while any(each.unsent for each in self.ledger.open):
-            if (left := end - time.monotonic()) <= 0:
+            if (remaining := end - time.monotonic()) <= 0:
                 break
-            self._step(left)
+            self._step(remaining)
 
     def _patience(self) -> float | None:
         """Return the seconds until the loop has work without a message."""
@@ -190,9 +195,9 @@ class ZeroMQWire:
         return max(0.0, min(times)) if times else None
 
     def _step(self, timeout_s: float | None) -> None:
-        """Wait for something to happen, take requests, send what is left of replies."""
+        """Wait for an event, take requests, and send the rest of replies."""
         happened = self._selector.select(timeout_s)
-        for _ in range(len(self._woken)):  # first, so that the books are right
+        for _ in range(len(self._woken)):  # first, so that the accounts are up to date
             self._watch(self._woken.popleft())
         for key, events in happened:
             if key.fileobj is self._socket:
@@ -210,11 +215,11 @@ class ZeroMQWire:
             elif not paused.closed:
                 with self._only(paused):
                     paused.paused = False
-                    self._handle(paused)  # what stood behind the refused request
+                    self._handle(paused)  # messages that came after the refused request
                     self._watch(paused)
 
     def _serve(self, peer: Peer, events: int) -> None:
-        """Do what a connection is ready for: write what is left of its replies, read its requests."""
+        """Write the rest of a connection's replies and read its requests, as far as its socket is ready."""
         if peer.closed or (peer.opening and not self._opened(peer)):
             return
         if events & selectors.EVENT_WRITE:
@@ -225,7 +230,8 @@ class ZeroMQWire:
 
     @contextlib.contextmanager
     def _only(self, peer: Peer) -> Iterator[None]:
-        """Let an unexpected error end this one connection. In the loop's thread it would end all connections."""
+        """Within the block, let an unexpected error end only this connection. An error on the loop's thread would end
+        all connections."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
@@ -235,17 +241,21 @@ class ZeroMQWire:
     def _accept(self) -> None:
         for _ in range(ACCEPTS):
             try:
-                made, address = self._socket.accept()
+                connection, address = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor is free, usually
+            except OSError as error:  # usually, no descriptor is free
                 self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
                 break
-            made.setblocking(False)
+            connection.setblocking(False)
             with contextlib.suppress(OSError):
-                set_options(made)
+                set_options(connection)
             peer = Peer(
-                self, made, "ipc" if self._path else address[0], zmtp.Framing(self._limit), time.monotonic()
+                self,
+                connection,
+                "ipc" if self._path else address[0],
+                zmtp.Framing(self._limit),
+                time.monotonic(),
             )
             if self._path and shared.AVAILABLE:
                 peer.shares = self._limit
@@ -262,7 +272,7 @@ class ZeroMQWire:
         self._pause(ACCEPT_PAUSE_S, None)
 
     def _opened(self, peer: Peer) -> bool:
-        """Go on with the beginning of a connection to a port with TLS; True once messages may come."""
+        """Continue the handshake of a connection to a port with TLS. Return True once messages may come."""
         assert self._tls is not None
         try:
             if not isinstance(peer.socket, tls.TlsSocket):
@@ -274,7 +284,7 @@ class ZeroMQWire:
                         peer.opening = 0
                         self._handle(peer)  # says hello
                     else:
-                        peer.socket.recv(zmtp.INPUT)  # unread bytes would have the system drop what is sent
+                        peer.socket.recv(zmtp.INPUT)  # with unread bytes, the system would discard the error
                         peer.send(
                             zmtp.GREETING + zmtp.error("this port requires TLS: use tls:// in the address")
                         )
@@ -320,12 +330,12 @@ class ZeroMQWire:
             if peer.closed or peer.paused or peer.unsent > MAX_UNSENT:
                 return
             if framing.between:
-                return  # all there was, as a rule; a thread may wait for this one to sleep, so that it can begin
-        if framing.left:  # in the middle of a frame: the ledger hears how much is there
+                return  # usually nothing is left; another thread may wait until this thread sleeps
+        if framing.left:  # in the middle of a frame: count the bytes in the ledger
             self._handle(peer)
 
     def _handle(self, peer: Peer) -> None:
-        """Take the messages that are there."""
+        """Take the messages that have arrived."""
         framing, ledger, now = peer.framing, self.ledger, time.monotonic()
         try:
             while not (peer.closed or peer.paused or peer.unsent > MAX_UNSENT):
@@ -346,11 +356,12 @@ class ZeroMQWire:
             self.close(peer, str(error))
 
     def _watch(self, peer: Peer) -> None:
-        """Wait for what this connection needs now, and free what other threads have answered."""
+        """Wait for the events that this connection needs now, and free the memory of requests that other threads have
+        answered."""
         while peer.freed:
             self.ledger.answered(peer, peer.freed.popleft())
-        if (kept := sum(list(peer.keeps.values()))) != peer.kept:
-            self.ledger.keep(peer, kept)
+        if (kept_bytes := sum(list(peer.keeps.values()))) != peer.kept:
+            self.ledger.keep(peer, kept_bytes)
         if peer.broken and not peer.closed:
             self.close(peer, "")
         if peer.closed:
@@ -363,27 +374,27 @@ class ZeroMQWire:
             self._read(peer)
             unsent = peer.unsent
             if peer.buffered:
-                self.wake(peer)  # after the others had their turn
+                self.wake(peer)  # the loop continues with it after the other connections
         if peer.closed:
             return
-        wanted = selectors.EVENT_WRITE * bool(unsent)
+        events = selectors.EVENT_WRITE * bool(unsent)
         if not peer.paused and unsent <= MAX_UNSENT:
-            wanted |= selectors.EVENT_READ
-        wanted = peer.opening or wanted
-        if wanted == peer.watched:
+            events |= selectors.EVENT_READ
+        events = peer.opening or events
+        if events == peer.watched:
             return
         if not peer.watched:
-            self._selector.register(peer.socket, wanted, peer)
-        elif not wanted:
+            self._selector.register(peer.socket, events, peer)
+        elif not events:
             self._selector.unregister(peer.socket)
         else:
-            self._selector.modify(peer.socket, wanted, peer)
-        peer.watched = wanted
+            self._selector.modify(peer.socket, events, peer)
+        peer.watched = events
 
     # ------------------------------------------------------------------------- requests
 
     def _take(self, peer: Peer, message: zmtp.Message, size: int) -> None:
-        """Answer one message, or submit what it asks. size: what it holds of its connection's account."""
+        """Answer one message, or submit its inference. ``size`` is its bytes in its connection's account."""
         codec, service, arrived = self.codec, self._service, time.perf_counter()
         header, (envelope, payload) = None, _open(message)
         count = message.count - len(envelope)
@@ -409,13 +420,13 @@ class ZeroMQWire:
                 return
             decoders = codec.decoders(header, content, peer.shared)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
-            told = error if isinstance(error, SinewError) else SinewError("internal error")
-            if told is error:
-                service.refused(self.name, peer.address, told)
+            reported = error if isinstance(error, SinewError) else SinewError("internal error")
+            if reported is error:
+                service.refused(self.name, peer.address, reported)
                 self._refuse(peer)
             else:
                 self._failures.error("a request could not be taken", error)
-            peer.reply([*envelope, codec.encode_error(header, told)], size)
+            peer.reply([*envelope, codec.encode_error(header, reported)], size)
             return
         peer.prove()
         # Observations of one batch do not replace each other.
@@ -435,7 +446,7 @@ class ZeroMQWire:
         jobs: Sequence[ServingJob],
         outcomes: Sequence[Outcome],
     ) -> None:
-        """Runs on a thread of the scheduler, or on the loop."""
+        """Send the reply to an inference. This runs on a thread of the scheduler, or on the loop."""
         peer.under_way.difference_update(jobs)
         try:
             if self.on_loop() and any(isinstance(each, BusyError) for each in outcomes):
@@ -452,14 +463,14 @@ class ZeroMQWire:
         heapq.heappush(self._paused, (time.monotonic() + seconds, id(peer), peer))
 
     def _refuse(self, peer: Peer) -> None:
-        """Do not read from this connection for a while. On the loop."""
+        """Pause reading from this connection. Call this on the loop."""
         if not peer.paused and not self._stop:
             peer.paused = True
             self._pause(peer.next_pause, peer)
             peer.next_pause = min(2 * peer.next_pause, MAX_PAUSE_S)
 
     def close(self, peer: Peer, reason: str) -> None:
-        """End a connection; cancel what its client was waiting for. On the loop."""
+        """End a connection and cancel the requests that its client was waiting for. Call this on the loop."""
         if peer.closed:
             return
         if reason and not self._stop:
@@ -474,12 +485,14 @@ class ZeroMQWire:
             each.abandon()
 
     def wake(self, peer: Peer | None, at_once: bool = True) -> None:
-        """The loop is to look at this connection, at once or when it wakes next. From any thread."""
+        """Ask the loop to check this connection, at once or when the loop wakes next. Call this from any thread."""
         if peer is not None:
             self._woken.append(peer)
         if not at_once:
             return
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: too late
+        with contextlib.suppress(
+            BlockingIOError, OSError
+        ):  # a full pipe wakes the loop anyway; a closed pipe means that the loop has ended
             self._wake_writer.send(b"\0")
 
     def on_loop(self) -> bool:
@@ -487,12 +500,16 @@ class ZeroMQWire:
 
 
 class Peer(Account):
-    """One connection. ``reply`` and ``send`` may be called from any thread, the rest on the loop.
+    """One connection. ``reply`` and ``send`` may be called from any thread, the other methods on the loop.
 
-    unsent: bytes that the socket did not take yet. freed: what answered requests held. broken: sending failed.
-    opening: what a handshake of TLS waits for, an event of ``selectors``; 0: messages may come.
-    shares: bytes of memory that it may share; 0: none. keeps: bytes that outlive their message, by what keeps them: a
-    stream.
+    Attributes:
+        under_way: Unanswered jobs and open streams. They are abandoned when the connection closes.
+        freed: Bytes of answered requests, which the loop has to free.
+        keeps: Stream -> bytes that it keeps between messages.
+        broken: True if sending failed.
+        shares: Most bytes of memory that the peer may share; 0 for none.
+        opening: The event of ``selectors`` that a handshake of TLS waits for; 0 once messages may come.
+        unsent: Bytes that the socket has not accepted yet.
     """
 
     def __init__(self, wire: ZeroMQWire, made: socket.socket, address: str, framing: Any, now: float):
@@ -500,7 +517,7 @@ class Peer(Account):
         self.socket = made
         self.address = address
         self.framing: zmtp.Framing = framing
-        self.under_way: set[Any] = set()  # jobs that are not answered, and streams; abandoned when it closes
+        self.under_way: set[Any] = set()
         self.freed: deque[int] = deque()
         self.keeps: dict[Any, int] = {}
         self.closed = self.broken = self.paused = False
@@ -511,49 +528,50 @@ class Peer(Account):
         self.opening = 0
         self.unsent = 0
         self._wire = wire
-        self._lock = threading.Lock()  # around the socket's end that is written to
+        self._lock = threading.Lock()  # held while the socket is written to
         self._out: deque[memoryview] = deque()
 
     @property
     def buffered(self) -> bool:
-        """True if TLS has decrypted bytes that were not received, of which the selector does not tell."""
+        """Return True if TLS has decrypted bytes that were not received yet. The selector does not report them."""
         return isinstance(self.socket, tls.TlsSocket) and not self.closed and self.socket.pending() > 0
 
     def receive(self, room: memoryview) -> int:
-        """Receive what is there. Raises OSError."""
+        """Receive the bytes that have arrived, and return their number. Raises OSError."""
         if not self.shares:
             return self.socket.recv_into(room)
-        count, found = shared.receive(self.socket, room, self.shares)
-        self.shared = found or self.shared
+        count, frames = shared.receive(self.socket, room, self.shares)
+        self.shared = frames or self.shared
         return count
 
     def reply(self, frames: Sequence[zmtp.Frame], size: int = 0) -> None:
-        """Send one message, from any thread. size: of what it answers, whose memory is free now."""
+        """Send one message. Call this from any thread. ``size`` is the bytes of the answered request, which are free
+        now."""
         if size:
             self.freed.append(size)
         try:
             self.send(zmtp.message(frames))
-        except BaseException:  # who gets no reply, or half of one, is told by the end of the connection
+        except BaseException:  # the client gets no reply, or half of a reply, so its connection ends
             self.broken = True
             self._wire.wake(self)
             raise
-        # The loop frees what the message held before it does anything else; only what is left to send wakes it.
+        # The loop frees the request's bytes before any other work, so it must be woken at once only for unsent bytes.
         if not self._wire.on_loop():
             self._wire.wake(self, at_once=bool(self.unsent or self.broken))
 
     def release(self, keeper: Any) -> None:
-        """``keeper`` has ended. From any thread."""
+        """Free the bytes that ``keeper`` keeps, because it has ended. Call this from any thread."""
         if self.keeps.pop(keeper, None) is not None and not self._wire.on_loop():
             self._wire.wake(self, at_once=False)
 
     def prove(self) -> None:
-        """A request of this connection was taken: it is not a stranger any more."""
+        """Count the connection as proven, because a request of it was accepted."""
         self.next_pause = REFUSAL_PAUSE_S
         if not self.proven:
             self._wire.ledger.prove(self)
 
     def send(self, data: bytes) -> None:
-        """Send now what the socket takes; the rest waits."""
+        """Send the bytes that the socket accepts now. The loop sends the rest later."""
         with self._lock:
             if not self.closed and not self.broken:
                 self._out.append(memoryview(data))
@@ -574,7 +592,7 @@ class Peer(Account):
             self.socket.close()
 
     def _write(self) -> None:
-        """With the lock held."""
+        """Write to the socket. The caller holds the lock."""
         try:
             while self._out:
                 first = self._out[0]
@@ -588,16 +606,16 @@ class Peer(Account):
             return
         except OSError:
             self.broken = True  # the loop closes it
-        except BaseException:  # nobody knows any more what was sent, and nothing may be sent twice
+        except BaseException:  # it is unknown which bytes were sent, and no byte may be sent twice
             self.broken = True
             raise
 
 
 def _open(message: zmtp.Message) -> tuple[Envelope, list[zmtp.Frame]]:
-    """Split a message into what routes the reply and the payload frames.
+    """Split a message into the envelope, which routes the reply, and the payload frames.
 
-    REQ sockets put an empty frame before the payload, DEALER sockets may leave it out, and a proxy in
-    between adds a routing id of its own in front of that empty frame.
+    REQ sockets put an empty frame before the payload, DEALER sockets may omit it, and a proxy between client and server
+    adds its own routing id before that empty frame.
     """
     frames = message.frames
     for index, frame in enumerate(frames[: MAX_ENVELOPE - 1]):
