@@ -1,1 +1,1 @@
-"""Decoders from untrusted bytes to numpy arrays."""
+"""Decoders of untrusted bytes to numpy arrays."""

@@ -1,7 +1,7 @@
-"""Arrays in messages: bytes, a dtype and a shape from an untrusted client, checked before an array is made.
+"""Arrays in messages: the bytes, dtype and shape from an untrusted client are checked before an array is made.
 
-Two encodings use it: msgpack-numpy (openpi's ``{b"__ndarray__": True, b"data", b"dtype", b"shape"}``, vLLM's ``{"nd":
-True, "type", "kind", "shape", "data"}``) and json_numpy (``{"__numpy__": base64, "dtype", "shape"}``).
+Two encodings use this module: msgpack-numpy (openpi's ``{b"__ndarray__": True, b"data", b"dtype", b"shape"}``, vLLM's
+``{"nd": True, "type", "kind", "shape", "data"}``) and json_numpy (``{"__numpy__": base64, "dtype", "shape"}``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _DTYPES = {
 
 
 def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
-    """A read-only view of ``data``. Raises ObservationError where the three do not agree."""
+    """Return a read-only view of ``data`` with ``dtype`` and ``shape``. Raises ObservationError if the three do not
+    agree."""
     if not isinstance(data, (bytes, memoryview)):
         raise ObservationError(name, "bytes of an array", type(data).__name__)
     text = bytes(dtype).decode("ascii", "replace") if isinstance(dtype, (bytes, memoryview)) else dtype
@@ -42,7 +43,7 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
     ):
         raise ObservationError(name, f"a shape of at most {MAX_NDIM} sizes", _shown(shape))
     expected = math.prod(shape) * kind.itemsize
-    # numpy refuses what would not fit without its axes of length 0
+    # numpy refuses an empty array whose other sizes would be too large
     fits = expected or math.prod(n or 1 for n in shape) <= 1 << 40
     if expected != len(data) or not fits:
         raise ObservationError(name, f"{expected} bytes ({list(shape)} x {kind})", f"{len(data)} bytes")
@@ -50,13 +51,13 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
 
 
 def _shown(value: Any) -> str:
-    """Return a few characters of what a message held, without writing out the rest of it."""
+    """Return the first characters of a value in a message, without formatting the rest of the value."""
     return reprlib.repr(bytes(value[:20]) if isinstance(value, memoryview) else value)[:80]
 
 
 @functools.lru_cache(maxsize=64)
 def _kind(text: str) -> np.dtype[Any] | None:
-    """Return the type of numbers of that name, None for one that is not taken."""
+    """Return the dtype that ``text`` names; None for a dtype that is not accepted."""
     try:
         kind = np.dtype(text)
     except (TypeError, ValueError, SyntaxError):
@@ -68,14 +69,15 @@ def _kind(text: str) -> np.dtype[Any] | None:
 
 
 def unpack(payload: bytes | bytearray | memoryview) -> Any:
-    """A msgpack message with its arrays decoded: views of the message. Raises RequestError or ObservationError."""
+    """Return a msgpack message with its arrays decoded to views of the message. Raises RequestError or
+    ObservationError."""
     with RequestError.at("MessagePack", UntrustedError):
         tree = unpack_msgpack(payload)
     return _decoded(tree)
 
 
 def pack(tree: Any) -> bytes:
-    """The opposite, in openpi's form: arrays and numpy scalars as maps with binary keys."""
+    """Return a msgpack message in openpi's form: arrays and numpy scalars become maps with binary keys."""
     return msgpack.packb(tree, default=_to_map)
 
 
@@ -88,9 +90,7 @@ def _decoded(node: Any) -> Any:
             if not isinstance(value, (int, float, bool)):
                 raise ObservationError("number", "a number", type(value).__name__)
             return value
-        if (
-            node.get("nd") is True and node.get("data") is not None
-        ):  # msgpack-numpy's own form, as vLLM sends it
+        if node.get("nd") is True and node.get("data") is not None:  # the form of vLLM's messages
             return array("array", node.get("data"), node.get("type"), node.get("shape"))
         return {key: _decoded(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -127,7 +127,7 @@ def dump_npy(array: np.ndarray) -> bytes:
 
 
 def from_json_numpy(tree: Any, depth: int = 6) -> Any:
-    """Containers of a JSON message with their arrays decoded. Raises ObservationError."""
+    """Return the containers of a JSON message with their arrays decoded. Raises ObservationError."""
     if depth == 0:
         raise ObservationError("message", "fewer levels of containers", "more")
     if isinstance(tree, Mapping):

@@ -1,7 +1,7 @@
 """Camera frames from untrusted bytes: raw pixels, or a JPEG or PNG file.
 
-Every size is checked before memory is taken for it. Errors are :class:`ObservationError` and name the
-frame, what was expected and what came.
+Every size is checked before memory is allocated for it. Errors are :class:`ObservationError`, which name the frame, the
+expected value and the received value.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from PIL import Image
 from sinew.core import MAX_SIZE, ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
-MIN_BUDGET = 16 << 20  # pixels of one request, all frames together, for any cameras;
-# and so many times as many as the policy's cameras have: a robot may send four times as wide
+MIN_BUDGET = 16 << 20  # pixels that one request may have in all its frames, for any cameras
+# A request may also have this many times the pixels of the policy's cameras: a robot's frames may be four times as wide
+# and high.
 BUDGET_FACTOR = 16
-MAX_SCANS = 32  # most scans of a JPEG file; progressive ones have about ten, each with work for every pixel
-BLOCK = 1 << 14  # bytes of a file that are decoded between two checks whether a client still waits
+# Most scans of a JPEG file. Progressive files have about ten scans, and each scan takes work for every pixel.
+MAX_SCANS = 32
+BLOCK = 1 << 14  # bytes of a file that are decoded between two checks whether the client still waits
 
-# What 8-bit JPEG and PNG files decode to. 16-bit modes are not here: converting them clips.
+# Pillow's modes of 8-bit JPEG and PNG files. 16-bit modes are missing, because their conversion would clip values.
 _MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"})
 
 
 def pixel_limit(spec: PolicySpec) -> int:
-    """How many pixels one request for this policy may have, all frames together."""
+    """Return how many pixels all frames of one request for this policy may have together."""
     return max(MIN_BUDGET, BUDGET_FACTOR * sum(camera.height * camera.width for camera in spec.cameras))
 
 
@@ -35,11 +37,11 @@ def _always() -> None: ...
 
 
 class PixelBudget:
-    """Counts the pixels of one request, so that many small files cannot decode to gigabytes.
+    """The count of the pixels of one request, so that many small files cannot decode to gigabytes.
 
     Args:
         limit: Largest number of pixels.
-        check: Raises an error once no client waits for the pixels. Decoders call it now and then.
+        check: Raises an error once no client waits for the pixels. Decoders call this function repeatedly.
 
     Attributes:
         borrowed: Raises an error if frames in shared memory were changed; None without such frames.
@@ -51,11 +53,11 @@ class PixelBudget:
         self.borrowed: Callable[[], None] | None = None
 
     def again(self) -> PixelBudget:
-        """The same limit for a second look at the same frames."""
+        """Return a new budget with the same limit, to count the same frames a second time."""
         return PixelBudget(self._limit, self.check)
 
     def take(self, name: str, height: int, width: int) -> None:
-        """Check one frame's size, before its pixels are read."""
+        """Check and count one frame's size before its pixels are read."""
         self.check()
         if not (1 <= height <= MAX_SIZE and 1 <= width <= MAX_SIZE):
             raise ObservationError(
@@ -71,7 +73,7 @@ class PixelBudget:
 def raw_frame(
     name: str, data: bytes | memoryview, height: int, width: int, dtype: str, budget: PixelBudget
 ) -> np.ndarray:
-    """``data`` as [height, width, 3] of ``dtype`` ("u1", or "<f4" in [0, 1]); no copy, read-only."""
+    """Return ``data`` as [height, width, 3] of ``dtype`` ("u1", or "<f4" in [0, 1]), as a read-only view."""
     budget.take(name, height, width)
     item = np.dtype(dtype)
     expected = height * width * 3 * item.itemsize
@@ -85,15 +87,16 @@ def raw_frame(
 def compressed_frame(
     name: str, data: bytes | memoryview, budget: PixelBudget, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """A JPEG or PNG file as uint8 [height, width, 3] RGB. Orientation tags are not applied. size: the height and width
-    that its header has to state, and three colours with them; None: any."""
+    """Return a JPEG or PNG file as uint8 [height, width, 3] RGB. Orientation tags are not applied.
+
+    ``size`` is the height and width that the file must have, in RGB; None allows any size and mode."""
     scans = _scans(data)
     if scans > MAX_SCANS:
         raise ObservationError(name, f"a JPEG file of at most {MAX_SCANS} scans", f"{scans}")
     try:
-        with warnings.catch_warnings():  # Pillow warns of large images; the budget decides here
+        with warnings.catch_warnings():  # Pillow warns about large images; here the budget limits them
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            # reads the header only
+            # This reads only the header.
             image = Image.open(_Watched(data, budget.check), formats=("JPEG", "PNG"))
         width, height = image.size
         if size is not None and (height, width, image.mode) != (*size, "RGB"):
@@ -126,11 +129,11 @@ class _Watched(io.BytesIO):
 
 
 def _scans(data: bytes | memoryview) -> int:
-    """At least as many as a JPEG file's scans: its markers SOS. 0 for other files."""
+    """Return the number of SOS markers in a JPEG file, which is at least the number of its scans; 0 for other files."""
     if bytes(data[:2]) != b"\xff\xd8":
         return 0
-    found = at = 0
+    count = at = 0
     content = bytes(data)
-    while found <= MAX_SCANS and (at := content.find(b"\xff\xda", at)) >= 0:
-        found, at = found + 1, at + 2
-    return found
+    while count <= MAX_SCANS and (at := content.find(b"\xff\xda", at)) >= 0:
+        count, at = count + 1, at + 2
+    return count

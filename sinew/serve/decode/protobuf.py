@@ -1,5 +1,4 @@
-"""The wire format of Protobuf messages, walked and written by hand where the library would copy or allocate too
-much."""
+"""Read and write the wire format of Protobuf messages where the library would copy or allocate too much."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ Field = tuple[int, int, int, int, int]  # number, wire type, value or length, st
 
 
 def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
-    """Return a message's top-level fields, added to ``found``; skips contents.
+    """Return a message's top-level fields, added to ``found``. Their contents are skipped.
 
-    Raises RequestError, with the fields before the wrong one in ``found``. It all happens in one call, but for numbers
-    of several bytes: a generator is called for each value.
+    Raises RequestError; ``found`` then has the fields before the wrong field. Fields are read in one loop and returned
+    as a list, because a generator would cost a call for each field.
     """
     found = [] if found is None else found
     at, end = 0, len(buffer)
@@ -56,7 +55,7 @@ def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
 
 
 def _varint(buffer: memoryview, start: int) -> tuple[int, int]:
-    """Return the number that begins at ``start``, and where it ends."""
+    """Return the number that begins at ``start``, and the position of its end."""
     value, shift = 0, 0
     for at in range(start, start + 10):
         byte = buffer[at]
@@ -68,12 +67,12 @@ def _varint(buffer: memoryview, start: int) -> tuple[int, int]:
 
 
 def packed(number: int, values: np.ndarray) -> bytes:
-    """A repeated float field, written without making a Python number of each value."""
+    """Return a repeated float field. It is written without making a Python number of each value."""
     return nested(number, values.astype("<f4", copy=False).tobytes())
 
 
 def nested(number: int, data: bytes) -> bytes:
-    """Return a field of so many bytes: a message inside another, or packed numbers."""
+    """Return a field with ``data``: a message inside another message, or packed numbers."""
     return _write_varint(number << 3 | BYTES) + _write_varint(len(data)) + data
 
 

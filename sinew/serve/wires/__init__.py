@@ -1,5 +1,5 @@
-"""One codec per client protocol, and the names under which ``sinew serve --wire`` finds them; other distributions bring
-theirs by an entry point ``sinew.wires``, NAME = "module:WIRE", a record of the same kind."""
+"""One codec per client protocol, with the names of ``sinew serve --wire``. Other distributions add protocols with an
+entry point ``sinew.wires``, NAME = "module:WIRE", whose value is a :class:`Wire` too."""
 
 from __future__ import annotations
 
@@ -86,55 +86,56 @@ NATIVE_BESIDE_GROOT = 5556
 
 
 def parse(names: Sequence[str]) -> dict[str, int | str]:
-    """``["native", "openpi:9000"]`` -> {wire: port}; port 0 picks a free one, ``native:ipc:///path`` has a path in the
-    port's place. Raises SinewError."""
-    found: dict[str, int | str] = {}
+    """Return wire -> port for names such as ``["native", "openpi:9000"]``. Port 0 picks a free port;
+    ``native:ipc:///path`` has a path in place of the port. Raises SinewError."""
+    ports: dict[str, int | str] = {}
     for name in names or DEFAULT:
         wire, colon, port = name.partition(":")
         if wire not in WIRES:
             _add()
         if wire not in WIRES:
             raise SinewError(f"--wire {name}: expected one of {', '.join(WIRES)}")
-        if wire in found:
+        if wire in ports:
             raise SinewError(f"--wire {wire}: given twice")
         if port.startswith("ipc://"):
             path = port.removeprefix("ipc://")
             if not path.startswith("/") or "#" in path:
                 raise SinewError(f"--wire {name}: expected ipc:///PATH without a #, got {port!r}")
-            if wire != "native":  # GR00T's clients know hosts and ports alone
+            if wire != "native":  # GR00T's clients only support hosts and ports
                 raise SinewError(f"--wire {name}: expected a port; a Unix socket is for the wire native")
-            found[wire] = path
+            ports[wire] = path
             continue
         if colon and not (port.isdigit() and int(port) <= 65535):
             raise SinewError(
                 f"--wire {name}: expected a port from 0 to 65535, or ipc:///PATH, after the colon, got {port!r}"
             )
-        moved = wire == "native" and any(other.split(":")[0] == "groot" for other in names)
-        found[wire] = int(port) if colon else NATIVE_BESIDE_GROOT if moved else WIRES[wire].port
-    return found
+        beside_groot = wire == "native" and any(other.split(":")[0] == "groot" for other in names)
+        ports[wire] = int(port) if colon else NATIVE_BESIDE_GROOT if beside_groot else WIRES[wire].port
+    return ports
 
 
 def _add() -> None:
-    """Take the wires of other distributions, whose names are not ours."""
+    """Add the wires of other distributions, except those with the name of a wire of Sinew."""
     for point in entry_points(group=GROUP):
         if point.name not in WIRES:
             WIRES[point.name] = replace(loaded(GROUP, point.name, point.value, "Wire"), name=point.name)
 
 
 def servers(ports: Mapping[str, int | str]) -> int:
-    """Return the number of servers: protocols of one web port share a server and its connections."""
+    """Return the number of servers. Protocols of one web port share a server and its connections."""
     return len({port if WIRES[name].web else name for name, port in ports.items()})
 
 
 def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]:
-    """Claim the addresses. Raises AddressError, and then leaves none claimed."""
-    opened: list[Listener] = []
+    """Claim the addresses, and return the listeners. If an address cannot be claimed, AddressError is raised and all
+    addresses are freed."""
+    listeners: list[Listener] = []
     web: dict[int | str, list[Wire]] = {}
     for name, port in ports.items():
         wire = WIRES[name]
         if wire.web:
             there = web.setdefault(port, [])
-            if wire.transport == "websocket":  # on any path of its port
+            if wire.transport == "websocket":  # its WebSockets are at any path of the port
                 for other in there:
                     if other.transport == "websocket":
                         raise SinewError(
@@ -148,15 +149,15 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
             if wire.transport == "zeromq":
                 from sinew.serve.transport.zeromq import ZeroMQWire
 
-                opened.append(ZeroMQWire(wire.load()(), here))
+                listeners.append(ZeroMQWire(wire.load()(), here))
             elif wire.transport in ("grpc", "zenoh"):
-                opened.append(wire.load()(here))
+                listeners.append(wire.load()(here))
             elif wires := web.pop(port, []):
                 from sinew.serve.transport.web import WebServer
 
-                opened.append(WebServer([each.load() for each in wires], here, page))
+                listeners.append(WebServer([each.load() for each in wires], here, page))
     except BaseException as error:
-        for listener in opened:
+        for listener in listeners:
             listener.stop()
         if isinstance(error, AddressError) and getattr(error.__cause__, "errno", 0) == errno.EADDRINUSE:
             others = " ".join(
@@ -164,11 +165,11 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
             )
             raise AddressError(f"{error}; {others} takes others") from error
         raise
-    return opened
+    return listeners
 
 
 def _page() -> Callable[[Service, Guard], Page]:
-    """Return a function that makes the dashboard of a port. All dashboards show the same answers."""
+    """Return a function that makes the dashboard of a port. The dashboards of all ports show the same answers."""
     from sinew.serve.dashboard.feed import Feed
     from sinew.serve.dashboard.routes import Dashboard
     from sinew.serve.wires.actions import Actions

@@ -1,5 +1,5 @@
 """The routes of the wire ``http``: ``/v1/actions``, ``/vqa``, ``/subtask``, ``/act``, ``/v1/metadata``, for the first
-policy or one by name."""
+policy or for a policy by its name."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Actions:
             router.add_post(path, guarded(self.act))
 
     async def metadata(self, request: web.Request) -> web.Response:
-        """Answer with the server's description of itself and the policy, and its health."""
+        """Answer with the description of the server and the policy, and the server's health."""
         about = self._service.about(request.match_info.get("policy", ""))
         return web.json_response(about | {"health": self._service.health()})
 
     async def actions(self, request: web.Request) -> web.Response:
-        """Answer an observation with a chunk, in the form in which it came."""
+        """Answer an observation with a chunk, in the format of the request (JSON or msgpack)."""
         return await self._answered(request, lambda seen: seen)
 
     async def vqa(self, request: web.Request) -> web.Response:
@@ -55,12 +55,12 @@ class Actions:
     async def _answered(
         self, request: web.Request, ask: Callable[[Observation], Observation]
     ) -> web.Response:
-        """Answer an observation. ask: makes of it what the route asks for."""
+        """Answer an observation. ``ask`` adds the request of the route to the observation, such as a subtask."""
         kind = http.MSGPACK if request.content_type == http.MSGPACK else http.JSON
         with self._service.reading("http", request.remote or ""):
             arrived, body = await read_body(request)
             message = http.read(body, kind)
-            del body  # what is wanted of it, the message has
+            del body  # frees its memory; the message has the decoded parts
             policy = request.match_info.get("policy", message.policy)
             if message.policy not in ("", policy):
                 raise RequestError(
@@ -82,14 +82,14 @@ class Actions:
         return web.Response(body=answer, content_type=kind)
 
     async def act(self, request: web.Request) -> web.Response:
-        """Answer OpenVLA's clients."""
+        """Answer a request of OpenVLA's clients."""
         policy = request.match_info.get("policy", "")
         with self._service.reading("http", request.remote or ""):
             arrived, body = await read_body(request)
             act = http.read_act(body)
             del body
             spec = self._service.policies.get(policy).spec
-        asked = Request(
+        inference = Request(
             "http",
             partial(http.act_observation, act, spec),
             request.remote or "",
@@ -97,12 +97,12 @@ class Actions:
             connection=connection_of(request),
             policy=policy,
         )
-        chunk = await self._service.infer(asked)
+        chunk = await self._service.infer(inference)
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
 
 
 class HttpRoutes:
-    """The wire ``http`` as the web transport takes it, with the administration of its policies."""
+    """The wire ``http`` in the form of the web transport, with the administration of its policies."""
 
     name = http.NAME
 

@@ -39,7 +39,7 @@ NULL = msgspec.Raw(b"null")
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a message. Large ones are not turned into Python lists. Evo-1's clients send no other fields."""
+    """The fields of a message. Large fields are not turned into Python lists. Evo-1's clients send no other fields."""
 
     image: msgspec.Raw
     state: msgspec.Raw
@@ -51,12 +51,13 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(payload: bytes) -> WireMessage:
-    """Return the message as it came: megabytes of JSON are decoded with the observation, not on the event loop."""
+    """Return the message undecoded, because megabytes of JSON would take too long on the event loop. The observation is
+    decoded elsewhere."""
     return WireMessage(payload)
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Raises RequestError or ObservationError."""
+    """Return the observation of a message. Raises RequestError or ObservationError."""
     text, fields = _decoded(message.content)
     _check_statistics(fields, spec)
     _check_actions(fields["action_mask"], spec.action.dim)
@@ -90,9 +91,9 @@ def _decoded(payload: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def _images(text: bytes, mask: list[bool], spec: PolicySpec, budget: PixelBudget) -> dict[str, np.ndarray]:
-    found, cameras = list(_pictures(text, budget)), [camera.name for camera in spec.cameras]
-    if len(mask) != len(found):
-        raise ObservationError("image_mask", f"{len(found)} numbers, one per picture", str(len(mask)))
+    pictures, cameras = list(_pictures(text, budget)), [camera.name for camera in spec.cameras]
+    if len(mask) != len(pictures):
+        raise ObservationError("image_mask", f"{len(pictures)} numbers, one per picture", str(len(mask)))
     present = sum(mask)
     if not 1 <= present <= len(cameras) or not all(mask[:present]):
         raise ObservationError(
@@ -100,20 +101,20 @@ def _images(text: bytes, mask: list[bool], spec: PolicySpec, budget: PixelBudget
             f"1 to {len(cameras)} ones, and zeros behind them",
             str([int(flag) for flag in mask]),
         )
-    for index, picture in enumerate(found[present:], present):
+    for index, picture in enumerate(pictures[present:], present):
         if picture.any():
             raise ObservationError(f"image[{index}]", "a black picture where image_mask is 0", "another one")
     return {
         name: np.ascontiguousarray(frame[..., ::-1])
-        for name, frame in zip(cameras, found[:present], strict=False)
+        for name, frame in zip(cameras, pictures[:present], strict=False)
     }
 
 
 def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
     """Yield uint8 [height, width, 3] for each picture in the JSON text of a list of pictures.
 
-    The brackets alone determine the shape, and must match it exactly. The numbers are parsed in one go. As Python
-    lists, a picture would take a hundred times its bytes.
+    The brackets alone determine the shape, and must match it exactly. The numbers are parsed in one call, because a
+    picture as Python lists would take a hundred times its bytes.
     """
     brackets, digits = text.translate(None, DIGITS + SPACE), text.translate(None, b"[]" + SPACE)
     where = "pictures [height][width][3] of whole numbers from 0 to 255"
@@ -146,7 +147,7 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
     total = sum(height * width * 3 for height, width, _ in shapes)
     if digits.count(b",") + bool(digits) != total or b"0000" in digits.translate(ZEROS):
         raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
-    # Nothing but digits and commas, of at most three digits; msgspec has read it as JSON.
+    # The text has only numbers of at most three digits, and commas; msgspec has checked that it is JSON.
     numbers = np.fromstring(digits, np.int16, sep=",")
     if len(numbers) != total:
         raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
@@ -160,7 +161,7 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
 
 
 def _flags(name: str, value: Any) -> list[bool]:
-    """A mask as booleans. Leading axes of length 1 are dropped, as the clients differ in them."""
+    """Return a mask as booleans. Leading axes of length 1 are dropped, because the clients differ in them."""
     while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
     if not isinstance(value, list) or not all(each in (0, 1) for each in value):
@@ -178,12 +179,14 @@ def _check_actions(value: Any, dim: int) -> None:
 
 
 def _check_statistics(fields: dict[str, Any], spec: PolicySpec) -> None:
-    """Refuse a request for statistics other than the bundle's; a bundle that names none has no choice of them."""
+    """Refuse a request for statistics other than the bundle's. A bundle that names no statistics accepts any name."""
     arm, _, dataset = spec.embodiment.partition("/")
     for name, own in (("arm_key", arm), ("dataset_key", dataset)):
-        asked = field_names.optional_text(name, fields[name])
-        if own and asked and asked != own:
-            raise ObservationError(name, f"{own!r}, which this policy was converted for", repr(asked[:100]))
+        requested = field_names.optional_text(name, fields[name])
+        if own and requested and requested != own:
+            raise ObservationError(
+                name, f"{own!r}, which this policy was converted for", repr(requested[:100])
+            )
 
 
 def answer(
@@ -197,7 +200,7 @@ def answer(
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
-    """A program for the package websockets."""
+    """Return a program for the package websockets."""
     pictures = [
         f"np.zeros(({camera.height}, {camera.width}, 3), np.uint8).tolist()" for camera in spec.cameras
     ]

@@ -34,16 +34,17 @@ _STATE_KEYS = ("state", "observation.state", "observation/state")
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Nested mappings as one, keys joined with "/". Raises ObservationError where it is too deep or too wide, where a
-    key is too long (each of its members would carry it), and where two values have one key."""
-    found: dict[str, Any] = {}
-    _walk(tree, "", 1, found)
-    return found
+    """Return nested mappings as one mapping, with keys joined by "/". Raises ObservationError for a mapping that is too
+    deep or has too many keys, for a key that is too long (the key of each of its members would contain it), and for
+    two values with the same key."""
+    flat: dict[str, Any] = {}
+    _walk(tree, "", 1, flat)
+    return flat
 
 
 def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any]) -> None:
-    """Flatten one mapping into ``found``. No function inside of ``flatten``: one that calls itself is a circle of
-    references, and keeps frames until the collector comes."""
+    """Flatten one mapping into ``found``. This is not a function inside of ``flatten``, because a recursive inner
+    function is a reference cycle, which would keep the frames in memory until the garbage collector runs."""
     if depth > MAX_DEPTH:
         raise ObservationError(path, f"at most {MAX_DEPTH} levels of containers", "more")
     for key, value in node.items():
@@ -69,14 +70,15 @@ def key_maps(spec: PolicySpec, wire: str) -> list[KeyMap]:
 
 
 def camera_keys(spec: PolicySpec, wire: str) -> dict[str, str]:
-    """Camera -> the key under which this wire's clients send it; the first of the spellings that are taken."""
+    """Return camera -> the key under which this wire's clients send it. If several spellings are accepted, the first is
+    returned."""
     for keys in key_maps(spec, wire):
         return {camera: key for key, camera in keys.images.items()}
     return {camera.name: _CAMERA_KEYS[0].format(camera.name) for camera in spec.cameras}
 
 
 def state_keys(spec: PolicySpec, wire: str) -> tuple[str, ...]:
-    """The keys whose values, one after the other, are the state."""
+    """Return the keys whose values, one after the other, are the state."""
     for keys in key_maps(spec, wire):
         return keys.state
     return (_STATE_KEYS[0],)
@@ -89,12 +91,12 @@ def prompt_key(spec: PolicySpec, wire: str) -> str:
 
 
 def keys_read(spec: PolicySpec, wire: str) -> frozenset[str]:
-    """The keys under which this wire's clients may send what the policy reads."""
+    """Return the keys under which this wire's clients may send the policy's inputs."""
     maps = key_maps(spec, wire)
     cameras = [key for camera in spec.cameras for key in _spellings(camera.name)]
     if maps:
-        said = ({*keys.images, *keys.state, keys.prompt, *keys.unread} for keys in maps)
-        return frozenset(cameras).union(*said)
+        named_keys = ({*keys.images, *keys.state, keys.prompt, *keys.unread} for keys in maps)
+        return frozenset(cameras).union(*named_keys)
     return frozenset((*cameras, *_STATE_KEYS, *PROMPT_KEYS))
 
 
@@ -168,7 +170,7 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
 
     Both layouts are accepted, as by openpi's own servers. Leading axes of length 1 are dropped.
 
-    channels_first: True if a shape that fits both layouts is [3, height, width]. All other shapes are unambiguous.
+    With ``channels_first``, a shape that fits both layouts is [3, height, width]. All other shapes are unambiguous.
     """
     array = numbers(key, value)
     if array.dtype.kind not in "uf" or (array.dtype.kind == "u" and array.dtype != np.uint8):
@@ -188,7 +190,8 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
 def _frames(
     key: str, value: Any, budget: PixelBudget, channels_first: bool | None, most: int
 ) -> list[np.ndarray]:
-    """Return the pictures of one camera, oldest first: one, or those of up to ``most`` moments on an axis before."""
+    """Return the pictures of one camera, oldest first: a single picture, or pictures of up to ``most`` moments along a
+    leading axis."""
     array = numbers(key, value)
     while array.ndim > 3 and array.shape[0] == 1:
         array = array[0]
@@ -200,7 +203,7 @@ def _frames(
 
 
 def _vectors(key: str, value: Any, moments: int) -> np.ndarray:
-    """Return the numbers of so many moments, float64 [moments, n]."""
+    """Return the numbers of each of ``moments`` moments, float64 [moments, n]."""
     if moments == 1:
         return vector(key, value)[None]
     array = numbers(key, value, MAX_NUMBERS)
@@ -214,7 +217,7 @@ def _vectors(key: str, value: Any, moments: int) -> np.ndarray:
 
 
 def vector(key: str, value: Any) -> np.ndarray:
-    """Numbers as float64 [n]; a scalar is one number, and leading axes of length 1 are dropped."""
+    """Return numbers as float64 [n]. A scalar is one number, and leading axes of length 1 are dropped."""
     array = numbers(key, value, MAX_NUMBERS)
     while array.ndim > 1 and array.shape[0] == 1:
         array = array[0]
@@ -224,7 +227,7 @@ def vector(key: str, value: Any) -> np.ndarray:
 
 
 def text(key: str, value: Any) -> str:
-    """Text, or the one text in a list or array of one; bytes are taken as UTF-8."""
+    """Return a text, or the only text in a list or array of length 1. Bytes are decoded as UTF-8."""
     if (
         isinstance(value, np.ndarray) and value.size == 1
     ):  # as lists, larger arrays would take tens of times the memory
@@ -247,18 +250,18 @@ def text(key: str, value: Any) -> str:
 
 
 def optional_text(key: str, value: Any) -> str:
-    """``text``, or nothing for None."""
+    """Return :func:`text` of a value; "" for None."""
     return "" if value is None else text(key, value)
 
 
 def floats(key: str, value: Any) -> np.ndarray:
-    """Numbers as float32, of any shape."""
-    with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
+    """Return numbers as float32, in any shape."""
+    with np.errstate(over="ignore"):  # numbers that become infinite are refused later
         return numbers(key, value, MAX_NUMBERS).astype(np.float32)
 
 
 def plain(value: Any) -> Any:
-    """The one value in an array of one; anything else as it is."""
+    """Return the value of an array of length 1; any other value unchanged."""
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
 
 
@@ -286,9 +289,9 @@ def integer(name: str, value: Any) -> int:
     return value
 
 
-SCALES = ("guidance_scale", "cfg_scale")  # the second is what image generators and their heirs call it
-# What may stand beside an observation -> how it is read: seed, noise, solver_steps, time, adapter, what real-time
-# chunking needs, what asks for words, and an advantage with the scale of its guidance.
+SCALES = ("guidance_scale", "cfg_scale")  # the second name comes from image generators
+# Optional field of a request -> function that reads it: seed, noise, solver_steps, time, adapter, the fields of
+# real-time chunking, the fields that request text, and an advantage with the scale of its guidance.
 _KINDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("seed", "solver_steps", "delay", "horizon", "text_tokens"), integer),
     **dict.fromkeys(("noise", "previous"), floats),
@@ -301,23 +304,23 @@ OPTIONS = tuple(_KINDS)
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the optional fields of an observation, by name. Raises ObservationError."""
-    found = {name: read(name, flat[name]) for name, read in _KINDS.items() if flat.get(name) is not None}
-    if "question" in found and not found["question"].strip():
+    values = {name: read(name, flat[name]) for name, read in _KINDS.items() if flat.get(name) is not None}
+    if "question" in values and not values["question"].strip():
         raise ObservationError("question", "a text", "an empty string")
-    if scales := {found.pop(name) for name in SCALES if name in found}:
+    if scales := {values.pop(name) for name in SCALES if name in values}:
         if len(scales) > 1:
             raise ObservationError(SCALES[1], f"one scale, as {SCALES[0]}", "two")
-        found[SCALES[0]] = scales.pop()
-    return found
+        values[SCALES[0]] = scales.pop()
+    return values
 
 
-SEVERAL = "observations"  # the key of a message that has more than one
+SEVERAL = "observations"  # the key of a message that has several observations
 
 
 def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the observations of a message with several. Raises RequestError.
+    """Return the observations of a message with several observations. Raises RequestError.
 
-    alone: Keys that may be next to the observations, for all of them, and not in them.
+    ``alone`` lists the keys that hold for all observations, and that may be beside the observations but not in them.
     """
     members = tree[SEVERAL]
     if not isinstance(members, list) or not 0 < len(members) <= MOST_TOGETHER:
@@ -334,8 +337,8 @@ def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[st
 
 
 def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
-    """Return the keys under which each camera may come: the key map's, then the camera's own name, which `--rename` may
-    have given it."""
+    """Return camera -> keys under which its frame may come: the key of the key map, then the camera's own name, which
+    may come from `--rename`."""
     if keys is not None:
         taken = {*keys.images, *keys.unread}
         return {
@@ -353,7 +356,7 @@ def _spellings(camera: str) -> tuple[str, ...]:
 def _refuse_strange_frames(
     flat: Mapping[str, Any], cameras: Mapping[str, Sequence[str]], taken: set[str]
 ) -> None:
-    """Raises ObservationError for a frame that no camera of the policy takes."""
+    """Raise ObservationError for a frame that belongs to no camera of the policy."""
     for key, value in flat.items():
         named = key.startswith(_FRAME_PREFIXES)
         looks = isinstance(value, np.ndarray) and value.ndim >= 3 and key != "noise"
@@ -367,7 +370,7 @@ def _refuse_strange_frames(
 
 
 def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequence[str]) -> None:
-    """Raises ObservationError for a key that nothing reads. shown: the keys that a client may choose from."""
+    """Raise ObservationError for a key that nothing reads. The error lists the keys ``shown``."""
     rows = any(
         key.startswith(_LEROBOT) for key in flat
     )  # rows of a LeRobot data set, with entries that no policy reads
@@ -386,19 +389,19 @@ def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None, momen
         if missing:
             raise ObservationError(missing[0], "numbers of the state", f"nothing; keys are {_some(flat)}")
         return np.concatenate([_vectors(key, flat[key], moments) for key in keys.state], axis=1)
-    given = [key for key in _STATE_KEYS if key in flat]
-    if len(given) > 1:
-        raise ObservationError(given[1], f"one state, as {given[0]}", "two")
-    if given:
-        return _vectors(given[0], flat[given[0]], moments)
+    keys_present = [key for key in _STATE_KEYS if key in flat]
+    if len(keys_present) > 1:
+        raise ObservationError(keys_present[1], f"one state, as {keys_present[0]}", "two")
+    if keys_present:
+        return _vectors(keys_present[0], flat[keys_present[0]], moments)
     raise ObservationError("state", f"{spec.state.dim} numbers", f"nothing; keys are {_some(flat)}")
 
 
 def _prompt(flat: Mapping[str, Any], candidates: Sequence[str]) -> str:
-    found = {key: text(key, flat[key]) for key in candidates if flat.get(key) is not None}
-    if len(set(found.values())) > 1:
-        raise ObservationError(list(found)[1], f"one instruction, as {next(iter(found))}", "two")
-    return next(iter(found.values()), "")
+    prompts = {key: text(key, flat[key]) for key in candidates if flat.get(key) is not None}
+    if len(set(prompts.values())) > 1:
+        raise ObservationError(list(prompts)[1], f"one instruction, as {next(iter(prompts))}", "two")
+    return next(iter(prompts.values()), "")
 
 
 def _some(flat: Mapping[str, Any]) -> str:

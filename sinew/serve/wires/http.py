@@ -1,5 +1,5 @@
 """HTTP messages: ``POST /v1/actions`` for all clients, ``/vqa`` and ``/subtask`` for text, ``POST /act`` for
-OpenVLA's clients. No sockets here.
+OpenVLA's clients. This module uses no sockets.
 
 ``/v1/actions`` takes JSON, or the same maps in msgpack with arrays as openpi sends them:
 
@@ -41,11 +41,11 @@ from sinew.serve.wires.field_names import OPTIONS, SEVERAL, members_of, number, 
 
 NAME = "http"
 MSGPACK = "application/msgpack"
-MAX_WIDE = 1 << 18  # characters of a text that is no base64
+MAX_WIDE = 1 << 18  # most characters of a text that is not base64
 
 
 def read(body: bytes | bytearray, content_type: str) -> WireMessage:
-    """Raises RequestError or ObservationError."""
+    """Return the message in ``body``. Raises RequestError or ObservationError."""
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
         raise RequestError(f"expected an object, got {type(tree).__name__}")
@@ -66,7 +66,7 @@ def _message(tree: Mapping[str, Any]) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Raises ObservationError."""
+    """Return the observation of a message. Raises ObservationError."""
     flat = field_names.flatten(_arrays(message.content))
     budget = budget or PixelBudget()
     for key, value in flat.items():
@@ -101,12 +101,12 @@ def subtask(seen: Observation) -> Observation:
 
 
 def answer(message: WireMessage, outcomes: Sequence[Outcome], server_ms: float, content_type: str) -> bytes:
-    """Return the answer to a message; of several observations each has its own, or its error."""
-    found = [
+    """Return the answer to a message. Each of several observations has its own answer or error."""
+    answers = [
         error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, content_type)
         for each in outcomes
     ]
-    reply = {"answers": found} if message.observations else found[0]
+    reply = {"answers": answers} if message.observations else answers[0]
     return pack(reply) if content_type == MSGPACK else json.dumps(reply).encode()
 
 
@@ -129,7 +129,13 @@ def _answer(chunk: ActionChunk, server_ms: float, content_type: str) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """single: OpenVLA's form, answered with one action. encoded: the client wrapped its JSON in JSON."""
+    """A request of OpenVLA's clients.
+
+    Attributes:
+        content: The observation.
+        single: True for OpenVLA's form, which is answered with one action; False for OpenVLA-OFT's.
+        encoded: True if the client wrapped its JSON in JSON.
+    """
 
     content: Mapping[str, Any]
     single: bool
@@ -137,7 +143,7 @@ class Act:
 
 
 def read_act(body: bytes | bytearray) -> Act:
-    """Raises RequestError or ObservationError."""
+    """Return the request in ``body``. Raises RequestError or ObservationError."""
     tree = _json(body)
     encoded = isinstance(tree, dict) and isinstance(tree.get("encoded"), str)
     if encoded:
@@ -148,14 +154,18 @@ def read_act(body: bytes | bytearray) -> Act:
 
 
 def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Cameras by the bundle's key map for the wire "openvla"; without one the full image goes to the policy's first
-    camera and the wrist images, in the order of the message, to the others. A policy without a state leaves the
-    client's alone, as upstream. Raises ObservationError."""
+    """Return the observation of a request. The bundle's key map for the wire "openvla" names the cameras. Without a key
+    map, the full image belongs to the policy's first camera, and the wrist images belong to the others, in the order
+    of the message. A policy without a state ignores the client's state, as upstream. Raises ObservationError."""
     flat = field_names.flatten(_arrays(act.content))
-    asked = field_names.optional_text("unnorm_key", flat.pop("unnorm_key", None))
-    if asked and spec.embodiment not in ("", asked, f"{asked}_no_noops"):  # LIBERO's, as upstream
+    unnorm_key = field_names.optional_text("unnorm_key", flat.pop("unnorm_key", None))
+    if unnorm_key and spec.embodiment not in (
+        "",
+        unnorm_key,
+        f"{unnorm_key}_no_noops",
+    ):  # LIBERO's, as upstream
         raise ObservationError(
-            "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", asked[:100]
+            "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", unnorm_key[:100]
         )
     if not field_names.key_maps(spec, "openvla"):
         names = ["image" if act.single else "full_image", *(key for key in flat if "wrist" in key)]
@@ -184,7 +194,7 @@ def act_answer(chunk: ActionChunk, act: Act) -> bytes:
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
-    """A program that needs the standard library and Pillow."""
+    """Return a program that needs the standard library and Pillow."""
     images = [
         f'    "{key}": picture({camera.width}, {camera.height}),'
         for key, camera in zip(field_names.camera_keys(spec, NAME).values(), spec.cameras, strict=False)
@@ -211,8 +221,11 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _json(body: bytes | bytearray) -> Any:
-    """Values are counted before they are made: sixty megabytes of empty objects are gigabytes of them. What is long is
-    a file in base64: in other text one strange character makes four bytes of each of the others."""
+    """Return the value of a JSON text. Raises RequestError.
+
+    Values are counted before they are made, because sixty megabytes of empty objects become gigabytes of Python
+    objects. Long texts must be base64, because one wide character makes Python store every character of its text in
+    four bytes."""
     if sum(body.count(mark) for mark in b",[{") > MAX_VALUES:
         raise RequestError(f"JSON: expected at most {MAX_VALUES} values; frames go as base64 text")
     try:
@@ -226,19 +239,19 @@ def _json(body: bytes | bytearray) -> Any:
 
 def _refuse_wide(tree: Any) -> None:
     """Raise RequestError for a long text in which a character takes more than a byte."""
-    left = [tree]
-    while left:
-        node = left.pop()
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, dict):
-            left += [*node.keys(), *node.values()]
+            nodes += [*node.keys(), *node.values()]
         elif isinstance(node, list):
-            left += node
+            nodes += node
         elif isinstance(node, str) and len(node) > MAX_WIDE and not node.isascii():
             raise RequestError(f"JSON: expected at most {MAX_WIDE} characters beside base64, got {len(node)}")
 
 
 def _arrays(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = from_json_numpy(content)
-    if not isinstance(found, Mapping):
+    tree = from_json_numpy(content)
+    if not isinstance(tree, Mapping):
         raise ObservationError("observation", "an object with the keys of an observation", "an array")
-    return found
+    return tree

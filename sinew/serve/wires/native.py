@@ -1,12 +1,12 @@
 """The native wire: Protobuf messages of ``sinew_client``'s ``sinew.proto``, a superset of vla.cpp's.
 
-A request is first looked over without parsing (:meth:`NativeCodec.peek`), which finds what the loop
-needs to route it and refuses what would make the parser allocate without bound; ``decode`` then parses
-it and checks its form. :meth:`sinew.Policy.prepare` checks the values (finite numbers, camera names, an
-instruction that is not empty), the same for every wire.
+:meth:`NativeCodec.peek` first scans a request without parsing it. It finds the fields that the loop needs to route the
+request, and refuses requests for which the parser would allocate without bound. ``decode`` then parses the request and
+checks its form. :meth:`sinew.Policy.prepare` checks the values (finite numbers, camera names, an instruction that is
+not empty) in the same way for every wire.
 
-vla.cpp's clients send token ids, a zero-padded state and unnamed images, and read the padded
-``action_chunk``; Sinew's own send names, text and the raw state, and read ``actions``.
+vla.cpp's clients send token ids, a zero-padded state and unnamed images, and read the padded ``action_chunk``; Sinew's
+own clients send names, text and the raw state, and read ``actions``.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 Payload = bytes | memoryview
 
-# Beside images a request holds a state, a noise matrix and text: kilobytes. A packed byte may become
-# four or more in memory and an empty sub-message dozens, hence this limit and that of fields, which are walked on
-# the wire's one loop, and before the key is known.
+# Besides images, a request has a state, a noise matrix and text, which are kilobytes. A packed byte may become four or
+# more bytes in memory, and an empty sub-message may become dozens. Fields are scanned on the wire's one loop, before
+# the key is known. Therefore these bytes and the number of fields are limited.
 MAX_BYTES_BESIDE_IMAGES = 1 << 20
-MAX_NAME = 128  # characters of a camera's name
-MAX_KEY = 4096  # bytes
-MAX_ERROR_TEXT = 1000
+MAX_NAME = 128  # most characters of a camera's name
+MAX_KEY = 4096  # most bytes of a key
+MAX_ERROR_TEXT = 1000  # most characters of an error
 
 _FIELD = {field.name: field.number for field in PredictRequest.DESCRIPTOR.fields}
 _IMAGE_DATA = Image.DESCRIPTOR.fields_by_name["data"].number
@@ -62,7 +62,7 @@ _OBSERVATIONS = _FIELD["observations"]
 _ANSWERS = PredictResponse.DESCRIPTOR.fields_by_name["answers"].number
 _NAMES = {number: name for name, number in _FIELD.items()}
 _OF_MESSAGES = {_FIELD[name] for name in ("request_id", "kind", "api_key", "policy", "deadline_ms")}
-# Fields that ``peek`` reads or rejects. Texts: their largest length, and the text of the error (None: the length)
+# Text field that ``peek`` reads -> its largest length, the unit, and the received value in the error (None: the length)
 _TEXTS = {
     "session": (MAX_SESSION, "characters", "more"),
     "api_key": (MAX_KEY, "bytes", None),
@@ -75,7 +75,7 @@ _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state
 
 
 class Kind(IntEnum):
-    """What a request asks for; the numbers are those of ``PredictRequest.Kind``."""
+    """The kind of a request. The numbers are those of ``PredictRequest.Kind``."""
 
     INFER = 0
     METADATA = 1
@@ -96,8 +96,8 @@ class NativeHeader:
     Attributes:
         native: False for vla.cpp's form.
         policy: Name of the policy.
-        error: Why the request is rejected. The other fields then have the values that were read before.
-        found: Fields of the message, so that they are searched only once.
+        error: The reason why the request is rejected. The other fields then have the values that were read before.
+        found: Fields of the message, so that the message is scanned only once.
         members: Requests inside a message with several observations; None for one observation.
         report: Bytes of a robot's report.
         generation: Generation of frames in shared memory; 0 without such frames.
@@ -125,7 +125,7 @@ class NativeCodec:
     stream_kinds = (Kind.STREAM, Kind.STREAM_END)
 
     def __init__(self) -> None:
-        self.streams: Streams | None = None  # a server of chunks never imports them
+        self.streams: Streams | None = None  # a server without streams never imports their module
 
     def bind(self, service: Service) -> None:
         self.service = service
@@ -140,10 +140,11 @@ class NativeCodec:
     # ------------------------------------------------------------------------- requests
 
     def peek(self, payload: Payload, asked: str = "") -> NativeHeader:
-        """Look a request over without parsing it. Never raises: a refusal is in the header. asked: the policy of one
-        that names none."""
+        """Scan a request without parsing it. This never raises: the header has the reason of a refusal.
+
+        ``asked`` is the policy of a request that names no policy."""
         header = NativeHeader(policy=asked)
-        images, beside, members, lone = 0, 0, list[memoryview](), ""
+        images, other_bytes, members, lone = 0, 0, list[memoryview](), ""
         buffer, found, error = memoryview(payload), list[Field](), None
         try:
             fields(buffer, found)
@@ -157,7 +158,7 @@ class NativeCodec:
                 if number == _OBSERVATIONS and wire_type == BYTES:
                     members.append(buffer[end - value : end])
                     continue
-                beside += end - start
+                other_bytes += end - start
                 if number not in _OF_MESSAGES:
                     lone = lone or _NAMES.get(number, f"field {number}")
                 header.native = header.native or number in _NATIVE_FIELDS
@@ -182,9 +183,9 @@ class NativeCodec:
             kind, report = header.kind, header.report
             if images > MAX_IMAGES and images > (most := self._most_images(header.policy)):
                 raise RequestError(f"images: expected at most {most}, got {images}")
-            if beside > MAX_BYTES_BESIDE_IMAGES:
+            if other_bytes > MAX_BYTES_BESIDE_IMAGES:
                 raise RequestError(
-                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {beside}"
+                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {other_bytes}"
                 )
             if report is not None and kind != Kind.REPORT:
                 raise RequestError(f"report: expected with kind {Kind.REPORT} alone, got it with {kind}")
@@ -203,10 +204,10 @@ class NativeCodec:
         return header
 
     def _most_images(self, policy: str) -> int:
-        """Return the most images of a request: more than usual for a policy that reads so many moments."""
+        """Return the most images of a request. A policy that reads many moments allows more images than usual."""
         try:
             return max(MAX_IMAGES, self.service.policies.get(policy).spec.views)
-        except UnknownPolicyError:  # which is refused for its name
+        except UnknownPolicyError:  # the request is refused later for this policy
             return MAX_IMAGES
 
     def authorize(self, header: NativeHeader) -> None:
@@ -219,7 +220,7 @@ class NativeCodec:
             frames = {} if peer is None or peer.shared is None else {"frames": peer.shared.state}
             number = self.service.policies.get(
                 header.policy
-            ).number  # before the rest: it may be exchanged meanwhile
+            ).number  # read first, because the policy may be exchanged meanwhile
             return self.encode_metadata(header, self.service.about(header.policy) | frames, number)
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
@@ -311,7 +312,8 @@ class NativeCodec:
         )
 
     def parse(self, payload: Payload, found: Sequence[Field] | None = None) -> tuple[Any, list[memoryview]]:
-        """Return the message without its images, and these apart. Raises RequestError where it is no message."""
+        """Return the message without its images, and the images. Raises RequestError for bytes that are not a
+        message."""
         buffer = memoryview(payload)
         pictures, beside = [], []
         for number, wire_type, value, start, end in fields(buffer) if found is None else found:
@@ -353,7 +355,8 @@ class NativeCodec:
             text=chunk.text,
             adapter=chunk.adapter,
             deployment=chunk.deployment,
-            timing=vars(timing) | {"server_ms": server_ms},  # one call, which ten of setattr are not
+            timing=vars(timing)
+            | {"server_ms": server_ms},  # one assignment, which is faster than ten setattr
         )
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
         horizon, dim = actions.shape
@@ -370,14 +373,14 @@ class NativeCodec:
 
     def encode_error(self, header: NativeHeader | None, error: SinewError) -> bytes:
         text = str(error) or error.code
-        if len(text) > MAX_ERROR_TEXT:  # it may quote what came
+        if len(text) > MAX_ERROR_TEXT:  # it may quote the request
             text = text[:MAX_ERROR_TEXT] + " ..."
         request_id = 0 if header is None else header.request_id
         return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
 
     def encode_metadata(self, header: NativeHeader, content: dict[str, Any], deployment: int = 0) -> bytes:
-        """The answer to METADATA and HEALTH; for RESET and REPORT ``content`` is empty. deployment: number of the
-        policy that METADATA is about."""
+        """Return the answer to METADATA and HEALTH. For RESET and REPORT, ``content`` is empty. ``deployment`` is the
+        number of the policy that METADATA describes."""
         reply = PredictResponse(request_id=header.request_id, session=header.session, deployment=deployment)
         if content:
             reply.metadata = json.dumps(content)
@@ -406,7 +409,7 @@ class NativeCodec:
 
 @dataclass(slots=True)
 class _Picture:
-    """The Protobuf message Image, its data a view of the request."""
+    """The Protobuf message Image. Its data is a view of the request."""
 
     encoding: int = Image.JPEG
     height: int = 0
@@ -416,13 +419,13 @@ class _Picture:
 
     @classmethod
     def of(cls, message: memoryview) -> _Picture:
-        found = cls()
+        picture = cls()
         for number, wire_type, value, _start, end in fields(message):
             if wire_type == BYTES and number == _IMAGE_DATA:
-                found.data = message[end - value : end]
+                picture.data = message[end - value : end]
             elif wire_type == VARINT and number in _IMAGE_NUMBERS:
-                setattr(found, _IMAGE_NUMBERS[number], value & 0xFFFFFFFF)
-        return found
+                setattr(picture, _IMAGE_NUMBERS[number], value & 0xFFFFFFFF)
+        return picture
 
 
 def _frame(
@@ -441,8 +444,8 @@ def _frame(
             raise ObservationError(name, "pixels in the message or in shared memory", got)
         size = image.height * image.width * 3 * np.dtype(dtype).itemsize
         pixels = shared.pixels(name, image.offset, size)
-        found = raw_frame(name, pixels, image.height, image.width, dtype, budget)
-        return found.copy() if keeps else found
+        view = raw_frame(name, pixels, image.height, image.width, dtype, budget)
+        return view.copy() if keeps else view
     raise ObservationError(
         name,
         "encoding JPEG, RGB_U8 or F32_RGB_01, the last two in shared memory",
@@ -455,20 +458,20 @@ def _vector(values: Collection[float]) -> np.ndarray:
 
 
 def _continuation(spec: PolicySpec, request: Any) -> dict[str, Any]:
-    """Return the fields of real-time chunking that are there."""
-    found: dict[str, Any] = {}
+    """Return the fields of real-time chunking that the request has."""
+    options: dict[str, Any] = {}
     for name in ("delay", "horizon", "beta"):
         if request.HasField(name):
-            found[name] = getattr(request, name)
+            options[name] = getattr(request, name)
     for name in ("rtc", "schedule"):
         if value := getattr(request, name):
-            found[name] = value
+            options[name] = value
     if count := len(request.previous):
         dim = spec.action.dim
         if count % dim:
             raise ObservationError("previous", f"rows of {dim} numbers", f"{count} numbers")
-        found["previous"] = np.array(request.previous, np.float32).reshape(-1, dim)
-    return found
+        options["previous"] = np.array(request.previous, np.float32).reshape(-1, dim)
+    return options
 
 
 def _moments(
@@ -494,7 +497,7 @@ def _moments(
     for name in names:
         if len(name) > MAX_NAME:
             raise ObservationError("camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}")
-    if len(set(names)) == count:  # one moment, as nearly always
+    if len(set(names)) == count:  # one moment, the usual case
         return [Moment({name: frame(name, each) for name, each in zip(names, images, strict=True)}, state)]
     times = Counter(names)
     moments = max(times.values())
@@ -503,10 +506,10 @@ def _moments(
         raise ObservationError("camera_names", f"each camera {expected}", ", ".join(names))
     if len(state) % moments:
         raise ObservationError("raw_state", f"a state for each of {moments} moments", f"{len(state)} numbers")
-    found: list[dict[str, np.ndarray]] = [{} for _ in range(moments)]
+    steps: list[dict[str, np.ndarray]] = [{} for _ in range(moments)]
     for name, image in zip(names, images, strict=True):
-        next(frames for frames in found if name not in frames)[name] = frame(name, image)
-    return [Moment(frames, part) for frames, part in zip(found, np.split(state, moments), strict=True)]
+        next(frames for frames in steps if name not in frames)[name] = frame(name, image)
+    return [Moment(frames, part) for frames, part in zip(steps, np.split(state, moments), strict=True)]
 
 
 def _state(deployment: Deployment, request: PredictRequest) -> np.ndarray:
@@ -526,7 +529,7 @@ def _noise(spec: PolicySpec, request: PredictRequest) -> np.ndarray | None:
     if not request.noise:
         return None
     shape = spec.noises(request.solver_steps if request.HasField("solver_steps") else None)
-    noise = np.array(request.noise, np.float32)  # read at once, which is faster for hundreds of numbers
+    noise = np.array(request.noise, np.float32)  # one call is faster than an iterator for hundreds of numbers
     if noise.size != math.prod(shape) or not noise.size:
         raise ObservationError(
             "noise", f"0 or {math.prod(shape)} values ({' x '.join(map(str, shape))})", f"{noise.size}"

@@ -1,6 +1,6 @@
-"""openpi's WebSocket messages, and vLLM-Omni's dialect of them. No sockets here.
+"""openpi's WebSocket messages, and vLLM-Omni's dialect of them. This module uses no sockets.
 
-A connection begins with the server's metadata; then one msgpack map per observation, one per answer. Source:
+A connection begins with the server's metadata. Then each observation is one msgpack map, and so is each answer. Source:
 openpi ``serving/websocket_policy_server.py`` and ``openpi_client/{msgpack_numpy,websocket_client_policy}.py``; the keys
 ``endpoint``, ``session_id`` and ``seed`` are those of vLLM-Omni's ``serving/openpi_api``.
 """
@@ -32,14 +32,14 @@ from sinew.serve.wires.field_names import OPTIONS, SEVERAL, members_of, number, 
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
-# What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
+# Key that some clients send to every policy, even if the policy does not read it -> why the key may be ignored.
 IGNORED = {
     "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
 }
 
 
 def read(payload: bytes) -> WireMessage:
-    """Raises RequestError or ObservationError."""
+    """Return the message in ``payload``. Raises RequestError or ObservationError."""
     tree = unpack(payload)
     if not isinstance(tree, Mapping):
         raise RequestError(f"expected a map of observation keys, got {type(tree).__name__}")
@@ -56,37 +56,39 @@ def _one(tree: Mapping[str, Any]) -> WireMessage:
         raise RequestError(f"endpoint: expected infer or reset, got {endpoint[:40]!r}")
     session = field_names.optional_text("session_id", flat.get("session_id"))
     deadline = flat.get("deadline_ms")
-    kind: Any = endpoint  # one of the two
+    kind: Any = endpoint
     return WireMessage(flat, kind, session, None if deadline is None else number("deadline_ms", deadline))
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
+    """Return the observation of a message. Frames in [0, 1] become bytes as in openpi: times 255, rounded down. Raises
+    ObservationError."""
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
-    made = field_names.read_observation(
+    seen = field_names.read_observation(
         flat, spec, NAME, budget, (*OPTIONS, *IGNORED), session=message.session, **options(flat)
     )
     *earlier, newest = (
         Moment({name: _bytes(name, frame) for name, frame in each.images.items()}, each.state)
-        for each in made.moments
+        for each in seen.moments
     )
-    return replace(made, images=newest.images, earlier=tuple(earlier))
+    return replace(seen, images=newest.images, earlier=tuple(earlier))
 
 
 def answer(
     message: WireMessage, outcomes: Sequence[Outcome], server_ms: float, previous_ms: float | None
 ) -> bytes:
-    """Return the answer to a message; of several observations each has its own, or its error."""
-    found = [
+    """Return the answer to a message. Each of several observations has its own answer or error."""
+    answers = [
         error_entry(each) if isinstance(each, SinewError) else _answer(each, server_ms, previous_ms)
         for each in outcomes
     ]
-    return pack({"answers": found} if message.observations else found[0])
+    return pack({"answers": answers} if message.observations else answers[0])
 
 
 def _answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> dict[str, Any]:
-    """server_ms: from arrival to now; previous_ms: the whole of the connection's request before. openpi's example
-    client prints a statistic of every number in the two timing maps."""
+    """Return the answer with a chunk. ``server_ms`` is the time since the request arrived, ``previous_ms`` the whole
+    time of the connection's previous request. openpi's example client prints a statistic of every number in the two
+    timing maps, so they have only numbers."""
     timing = chunk.timing
     server = {"infer_ms": server_ms, "queue_ms": timing.queue_ms, "batch": float(timing.batch)}
     if previous_ms is not None:
@@ -120,7 +122,7 @@ def reset_answer() -> bytes:
 
 
 def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
-    """The first frame of a connection. The names in front are those that vLLM-Omni's clients look for."""
+    """Return the first frame of a connection. Its first names are the names that vLLM-Omni's clients read."""
     first = spec.cameras[0]
     cameras = field_names.camera_keys(spec, NAME)
     wrists = [name for name, key in cameras.items() if "wrist" in f"{name} {key}"]
@@ -142,7 +144,7 @@ def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
-    """A program for PyPI's openpi-client."""
+    """Return a program for PyPI's openpi-client."""
     maps = field_names.key_maps(spec, NAME)
     first = maps[0].channels_first if maps else False
     fields: list[tuple[str, str]] = []
@@ -172,7 +174,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _nested(fields: Sequence[tuple[str, str]]) -> list[str]:
-    """Keys are written as openpi's robots send them: flat, but for ALOHA's nested ``images``."""
+    """Return the lines of an observation as openpi's robots send it: flat, except for ALOHA's nested ``images``."""
     lines, images = (
         [],
         [(key.removeprefix("images/"), value) for key, value in fields if key.startswith("images/")],
@@ -183,7 +185,7 @@ def _nested(fields: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
-    """Return a frame as uint8, floats as upstream truncates them. Raises ObservationError."""
+    """Return a frame as uint8. Floats are truncated, as in openpi. Raises ObservationError."""
     if frame.dtype == np.uint8:
         return frame
     if not np.isfinite(frame).all() or frame.min(initial=0) < 0 or frame.max(initial=0) > 1:

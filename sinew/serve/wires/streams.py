@@ -1,9 +1,9 @@
 """Streams in the native protocol: samples and frames are received, windows of waypoints are sent (docs/stream.md).
 
-A stream belongs to a connection and a session's name. It begins with its first message. Each message contains all
-that a server needs, so a robot continues with a restarted server without noticing. A stream whose policy is replaced
-ends, and begins again with its next sample. Bounds: streams of one connection and of all, bytes of a message, and
-windows that a client does not read, which are dropped and not queued.
+A stream belongs to a connection and a session's name. It begins with its first message. Each message contains
+everything that a server needs, so a robot's stream survives a restart of the server. A stream whose policy is replaced
+ends, and begins again with its next sample. The server bounds the streams of one connection and of all connections, the
+bytes of a message, and the unread windows of a client; further windows are dropped.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ logger = logging.getLogger(__name__)
 MAX_STREAMS = (
     8  # streams of a server, two frames each; a client without one takes one from the client with most
 )
-PER_CONNECTION = 2
-MAX_MESSAGE = 16 << 20  # bytes of one message with its frames
-MAX_UNREAD = 64 << 10  # bytes of windows that a client has not read; beyond, further ones are dropped
-SILENT_S = 10.0  # without a sample a stream ends: its robot lost power or network, and may begin another one
-# and without one for so long it gives its place to another robot; a live one sends at every tick
+PER_CONNECTION = 2  # most streams of one connection
+MAX_MESSAGE = 16 << 20  # most bytes of one message with its frames
+MAX_UNREAD = 64 << 10  # most bytes of windows that a client has not read; further windows are dropped
+SILENT_S = 10.0  # a stream without a sample for so long ends: its robot lost power or network
+# A stream without a sample for so long gives its place to another robot, because a live robot sends at every tick.
 SPARE_S = 2.0
 EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 
 
 class StreamParser(Protocol):
-    """Reads and writes the messages of a stream: the codec of its wire."""
+    """The codec of a wire reads and writes the messages of its streams."""
 
     def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]:
-        """Return a message without its images, and these apart."""
+        """Return a message without its images, and the images."""
 
     def decode(self, payload: memoryview, budget: PixelBudget, asked: str) -> Observation:
-        """Return the observation of a message. asked: the policy of one that names none."""
+        """Return the observation of a message. ``asked`` is the policy of a message that names no policy."""
 
     def encode_error(self, header: None, error: SinewError) -> bytes:
         """Return an error as a message."""
@@ -68,12 +68,20 @@ class StreamParser(Protocol):
 
 @dataclass(eq=False)
 class StreamingRobot:
-    """One stream: where its windows go. deployment: its policy. heard: when its last sample came. ``abandon`` is called
-    when the connection ends."""
+    """One stream of a robot, which receives the stream's windows.
+
+    Attributes:
+        policy: The policy's name.
+        deployment: The deployment of the policy.
+        on_end: Ends the stream; :meth:`abandon` calls it when the connection ends.
+        heard: The time at which the last sample came.
+        dropped: The number of windows that were dropped because the client did not read.
+        frames: Bytes of the messages whose frames the session holds: the newest message, and the message of the prefix.
+    """
 
     session: Session
     name: str
-    policy: str  # its name
+    policy: str
     settings: StreamSettings
     deployment: Deployment
     peer: Peer
@@ -85,12 +93,12 @@ class StreamingRobot:
     quiet: RateLimitedLog
     ended: bool = False
     dropped: int = 0
-    # Bytes of the messages whose frames the session holds: the newest, and that of its prefix
     frames: deque[int] = field(default_factory=lambda: deque(maxlen=2))
     _told: bool = False
 
     def window(self, window: Window) -> None:
-        """Push one window, an empty one too: it tells how long the way takes. Runs on the fast loop."""
+        """Send one window. An empty window is sent too, because the robot measures the delay with it. This runs on the
+        fast loop."""
         if self.ended:
             return
         if self.peer.unsent > MAX_UNREAD:
@@ -107,14 +115,14 @@ class StreamingRobot:
         self.peer.reply([*self.envelope, self._encode(window, chunk)])
 
     def failed(self, error: SinewError) -> None:
-        """Push an error; the stream goes on with the next frame or sample."""
+        """Log and send an error. The stream continues with the next frame or sample."""
         if self.ended:
             return
         self.quiet.warning("a stream failed: %s", printable(error))
         self.tell(error)
 
     def tell(self, error: SinewError) -> None:
-        """Push an error."""
+        """Send an error to the robot."""
         if self.peer.unsent <= MAX_UNREAD:
             self.peer.reply([*self.envelope, self.parser.encode_error(None, error)])
 
@@ -146,8 +154,8 @@ class Streams:
 
     Args:
         service: The service.
-        parser: Reads the messages.
-        clock: Seconds, by which a silent robot is noticed.
+        parser: Reads and writes the messages.
+        clock: Returns the time in seconds, by which silent robots are noticed.
 
     Attributes:
         robots: (connection, session) -> robot.
@@ -157,13 +165,13 @@ class Streams:
         self._service, self._parser, self._clock = service, parser, clock
         self.robots: dict[tuple[int, str], StreamingRobot] = {}
         self._lock = threading.Lock()
-        # A client may begin a stream with each message
+        # These logs are limited, because a client may begin a stream with each message.
         self._failed, self._changes = RateLimitedLog(logger), RateLimitedLog(logger)
         self.loops = Loops(start=service.supervisor.thread)
         service.policies.watch(self._left)
 
     def take(self, peer: Peer, envelope: Envelope, header: Any, content: memoryview) -> None:
-        """Take a message of one of the codec's ``stream_kinds``. Raises SinewError for one that does not fit."""
+        """Take a message of one of the codec's ``stream_kinds``. Raises SinewError for an invalid message."""
         if header.kind == PredictRequest.STREAM_END:
             if (robot := self.robots.get((id(peer), header.session))) is not None:
                 self._end(robot)
@@ -204,21 +212,22 @@ class Streams:
         if request.prompt and request.prompt != session.prompt:
             session.say(request.prompt)
         if pictures:
-            taken = request.frame_time if request.HasField("frame_time") else request.time
-            session.push_frame(partial(self._images, content, header.policy), taken)
+            frame_time = request.frame_time if request.HasField("frame_time") else request.time
+            session.push_frame(partial(self._images, content, header.policy), frame_time)
             robot.frames.append(len(content))
             peer.keeps[robot] = sum(robot.frames)
-            if robot.ended:  # on another thread, meanwhile
+            if robot.ended:  # another thread has ended the stream meanwhile
                 peer.release(robot)
         self.loops.wake()
 
     def patience(self) -> float:
-        """Return the seconds until a stream that stays silent is to end; infinity where there is no stream."""
+        """Return the seconds until the next silent stream has to end; infinity if there is no stream."""
         heard = min((robot.heard for robot in self.robots.values()), default=math.inf)
         return max(0.0, heard + SILENT_S - self._clock())
 
     def end_silent(self, seconds: float | None = None, most: int = MAX_STREAMS) -> int:
-        """End the streams without a sample for so long (``SILENT_S``), the most silent first; return how many."""
+        """End streams without a sample for ``seconds`` (:data:`SILENT_S` by default), at most ``most`` of them, longest
+        silence first. Return how many were ended."""
         oldest = self._clock() - (SILENT_S if seconds is None else seconds)
         silent = sorted((r for r in self.robots.values() if r.heard <= oldest), key=lambda r: r.heard)
         for robot in silent[:most]:
@@ -231,7 +240,8 @@ class Streams:
     # ------------------------------------------------------------------------- parts
 
     def _images(self, content: memoryview, policy: str) -> Any:
-        """Decode the frames of a message; runs on the slow loop. Raises UnknownPolicyError once it was unloaded."""
+        """Decode the frames of a message. This runs on the slow loop. Raises UnknownPolicyError if the policy was
+        unloaded."""
         budget = PixelBudget(self._service.policies.get(policy).pixels)
         return self._parser.decode(content, budget, policy).images
 
@@ -284,7 +294,8 @@ class Streams:
         return robot
 
     def _make_place(self, peer: Peer) -> None:
-        """Let a stream of this connection in, in place of a silent one or of one of who has most. Raises BusyError."""
+        """Make room for a stream of this connection. If the server is full, end a silent stream, or a stream of the
+        client with the most streams. Raises BusyError if neither exists."""
         robots = list(self.robots.values())
         mine = [each for each in robots if each.peer is peer]
         if len(mine) >= PER_CONNECTION:
@@ -293,17 +304,17 @@ class Streams:
             return
         near = [each for each in robots if each.peer.address == peer.address]
         if not near:
-            found = _most(robots, [each.peer.address for each in robots])
+            owned = _most(robots, [each.peer.address for each in robots])
         else:
-            found = [] if mine else _most(near, [id(each.peer) for each in near])
-        if len(found) < 2:
+            owned = [] if mine else _most(near, [id(each.peer) for each in near])
+        if len(owned) < 2:
             raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
-        found[-1].tell(BusyError(f"{MAX_STREAMS} streams run, and another client had none"))
-        self._end(found[-1])
+        owned[-1].tell(BusyError(f"{MAX_STREAMS} streams run, and another client had none"))
+        self._end(owned[-1])
 
     def _left(self, scheduler: Scheduler) -> None:
-        """End the streams of a policy that was exchanged or unloaded, and wait until nothing of it is computed: its
-        memory is wanted back. On the thread that changes it."""
+        """End the streams of a policy that was exchanged or unloaded, and wait until their computations have ended, so
+        that the policy's memory can be freed. This runs on the thread that changes the policy."""
         with self._lock:
             robots = [each for each in self.robots.values() if each.deployment.scheduler is scheduler]
         for robot in robots:
@@ -328,6 +339,6 @@ class Streams:
 
 
 def _most(robots: Sequence[StreamingRobot], owners: Sequence[Hashable]) -> list[StreamingRobot]:
-    """Return the streams of the owner that has most, oldest first."""
+    """Return the streams of the owner with the most streams, oldest first."""
     most = max(owners, key=owners.count, default=None)
     return [robot for robot, owner in zip(robots, owners, strict=True) if owner == most]
