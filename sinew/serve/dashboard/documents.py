@@ -1,4 +1,4 @@
-"""The documents that a person at the dashboard needs, from this installation: no public address, nothing to build."""
+"""The documents for users of the dashboard. They come from this installation, without a public address or a build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import sinew
 
-# Page of docs/ -> how the menu calls it. pyproject.toml has the wheel carry the same ones.
+# Page of docs/ -> its title in the menu. pyproject.toml lists the same pages for the wheel.
 PAGES = {
     "dashboard": "This dashboard",
     "troubleshooting": "Troubleshooting",
@@ -36,12 +36,12 @@ def folders() -> Iterator[Path]:
 
 
 def rendered(page: str) -> str | None:
-    """Return a page of HTML; None where there is no such page, or this installation has no documents."""
-    found = (folder / f"{page}.md" for folder in folders() if page in PAGES)
-    file = next((each for each in found if each.is_file()), None)
+    """Return a page as HTML; None if there is no such page, or if this installation has no documents."""
+    paths = (folder / f"{page}.md" for folder in folders() if page in PAGES)
+    file = next((each for each in paths if each.is_file()), None)
     if file is None:
         return None
-    from markdown_it import MarkdownIt  # which rich brings
+    from markdown_it import MarkdownIt  # installed with rich
 
     text = NOTE.sub(_note, file.read_text("utf-8"))  # own file: in an installed package
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
@@ -63,7 +63,7 @@ def rendered(page: str) -> str | None:
 
 
 def _note(found: re.Match[str]) -> str:
-    """Turn an admonition of mkdocs into a quotation, which CommonMark has."""
+    """Turn an admonition of mkdocs into a quotation, because CommonMark has no admonitions."""
     kind, title, text = found.groups()
     lines = [f"**{title or kind.capitalize()}**", "", *(line[4:] for line in text.splitlines())]
     return "\n".join(f"> {line}".rstrip() for line in lines) + "\n"
@@ -76,7 +76,7 @@ def _head(found: re.Match[str]) -> str:
 
 
 def _link(found: re.Match[str]) -> str:
-    """Point at another of these pages; what this installation does not carry is no link."""
+    """Point a link at another of these pages. A link to a page that this installation lacks becomes plain text."""
     path, anchor = found[1], found[2] or ""
     if not path:
         return found[0]

@@ -30,11 +30,13 @@ from sinew.serve.policies import DEFAULT
 from sinew.serve.service import Service
 
 VIEWERS = 8  # most viewers at once; each takes a connection and a few kilobytes
-KEPT = 256  # answers between two looks of the viewers
-BY_HAND = "dashboard"  # the session of what a person tries on the page: shown there, not as a robot's
-PICTURES_S = 0.1  # from one picture of a camera to the next, at least,
-SHARE = 0.02  # and longer where making them would take more than this of the cores
-MAX_TEXT = 300  # characters of a prompt, a name or an error that are shown
+KEPT = 256  # most answers that are kept between two messages to the viewers
+BY_HAND = (
+    "dashboard"  # the session of requests that a person makes on the page; they do not count as a robot's
+)
+PICTURES_S = 0.1  # least seconds between two pictures of a camera
+SHARE = 0.02  # the pause is longer if making pictures would take more than this share of the cores
+MAX_TEXT = 300  # most characters of a prompt, a name or an error on the page
 MAX_NUMBERS = 1 << 14  # most numbers of a chunk that are shown, as its first actions
 JPEG_QUALITY = 85
 TIMES = (*(field.name for field in fields(Timing) if field.name != "step_ms"), "head_ms")
@@ -43,7 +45,12 @@ NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # no frames yet
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request that was answered or refused. missed: after its deadline. ms: from arrival to answer."""
+    """One request that was answered or refused.
+
+    Attributes:
+        missed: True if the answer came after the request's deadline.
+        ms: Milliseconds from the request's arrival to the answer.
+    """
 
     number: int
     when: float  # seconds since the epoch
@@ -58,9 +65,9 @@ class Answer:
     outcome: ActionChunk | SinewError
 
     def to_dict(self, *, actions: bool = True) -> dict[str, Any]:
-        """Return plain containers, ready for JSON; numbers that are not finite become None. actions: with the chunk
-        and the state, which are most of the work."""
-        found: dict[str, Any] = {
+        """Return the answer as values for JSON. Numbers that are not finite become None. With ``actions``, the record
+        has the chunk and the state, which take most of the time."""
+        record: dict[str, Any] = {
             "number": self.number,
             "time": round(self.when, 3),
             "wire": self.wire,
@@ -73,24 +80,25 @@ class Answer:
             "missed": self.missed,
         }
         if isinstance(self.outcome, SinewError):
-            return {**found, "outcome": self.outcome.code, "error": str(self.outcome)[:MAX_TEXT]}
+            return {**record, "outcome": self.outcome.code, "error": str(self.outcome)[:MAX_TEXT]}
         timing = self.outcome.timing
-        found |= {
+        record |= {
             "outcome": "ok",
             "timing": {name: round(float(getattr(timing, name)), 3) for name in TIMES},
             "warnings": [text[:MAX_TEXT] for text in self.outcome.warnings[:10]],
         }
         if self.outcome.text:
-            found["text"] = self.outcome.text[:MAX_TEXT]
+            record["text"] = self.outcome.text[:MAX_TEXT]
         if actions and len(self.outcome.actions):
             rows = max(1, MAX_NUMBERS // max(1, self.outcome.actions.shape[1]))
-            found["actions"] = plain(self.outcome.actions[:rows])
-        return found
+            record["actions"] = plain(self.outcome.actions[:rows])
+        return record
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPictures:
-    """JPEG files of the cameras of one answer. until: ``time.perf_counter()`` before which no newer ones are made."""
+    """The cameras' frames of one answer as JPEG files. Before ``until``, by ``time.perf_counter()``, no newer pictures
+    are made."""
 
     number: int
     files: Mapping[str, bytes]
@@ -98,18 +106,18 @@ class AnswerPictures:
 
 
 class Feed:
-    """The last answers, for those who look. Thread-safe.
+    """The last answers, for viewers. This class is thread-safe.
 
-    image: the policy's resize, so that pictures show what the model sees; None: frames are shown as they came.
+    ``image`` is the policy's preprocessing, so that pictures show the model's input; None shows the received frames.
     """
 
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
         self.history = HourHistory()
         self.wiring: Wiring | None = (
-            None  # looks at robots; None: the bundle does not know how they should look
+            None  # compares robots with the training data; None if the bundle has no record of it
         )
-        self._deployment: Answering | None = None  # whose answers are shown
+        self._deployment: Answering | None = None  # the policy whose answers are shown
         self._following = False
         self._lock = threading.Lock()
         self._viewers = {"answers": 0, "pictures": 0}
@@ -117,12 +125,12 @@ class Feed:
         self._answers: deque[Answer] = deque(maxlen=KEPT)
         self._frames: tuple[int, Mapping[str, Any]] = NOTHING
         self._pictures = AnswerPictures(0, {}, 0.0)
-        self._making = threading.Lock()  # several viewers ask for the same pictures at once
+        self._making = threading.Lock()  # several viewers may request the same pictures at once
         self._share = SHARE * machine.cores().logical
         self._bells: tuple[Callable[[], None], ...] = ()
 
     def follow(self, service: Service) -> None:
-        """Keep what the service's first policy answers from now on. A second call, of another page, changes nothing."""
+        """Keep the answers of the service's first policy from now on. A second call, of another page, does nothing."""
         with self._lock:
             following, self._following = self._following, True
         if not following:
@@ -153,7 +161,8 @@ class Feed:
 
     @contextlib.contextmanager
     def bell(self, ring: Callable[[], None]) -> Iterator[None]:
-        """Call ``ring`` after every answer that is kept while inside, on the scheduler's thread: it must not block."""
+        """Within the block, call ``ring`` after every kept answer. It runs on the scheduler's thread, so it must not
+        block."""
         with self._lock:
             self._bells += (ring,)
         try:
@@ -172,9 +181,9 @@ class Feed:
         seconds: float,
         deadline_s: float | None,
     ) -> None:
-        """Count an answer, and keep it if a viewer is connected. Never blocks for long.
+        """Count an answer, and keep it if a viewer is connected. This never blocks for long.
 
-        deadline_s: Deadline of the request, seconds from its arrival.
+        ``deadline_s`` is the deadline of the request, in seconds from its arrival.
         """
         missed = deadline_s is not None and seconds > deadline_s
         if session != BY_HAND:
@@ -212,7 +221,7 @@ class Feed:
 
     @contextlib.contextmanager
     def viewer(self, what: str = "answers") -> Iterator[None]:
-        """Somebody looks at the answers or the "pictures" while inside. Raises BusyError for one too many."""
+        """Within the block, count a viewer of the "answers" or "pictures". Raises BusyError if there are too many."""
         with self._lock:
             if self._viewers[what] >= VIEWERS:
                 raise BusyError(f"{VIEWERS} viewers look at this server, and no more may")
@@ -228,7 +237,7 @@ class Feed:
 
     @property
     def viewers(self) -> int:
-        """Number of viewers of the answers."""
+        """Return the number of viewers of the answers."""
         return self._viewers["answers"]
 
     @property
@@ -247,28 +256,31 @@ class Feed:
             return [answer for answer in self._answers if answer.number > number]
 
     def pictures(self) -> AnswerPictures:
-        """Return the last frames after preprocessing, made again if there are newer ones and the rate allows it."""
+        """Return the last frames after preprocessing as pictures. They are made again if there are newer frames and the
+        rate allows it."""
         with self._making:
             with self._lock:
                 number, frames = self._frames
-                made = self._pictures
-            if made.number == number or time.perf_counter() < made.until:
-                return made
+                pictures = self._pictures
+            if pictures.number == number or time.perf_counter() < pictures.until:
+                return pictures
             begun = time.thread_time()
-            found = {name: jpeg(self._seen(np.asarray(frame))) for name, frame in frames.items()}
+            files = {name: jpeg(self._seen(np.asarray(frame))) for name, frame in frames.items()}
             pause = max(PICTURES_S, (time.thread_time() - begun) / self._share)
-            made = AnswerPictures(number, found, time.perf_counter() + pause)
+            pictures = AnswerPictures(number, files, time.perf_counter() + pause)
             with self._lock:
                 if self._frames[0]:  # a viewer is still connected
-                    self._pictures = made
-        return made
+                    self._pictures = pictures
+        return pictures
 
     def _seen(self, frame: np.ndarray) -> np.ndarray:
-        """A frame after the policy's resize, uint8 [H, W, 3]."""
+        """Return a frame after the policy's preprocessing, uint8 [H, W, 3]."""
         recipe = self.image
         if recipe is None:
             return frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
-        pixels = prepare_frame(frame, recipe)[:3]  # [3, H, W]; models of two encoders see the same twice
+        pixels = prepare_frame(frame, recipe)[
+            :3
+        ]  # [3, H, W]; models with two encoders have the same frame twice
         mean, std = (np.asarray(v[:3], np.float32)[:, None, None] for v in (recipe.mean, recipe.std))
         return ((pixels * std + mean) * 255).round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
 
@@ -281,12 +293,14 @@ def _told(error: SinewError) -> SinewError:
 
 
 def plain(values: np.ndarray) -> Any:
-    """Return numbers of six digits as lists, None for those that are not finite."""
+    """Return numbers, rounded to six digits, as lists. Numbers that are not finite become None."""
     numbers = np.asarray(values, np.float64)
     with np.errstate(all="ignore"):
         scale = 10.0 ** (5 - np.floor(np.log10(np.abs(numbers))))
         rounded = np.round(numbers * scale) / scale
-    rounded = np.where(np.isfinite(rounded), rounded, numbers)  # zero, and what is too small to be scaled
+    rounded = np.where(
+        np.isfinite(rounded), rounded, numbers
+    )  # zero, and numbers that are too small to be scaled
     if np.isfinite(rounded).all():
         return rounded.tolist()
     rounded = rounded.astype(object)

@@ -1,4 +1,4 @@
-"""The feed of a server's dashboard, followed from elsewhere: what ``sinew top`` has heard of a server."""
+"""Follow the feed of a server's dashboard from another process, and keep the data that ``sinew top`` shows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 
-SILENT_S = 8.0  # the server tells of its health every two seconds
-LONGEST = 1 << 22  # bytes of one event
-LAST, MOST_SESSIONS = 240, 32  # answers and sessions remembered
-RATE_S = 10.0  # over which rates are counted
+SILENT_S = 8.0  # longest silence; the server sends its health every two seconds
+LONGEST = 1 << 22  # most bytes of one event
+LAST, MOST_SESSIONS = 240, 32  # numbers of answers and sessions that are kept
+RATE_S = 10.0  # seconds over which rates are counted
 
 
 # ----------------------------------------------------------------------------- the shapes of events
-# What is shown of them. A newer server may send more, an older one less.
+# These classes have the fields that are shown. A newer server may send more fields, an older server fewer.
 
 
 class _Action(TypedDict, total=False):
@@ -107,7 +107,7 @@ _SHAPES: dict[str, Any] = {"about": _About, "health": _Health, "answers": _Answe
 
 @dataclass
 class SessionRow:
-    """One client's episode."""
+    """The answers of one client's episode."""
 
     wire: str
     client: str
@@ -125,7 +125,8 @@ class SessionRow:
 
 @dataclass
 class ServerSeen:
-    """Everything that was heard. problem: why nothing is heard at present, or nothing."""
+    """All data that was received from a server. ``problem`` is the reason why nothing is received at present; "" if
+    there is none."""
 
     address: str
     about: dict[str, Any] = field(default_factory=dict)
@@ -141,9 +142,9 @@ class ServerSeen:
     def hear(
         self, event: str, record: dict[str, Any], show: Callable[[ServerSeen], object] = lambda _: None
     ) -> None:
-        """Take one event: about, health or an answer. show: Draws everything.
+        """Take one event: about, health or an answer. ``show`` draws everything.
 
-        Raises :class:`SinewError` for an answer that is invalid or cannot be drawn.
+        Raises :class:`SinewError` for an event that is invalid or cannot be drawn.
         """
         if event not in _SHAPES:
             return  # an event of a newer server
@@ -154,7 +155,7 @@ class ServerSeen:
                 self.about = record
             elif event == "health":
                 self.health = record
-                if "engine" in record and self.about.get("server"):  # which may have been exchanged
+                if "engine" in record and self.about.get("server"):  # the policy may have been exchanged
                     now = {
                         name: record[name]
                         for name in ("identity", "engine", "engine_reason")
@@ -163,14 +164,14 @@ class ServerSeen:
                     self.about = {**self.about, "server": {**self.about["server"], **now}}
             else:
                 self._answer(record)
-            show(self)  # everything that is drawn exists now
+            show(self)  # drawn inside the try, so that a missing field becomes a SinewError
         except (ValueError, ArithmeticError) as error:  # msgspec's are ValueErrors; chunks of ragged rows
             raise SinewError(
                 f"{self.address}: expected {event} of a Sinew server, got {error!s:.300}"
             ) from None
 
     def lost(self, why: str) -> None:
-        """Remember that the server is not heard."""
+        """Keep the reason why the server is not heard."""
         self.problem = why
 
     def _answer(self, record: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ class ServerSeen:
         self.missed += bool(record["missed"])
         key = record["wire"], record["client"], record["session"]
         session = self.sessions.pop(key, None) or SessionRow(*key[:2])
-        self.sessions[key] = session  # the newest stand last
+        self.sessions[key] = session  # the newest session is last
         while len(self.sessions) > MOST_SESSIONS:
             del self.sessions[next(iter(self.sessions))]
         session.times.append(time.monotonic())
@@ -209,17 +210,17 @@ class ServerSeen:
 
 
 def parse_address(address: str) -> tuple[str, int, bool]:
-    """Return host, port and whether it is encrypted. Raises :class:`SinewError` for anything but a web address."""
+    """Return the host, the port, and True for TLS. Raises :class:`SinewError` if ``address`` is not a web address."""
     try:
-        found = urlsplit(address if "://" in address else f"http://{address}")
-        host, port = found.hostname, found.port
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        host, port = parts.hostname, parts.port
     except ValueError as error:
         raise SinewError(f"address: expected http://HOST:PORT, got {address!r} ({error})") from None
-    if found.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not host:
         raise SinewError(
             f"address: expected http://HOST:PORT of the openpi or http wire, as http://127.0.0.1:8000, got {address!r}"
         )
-    return host, port or (443 if found.scheme == "https" else 80), found.scheme == "https"
+    return host, port or (443 if parts.scheme == "https" else 80), parts.scheme == "https"
 
 
 def events(
@@ -256,8 +257,8 @@ def events(
             if field == "event":
                 name = text
             elif field == "data":
-                found = parse_json(text)
-                for record in found if isinstance(found, list) else [found]:
+                content = parse_json(text)
+                for record in content if isinstance(content, list) else [content]:
                     if not isinstance(record, dict):
                         raise SinewError(
                             f"{host}:{port}: expected events of a Sinew server, got {text[:80]!r}"

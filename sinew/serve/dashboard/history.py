@@ -1,6 +1,6 @@
-"""One hour of answers in numbers, collected with or without viewers. A page starts with it.
+"""Counts and latencies of the last hour's answers, collected with or without viewers. A page shows them when it opens.
 
-An answer costs a lock and an addition to a histogram, and no answers are kept. Quantiles are those of the histogram's
+An answer costs a lock and an addition to a histogram, and no answers are kept. Quantiles come from the histogram's
 bins, each of which ends 10 % above its beginning.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SPAN_S = 10  # seconds of one point
-SPANS = 360  # an hour
+SPANS = 360  # number of points in an hour
 RATIO = 1.1  # ratio of a bin's end to its beginning
 
 
@@ -29,7 +29,7 @@ class _Span:
     bins: Counter[int] = field(default_factory=Counter)
 
     def quantile(self, share: float) -> float:
-        """Return milliseconds that so large a share of the answers took at most, by the end of a bin."""
+        """Return the milliseconds that the given share of the answers took at most, as the end of a bin."""
         rank, below = math.ceil(share * self.bins.total()), 0
         for number in sorted(self.bins):
             below += self.bins[number]
@@ -39,9 +39,8 @@ class _Span:
 
 
 class HourHistory:
-    """Counts and latencies of the last hour, a point for every ten seconds with requests. Thread-safe.
-
-    clock: seconds since the epoch.
+    """Counts and latencies of the last hour, with a point for every ten seconds with requests. This class is
+    thread-safe. ``clock`` returns the seconds since the epoch.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
@@ -61,13 +60,14 @@ class HourHistory:
                 span.refused += 1
                 return
             span.answers += 1
-            if not math.isfinite(ms):  # counted, but nothing to be drawn
+            if not math.isfinite(ms):  # counted, but without a latency
                 return
             span.most = max(span.most, ms)
             span.bins[math.floor(math.log(max(ms, 1e-3), RATIO))] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the points, oldest first, ready for JSON. Milliseconds; ``time``: where a span began."""
+        """Return the points, oldest first, as values for JSON. Times are in milliseconds, except ``time``, which is the
+        beginning of a span."""
         oldest = self._clock() - SPAN_S * SPANS
         with self._lock:
             points = [

@@ -1,4 +1,4 @@
-"""The machine under a server, for people who look: how busy its processors are, and its memory."""
+"""The load of a server's machine for the dashboard: its processors and its memory."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ STAT = Path("/proc/stat")
 
 
 class Host:
-    """Load of this machine and this process. Shares cover the time since the last call; the first call leaves them
-    out.
+    """The load of this machine and this process. Shares cover the time since the last call; the first call returns no
+    shares.
     """
 
     def __init__(self) -> None:
-        self._cores = machine.cores().logical  # asked once: a millisecond of reading files
+        self._cores = machine.cores().logical  # read once, because it takes a millisecond
         self._own: tuple[float, float] | None = None  # seconds of the clock, seconds of processors
-        self._all: tuple[int, int] | None = None  # ticks, busy ones
+        self._all: tuple[int, int] | None = None  # all ticks, busy ticks
 
     def look(self) -> dict[str, Any]:
-        """Return ``cores``, ``memory`` and where they are known ``cpu`` (share of all cores that is busy) and
-        ``own_cores`` (that this process keeps busy)."""
+        """Return ``cores`` and ``memory``, and if they are known ``cpu`` (the busy share of all cores) and
+        ``own_cores`` (the number of cores that this process keeps busy)."""
         limit, available = machine.memory()
-        found: dict[str, Any] = {
+        load: dict[str, Any] = {
             "cores": self._cores,
             "memory": {"limit": limit, "available": available},
         }
         own = time.perf_counter(), time.process_time()
         if self._own is not None and own[0] > self._own[0]:
-            found["own_cores"] = round((own[1] - self._own[1]) / (own[0] - self._own[0]), 3)
+            load["own_cores"] = round((own[1] - self._own[1]) / (own[0] - self._own[0]), 3)
         self._own = own
         if (ticks := _ticks()) is not None:
             if self._all is not None and ticks[0] > self._all[0]:
-                found["cpu"] = round((ticks[1] - self._all[1]) / (ticks[0] - self._all[0]), 3)
+                load["cpu"] = round((ticks[1] - self._all[1]) / (ticks[0] - self._all[0]), 3)
             self._all = ticks
-        return found
+        return load
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Return ticks of all processors and those that were not idle, since the machine was started (Linux)."""
+    """Return all ticks of all processors and the ticks that were not idle, since the machine was started (Linux)."""
     try:
         text = STAT.read_text()  # own file: of the operating system
         words = text.split("\n", 1)[0].split()[1:9]  # proc(5): user nice system idle iowait irq softirq steal

@@ -1,7 +1,8 @@
-"""Messages to the viewers of one event loop: made once for all, at most ten times a second, between requests.
+"""Messages to the viewers of one event loop. They are made once for all viewers, at most ten times a second, between
+requests.
 
 Viewers must never delay a robot. So an answer only sets a flag, after its reply is sent and only with a viewer. A
-message contains all answers since the last one, with the numbers of the newest chunk alone. If answers came during
+message contains all answers since the last message, with the numbers of the newest chunk alone. If answers came during
 the pause, the message waits until no request is computed.
 """
 
@@ -25,24 +26,22 @@ from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
-EVENTS_S = 0.1  # from one message to the next, at least
-HEALTH_S = 2.0
-PATIENCE_S = 0.5  # how long a message waits for the gap between two requests
-BEHIND = (
-    16  # messages that a viewer may not have read; older ones are dropped. Of pictures only the last counts
-)
+EVENTS_S = 0.1  # least seconds between two messages
+HEALTH_S = 2.0  # seconds between two events of the server's health
+PATIENCE_S = 0.5  # most seconds that a message waits for a gap between two requests
+BEHIND = 16  # most unread messages of a viewer; older messages are dropped
 
 
 class Outbox:
-    """Messages for one viewer, at most ``behind``."""
+    """The unread messages of one viewer, at most ``behind``."""
 
     def __init__(self, behind: int) -> None:
-        self.ended = False  # nothing will come any more
+        self.ended = False  # True once no more messages will come
         self._messages: deque[bytes] = deque(maxlen=behind)
         self._some = asyncio.Event()
 
     def put(self, message: bytes) -> None:
-        """Add a message; the oldest goes where the viewer is too far behind."""
+        """Add a message. If the viewer has too many unread messages, the oldest is dropped."""
         self._messages.append(message)
         self._some.set()
 
@@ -52,16 +51,16 @@ class Outbox:
         self._some.set()
 
     async def get(self) -> bytes:
-        """Return all messages that are there, as soon as there is one; nothing at the end."""
+        """Wait for a message, and return all unread messages; b"" at the end."""
         await self._some.wait()
         self._some.clear()
-        found = b"".join(self._messages)
+        messages = b"".join(self._messages)
         self._messages.clear()
-        return found
+        return messages
 
 
 class Broadcast:
-    """Messages of one kind. They are made by one task, which runs while anybody looks."""
+    """Messages of one kind. They are made by one task, which runs while there are viewers."""
 
     behind = BEHIND
 
@@ -76,7 +75,7 @@ class Broadcast:
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Outbox]:
-        """Return an outbox that receives the messages from now on."""
+        """Within the block, provide an outbox that receives the messages."""
         outbox = Outbox(self.behind)
         self._outboxes.add(outbox)
         if self._task is None or self._task.done():
@@ -91,7 +90,7 @@ class Broadcast:
                 self._left()
 
     def end(self) -> None:
-        """Let all viewers go."""
+        """End the messages of all viewers."""
         for outbox in self._outboxes:
             outbox.end()
 
@@ -103,7 +102,7 @@ class Broadcast:
                     await self._news(told)
                     try:
                         told, message, pause = await self._make(told)
-                    except Exception as error:  # noqa: BLE001 - of one answer; the viewers see the next ones
+                    except Exception as error:  # noqa: BLE001 - one answer failed; the viewers see the next answers
                         self._quiet.error(
                             "an event of the dashboard could not be made and is left out", error
                         )
@@ -111,12 +110,13 @@ class Broadcast:
                     for outbox in self._outboxes if message else ():
                         outbox.put(message)
                     await asyncio.sleep(pause)
-        except Exception as error:  # noqa: BLE001 - of this code; the viewers reconnect
+        except Exception as error:  # noqa: BLE001 - an error in this code; the viewers reconnect
             self._quiet.error("the dashboard's viewers get no further events", error)
             self.end()
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:
-        """Return the number of the last answer in the message, the message, and the seconds until the next one."""
+        """Make the message after answer number ``told``. Return the number of the last answer in the message, the
+        message, and the seconds until the next message."""
         raise NotImplementedError
 
     def _newest(self) -> int:
@@ -127,16 +127,16 @@ class Broadcast:
         return self._newest()
 
     def _patience(self) -> float:
-        """Return seconds until there is something to tell although nothing was answered."""
+        """Return the seconds until a message is due even if there are no answers."""
         return 3600.0
 
     def _left(self) -> None:
-        """Do what is to be done when the last viewer has gone."""
+        """Clean up when the last viewer has gone."""
 
     # ------------------------------------------------------------------------- when
 
     async def _news(self, told: int) -> None:
-        """Return when there is something to tell, just after a reply or while nothing is computed where that can be."""
+        """Wait until a message is due, and if possible until just after a reply, or until nothing is computed."""
         after_a_reply = await self._listen(self._patience(), told)
         if not after_a_reply and self._busy():
             await self._listen(PATIENCE_S)
@@ -146,7 +146,7 @@ class Broadcast:
         return bool(stats["waiting"] or stats["running"])
 
     async def _listen(self, seconds: float, told: int | None = None) -> bool:
-        """Return whether an answer rang within so many seconds. told: do not wait if there is a newer one already."""
+        """Return True if an answer came within ``seconds``. Do not wait if there is an answer after number ``told``."""
         self._rung.clear()
         self._listening = True
         try:
@@ -159,7 +159,7 @@ class Broadcast:
             self._listening = False
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake the loop if it listens. Called on the scheduler's threads."""
+        """Wake the loop if it waits for answers. This runs on the scheduler's threads."""
         if self._listening:
             self._listening = False
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -167,24 +167,23 @@ class Broadcast:
 
 
 class HealthBroadcast(Broadcast):
-    """``answers``, and ``health`` now and then."""
+    """The events ``answers``, and ``health`` every two seconds."""
 
     def __init__(self, service: Service, feed: Feed):
         super().__init__(service, feed)
         self._host = Host()
-        self._health: tuple[float, int, bytes] = (float("-inf"), 0, b"")  # when, of which policy
+        self._health: tuple[float, int, bytes] = (float("-inf"), 0, b"")  # time, number of the policy, event
 
     def health(self) -> bytes:
-        """Return the event of the server's health, not older than the time between two of them, of the policy that
-        runs now."""
+        """Return the event of the server's health with the present policy. An event is at most :data:`HEALTH_S` old."""
         now, policy = time.monotonic(), self._service.policies.get().number
         if now >= self._health[0] + HEALTH_S or policy != self._health[1]:
             service = self._service
-            found = {"memory_bytes": _resident(), "viewers": self._feed.viewers, "host": self._host.look()}
+            record = {"memory_bytes": _resident(), "viewers": self._feed.viewers, "host": self._host.look()}
             if (wiring := self._feed.wiring) is not None:
-                found["wiring"] = wiring.report()
-            found["robots"] = service.robots.rows()
-            self._health = now, policy, encoded("health", service.health() | found)
+                record["wiring"] = wiring.report()
+            record["robots"] = service.robots.rows()
+            self._health = now, policy, encoded("health", service.health() | record)
         return self._health[2]
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:
@@ -195,7 +194,7 @@ class HealthBroadcast(Broadcast):
         return new[-1].number if new else told, message, EVENTS_S
 
     def _answers(self, answers: list[dict[str, Any]]) -> bytes:
-        """Return the event of these answers, without those that JSON cannot carry."""
+        """Return the event of these answers, without answers that cannot be written as JSON."""
         try:
             return encoded("answers", answers)
         except SinewError as error:
@@ -215,9 +214,9 @@ class HealthBroadcast(Broadcast):
 
 
 class Pictures(Broadcast):
-    """``frames``: the cameras of the newest answer as JPEG files, made on the loop's pool."""
+    """The events ``frames``: the cameras of the newest answer as JPEG files, made on the loop's thread pool."""
 
-    behind = 1
+    behind = 1  # only the newest pictures matter
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:
         return await asyncio.get_running_loop().run_in_executor(None, self._pictures, told)
@@ -238,8 +237,8 @@ class Pictures(Broadcast):
 
 
 def records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Return answers ready for JSON, the newest chunk that no person asked for with its numbers and age, the others
-    without."""
+    """Return answers as values for JSON. Only the newest chunk of a robot has its numbers and age; a chunk that a
+    person requested on the page does not count."""
     shown = max(
         (
             each.number
@@ -250,16 +249,16 @@ def records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
         ),
         default=0,
     )
-    found = [each.to_dict(actions=each.number == shown) for each in answers]
-    for record in found:
+    rows = [each.to_dict(actions=each.number == shown) for each in answers]
+    for record in rows:
         if record["number"] == shown:
             record["age"] = round(max(0.0, time.time() - record["time"]), 3)
-    return found
+    return rows
 
 
 def _resident() -> int:
-    found = machine.resident_bytes()
-    return found.get("now", found["peak"])
+    nbytes = machine.resident_bytes()
+    return nbytes.get("now", nbytes["peak"])
 
 
 def _can_be_written(record: dict[str, Any]) -> bool:
@@ -271,9 +270,9 @@ def _can_be_written(record: dict[str, Any]) -> bool:
 
 
 def encoded(event: str, record: Any) -> bytes:
-    """Return a server-sent event. Raises :class:`SinewError` for a record that JSON cannot carry."""
+    """Return a server-sent event. Raises :class:`SinewError` for a record that cannot be written as JSON."""
     try:
         text = json.dumps(record, allow_nan=False, separators=(",", ":"))
-    except ValueError as error:  # a record of ours with NaN in it: told, not swallowed
+    except ValueError as error:  # the record has NaN: raised, not ignored
         raise SinewError(f"event {event}: {error}") from None
     return f"event: {event}\ndata: {text}\n\n".encode()

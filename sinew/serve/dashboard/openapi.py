@@ -1,4 +1,4 @@
-"""``/openapi.json``: the routes of a port that programs may call, with the policy's own cameras and sizes."""
+"""Make ``/openapi.json``: the routes of a port for programs, with the policy's own cameras and sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sinew import __version__
 from sinew.core import PolicySpec
 
-# Path -> method, what it does, and whether it takes an observation and answers with a chunk.
+# Path -> method, summary, and True if the route takes an observation and answers with a chunk.
 ROUTES: dict[str, tuple[str, str, bool]] = {
     "/healthz": ("get", "Say whether the server can answer: 200, or 503 with the problems.", False),
     "/metrics": ("get", "Counters and latencies in Prometheus' text format.", False),
@@ -20,7 +20,8 @@ ROUTES: dict[str, tuple[str, str, bool]] = {
 
 
 def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, Any]:
-    """Return an OpenAPI 3.1 document. paths: those of the port; unknown ones are left out. keyed: a key is wanted."""
+    """Return an OpenAPI 3.1 document. ``paths`` are the routes of the port; unknown routes are left out. ``keyed`` is
+    True if the server requires a key."""
     picture = {"type": "string", "contentEncoding": "base64", "description": "a JPEG or PNG file"}
     cameras = [camera.name for camera in spec.cameras]
     observation = {
@@ -50,7 +51,7 @@ def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, A
         "properties": {"actions": rows, "timing": {"type": "object"}, "seed": {"type": "integer"}},
     }
     here = set(paths)
-    found: dict[str, Any] = {}
+    routes: dict[str, Any] = {}
     for path, (method, summary, asks) in ROUTES.items():
         if path not in here:
             continue
@@ -63,11 +64,11 @@ def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, A
             operation["responses"]["503"] = {"description": "busy, late or stopping"}
         if path in ("/healthz", "/metrics"):
             operation["security"] = []
-        found[path] = {method: operation}
+        routes[path] = {method: operation}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": f"Sinew: {spec.name}", "version": __version__},
-        "paths": found,
+        "paths": routes,
         "components": {"schemas": {"Observation": observation, "Chunk": chunk}},
     }
     if keyed:
@@ -77,8 +78,8 @@ def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, A
 
 
 def _vector(dim: int, labels: tuple[str, ...]) -> dict[str, Any]:
-    said = {"description": ", ".join(labels)} if labels else {}
-    return {"type": "array", "items": {"type": "number"}, "minItems": dim, "maxItems": dim, **said}
+    description = {"description": ", ".join(labels)} if labels else {}
+    return {"type": "array", "items": {"type": "number"}, "minItems": dim, "maxItems": dim, **description}
 
 
 def _json(name: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The dashboard's routes: the page, its events, frames and hour, the port's description, and what a person tries."""
+"""The dashboard's routes: the page, its events, frames and history, the port's description, and requests that a person
+makes on the page."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from sinew.serve.dashboard.openapi import describe
 from sinew.serve.service import Service
 from sinew.serve.transport.routes import Guard, Handler
 
-STALLED_S = 10.0  # a viewer that takes nothing for so long is let go
+STALLED_S = 10.0  # the connection of a viewer that reads nothing for so long is ended
 PAGES = {
     "": ("page.html", "text/html"),
     "page.js": ("page.js", "text/javascript"),
@@ -36,8 +37,14 @@ HEADERS = {
 
 
 class Dashboard:
-    """service: what is shown. guarded: puts a handler behind the server's key. actions: answers a request for actions.
-    feed: keeps what the service answers; the pages of several ports share one."""
+    """The dashboard of one port.
+
+    Args:
+        service: The service that is shown.
+        guarded: Makes a handler that checks the server's key.
+        actions: Answers a request for actions.
+        feed: Keeps the answers of the service. The pages of several ports share one feed.
+    """
 
     def __init__(self, service: Service, guarded: Guard, actions: Handler, feed: Feed):
         self._service = service
@@ -53,7 +60,8 @@ class Dashboard:
         self._news, self._frames = HealthBroadcast(service, feed), Pictures(service, feed)
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
-        """Add the routes and return the page's handler. at_root: the page's at / as well; else clients share it."""
+        """Add the routes and return the page's handler. With ``at_root``, the page is at / too; otherwise the caller
+        shares / between browsers and clients of a WebSocket."""
         if at_root:
             router.add_get("/", self.page)
         router.add_get("/dashboard/{file}", self.page)
@@ -71,16 +79,16 @@ class Dashboard:
         return self.page
 
     def end(self) -> None:
-        """Let all viewers go: the server stops."""
+        """End the events of all viewers, because the server stops."""
         for news in (self._news, self._frames):
             news.end()
 
     async def page(self, request: web.Request) -> web.Response:
         """Answer with the page or one of its files. They contain nothing about the policy, so they need no key."""
-        found = self._files.get(request.match_info.get("file", ""))
-        if found is None:
+        entry = self._files.get(request.match_info.get("file", ""))
+        if entry is None:
             return web.Response(status=404, text="not found\n")
-        body, kind = found
+        body, kind = entry
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
     async def _document(self, request: web.Request) -> web.Response:
@@ -105,20 +113,20 @@ class Dashboard:
     # ------------------------------------------------------------------------- events
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: ``about`` once, ``answers`` for what is answered from now on, ``health`` now and then."""
+        """Send server-sent events: ``about`` once, ``answers`` after new answers, ``health`` every two seconds."""
         with self.feed.viewer():
             first = encoded("about", self._about()) + self._news.health()
             return await self._stream(request, self._news, first)
 
     async def _pictures(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: ``frames``, every camera as JPEG, at most ten times a second."""
+        """Send server-sent events ``frames``: every camera as JPEG, at most ten times a second."""
         with self.feed.viewer("pictures"):
             return await self._stream(
                 request, self._frames, b":\n\n"
-            )  # a comment, so that the head is sent now
+            )  # a comment, so that the headers are sent now
 
     async def _stream(self, request: web.Request, news: Broadcast, first: bytes) -> web.StreamResponse:
-        """Send what comes until the server ends, the viewer leaves, or reads nothing for too long."""
+        """Send messages until the server ends, or until the viewer leaves or reads nothing for too long."""
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         response.headers["Connection"] = "close"
         with news.viewer() as outbox, contextlib.suppress(ConnectionError, TimeoutError):
@@ -139,26 +147,26 @@ class Dashboard:
         }
 
     async def _history(self, _request: web.Request) -> web.Response:
-        """Answer with the hour before now."""
+        """Answer with the counts and latencies of the last hour."""
         return web.json_response(self.feed.history.to_dict(), headers=HEADERS)
 
     async def _openapi(self, _request: web.Request) -> web.Response:
-        """Answer with what programs may ask this port, of the policy that serves now."""
+        """Answer with the description of this port's routes for programs, with the present policy."""
         service = self._service
-        found = describe(service.policies.get().spec, self._paths, service.wants_key)
-        return web.json_response(found, headers=HEADERS)
+        document = describe(service.policies.get().spec, self._paths, service.wants_key)
+        return web.json_response(document, headers=HEADERS)
 
     async def _frame(self, request: web.Request) -> web.Response:
         camera = request.match_info["camera"]
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(None, self.feed.pictures)
-        if camera not in found.files:
+        pictures = await loop.run_in_executor(None, self.feed.pictures)
+        if camera not in pictures.files:
             return web.Response(status=404, text="no frame of this camera yet\n", headers=HEADERS)
-        headers = {**HEADERS, "X-Answer": str(found.number)}
-        return web.Response(body=found.files[camera], content_type="image/jpeg", headers=headers)
+        headers = {**HEADERS, "X-Answer": str(pictures.number)}
+        return web.Response(body=pictures.files[camera], content_type="image/jpeg", headers=headers)
 
 
 async def _send(response: web.StreamResponse, message: bytes) -> None:
-    """Write events. Raises TimeoutError where the reader takes nothing."""
+    """Write events. Raises TimeoutError if the viewer reads nothing."""
     async with asyncio.timeout(STALLED_S):
         await response.write(message)

@@ -1,7 +1,7 @@
-"""Compares the robots of requests with the training data: one line per session on the dashboard.
+"""Compare the robots of requests with the training data, for one line per session on the dashboard.
 
-Only with a viewer. Every fifth answered request of a session is used, after its reply: eight by eight cells of its
-frames, and its state. The result for thirty of them is computed when a viewer gets it.
+This runs only with a viewer. Every fifth answered request of a session is used, after its reply: eight by eight cells
+of its frames, and its state. The result of thirty such requests is computed when a viewer receives it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from sinew.bundle.schema import Manifest
 from sinew.checks.wiring import Finding, WiringWatch, findings
 from sinew.core import Observation
 
-EVERY = 5  # requests
-LOOKS = 30  # from which a session is judged
-SESSIONS = 32  # the newest
-SHOWN = 6  # findings of a session
-MAX_TEXT = 300  # characters
+EVERY = 5  # one request in so many is used
+LOOKS = 30  # used requests from which a session is judged
+SESSIONS = 32  # most sessions, the newest ones
+SHOWN = 6  # most findings of a session
+MAX_TEXT = 300  # most characters of a text
 
 
 @dataclass
 class _Session:
     asked: int = 0
     running: WiringWatch = field(default_factory=lambda: WiringWatch(exact=False))
-    full: WiringWatch | None = None  # waits to be judged
+    full: WiringWatch | None = (
+        None  # has all its observations, and is judged when a viewer receives the result
+    )
     found: list[Finding] = field(default_factory=list)
 
 
 class Wiring:
-    """What is seen of the robots of one policy. Thread-safe."""
+    """The comparison of the robots of one policy with its training data. This class is thread-safe."""
 
     def __init__(self, manifest: Manifest):
         self._manifest = manifest
@@ -44,24 +46,24 @@ class Wiring:
         return None if manifest.seen is None else cls(manifest)
 
     def put(self, wire: str, client: str, session: str, observation: Observation) -> None:
-        """Look at an observation that was answered, if it is its turn."""
+        """Use an answered observation if it is one in :data:`EVERY` of its session."""
         name = wire, client, session
         with self._lock:
-            found = self._sessions.get(name)
-            if found is None:
-                found = self._sessions[name] = _Session()
+            robot = self._sessions.get(name)
+            if robot is None:
+                robot = self._sessions[name] = _Session()
                 while len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)
             self._sessions.move_to_end(name)
-            found.asked += 1
-            if (found.asked - 1) % EVERY:
+            robot.asked += 1
+            if (robot.asked - 1) % EVERY:
                 return
-            found.running.add({"images": observation.images, "state": observation.state})
-            if found.running.looks >= LOOKS:
-                found.full, found.running = found.running, WiringWatch(exact=False)
+            robot.running.add({"images": observation.images, "state": observation.state})
+            if robot.running.looks >= LOOKS:
+                robot.full, robot.running = robot.running, WiringWatch(exact=False)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return wire, client, session and findings of the sessions that look wrong, ready for JSON."""
+        """Return the wire, client, session and findings of the sessions that look wrong, as values for JSON."""
         with self._lock:
             sessions = list(self._sessions.items())
         for _, each in sessions:
@@ -87,6 +89,6 @@ class Wiring:
         ]
 
     def forget(self) -> None:
-        """Nobody looks any more."""
+        """Drop all sessions, because the last viewer has gone."""
         with self._lock:
             self._sessions.clear()

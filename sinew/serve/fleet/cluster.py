@@ -1,6 +1,7 @@
-"""The replicas of a fleet on a Ray cluster: begun, watched, updated one after the other, ended. Needs ray[serve].
+"""Start, watch, update and end the replicas of a fleet on a Ray cluster. This module needs ray[serve].
 
-Ray Serve starts replicas, replaces dead ones, spreads requests over them and scales them; nothing of that is done here.
+Ray Serve starts replicas, replaces dead replicas, distributes requests and scales the replicas; this module does none
+of that.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ from sinew.serve.swap import Forms
 logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "policy"
-WATCH_S = 1.0  # between two looks at the replicas
-ABOUT_S = 120.0  # for the first answer of a policy
-OBJECT_STORE = 256 << 20  # bytes of a cluster that is begun here; observations pass through it
+WATCH_S = 1.0  # seconds between two checks of the replicas
+ABOUT_S = 120.0  # seconds in which a policy must first answer
+# Bytes of the object store of a cluster that this module starts. Observations pass through the object store.
+OBJECT_STORE = 256 << 20
 SCALING = "sinew.serve.fleet.scaling:by_queue_age"
 
 
 def libraries(alone: bool = False) -> tuple[Any, Any]:
-    """Return the modules ray and ray.serve. alone: for a cluster of this machine. Raises MissingPackageError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
-    if (
-        alone
-    ):  # read when it is imported, the first on Linux too: ports on loopback, and none without the token
+    """Return the modules ray and ray.serve. ``alone`` is True for a cluster on this machine alone. Raises
+    MissingPackageError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends no usage statistics
+    # Ray reads these settings when it is imported. The first setting holds on Linux too: it binds ports to loopback.
+    # The second setting requires a token.
+    if alone:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
@@ -54,7 +57,7 @@ def libraries(alone: bool = False) -> tuple[Any, Any]:
 
 
 def application(config: PolicyConfig) -> Any:
-    """Return the application of one policy, as Ray Serve runs it."""
+    """Return the application of one policy for Ray Serve."""
     _ray, serve = libraries()
     actor: dict[str, Any] = {"num_cpus": config.cpus, "num_gpus": config.gpus}
     if config.memory_gib is not None:
@@ -90,9 +93,9 @@ def scaling(bounds: Replicas) -> dict[str, Any]:
 
 def build(args: dict[str, Any]) -> Any:
     """Return the application of a RayService's ``args``: ``name``, and the fields of a policy (docker/kuberay.yaml)."""
-    given = dict(args)
-    name = str(given.pop("name", "default"))
-    return application(parse({"policies": {DEFAULT: given}}, name).policies[DEFAULT])
+    fields = dict(args)
+    name = str(fields.pop("name", "default"))
+    return application(parse({"policies": {DEFAULT: fields}}, name).policies[DEFAULT])
 
 
 def app_name(policy: str) -> str:
@@ -101,7 +104,8 @@ def app_name(policy: str) -> str:
 
 
 class Fleet:
-    """The policies of a configuration on a cluster. attach: they are there already, and stay when this process ends."""
+    """The policies of a configuration on a cluster. With ``attach``, the policies already run, and continue to run when
+    this process ends."""
 
     def __init__(self, config: FleetConfig, supervisor: Supervisor, attach: bool = False, queue: int = 64):
         self.config, self._attach, self._queue = config, attach, queue
@@ -117,7 +121,7 @@ class Fleet:
     # ------------------------------------------------------------------------- the cluster
 
     def start(self) -> dict[str, Deployment]:
-        """Join the cluster or begin one, and return the policies once each has a replica that answers."""
+        """Join or start a cluster, and return the policies once each of them has a replica that answers."""
         address = self.config.address
         if address is None:
             if self._attach:
@@ -143,23 +147,23 @@ class Fleet:
             for name, config in self._configs.items():
                 self._deploy(name, config)
         names = (DEFAULT, *(name for name in self._configs if name != DEFAULT))
-        found = {name: self._deployment(name) for name in names}
+        deployments = {name: self._deployment(name) for name in names}
         self._supervisor.thread("sinew-fleet", self._watch)
-        return found
+        return deployments
 
     @property
     def first(self) -> RemotePolicy:
-        """Return the first policy, once the fleet was started."""
+        """Return the first policy. The fleet must have been started."""
         return self._remotes[DEFAULT]
 
     def stop(self) -> None:
-        """End the replicas, and the cluster that was begun here. May be called twice."""
+        """End the replicas, and the cluster if this fleet started it. This may be called twice."""
         if self._ended.is_set():
             return
         self._ended.set()
         if self._ray.is_initialized():
             if not self._attach:
-                with contextlib.suppress(Exception):  # a cluster that has gone
+                with contextlib.suppress(Exception):  # the cluster may have ended
                     for name in self._configs:
                         self._serve.delete(app_name(name))
             if self.config.address is None:
@@ -181,7 +185,7 @@ class Fleet:
         handle = self._serve.get_app_handle(app_name(name))
         about: About = handle.about.remote().result(timeout_s=ABOUT_S)
         lost = (
-            self._ray.exceptions.RayActorError,  # died, or cannot be reached
+            self._ray.exceptions.RayActorError,  # the replica died, or cannot be reached
             self._ray.exceptions.WorkerCrashedError,
             self._ray.exceptions.ObjectLostError,
         )
@@ -207,7 +211,7 @@ class Fleet:
         )
 
     def _told(self, name: str, about: About) -> dict[str, Any]:
-        """Return the metadata of a policy: a replica's, with how many there may be."""
+        """Return the metadata of a policy: the metadata of a replica, with the configured number of replicas."""
         config = self._configs[name]
         fleet = {"source": config.source, "replicas": msgspec.to_builtins(config.replicas)}
         return about.metadata | {"server": about.metadata["server"] | {"fleet": fleet}}
@@ -218,12 +222,12 @@ class Fleet:
         while not self._ended.wait(WATCH_S):
             try:
                 applications = self._serve.status().applications
-            except Exception as error:  # noqa: BLE001 - of a cluster that has gone, of any kind
+            except Exception as error:  # noqa: BLE001 - a cluster that has ended raises many types
                 logger.warning("the cluster does not answer: %s", str(error)[:200])
                 continue
             for name, policy in list(self._remotes.items()):
-                found = applications.get(app_name(name))
-                deployment = None if found is None else found.deployments.get(DEPLOYMENT)
+                status = applications.get(app_name(name))
+                deployment = None if status is None else status.deployments.get(DEPLOYMENT)
                 states = {} if deployment is None else deployment.replica_states
                 policy.replicas = sum(int(count) for state, count in states.items() if str(state) in _ALIVE)
 
@@ -235,10 +239,11 @@ class Fleet:
         service.swapper = self
 
     def load(self, name: str, source: str, accept: Sequence[str] = ()) -> dict[str, Any]:
-        """Replace a policy's replicas one after the other by replicas of ``source``, or start those of a new policy.
+        """Replace a policy's replicas one after the other by replicas of ``source``, or start replicas of a new policy.
 
-        Old and new replicas answer meanwhile. Raises BusyError during another change, and RequestError for a policy
-        of another form than the present one, or one that does not start. The old replicas are then started again.
+        Old and new replicas answer meanwhile. Raises BusyError during another change. Raises RequestError for a policy
+        whose form differs from the present policy's, and for a policy that does not start; the old replicas are then
+        started again.
         """
         service = self._bound()
         check_name(name)
@@ -272,9 +277,9 @@ class Fleet:
         return took | {"load_s": round(time.perf_counter() - begun, 3)}
 
     def unload(self, name: str) -> dict[str, Any]:
-        """Take a policy out, and end its replicas when it has answered its last request.
+        """Remove a policy, and end its replicas when they have answered the last request.
 
-        Raises as :meth:`sinew.serve.swap.Swapper.unload`.
+        Raises the errors of :meth:`sinew.serve.swap.Swapper.unload`.
         """
         service = self._bound()
         with self._only():
@@ -288,7 +293,7 @@ class Fleet:
         return {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
 
     def _renew(self, service: Service, name: str, changed: tuple[str, ...]) -> None:
-        """Update the description to that of the new replicas. Requests continue through the same scheduler."""
+        """Replace the description of a policy by that of the new replicas. Requests use the same scheduler."""
         old = service.policies.get(name)
         handle = self._serve.get_app_handle(app_name(name))
         about: About = handle.about.remote().result(timeout_s=ABOUT_S)

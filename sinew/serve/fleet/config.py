@@ -1,4 +1,4 @@
-"""What a fleet is made of: a YAML file, or the same as arguments of the application in a RayService."""
+"""The configuration of a fleet. It comes from a YAML file, or from the arguments of the application in a RayService."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=LARGEST)]
 
 
 class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many replicas a policy has, between ``min`` and ``max``.
+    """The number of replicas of a policy, between ``min`` and ``max``.
 
-    queue_ms: the wait, before an inference begins, that more replicas are to prevent. up_s, down_s: how long fewer or
-    more of them must have been wanted.
+    Attributes:
+        queue_ms: The wait before an inference begins above which replicas are added.
+        up_s: Seconds for which more replicas must have been wanted before they are started.
+        down_s: Seconds for which fewer replicas must have been wanted before replicas are stopped.
     """
 
     min: Count = 1
@@ -33,11 +35,16 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One policy of a fleet. source, engine, device, dtype, threads, max_batch, action_limits: as flags of
-    ``sinew serve``; the file must be there on every machine.
+    """One policy of a fleet. ``source``, ``engine``, ``device``, ``dtype``, ``threads``, ``max_batch`` and
+    ``action_limits`` are as the flags of ``sinew serve``. The file of ``source`` must exist on every machine.
 
-    ongoing: requests that a replica has at once, one of which or a batch of which it computes.
-    cpus, gpus, memory_gib: what a replica takes of its machine. drain_s: what one that is stopped has for its answers.
+    Attributes:
+        replicas: The number of replicas.
+        ongoing: Most requests that a replica has at once. It computes one of them, or a batch.
+        cpus: Processors that a replica takes of its machine.
+        gpus: GPUs that a replica takes of its machine.
+        memory_gib: Memory that a replica takes of its machine; None for no request.
+        drain_s: Seconds in which a stopping replica sends its last answers.
     """
 
     source: str
@@ -56,13 +63,18 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def most(self) -> int:
-        """Return the number of replicas at most."""
+        """Return the largest number of replicas."""
         return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """policies: by name, the first one of which is ``default``. address: of a Ray cluster, "auto" for the one that this
-    machine belongs to; None: one of this machine alone, begun here and ended here."""
+    """The configuration of a fleet.
+
+    Attributes:
+        policies: Name -> policy. One of them has the name ``default``.
+        address: The address of a Ray cluster; "auto" for the cluster of this machine. None starts a cluster on this
+            machine alone, and ends it with the fleet.
+    """
 
     policies: dict[str, PolicyConfig]
     address: str | None = None
@@ -87,20 +99,20 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> FleetConfig:
-    """Read a file. Raises SinewError with the field that is wrong."""
+    """Return the configuration in a file. Raises SinewError with the name of a wrong field."""
     try:
-        found = read_yaml(path)
+        content = read_yaml(path)
     except ModuleNotFoundError:
         raise MissingPackageError("sinew fleet", "yaml") from None
     except OSError as error:
         raise SinewError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
         raise SinewError(f"{path}: not YAML: {error}") from None
-    return parse(found, str(path))
+    return parse(content, str(path))
 
 
 def parse(found: Any, what: str = "fleet") -> FleetConfig:
-    """Return the configuration in plain maps and lists. Raises SinewError with the field that is wrong."""
+    """Return the configuration in plain maps and lists. Raises SinewError with the name of a wrong field."""
     try:
         return msgspec.convert(found, FleetConfig)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's are ValueErrors

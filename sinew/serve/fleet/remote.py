@@ -1,4 +1,4 @@
-"""A policy whose replicas compute elsewhere, as the scheduler of this process sees it."""
+"""A policy for the scheduler of this process, whose replicas compute in other processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # seconds between two checks whether the client has disconnected
 TRIES = 4  # attempts of one request; a dying replica loses at most one request
-PAUSE_S = 0.05  # before another try
-_AGAIN = ("unhealthy", "shutting_down", "busy")  # codes of a replica that another one may make good
+PAUSE_S = 0.05  # seconds before the next attempt
+_AGAIN = (
+    "unhealthy",
+    "shutting_down",
+    "busy",
+)  # error codes after which another replica may answer the request
 
 
 class Response(Protocol):
-    """A call of a replica on its way (Ray Serve's ``DeploymentResponse``)."""
+    """A pending call of a replica (Ray Serve's ``DeploymentResponse``)."""
 
     def result(self, *, timeout_s: float | None = None) -> Any: ...
     def cancel(self) -> None: ...
@@ -35,10 +39,18 @@ Ask = Callable[[Observation], Response]
 
 
 class RemotePolicy(ServedPolicy):
-    """ask: sends an observation to some replica. lost: errors of a call whose replica has gone, or cannot be reached.
+    """A policy whose replicas compute. An inference changes nothing on a replica, so a request whose replica has died
+    is sent to another replica.
 
-    An inference changes nothing on a replica, so a request whose replica has died is sent to another one.
-    ``replicas``: that run, as the cluster said last. ``retried``: requests that were sent again.
+    Args:
+        about: The description of the policy.
+        ask: Sends an observation to some replica.
+        lost: Errors of a call whose replica has ended or cannot be reached.
+        name: The policy's name.
+
+    Attributes:
+        replicas: The number of running replicas that the cluster reported last.
+        retried: The number of requests that were sent again.
     """
 
     def __init__(self, about: About, ask: Ask, lost: tuple[type[BaseException], ...], name: str = ""):
@@ -62,29 +74,29 @@ class RemotePolicy(ServedPolicy):
         return {"replicas": self.replicas, "retried": self.retried}
 
     def problem(self) -> str | None:
-        """Return a sentence while there is no replica."""
+        """Return the problem as a sentence while there is no replica; None otherwise."""
         return None if self.replicas else f"the policy {self.name} has no replica that runs"
 
     def warm_up(self) -> None:
-        """Do nothing: replicas are warm before they are asked."""
+        """Do nothing, because replicas are warm before they receive requests."""
 
     def prepare(self, observation: Observation) -> Observation:
-        """Return the observation as it is: a replica checks and prepares it."""
+        """Return the observation unchanged, because a replica checks and prepares it."""
         return observation
 
     def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the chunk of whichever replica answers. Raises SinewError, CancelledError once ``cancel`` is set."""
+        """Return the chunk of the replica that answers. Raises SinewError; CancelledError once ``cancel`` is set."""
         for attempt in range(1, TRIES + 1):
             try:
-                found = self._wait(self._ask(observation), cancel)
+                reply = self._wait(self._ask(observation), cancel)
             except self._lost as error:
                 why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             else:
-                if not isinstance(found, ErrorRecord):
-                    return self._checked(found, observation)
-                if found.code not in _AGAIN:
-                    raise found.error()
-                why = found.message
+                if not isinstance(reply, ErrorRecord):
+                    return self._checked(reply, observation)
+                if reply.code not in _AGAIN:
+                    raise reply.error()
+                why = reply.message
             with self._lock:
                 self.retried += 1
             self._quiet.warning("a request of %s is sent again: %s", self.name, why)
@@ -93,7 +105,8 @@ class RemotePolicy(ServedPolicy):
         raise UnhealthyError(f"{TRIES} replicas did not answer, the last one: {why}")
 
     def _checked(self, found: Any, observation: Observation) -> ActionChunk:
-        """Return a chunk of the form that robots were told of. Raises UnhealthyError: others may change replicas."""
+        """Return the chunk if it has the shape of the policy's specification. Raises UnhealthyError for another shape,
+        because other users of the cluster may have replaced the replicas."""
         form = (self.spec.chunk_size if observation.acts else 0, self.spec.action.dim)
         shape = np.shape(found.actions) if isinstance(found, ActionChunk) else type(found).__name__
         if shape != form:

@@ -1,4 +1,4 @@
-"""What runs on a replica: a policy behind the service that a server of its own would have, asked through Ray."""
+"""A replica: a policy behind the same service as in a server, whose requests come through Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIX = 0.1  # weight of the newest inference in the mean that replicas report
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A replica's description of its policy. Fields as in :class:`sinew.serve.policies.Deployment`."""
+    """A replica's description of its policy. The fields are those of :class:`sinew.serve.policies.Deployment`."""
 
     spec: PolicySpec
     metadata: dict[str, Any]
@@ -32,7 +32,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """An error on its way back. field, expected, got: of an ObservationError."""
+    """An error as a replica sends it. ``field``, ``expected`` and ``got`` are those of an ObservationError."""
 
     code: str
     message: str
@@ -48,12 +48,12 @@ class ErrorRecord:
         return cls(error.code, str(error))
 
     def error(self) -> SinewError:
-        """Return the error that it was, of the same code."""
+        """Return the original error, with the same code."""
         if self.field:
             return ObservationError(self.field, self.expected, self.got)
-        made = SinewError(self.message)
-        made.code = self.code
-        return made
+        error = SinewError(self.message)
+        error.code = self.code
+        return error
 
 
 class Replica:
@@ -61,19 +61,23 @@ class Replica:
 
     def __init__(self, config: dict[str, Any]):
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger("sinew.access").setLevel(logging.WARNING)  # the gateway has one where it is wanted
-        self._config = found = msgspec.convert(config, PolicyConfig)
+        logging.getLogger("sinew.access").setLevel(
+            logging.WARNING
+        )  # the gateway has an access log if the user wants one
+        self._config = policy_config = msgspec.convert(config, PolicyConfig)
         import sinew
 
         policy = sinew.load(
-            found.source,
-            engine=found.engine,
-            device=found.device,
-            dtype=found.dtype,
-            threads=found.threads,
+            policy_config.source,
+            engine=policy_config.engine,
+            device=policy_config.device,
+            dtype=policy_config.dtype,
+            threads=policy_config.threads,
         )
         limits = ServingLimits(
-            queue=2 * found.ongoing, max_batch=found.max_batch, action_limits=found.action_limits
+            queue=2 * policy_config.ongoing,
+            max_batch=policy_config.max_batch,
+            action_limits=policy_config.action_limits,
         )
         deployment = deploy(policy, limits)
         self._about = About(
@@ -87,10 +91,10 @@ class Replica:
         return self._about
 
     async def infer(self, observation: Observation) -> ActionChunk | ErrorRecord:
-        """Return the chunk, or the error in words. Cancelling the call abandons the request."""
+        """Return the chunk, or the error as a record. Cancelling the call abandons the request."""
         begun = time.perf_counter()
         try:
-            # Robots took their turns where their requests came from; here each is a connection of its own.
+            # The gateway has queued robots fairly. Here, each request counts as its own connection.
             chunk = await self._service.infer(
                 Request("ray", lambda _budget: observation, connection=object(), arrived=begun)
             )
@@ -107,6 +111,6 @@ class Replica:
         return {INFERENCE: self._inference_ms, TARGET: target}
 
     def check_health(self) -> None:
-        """Raise where this replica cannot answer; Ray Serve then starts another in its place."""
+        """Raise an error if this replica cannot answer. Ray Serve then starts another replica in its place."""
         if problems := self._service.problems():
             raise RuntimeError("; ".join(problems))

@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-INFERENCE, TARGET = "inference_ms", "target_ms"  # what replicas report
+INFERENCE, TARGET = "inference_ms", "target_ms"  # the names of the measurements of replicas
 
 
 def by_queue_age(context: Any) -> tuple[float, dict[str, Any]]:
-    """Return the number of replicas that is wanted, and no state. context: Ray Serve's ``AutoscalingContext``."""
+    """Return the wanted number of replicas, and an empty state. ``context`` is Ray Serve's ``AutoscalingContext``."""
     metrics = context.aggregated_metrics or {}
-    wanted = replicas_wanted(
+    count = replicas_wanted(
         float(context.total_num_requests or 0.0),
         list((metrics.get(INFERENCE) or {}).values()),
         list((metrics.get(TARGET) or {}).values()),
     )
-    return (context.target_num_replicas if wanted is None else wanted), {}
+    return (context.target_num_replicas if count is None else count), {}
 
 
 def replicas_wanted(
     ongoing: float, inference_ms: Iterable[float], target_ms: Iterable[float]
 ) -> float | None:
-    """Return the replicas with which a request waits ``target_ms`` on average; None where nothing was measured yet.
+    """Return the number of replicas with which a request waits ``target_ms`` on average; None if nothing was measured
+    yet.
 
-    ``ongoing`` requests on R replicas, each of which ends one every s milliseconds, wait (ongoing / R - 1) s: as long
-    as the target for R = ongoing / (1 + target / s). inference_ms: s by replica; target_ms: the same at each.
+    If each of R replicas ends a request every s milliseconds, ``ongoing`` requests wait (ongoing / R - 1) s. This wait
+    equals the target for R = ongoing / (1 + target / s). ``inference_ms`` has s of each replica; ``target_ms`` has the
+    target of each replica, which is the same for all.
     """
     times = [each for each in inference_ms if each > 0]
     targets = [each for each in target_ms if each > 0]
