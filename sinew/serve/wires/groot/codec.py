@@ -69,11 +69,15 @@ JSON_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class GrootHeader:
-    """One request, read but not yet checked against the policy.
+    """One request, which was read but not yet checked against the policy.
 
-    observation: for get_action; arrays are still as they came. listed: the reply is ``[actions, info]`` (N1.6 on).
-    flat: actions are called "action.k". raw: arrays come and go in msgpack-numpy's form. batched: with an axis B.
-    policy: always the first.
+    Attributes:
+        observation: The observation of get_action. Its arrays are not decoded yet.
+        listed: True if the reply is ``[actions, info]`` (since N1.6).
+        flat: True if the keys of actions are "action.k".
+        raw: True if arrays of request and reply are in msgpack-numpy's form.
+        batched: True if arrays have a batch axis B.
+        policy: "" for the first policy, the only one that this protocol can name.
     """
 
     endpoint: str = "get_action"
@@ -93,7 +97,7 @@ class GrootHeader:
 
 
 class GrootCodec:
-    """The codec for the first policy: the protocol has no place for the names of others."""
+    """The codec for the first policy. The protocol has no field for the names of other policies."""
 
     name = "groot"
     encrypts = False  # GR00T's clients use ZeroMQ's library without encryption
@@ -114,7 +118,8 @@ class GrootCodec:
     # ------------------------------------------------------------------------- requests
 
     def peek(self, payload: memoryview) -> GrootHeader:
-        """Reads the whole message: without its arrays, which stay where they are, it is small or refused."""
+        """Return the header of a request. The whole message is read, except its arrays, which stay undecoded; the rest
+        is small, or the request is refused."""
         header = GrootHeader()
         try:
             with RequestError.at("MessagePack", UntrustedError):
@@ -164,7 +169,7 @@ class GrootCodec:
         return [partial(self._element, header, batch, index) for index in range(batch.size)]
 
     def _batch(self, header: GrootHeader) -> _Batch:
-        """The parts of the observation that the policy reads, all with a batch axis."""
+        """Return the parts of the observation that the policy reads, all with a batch axis."""
         videos, states, prompts = self.names.select(header.observation)
         frames = {camera: _array(key, value) for camera, (key, value) in videos.items()}
         vectors = [_numbers(key, value) for key, value in states]
@@ -247,9 +252,11 @@ class GrootCodec:
             actions = actions[0]
         pack = _raw if header.raw else _npy
         prefix = "action." if header.flat else ""
-        found = {f"{prefix}{key}": pack(actions[..., part]) for key, part in self.names.actions.items()}
+        actions_by_key = {
+            f"{prefix}{key}": pack(actions[..., part]) for key, part in self.names.actions.items()
+        }
         if not header.listed:
-            return msgpack.packb(found)
+            return msgpack.packb(actions_by_key)
         timing = [
             {
                 "queue_ms": chunk.timing.queue_ms,
@@ -266,11 +273,11 @@ class GrootCodec:
             *(w for chunk in chunks for w in chunk.warnings),
         ]:
             info["warnings"] = list(dict.fromkeys(warnings))
-        return msgpack.packb([found, info])
+        return msgpack.packb([actions_by_key, info])
 
     def encode_error(self, header: GrootHeader | None, error: SinewError) -> bytes:
         message = str(error)
-        if len(message) > MAX_ERROR_TEXT:  # it may quote what came
+        if len(message) > MAX_ERROR_TEXT:  # it may quote the request
             message = message[:MAX_ERROR_TEXT] + " ..."
         return msgpack.packb({"error": f"{error.code}: {message}"})
 
@@ -328,7 +335,14 @@ class GrootCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """frames: [B, T, height, width, 3] by camera. vectors: parts of the state, each [B, T, dim]."""
+    """The observations of a batch.
+
+    Attributes:
+        size: The number of observations, B.
+        frames: Camera -> frames [B, T, height, width, 3].
+        vectors: The parts of the state, each [B, T, dim].
+        prompts: The instruction of each observation.
+    """
 
     size: int
     frames: dict[str, np.ndarray]
@@ -364,7 +378,7 @@ def _read_data(header: GrootHeader, data: dict[str, Any]) -> GrootHeader:
         listed=listed,
         flat=flat,
         raw=any(isinstance(leaf, dict) and "nd" in leaf for leaf in leaves),
-        # N1.5's own rule: without a batch axis if any state has fewer than three axes
+        # The rule of N1.5: there is no batch axis if any state has fewer than three axes.
         batched=listed or not any(_array("state", value).ndim < 3 for value in states),
         session=_option(options, "session", str) or "",
         deadline_ms=_option(options, "deadline_ms", (int, float)),
@@ -375,16 +389,16 @@ def _read_data(header: GrootHeader, data: dict[str, Any]) -> GrootHeader:
 
 
 def _continuation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of guidance that are there; ``previous`` is an array [R, action_dim]."""
+    """Return the options of guidance that the request has. ``previous`` is an array [R, action_dim]."""
     number = (int, float)
     kinds: dict[str, Any] = {"delay": int, "horizon": int, "rtc": str, "schedule": str, "beta": number}
     kinds |= {"advantage": str, "guidance_scale": number}
-    found = {name: _option(options, name, kind) for name, kind in kinds.items()}
+    values = {name: _option(options, name, kind) for name, kind in kinds.items()}
     if options.get("previous") is not None:
-        found["previous"] = numbers(
+        values["previous"] = numbers(
             "options.previous", _array("options.previous", options["previous"]), MAX_NUMBERS
         )
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _option(options: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -400,7 +414,7 @@ def _values(node: Any) -> Sequence[Any]:
 
 
 def _array(key: str, value: Any) -> np.ndarray:
-    """An array in either of its forms on the wire."""
+    """Return an array from either of its two forms in messages. Raises ObservationError."""
     if isinstance(value, dict):
         if isinstance(data := value.get("as_npy"), memoryview):
             return _checked(key, partial(parse_npy, data))
@@ -414,7 +428,7 @@ def _array(key: str, value: Any) -> np.ndarray:
 
 
 def _checked(key: str, read: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return an array, or raise the reader's error as one of the observation's field."""
+    """Return the array that ``read`` returns. An error of ``read`` becomes an ObservationError of the field ``key``."""
     try:
         return read()
     except UntrustedError as error:
@@ -427,24 +441,26 @@ def _numbers(key: str, value: Any) -> np.ndarray:
 
 
 def _text(value: Any) -> str:
-    """msgpack-numpy writes a dtype as text and a kind as bytes."""
+    """Return a dtype or kind of msgpack-numpy as text. msgpack-numpy writes a dtype as text and a kind as bytes."""
     if isinstance(value, memoryview):
         value = bytes(value[:20]).decode("latin-1")
     return value if isinstance(value, str) else ""
 
 
 def _prompts(found: tuple[str, Any] | None, size: int) -> list[str]:
-    """The instruction of each element: one for all, or a list with one for each."""
+    """Return the instruction of each element. The request has one instruction for all, or a list with one for each."""
     if found is None:
         return [""] * size
     key, value = found
     if isinstance(value, dict):
-        said = _array(key, value)
-        if said.dtype.kind != "U" or said.size > MAX_BATCH:
+        instructions = _array(key, value)
+        if instructions.dtype.kind != "U" or instructions.size > MAX_BATCH:
             raise ObservationError(
-                key, f"at most {MAX_BATCH} instructions", f"{said.dtype} of shape {list(said.shape)}"
+                key,
+                f"at most {MAX_BATCH} instructions",
+                f"{instructions.dtype} of shape {list(instructions.shape)}",
             )
-        value = said.tolist()
+        value = instructions.tolist()
     if isinstance(value, list) and len(value) == size:
         return [text(key, each) for each in value]
     if isinstance(value, list) and len(value) != 1:

@@ -28,8 +28,16 @@ _MEMBER = re.compile(r"(.+)\.\d+")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """cameras: key -> the policy's camera. states: keys, in the state's order. state_parts: of each key, if known.
-    actions: key -> columns of the chunk. fixed: the bundle has a key map."""
+    """The keys of the GR00T protocol for one policy.
+
+    Attributes:
+        cameras: Key -> camera of the policy.
+        states: The keys of the state, in the state's order.
+        state_parts: Key of the state -> its columns; {} if they are not known.
+        actions: Key -> columns of the chunk.
+        prompt: The key of the instruction.
+        fixed: True if the bundle has a key map.
+    """
 
     cameras: dict[str, str]
     states: tuple[str, ...]
@@ -64,15 +72,15 @@ class Names:
         )
 
     def videos(self, spec: PolicySpec) -> dict[str, CameraSpec]:
-        """Key -> what the camera is."""
+        """Return key -> specification of the camera."""
         cameras = {camera.name: camera for camera in spec.cameras}
         return {key: cameras[name] for key, name in self.cameras.items() if name in cameras}
 
     def select(
         self, observation: Mapping[str, Any]
     ) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, Any]], tuple[str, Any] | None]:
-        """What the policy reads of an observation, nested or flat: frames by camera, parts of the state in order,
-        the instruction; each as (key, value). Raises ObservationError with the key that is missing."""
+        """Return the policy's inputs in an observation, which may be nested or flat: the frames by camera, the parts of
+        the state in order, and the instruction, each as (key, value). Raises ObservationError for a missing key."""
         _refuse_unknown(observation, self.prompt)
         video, state = _modality(observation, "video"), _modality(observation, "state")
         frames = {
@@ -100,25 +108,29 @@ class Names:
         return frames, [(f"state.{key}", state[key]) for key in keys], self._instruction(observation)
 
     def unread(self, observation: Mapping[str, Any]) -> list[str]:
-        """Return a sentence if there are states or instructions that the policy does not read. Simulations send all
-        that they have, so these are told and not refused; :meth:`select` has refused what is neither."""
-        state, said = _modality(observation, "state"), _languages(observation, self.prompt)
+        """Return a sentence if there are states or instructions that the policy does not read.
+
+        Simulations send all their states and instructions, so unread ones are reported and not refused. :meth:`select`
+        has refused all other unknown keys."""
+        state, languages = _modality(observation, "state"), _languages(observation, self.prompt)
         strange = [f"state.{key}" for key in state if key not in self.states] if len(state) > 1 else []
-        strange += [f"language.{key}" for key in said if key != self.prompt] if len(said) > 1 else []
+        strange += (
+            [f"language.{key}" for key in languages if key != self.prompt] if len(languages) > 1 else []
+        )
         names = ", ".join(key[:60] for key in strange[:12])
         return [f"the policy does not read {names}"] if strange else []
 
     def _instruction(self, observation: Mapping[str, Any]) -> tuple[str, Any] | None:
-        found = _languages(observation, self.prompt)
-        if self.prompt in found:
-            return f"language.{self.prompt}", found[self.prompt]
-        if len(found) > 1:
-            raise ObservationError("language", f"the key {self.prompt}", _some(found))
-        return next(((f"language.{key}", value) for key, value in found.items()), None)
+        languages = _languages(observation, self.prompt)
+        if self.prompt in languages:
+            return f"language.{self.prompt}", languages[self.prompt]
+        if len(languages) > 1:
+            raise ObservationError("language", f"the key {self.prompt}", _some(languages))
+        return next(((f"language.{key}", value) for key, value in languages.items()), None)
 
 
 def _refuse_unknown(observation: Mapping[str, Any], prompt: str) -> None:
-    """Raises ObservationError for a key of no modality."""
+    """Raise ObservationError for a key that belongs to no modality."""
     for key in observation:
         if key not in (*MODALITIES, "task", prompt) and not key.startswith(_PREFIXES):
             expected = f"one of {', '.join(MODALITIES)}, or keys that begin with {', '.join(_PREFIXES)}"
@@ -151,17 +163,18 @@ def _bare(modality: str, key: str) -> str:
 
 
 def _groups(names: tuple[str, ...]) -> dict[str, slice]:
-    """Neighbours with one name before their number. Empty where a name has none, or a group is torn apart."""
+    """Return group -> columns, for neighbours with the same name before their number. The result is {} if a name has no
+    number, or if the columns of a group are not neighbours."""
     members = [_MEMBER.fullmatch(name) for name in names]
-    found: dict[str, slice] = {}
+    groups: dict[str, slice] = {}
     at = 0
     for group, run in itertools.groupby(members, lambda match: match[1] if match else None):
         count = len(list(run))
-        if group is None or group in found:
+        if group is None or group in groups:
             return {}
-        found[group] = slice(at, at + count)
+        groups[group] = slice(at, at + count)
         at += count
-    return found
+    return groups
 
 
 def _some(found: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""What was agreed with the LeRobot clients of each host, across connections and across restarts of the server.
+"""The agreements with the LeRobot clients of each host, which are kept across connections and restarts of the server.
 
-The stock client names its policy once, at its start. When its connection breaks, because the network failed or because
-the server was started again, gRPC makes another one below it, and the client goes on as if nothing had happened: what
-was agreed with its host before is used. So that this outlives the process, it is written to a small file. It holds the
-names of joints and cameras, and nothing of what a robot saw or did.
+The stock client names its policy once, at its start. If its connection breaks, because the network failed or the server
+was restarted, gRPC makes a new connection and the client continues without naming its policy again. Then the earlier
+agreements with its host are used. They are written to a small file, so that they outlive the process. The file has the
+names of joints and cameras, and no frames, states or actions.
 """
 
 from __future__ import annotations
@@ -25,30 +25,28 @@ from sinew.serve.wires.lerobot.features import Agreement
 
 logger = logging.getLogger(__name__)
 
-PER_HOST = 8  # agreements remembered for each
-MAX_FILE = 1 << 20  # bytes
+PER_HOST = 8  # most agreements that are kept for one host
+MAX_FILE = 1 << 20  # most bytes of the file
 
 
 def state_folder() -> Path:
-    """Where this user's programs keep what is to outlive them (XDG base directories)."""
-    found = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(found) if found else Path.home() / ".local" / "state") / "sinew"
+    """Return the folder for the state of Sinew that outlives a process (XDG base directories)."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(home) if home else Path.home() / ".local" / "state") / "sinew"
 
 
 class Agreements:
-    """hosts: how many are remembered; beyond, the one whose client was away for longest is forgotten.
-
-    file: None for what only this process is to remember. spec: agreements are about one policy and no other.
-    """
+    """The agreements of at most ``hosts`` hosts. Beyond that, the host that agreed longest ago is forgotten."""
 
     def __init__(self, hosts: int):
         self._most = hosts
-        self._by_host: OrderedDict[str, list[Agreement]] = OrderedDict()  # the newest stand last
+        self._by_host: OrderedDict[str, list[Agreement]] = OrderedDict()  # the newest host is last
         self._file: Path | None = None
         self._policy = ""
 
     def open(self, file: Path | None, spec: PolicySpec) -> None:
-        """Read the agreements of an earlier process about the same policy. An invalid file is ignored."""
+        """Read the agreements of an earlier process about the policy of ``spec``. An invalid file is ignored. With None
+        for ``file``, agreements are kept only in this process."""
         self._file = file
         self._policy = sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()
         if file is None:
@@ -56,15 +54,15 @@ class Agreements:
         try:
             content = read_json(file, MAX_FILE)
             if content["policy"] == self._policy:
-                for host, found in list(content["hosts"].items())[: self._most]:
-                    self._by_host[str(host)] = [_read(each, spec) for each in found[:PER_HOST]]
+                for host, entries in list(content["hosts"].items())[: self._most]:
+                    self._by_host[str(host)] = [_read(each, spec) for each in entries[:PER_HOST]]
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("lerobot: %s is not used: %s", file, error)
 
     def add(self, host: str, agreement: Agreement) -> None:
-        """A client of this host agreed to that."""
+        """Keep the agreement of a client of this host."""
         agreed = self._by_host.setdefault(host, [])
         if agreement in agreed:
             agreed.remove(agreement)
@@ -76,7 +74,7 @@ class Agreements:
         self._write()
 
     def of(self, host: str) -> tuple[Agreement, ...]:
-        """What clients of this host agreed to, the newest first."""
+        """Return the agreements of the clients of this host, newest first."""
         return tuple(reversed(self._by_host.get(host, ())))
 
     def _write(self) -> None:
@@ -88,13 +86,14 @@ class Agreements:
         }
         try:
             machine.write_whole(self._file, json.dumps(content).encode())
-        except OSError as error:  # then a restarted server asks its clients to start again
+        except OSError as error:  # without the file, clients must start again after a restart of the server
             logger.warning("lerobot: what was agreed is not remembered: %s", error)
             self._file = None
 
 
 def fitting(agreements: tuple[Agreement, ...], observation: Mapping[str, Any]) -> Agreement | None:
-    """The newest of the agreements that this observation can be read by; None if those disagree about its meaning."""
+    """Return the newest agreement with which this observation can be read; None if such agreements differ in its
+    meaning."""
     fit = [
         each
         for each in agreements
@@ -106,7 +105,7 @@ def fitting(agreements: tuple[Agreement, ...], observation: Mapping[str, Any]) -
 
 
 def _read(found: Mapping[str, Any], spec: PolicySpec) -> Agreement:
-    made = Agreement(
+    agreement = Agreement(
         state=tuple(map(str, found["state"])),
         images=tuple((str(key), str(camera)) for key, camera in found["images"]),
         prompt=str(found["prompt"]),
@@ -114,6 +113,6 @@ def _read(found: Mapping[str, Any], spec: PolicySpec) -> Agreement:
         actions=min(max(1, int(found["actions"])), spec.chunk_size),
         helpers=str(found["helpers"]),
     )
-    if len(made.state) != spec.state.dim:
-        raise ValueError(f"{len(made.state)} joints where the policy has {spec.state.dim}")
-    return made
+    if len(agreement.state) != spec.state.dim:
+        raise ValueError(f"{len(agreement.state)} joints where the policy has {spec.state.dim}")
+    return agreement

@@ -24,8 +24,8 @@ from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, T
 logger = logging.getLogger(__name__)
 _once = LogOnce(logger)
 
-DEFAULT_HZ = 30.0  # default of LeRobot's server, for bundles without a rate
-MAX_NAME = 256  # characters of a joint's or a camera's name
+DEFAULT_HZ = 30.0  # the default of LeRobot's server, for bundles without a rate
+MAX_NAME = 256  # most characters of a joint's or a camera's name
 _STATE = "observation.state"
 _IMAGES = "observation.images."
 
@@ -36,9 +36,10 @@ class Agreement:
 
     Attributes:
         state: Raw keys in the policy's order.
-        images: (raw key, camera).
+        images: Pairs of a raw key and a camera.
         prompt: Raw key of the instruction.
-        actions: Actions of a chunk that the client requests.
+        channels_first: True if a frame of shape [3, height, 3] has its channels first.
+        actions: The number of actions of a chunk that the client requests.
         helpers: Module of the client's classes.
     """
 
@@ -51,7 +52,8 @@ class Agreement:
 
 
 def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
-    """Raises ObservationError with the field in which the client's wishes do not fit the served policy."""
+    """Return the agreement with a client. Raises ObservationError with the field of the client's request that does not
+    fit the served policy."""
     _same_policy(config, spec)
     if config.actions_per_chunk < 1:
         raise ObservationError("actions_per_chunk", "a number above 0", str(config.actions_per_chunk))
@@ -67,7 +69,7 @@ def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
         expected = f"{spec.state.dim} names" + (f" ({_names(spec.state.names)})" if spec.state.names else "")
         raise ObservationError(f"lerobot_features.{_STATE}", expected, f"{len(state)} ({_names(state)})")
     if sorted(state) == sorted(spec.state.names) and state != spec.state.names:
-        # The actions go back in the policy's order, so re-ordering the state alone would not do.
+        # Actions are returned in the policy's order, so a different order of the state would still give wrong actions.
         raise ObservationError(
             f"lerobot_features.{_STATE}", f"the order {_names(spec.state.names)}", _names(state)
         )
@@ -85,7 +87,7 @@ def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
 def observation(
     timed: TimedObservation, agreement: Agreement, budget: PixelBudget | None = None
 ) -> Observation:
-    """A raw observation as the policy takes it; frames in the size that the camera has. Raises ObservationError."""
+    """Return a raw observation as the policy's observation. Frames keep the camera's size. Raises ObservationError."""
     raw = timed.observation
     read = {*agreement.state, *(key for key, _camera in agreement.images), agreement.prompt, "task"}
     for key in raw.keys() - read:
@@ -102,7 +104,7 @@ def observation(
     if not isinstance(task, str):
         raise ObservationError(agreement.prompt, "text", type(task).__name__)
     numbers = [field_names.number(key, _value(raw, key)) for key in agreement.state]
-    with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
+    with np.errstate(over="ignore"):  # numbers that become infinite are refused later
         state = np.array(numbers, np.float32)
     return Observation(
         images=images, state=state, prompt=field_names.text(agreement.prompt, task), time=timed.timestamp
@@ -124,15 +126,15 @@ def _same_policy(config: RemotePolicyConfig, spec: PolicySpec) -> None:
 
 def _renamed(config: RemotePolicyConfig) -> dict[str, tuple[str, Any]]:
     """Return the features under the policy's names: {name: (the client's key, feature)}."""
-    found: dict[str, tuple[str, Any]] = {}
+    renamed: dict[str, tuple[str, Any]] = {}
     for key, feature in config.lerobot_features.items():
         name = config.rename_map.get(key, key)
         if not _is_name(key) or not _is_name(name):
             raise ObservationError("lerobot_features", f"names of at most {MAX_NAME} characters", "others")
-        if name in found:
+        if name in renamed:
             raise ObservationError("rename_map", "one feature for each name", f"two for {name}")
-        found[name] = (key, feature)
-    return found
+        renamed[name] = (key, feature)
+    return renamed
 
 
 def _state_names(features: Mapping[str, tuple[str, Any]], spec: PolicySpec) -> tuple[str, ...]:
@@ -147,51 +149,52 @@ def _state_names(features: Mapping[str, tuple[str, Any]], spec: PolicySpec) -> t
 def _cameras(
     features: Mapping[str, tuple[str, Any]], spec: PolicySpec, by_bundle: Mapping[str, str]
 ) -> dict[str, str]:
-    """Raw key -> camera. By the bundle's key map where it names the key, else by name.
+    """Return raw key -> camera. The bundle's key map decides if it has the key; otherwise the name decides.
 
-    A camera has two names: the robot's, and the slot's, which the checkpoint's ``rename_map`` gave it. A name that the
-    client's ``rename_map`` made is first looked up among the slots, and any other name first among the robot's names.
-    Further cameras are ignored where every camera of the policy is there. Where one is missing, they are refused: one
-    of them may be the missing camera under another name, and guessing by order would swap views unnoticed.
+    A camera has two names: the robot's name, and the slot's name, which comes from the checkpoint's ``rename_map``. A
+    name from the client's ``rename_map`` is first looked up among the slots, any other name first among the robot's
+    names. Further cameras are ignored if the client has every camera of the policy. If a camera is missing, further
+    cameras are refused: one of them may be the missing camera under another name, and a guess by order could swap views
+    unnoticed.
     """
-    known = [camera.name for camera in spec.cameras]
+    own = [camera.name for camera in spec.cameras]
     slots = {camera.slot: camera.name for camera in spec.cameras if camera.slot}
-    named = dict(zip(known, known, strict=True))
-    found: dict[str, str] = {}
+    by_name = dict(zip(own, own, strict=True))
+    cameras: dict[str, str] = {}
     others: list[tuple[str, str, str | None]] = []  # short name, raw key, camera by its second name
     for name, (key, _feature) in features.items():
         if not name.startswith(_IMAGES):
             continue
         short, raw = name.removeprefix(_IMAGES), key.removeprefix(_IMAGES)
-        first, second = (named, slots) if name == key or short not in slots else (slots, named)
+        first, second = (by_name, slots) if name == key or short not in slots else (slots, by_name)
         camera = by_bundle.get(name, by_bundle.get(short, first.get(short)))
-        if camera not in known:
+        if camera not in own:
             others.append((short, raw, second.get(short)))
-        elif camera in found.values():
+        elif camera in cameras.values():
             raise ObservationError("lerobot_features", f"one camera as {camera}", f"two, {raw} the second")
         else:
-            found[raw] = camera
+            cameras[raw] = camera
     strange = []
     for short, raw, camera in others:
-        if camera is None or camera in found.values():
+        if camera is None or camera in cameras.values():
             strange.append(short)
         else:
-            found[raw] = camera
-    if len(found) > MAX_IMAGES:
-        raise ObservationError("lerobot_features", f"at most {MAX_IMAGES} cameras", str(len(found)))
-    missing = [name for name in known if name not in found.values()]
-    if not found or (strange and missing):
-        wanted = {camera: key.removeprefix(_IMAGES) for key, camera in by_bundle.items()}
+            cameras[raw] = camera
+    if len(cameras) > MAX_IMAGES:
+        raise ObservationError("lerobot_features", f"at most {MAX_IMAGES} cameras", str(len(cameras)))
+    missing = [name for name in own if name not in cameras.values()]
+    if not cameras or (strange and missing):
+        robots = {camera: key.removeprefix(_IMAGES) for key, camera in by_bundle.items()}
         example = f"{{'{_IMAGES}{(strange or ['top'])[0][:40]}': '{_IMAGES}{missing[0]}'}}"
         raise ObservationError(
             "lerobot_features",
-            f"cameras {_names([wanted.get(name, name) for name in known])} (name the robot's cameras so, or send a"
+            f"cameras {_names([robots.get(name, name) for name in own])} (name the robot's cameras so, or send a"
             f" rename_map such as {example})",
-            f"cameras {_names([*found, *strange])}",
+            f"cameras {_names([*cameras, *strange])}",
         )
     if strange:
         _once.warning(f"lerobot: the policy does not read the cameras {_names(strange)}")
-    return found
+    return cameras
 
 
 # ----------------------------------------------------------------------------- values

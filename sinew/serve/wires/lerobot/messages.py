@@ -1,7 +1,7 @@
-"""The Protobuf messages of LeRobot's ``transport/services.proto``, made when they are first wanted.
+"""The Protobuf messages of LeRobot's ``transport/services.proto``. Their classes are made at the first use.
 
-No generated code, which would tie the server to a range of protobuf releases, and a pool of our own: LeRobot
-registers the same names in the default one, and both must be able to live in one process.
+Generated code would tie the server to a range of protobuf releases. The classes are in their own descriptor pool,
+because LeRobot registers the same names in the default pool, and both must work in one process.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ message Empty {{
 
 @cache
 def messages() -> dict[str, Any]:
-    """Message classes by name."""
+    """Return name -> message class."""
     from sinew_client import schema
 
     return schema.classes(schema.file_descriptor(schema.read_messages(_PROTO), "transport"))
 
 
 def parse(name: str, data: bytes) -> Any:
-    """The message ``name`` in ``data``. Raises RequestError."""
+    """Return the message ``name`` in ``data``. Raises RequestError."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -54,6 +54,6 @@ def parse(name: str, data: bytes) -> Any:
 
 
 def actions_message(data: bytes) -> bytes:
-    """The reply to GetActions."""
+    """Return the reply to GetActions."""
     message: bytes = messages()["Actions"](data=data).SerializeToString()
     return message

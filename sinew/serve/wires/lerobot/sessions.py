@@ -1,6 +1,6 @@
-"""Who is connected to the LeRobot wire, what was agreed with each, and the observations that wait or arrive.
+"""The clients of the LeRobot wire, the agreement with each of them, and the observations that wait or arrive.
 
-Everything here is touched on the wire's event loop only.
+All of this is used on the wire's event loop only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sinew.serve.wires.lerobot.messages import BEGIN, END, MIDDLE, parse
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_S = 10.0  # how long an observation may take to arrive
-PREDICTED = 4096  # timesteps remembered per client
-LIVE_S = 60.0  # a client that sent an observation within this time is not forgotten for another one
+RECEIVE_S = 10.0  # seconds in which an observation must arrive
+PREDICTED = 4096  # most predicted timesteps that are kept for a client
+LIVE_S = 60.0  # a client that sent an observation within this time keeps its place
 MAX_PIECES = 1024  # most pieces of one observation
-HELD = 4  # times the largest observation: what all clients together may have in memory before their turn
+HELD = 4  # the memory of all waiting observations together, in observations of the largest size
 
 
 class NoPolicyError(SinewError):
@@ -42,7 +42,7 @@ class TooSlowError(SinewError):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An observation whose turn has not come. size: bytes that it keeps in memory."""
+    """An observation that waits for its inference. ``size`` is the bytes that it keeps in memory."""
 
     timestep: int
     observation: Observation
@@ -52,16 +52,17 @@ class Waiting:
 
 @dataclass(slots=True)
 class RobotSession:
-    """One connection."""
+    """The session of one connection."""
 
     agreement: Agreement | None = None
-    heard: float = float("-inf")  # when the last observation came
+    heard: float = float("-inf")  # the time at which the last observation came
     waiting: Waiting | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
     predicted: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def offer(self, waiting: Waiting, must_go: bool) -> bool:
-        """Let it wait in place of an older one; False where a chunk for its timestep was computed already."""
+        """Let an observation wait in place of an older one. Return False if a chunk for its timestep was already
+        computed."""
         if waiting.timestep in self.predicted and not must_go:
             return False
         self.waiting = waiting
@@ -69,7 +70,7 @@ class RobotSession:
         return True
 
     def take(self) -> Waiting | None:
-        """The newest observation; from now on its timestep counts as predicted."""
+        """Return the waiting observation; None if there is none. Its timestep counts as predicted from now on."""
         waiting, self.waiting = self.waiting, None
         self.news.clear()
         if waiting is not None:
@@ -90,14 +91,15 @@ class Sessions:
         self._arriving = 0  # bytes of observations that are being received or decoded
 
     def begin(self, client: str) -> RobotSession:
-        """A client starts: nothing of what it sent before counts, but for the policy it named.
+        """Begin the session of a client that starts. Its earlier observations are dropped; the policy that it named is
+        kept.
 
-        Raises BusyError where there is no place. It is never taken from a client that drives a robot.
+        Raises BusyError if there is no place. A client that drives a robot never loses its place.
         """
-        known = self._sessions.pop(client, None)
-        if known is None and len(self._sessions) >= self._most:
+        previous = self._sessions.pop(client, None)
+        if previous is None and len(self._sessions) >= self._most:
             self._forget_one()
-        session = RobotSession() if known is None else RobotSession(known.agreement, known.heard)
+        session = RobotSession() if previous is None else RobotSession(previous.agreement, previous.heard)
         self._sessions[client] = session
         return session
 
@@ -116,8 +118,8 @@ class Sessions:
         self.agreements.add(_host(client), agreement)
 
     def find(self, client: str) -> tuple[RobotSession, tuple[Agreement, ...]]:
-        """The session of a client that has named its policy, and what may be agreed with it: one thing, or, for a
-        client that came back on a new connection, all that its host has agreed to. Raises NoPolicyError."""
+        """Return the session of a client, and its possible agreements: its own agreement, or all agreements of its host
+        if the client has reconnected. Raises NoPolicyError if there is none."""
         session = self._sessions.get(client)
         if session is not None and session.agreement is not None:
             self._sessions.move_to_end(client)
@@ -130,14 +132,14 @@ class Sessions:
         return session or self.begin(client), agreed
 
     def recognize(self, client: str, session: RobotSession, agreement: Agreement) -> None:
-        """An observation of this client could be read by that."""
+        """Keep the agreement with which an observation of this client was read."""
         session.heard = time.monotonic()
         if session.agreement is None:
             logger.info("lerobot: %s has not introduced itself; taken for a client that reconnects", client)
             session.agreement = agreement
 
     def wake(self) -> None:
-        """Whoever waits for an observation is to look again."""
+        """Wake all requests that wait for an observation, so that they check again."""
         for session in self._sessions.values():
             session.news.set()
 
@@ -145,7 +147,7 @@ class Sessions:
 
     @contextlib.contextmanager
     def held(self, size: int) -> Iterator[None]:
-        """Inside, so many more bytes are in memory. Raises BusyError where that is too much."""
+        """Within the block, count ``size`` more bytes in memory. Raises BusyError if they are too many."""
         self._arriving += size
         try:
             self._make_room()
@@ -154,7 +156,8 @@ class Sessions:
             self._arriving -= size
 
     async def receive(self, pieces: AsyncIterator[bytes]) -> bytes:
-        """The bytes of one observation, of a stream of pieces: one END, or BEGIN, any number of MIDDLE, END."""
+        """Return the bytes of one observation from a stream of pieces: END alone, or BEGIN, any number of MIDDLE,
+        END."""
         received: list[bytes] = []
         size = 0
         began = False
@@ -185,7 +188,8 @@ class Sessions:
         raise RequestError("transfer_state: expected END, and the stream ended without")
 
     def _make_room(self) -> None:
-        """Drop the observations that have waited longest where too much is in memory. Raises BusyError."""
+        """If too many bytes are in memory, drop the observations that have waited longest. Raises BusyError if that is
+        not enough."""
         limit = HELD * self._limit
         waiting = [(each.waiting, each) for each in self._sessions.values() if each.waiting is not None]
         size = self._arriving + sum(each.size for each, _session in waiting)
@@ -199,5 +203,5 @@ class Sessions:
 
 
 def _host(client: str) -> str:
-    """Of a peer such as ``ipv4:127.0.0.1:40000``."""
+    """Return the host of a peer such as ``ipv4:127.0.0.1:40000``."""
     return client.rpartition(":")[0]

@@ -1,7 +1,7 @@
-"""The messages of LeRobot's asynchronous inference: what its pickles contain, and the reply in the same form.
+"""The messages of LeRobot's asynchronous inference: the content of its pickles, and the reply as a pickle.
 
-LeRobot is not needed for it. The client's dataclasses are read into the ones below, and the reply is written so that
-``pickle.loads`` on the client's side makes its own ``TimedAction`` with torch tensors of it.
+This module does not need LeRobot. The client's dataclasses are read into the dataclasses below, and the reply is
+written so that ``pickle.loads`` in the client makes the client's own ``TimedAction`` with torch tensors.
 
 Source: ``lerobot/async_inference/helpers.py`` of LeRobot 0.4.4, the same at 0.6.1; before 0.4 the module was
 ``lerobot/scripts/server/helpers.py``.
@@ -38,7 +38,7 @@ class RemotePolicyConfig:
     """The policy that the client requests.
 
     Attributes:
-        helpers: Module of its classes.
+        helpers: The module of the client's classes.
     """
 
     policy_type: str
@@ -52,7 +52,8 @@ class RemotePolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class TimedObservation:
-    """A robot's raw observation. timestamp: seconds of the client's clock. timestep: of its control loop."""
+    """A robot's raw observation. ``timestamp`` is in seconds of the client's clock; ``timestep`` counts the steps of
+    the client's control loop."""
 
     timestamp: float
     timestep: int
@@ -62,7 +63,7 @@ class TimedObservation:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFeature:
-    """A feature, which may take the place of a dictionary."""
+    """A feature. LeRobot may send it in place of a dictionary."""
 
     type: str
     shape: tuple[int, ...]
@@ -72,7 +73,7 @@ class PolicyFeature:
 
 
 class _Instance(BuiltObject):
-    """An instance of one of the classes above, from the ``__dict__`` that the client's had."""
+    """An instance of one of the classes above, made from the ``__dict__`` of the client's instance."""
 
     def __init__(self, kind: type, **known: Any):
         self._kind = kind
@@ -105,7 +106,8 @@ class _Instance(BuiltObject):
 
 
 def _checked(name: str, wanted: str, value: Any) -> Any:
-    """``value`` if it is of the field's type, written as in the classes above."""
+    """Return ``value`` if it has the type ``wanted``, the annotation of a field of the classes above. Raises
+    SafePickleError."""
     if wanted == "float" and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if wanted == "int" and type(value) is int and -(1 << 63) <= value < 1 << 63:
@@ -140,12 +142,13 @@ for _helpers in (HELPERS, OLD_HELPERS):
 
 
 def read_policy_config(data: bytes) -> RemotePolicyConfig:
-    """Of the bytes of SendPolicyInstructions. Raises SafePickleError."""
+    """Return the configuration in the bytes of SendPolicyInstructions. Raises SafePickleError."""
     return _read(data, RemotePolicyConfig)
 
 
 def read_observation(data: bytes) -> TimedObservation:
-    """Of the bytes of SendObservations. Arrays and bytes in it are views of ``data``."""
+    """Return the observation in the bytes of SendObservations. Its arrays and bytes are views of ``data``. Raises
+    SafePickleError."""
     return _read(data, TimedObservation)
 
 
@@ -162,9 +165,9 @@ def _read(data: bytes, kind: type[T]) -> T:
 def write_actions(
     actions: np.ndarray, timestamp: float, timestep: int, interval_s: float, helpers: str = HELPERS
 ) -> bytes:
-    """The reply to GetActions: ``list[TimedAction]``, one per row, in protocol 3.
+    """Return the reply to GetActions: a ``list[TimedAction]``, one per row, in pickle protocol 3.
 
-    actions: float32 [H, D]. The rows become tensors that share one storage, as the rows of upstream's chunk do.
+    ``actions`` is float32 [H, D]. The rows become tensors that share one storage, as the rows of upstream's chunk do.
     Row ``i`` is for ``timestep + i`` at ``timestamp + i * interval_s``.
     """
     rows, width = actions.shape
@@ -188,7 +191,7 @@ def write_actions(
     return bytes(out + b"e.")
 
 
-# What torch writes before a storage: a magic number, the protocol, and what kind of machine it is.
+# The bytes that torch writes before a storage: a magic number, the protocol, and the kind of machine.
 _PREAMBLE = (
     b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
     b"\x80\x02M\xe9\x03."
@@ -199,9 +202,9 @@ _PREAMBLE = (
 
 
 def _storage(numbers: np.ndarray) -> bytes:
-    """Return a torch FloatStorage as a file, the way torch pickles one: ``torch.serialization._legacy_save``.
+    """Return a torch FloatStorage as a file in the format of ``torch.serialization._legacy_save``.
 
-    Written by hand, so that this wire needs no torch; a test compares it with torch's own bytes.
+    The bytes are written here, so that this wire needs no torch. A test compares them with torch's own bytes.
     """
     flat = np.ascontiguousarray(numbers, "<f4").reshape(-1)
     key = _text("0") + b"q"  # a name within the file; torch takes the address
@@ -214,7 +217,7 @@ def _storage(numbers: np.ndarray) -> bytes:
 
 
 def _short(value: int) -> bytes:
-    """An integer in the shortest opcode, as pickle writes it."""
+    """Return an integer in the shortest opcode, as pickle writes it."""
     if value < 1 << 8:
         return b"K" + bytes([value])
     return b"M" + struct.pack("<H", value) if value < 1 << 16 else _integer(value)

@@ -1,10 +1,10 @@
 """LeRobot's asynchronous inference: the server for its ``RobotClient``, over gRPC.
 
 A client sends ``Ready``, names the policy and its robot's features, and then streams observations while another of
-its threads requests actions. The newest observation waits, older ones are dropped. A chunk is computed when the
-client requests it. LeRobot's server has one state for all clients; here each connection has its own.
+its threads requests actions. The newest observation waits, and older observations are dropped. A chunk is computed when
+the client requests it. LeRobot's server has one state for all clients; here each connection has its own state.
 
-The payloads are pickles. They are read by :mod:`sinew.serve.wires.lerobot.pickle.machine` and never by Python's.
+The payloads are pickles. They are read by :mod:`sinew.serve.wires.lerobot.pickle.machine`, never by Python's pickle.
 Source: ``lerobot/transport/services.proto`` and ``lerobot/async_inference/policy_server.py`` of LeRobot 0.4.4.
 """
 
@@ -43,23 +43,25 @@ logger = logging.getLogger(__name__)
 
 NAME = "lerobot"
 MAX_PIECE = 4 << 20  # bytes of one gRPC message, upstream's limit; clients send pieces of 2 MiB
-OBSERVATION_WAIT_S = 2.0  # how long GetActions waits for an observation, as upstream does
-REFUSAL_PAUSE_S = 0.5  # before GetActions is refused for good: the stock client asks again at once
-IDLE_MS = (
-    30_000  # a connection without calls is closed: a crowd of them would keep robots out; gRPC makes another
-)
-GRACE_S = 0.3
-STOP_S = 4.0  # for the server and its thread to end
+OBSERVATION_WAIT_S = 2.0  # seconds for which GetActions waits for an observation, as upstream
+REFUSAL_PAUSE_S = 0.5  # seconds before GetActions is refused, because the stock client asks again at once
+# A connection without calls for so long is closed, because many such connections would keep robots out. gRPC opens
+# another connection when it needs one.
+IDLE_MS = 30_000
+GRACE_S = 0.3  # seconds in which running calls may end when the server stops
+STOP_S = 4.0  # seconds in which the server and its thread must end
 
 
 class LeRobotWire:
-    """Claims its port when created, on an event loop and thread of its own; requests wait until :meth:`start`."""
+    """The server of LeRobot's protocol. It claims its port when it is created, and runs on its own event loop and
+    thread. Requests wait until :meth:`start`."""
 
     name = NAME
     dashboard = ""
 
     def __init__(self, listen: Listen, memory: Path | None = None):
-        """memory: the file in which agreements outlive this process; one of the user's, by port, if None."""
+        """Claim the port. ``memory`` is the file in which agreements outlive this process; None uses a file of the user
+        for this port."""
         self._memory = memory
         try:
             import grpc
@@ -92,7 +94,7 @@ class LeRobotWire:
     def start(self, service: Service) -> None:
         self._service = service
         memory = self._memory
-        if memory is None and self._listen.port:  # a port that was picked by chance is not found again
+        if memory is None and self._listen.port:  # a random port differs after a restart
             memory = state_folder() / f"lerobot-{self._listen.port}.json"
         self._sessions.agreements.open(memory, service.spec)
         if not self._listen.is_loopback:
@@ -118,7 +120,7 @@ class LeRobotWire:
         self._end_loop()
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
-        """The stock client's command line; the robot's type, port and camera indices are the user's to fill in."""
+        """Return the stock client's command line. The user replaces the robot's type, port and camera indices."""
         hz = max(1, round(spec.control_hz or DEFAULT_HZ))
         cameras = ", ".join(
             f"{name}: {{type: opencv, index_or_path: {index}, width: {camera.width}, height: {camera.height},"
@@ -142,14 +144,20 @@ class LeRobotWire:
         server = grpc.aio.server(
             maximum_concurrent_rpcs=4 * listen.max_connections,
             options=[
-                ("grpc.so_reuseport", 0),  # or a second server on the same port would share it silently
+                (
+                    "grpc.so_reuseport",
+                    0,
+                ),  # otherwise a second server on the same port would share it silently
                 ("grpc.max_receive_message_length", MAX_PIECE),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", 8192),
                 ("grpc.max_allowed_incoming_connections", listen.max_connections),
                 ("grpc.max_connection_idle_ms", IDLE_MS),
                 ("grpc.max_concurrent_streams", 16),  # streams of one connection
-                ("grpc.compression_enabled_algorithms_bitset", 1),  # none: nothing to unpack, no bombs
+                (
+                    "grpc.compression_enabled_algorithms_bitset",
+                    1,
+                ),  # no compression, so there are no decompression bombs
                 ("grpc.server_handshake_timeout_ms", 5_000),
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
@@ -173,11 +181,11 @@ class LeRobotWire:
             cert, key = listen.tls_cert, listen.tls_key or listen.tls_cert
 
             def read() -> Any:
-                listen.tls()  # or they do not belong together
+                listen.tls()  # raises an error if certificate and key do not belong together
                 pair = read_bytes(key), read_bytes(cert)
                 return grpc.ssl_server_certificate_configuration([pair])
 
-            newest = ReloadedFile([cert, key], read)  # asked at each handshake
+            newest = ReloadedFile([cert, key], read)  # called at each handshake
             credentials = grpc.dynamic_ssl_server_credentials(newest(), newest)
             return server, server.add_secure_port(address, credentials)
         except (RuntimeError, OSError, UntrustedError) as error:
@@ -187,7 +195,7 @@ class LeRobotWire:
         self._stopping = True
         self._sessions.wake()
         if self._service is None:
-            await self._server.start()  # one that never ran would keep its port
+            await self._server.start()  # a server that was never started would keep its port
         await self._server.stop(GRACE_S)
         self._stopped.set()
 
@@ -204,7 +212,7 @@ class LeRobotWire:
     def _handler(
         self, method: Callable[[Any, Any, str], Awaitable[bytes]]
     ) -> Callable[[Any, Any], Awaitable[bytes]]:
-        """A gRPC method that answers failures with a status and a sentence, and counts them."""
+        """Return a gRPC method that calls ``method``. Failures are counted, and answered with a status and a text."""
 
         async def handle(request: Any, context: Any) -> bytes:
             client = unquote(context.peer())
@@ -214,7 +222,7 @@ class LeRobotWire:
                 self._service.authorize(_key(context))
                 return await method(request, context, client)
             except _InferenceFailedError as failure:
-                error = failure.error  # counted where it was computed
+                error = failure.error  # the service has counted it
             except SinewError as refusal:
                 error = refusal
                 if self._service is not None:
@@ -228,15 +236,15 @@ class LeRobotWire:
                 await context.abort(self._status(error), f"[{error.code}] {printable(error)}")
             except self._grpc.aio.AbortError:
                 raise
-            except Exception as gone:  # noqa: BLE001 - gRPC has no name for it: the call had ended before
+            except Exception as gone:  # noqa: BLE001 - gRPC has no type for it: the call has already ended
                 logger.debug("lerobot: %s has left before its error: %s", client, gone)
             raise asyncio.CancelledError
 
         return handle
 
     def _status(self, error: SinewError) -> Any:
-        """gRPC's word for it. The stock client repeats UNAVAILABLE and DEADLINE_EXCEEDED by itself, unseen: only a
-        server that stops is worth that."""
+        """Return gRPC's status for an error. The stock client silently repeats calls after UNAVAILABLE and
+        DEADLINE_EXCEEDED, so only a stopping server answers with UNAVAILABLE."""
         codes = self._grpc.StatusCode
         for kinds, code in (
             ((ObservationError, RequestError), codes.INVALID_ARGUMENT),
@@ -253,7 +261,7 @@ class LeRobotWire:
     # ------------------------------------------------------------------------- the four methods
 
     async def _ready(self, request: bytes, _context: Any, client: str) -> bytes:
-        """A client begins: nothing of what it sent before counts."""
+        """Begin a client's session. Its earlier observations are dropped."""
         parse("Empty", request)
         self._sessions.begin(client)
         self._ready_service.reset(client)
@@ -300,8 +308,8 @@ class LeRobotWire:
             raise
         waiting = await self._next(session)
         if waiting is None:
-            return b""  # upstream's Empty, and Actions without data: the same bytes
-        asked = Request(
+            return b""  # upstream sends Empty, whose bytes are those of Actions without data
+        inference = Request(
             NAME,
             lambda _budget: waiting.observation,
             client=client,
@@ -311,17 +319,17 @@ class LeRobotWire:
         )
         chunk = None
         try:
-            chunk = await self._ready_service.infer(asked)
+            chunk = await self._ready_service.infer(inference)
         except SinewError as error:
             raise _InferenceFailedError(error) from None
         finally:
-            if chunk is None:  # failed or cancelled: the next observation of this timestep may try again
+            if chunk is None:  # failed or cancelled: another observation of this timestep may be computed
                 session.predicted.pop(waiting.timestep, None)
         interval_s = 1 / (self._ready_service.spec.control_hz or DEFAULT_HZ)
         agreement = session.agreement or agreed[0]  # an observation has waited, so there is one
         rows = chunk.actions[: agreement.actions]
-        taken = waiting.observation.time or 0.0
-        return actions_message(write_actions(rows, taken, waiting.timestep, interval_s, agreement.helpers))
+        observed = waiting.observation.time or 0.0
+        return actions_message(write_actions(rows, observed, waiting.timestep, interval_s, agreement.helpers))
 
     # ------------------------------------------------------------------------- parts of them
 
@@ -335,16 +343,17 @@ class LeRobotWire:
             raise ShuttingDownError
 
     def _deadline_ms(self, context: Any, arrived: float) -> float | None:
-        """From the observation's arrival: the server's limit, or the end of the client's call if that is earlier."""
+        """Return the deadline after the observation's arrival: the server's limit, or the end of the client's call if
+        it is earlier; None if there is neither."""
         limit = self._ready_service.deadline_ms
-        left = context.time_remaining()
-        if left is None:
+        remaining = context.time_remaining()
+        if remaining is None:
             return limit
-        call = max(1e3 * (time.perf_counter() - arrived + left), 1e-3)
+        call = max(1e3 * (time.perf_counter() - arrived + remaining), 1e-3)
         return call if limit is None else min(call, limit)
 
     async def _next(self, session: RobotSession) -> Waiting | None:
-        """The newest observation, as soon as there is one; None after a while without."""
+        """Wait for an observation and return it; None if none comes in :data:`OBSERVATION_WAIT_S`."""
         try:
             async with asyncio.timeout(OBSERVATION_WAIT_S):
                 while (waiting := session.take()) is None:
@@ -357,7 +366,7 @@ class LeRobotWire:
 
 
 class _InferenceFailedError(Exception):
-    """Carries an error that the service has counted already."""
+    """The wrapper of an error that the service has already counted."""
 
     def __init__(self, error: SinewError):
         self.error = error
@@ -388,6 +397,6 @@ def _key(context: Any) -> str | bytes | None:
 
 
 def _robot_names(spec: PolicySpec) -> list[str]:
-    """What the robot should call the policy's cameras."""
+    """Return the names that the robot should give to the policy's cameras."""
     by_bundle = field_names.camera_keys(spec, NAME) if field_names.key_maps(spec, NAME) else {}
     return [by_bundle.get(each.name, each.name).removeprefix("observation.images.") for each in spec.cameras]

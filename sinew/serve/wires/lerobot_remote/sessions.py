@@ -1,4 +1,4 @@
-"""The sessions of LeRobot's remote inference. Everything here is touched on the wire's own thread only."""
+"""The sessions of LeRobot's remote inference. They are used on the wire's own thread only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sinew.serve.transport.ledger import Account
 from sinew.serve.wires.lerobot_remote.contract import Agreed, Asked
 from sinew.serve.wires.lerobot_remote.envelope import Envelope, RemoteError
 
-REMEMBERED = 128  # requests of a session, which are not answered twice
+REMEMBERED = 128  # most answered requests that a session keeps, so that they are not answered twice
 
 
 class Recent(OrderedDict[str, bytes]):
-    """Answers by the name of their request; it forgets the oldest. most: how many it keeps."""
+    """Id of a request -> its answer. At most ``most`` answers are kept; the oldest is dropped first."""
 
     def __init__(self, most: int = REMEMBERED):
         super().__init__()
@@ -29,7 +29,7 @@ class Recent(OrderedDict[str, bytes]):
 
 @dataclass(slots=True)
 class UnderWay:
-    """A request that is being computed. size: bytes of its message, as the ledger counted them."""
+    """A request that is being computed. ``size`` is the bytes of its message in the ledger."""
 
     message: Envelope
     asked: Asked
@@ -39,9 +39,10 @@ class UnderWay:
 
 @dataclass(slots=True)
 class Control:
-    """A control request that waits: for the end of an inference, or until the robot hears its answers.
+    """A control request that waits for the end of an inference, or until the robot has subscribed to its answers.
 
-    until: by the monotonic clock, when it is answered with an error; None while an inference is under way.
+    ``until`` is the time, by the monotonic clock, at which the request is answered with an error; None while an
+    inference is under way.
     """
 
     message: Envelope
@@ -53,19 +54,20 @@ class RemoteSession(Account):
     """One robot's session.
 
     Attributes:
-        name: Its id, in keys and envelopes.
-        policy: Name of the policy that answers it, "" for the first.
-        prefix: Its keys begin so.
-        agreed: What it was opened with.
-        generation: Of its requests; others are stale.
-        sequence: Of its last observation.
+        name: The session's id in keys and envelopes.
+        policy: Name of the policy that answers the session; "" for the first policy.
+        prefix: The beginning of the session's keys.
+        agreed: The agreement with which the session was opened.
+        generation: The generation of the session's requests; requests of other generations are stale.
+        sequence: The number of the last observation.
         seen: Requests that were answered already.
         acks: Answers of control requests.
-        act, language: Zenoh's publishers of answers.
-        absent: When the robot's liveliness token went, None while it is there.
+        act: Zenoh's publisher of chunks.
+        language: Zenoh's publisher of texts.
+        absent: The time at which the robot's liveliness token disappeared; None while the token exists.
         running: The request that is being computed.
         controls: Control requests that wait.
-        ready: The robot hears its answers.
+        ready: True once the robot has subscribed to its answers.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class RemoteSession(Account):
         self.ready = False
 
     def accept(self, message: Envelope, sequence: int) -> None:
-        """Note an observation's number. Raises RemoteError for one that was there before."""
+        """Keep an observation's number. Raises RemoteError for an observation that came before."""
         if message.request in self.seen:
             raise RemoteError("stale", "request_id: expected a new one, got one that was answered")
         if sequence <= self.sequence:
