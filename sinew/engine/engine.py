@@ -221,6 +221,11 @@ class Engine(ABC):
         pass."""
         raise self.cannot(Capability.SPEAK)
 
+    def check(self, capability: Capability) -> None:
+        """Raise SinewError if this engine lacks a capability, for example because its backend does not state it."""
+        if capability in self.facts.refusals:
+            raise self.cannot(capability)
+
     def cannot(self, capability: Capability) -> SinewError:
         """Return the error that rejects a call which needs a capability that this engine lacks."""
         name = type(self).__name__.removesuffix("Engine").lower()

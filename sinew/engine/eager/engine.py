@@ -90,6 +90,7 @@ class EagerEngine(Engine):
         return torch.from_numpy(array).to(self.device)
 
     def start_reuse(self, inputs: ModelInputs) -> str:
+        self.check(Capability.REUSE)
         renew = self.renew if self.facts.head_reads_state else None
         self.reuse = Reuse(
             self._encode,
@@ -192,8 +193,7 @@ class EagerEngine(Engine):
         behind: Sequence[int] | None = (),
         watch: Watch | None = None,
     ) -> tuple[Context, list[int]]:
-        if Capability.SPEAK in self.facts.refusals:
-            raise self.cannot(Capability.SPEAK)
+        self.check(Capability.SPEAK)
         watch, model = watch or Watch(), self.model
         batch = Inputs.of(inputs.alone().batched(), self.device)
         image_tokens = model.embed_images(batch.pixels)
@@ -226,6 +226,7 @@ class EagerEngine(Engine):
         )
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
+        self.check(Capability.EXCHANGE)
         if self.adapters:
             raise SinewError("weights: expected a policy without adapters, which lie over the old ones")
         own = self.model.state_dict()
@@ -258,13 +259,13 @@ class EagerEngine(Engine):
 
     @torch.inference_mode()
     def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
+        self.check(Capability.ROLL)
         at = self.place(np.asarray(times, np.float64))
         return self.model.act(self.place(x), self.model.embed_time(at), context).float().cpu().numpy()
 
     @torch.inference_mode()
     def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:
-        if Capability.SPEAK in self.facts.refusals:
-            raise self.cannot(Capability.SPEAK)
+        self.check(Capability.SPEAK)
         batch = Inputs.of(inputs, self.device)
         so_far = torch.tensor(text, dtype=torch.int64, device=self.device)[None]  # [1, N]
         context, logits = self.model.read_text(self.model.embed_images(batch.pixels), *batch[1:], so_far)
