@@ -203,7 +203,7 @@ def test_what_a_person_chooses_comes_before_the_policys_own() -> None:
             {},
             {"committed_rows": 3},
             SettingsError,
-            "committed_rows: unknown setting, expected one of chunk_size, deadline",
+            "committed_rows: unknown setting, expected one of camera_delay, chunk_size",
         ),
         ({}, {"velocity": 3}, SettingsError, "velocity: unknown setting, expected one of"),
         ({}, {"limits": {"high": [1, 2, 3]}}, LimitsError, "limits.high"),

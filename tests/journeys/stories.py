@@ -973,6 +973,24 @@ def perf(walk: Walk) -> None:
     need = walk.type("sinew perf need --rate 30 --model pi0.5 --cameras 3").result
     assert need["found"], need
     assert all(each["hz"] >= 30 for each in need["found"]), need
+    walk.type(
+        "sinew eval pen --replan 2 --episodes 100 --sweep handover=aligned,naive"
+        " --sweep latency=0ms,33ms,67ms,100ms,133ms,167ms,200ms,233ms,267ms --out runs/pen",
+        instead=(
+            (
+                "--episodes 100 --sweep handover=aligned,naive"
+                " --sweep latency=0ms,33ms,67ms,100ms,133ms,167ms,200ms,233ms,267ms"
+            ),
+            "--episodes 8 --sweep latency=0ms,67ms",
+        ),
+    )
+    kept = walk.type(
+        "sinew perf need --success 0.95 --report runs/pen/report.json --model pi0.5 --hardware rtx4090,h100"
+        " --network wifi7,5g --plot pen.png",
+        instead=("--success 0.95", "--success 0.6"),
+    ).result
+    assert any(row["enough"] for row in kept["found"]), kept
+    assert (walk.folder / "pen.png").stat().st_size > 10_000
     line = "sinew perf scenario pi0 --device agx-orin --server h200 --network wifi7 --codec jpeg"
     scenario = walk.type(line).result
     assert {"robot", "server", "split"} <= {row["where"] for row in scenario["rows"]}, scenario
@@ -1449,6 +1467,16 @@ def wiring(walk: Walk) -> None:
     )
     with walk.server("sinew serve policy.gguf --record records/"):
         won(walk.run(f"sinew run {NATIVE} --robot gym:sinew/Blocks-v0 --episodes 5"), 4, of=5)
+    walk.write(
+        "arm.toml", "still = [0.0, 0.0, 0.0, 1.0]\n"
+    )  # the state does not contain the gripper's command
+    # The bus of this walk answers with the last command, which is a delta action here, and so follows nothing.
+    walk.type(
+        "sinew doctor policy.gguf --observe my_robot:Arm --limits arm.toml --delays",
+        instead=("--delays", "--delays --seconds 6"),
+        status=1,
+        says=("the robot moves by at most", "command to state"),
+    )
     right = walk.type("sinew doctor policy.gguf --observe records/")
     assert right.result["ok"], right
     swapped = walk.type(
