@@ -161,5 +161,8 @@ def test_the_site_is_searched_from_the_disk_without_a_network(tmp_path: Path) ->
             page.size(width, 900)
             page.wait(f"document.documentElement.scrollWidth <= {width}")
         # What a command prints has columns, so its lines are not broken.
-        assert page.evaluate("getComputedStyle(document.querySelector('.language-text code')).whiteSpace") == "pre"
+        assert (
+            page.evaluate("getComputedStyle(document.querySelector('.language-text code')).whiteSpace")
+            == "pre"
+        )
         assert not page.errors
