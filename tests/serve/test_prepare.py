@@ -599,7 +599,7 @@ def test_a_folder_that_cannot_be_written(golden_bundle: Path, monkeypatch, caplo
         "1.000000",
     ]
     assert list(work.command[-len(words) :]) == words
-    for no in ({"engine": "plan"}, {"engine": "onnx"}, {"dtype": "bf16"}, {"providers": ("cpu",)}):
+    for no in ({"engine": "plan"}, {"engine": "onnx"}, {"dtype": "fp16"}, {"providers": ("cpu",)}):
         assert preparation(golden_bundle, {**options, **no}, 1, None) is None
     monkeypatch.setattr(os, "access", lambda *_: False)
     with caplog.at_level("INFO"):

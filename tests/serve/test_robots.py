@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from sinew_client import Client, ConnectionLost, ServerError, schema
 from sinew_client.control import Loop, Reporter, Servers, Settings
+from sinew_client.control.authority import ALIGNING, HUMAN, RETURNING
 from sinew_client.control.facts import facts_of
 from sinew_client.control.reporter import _in_force
 from sinew_client.control.robots import Dry
@@ -164,6 +165,19 @@ def test_a_server_that_takes_no_reports_is_asked_once(
         assert old.asked == 1
         assert [old.address in each.message for each in caplog.records] == [True]
         loop.close()
+
+
+@pytest.mark.parametrize("driver", [ALIGNING, HUMAN, RETURNING])
+def test_a_server_accepts_the_report_of_each_driver(driver: str) -> None:
+    """Also while the robot returns to its rest pose: a robot whose report is rejected sends no further one."""
+    loop = looped(lambda: lambda *_: np.zeros((4, 2), np.float32))
+    loop.controller.driver = driver
+    with desk() as server, Client(server.native, timeout=WAIT_S) as client:
+        report = Reporter(loop, Servers(server.native)).look()
+        assert report.state == driver
+        client.report(report)
+        assert RobotReport.parse(report.to_message().SerializeToString()).state == driver
+    loop.close()
 
 
 def test_what_a_report_says_of_a_run() -> None:

@@ -206,7 +206,7 @@ pub struct Report {
     /// Drawn at random: tells robots of one host and session apart.
     pub run: u64,
     pub name: String,
-    /// One of starting, moves, holds, paused, aligning, human, ended.
+    /// One of starting, moves, holds, paused, aligning, human, returning, ended.
     pub state: String,
     pub reason: String,
     pub hz: f64,

@@ -11,7 +11,7 @@ from sinew_client import schema
 from sinew_client.errors import RequestError
 from sinew_client.untrusted import shown
 
-STATES = ("starting", "moves", "holds", "paused", "aligning", "human", "ended")
+STATES = ("starting", "moves", "holds", "paused", "aligning", "human", "returning", "ended")
 LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")
 MAX_BYTES = 8192  # largest size of a message, bytes
 MAX_TEXT = 160  # characters of a name or reason
