@@ -28,6 +28,7 @@ from sinew_eval.episodes.variants import Variant
 from sinew_eval.evidence import leaderboard, repeat
 from sinew_eval.farm.files import FORMAT, PLAN, FarmPlan
 from sinew_eval.report.gate import GATES, read_gate
+from sinew_perf import success
 
 from sinew.bundle import Bundle
 from sinew.bundle.digests import DigestCache
@@ -333,6 +334,25 @@ def reports(work: Path) -> Case:
     return Text(work / "report.json", write, read).case
 
 
+def surfaces(work: Path) -> Case:
+    variants = [
+        {"variant": {"handover": name, "replan": 2, "latency": latency}, "wins": 3, "episodes": 4}
+        for name in ("aligned", "naive")
+        for latency in ("0", "50ms", "0.2ms", "7")
+    ]
+    record = {"schema": "sinew.eval/1", "control_hz": 20.0, "task": {"env": "a"}, "variants": variants}
+
+    def write(rng: random.Random) -> str:
+        return dumps(mutate_record(record, rng, rng.choice((0, 1, 1, 2, 3))))
+
+    def read(path: Path) -> object:
+        task, ways = success.read_surface(path)
+        late = success.LatencySpread(60.0, 20.0)
+        return task, success.best(ways, late), success.reasons(ways[:1], 0.9, 0.0)
+
+    return Text(work / "surface.json", write, read).case
+
+
 def targets(work: Path) -> dict[str, Callable[[], Case]]:
     """Return name -> what prepares a fuzzer in ``work`` and gives its case."""
     return {
@@ -347,4 +367,5 @@ def targets(work: Path) -> dict[str, Callable[[], Case]]:
         "farm plans": lambda: plans(work),
         "episode logs": lambda: logs(work),
         "reports": lambda: reports(work),
+        "success surfaces": lambda: surfaces(work),
     }

@@ -39,7 +39,7 @@ NAMES = (
 )
 MORE = (
     *("bounded texts", "bounded lines", "bounded archives", "bounded messages", "dashboard events", "arms"),
-    *("own records", "gates", "farm plans", "episode logs", "reports"),
+    *("own records", "gates", "farm plans", "episode logs", "reports", "success surfaces"),
 )
 
 
