@@ -1,7 +1,7 @@
 """Run the documents' notebooks and keep what they print, show and draw: ``python -m tools.notebooks``.
 
 Each cell runs in order, in one namespace, as a kernel does. Pictures are small, of few colours: they are read in a
-browser before anybody runs a cell. ``tests/cli/test_notebooks.py`` holds what is kept against what execution gives.
+browser before anybody runs a cell. ``tools/tests/test_notebooks.py`` holds what is kept against what execution gives.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ def plain(outputs: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_gives_what_it_shows(path: Path) -> None:
     """`python -m tools.notebooks` keeps the outputs anew."""
