@@ -83,8 +83,7 @@ def noisy(policy: Policy) -> EagerEngine:
 
 def trained(path: Path) -> Iterator[dict[str, Any]]:
     """Median and largest error of the action's own columns."""
-    from sinew_eval.judge import episodes
-
+    from sinew.checks.judges import observations as episodes
     from sinew.checks.validate.observations import observations
 
     policy = load(path, "cpu", engine="eager")
