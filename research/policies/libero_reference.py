@@ -11,6 +11,7 @@ of ``torchvision.models``), and a step that halves frames as OpenCV does.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from functools import partial
@@ -23,7 +24,6 @@ import torchvision
 from lerobot.processor.pipeline import ObservationProcessorStep
 from lerobot_policy_sinew import reference
 from safetensors.torch import save_file
-from sinew_eval.training.checkpoint import write_json
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -153,6 +153,11 @@ def write(bundle: Path, out: Path) -> None:
     save_file(numbers, out / before)
     save_file(numbers, out / after)
     save_file({f"model.{name}": weight for name, weight in renamed(own).items()}, out / "model.safetensors")
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON file. `sinew_eval` has such a function too, but this environment does not have `sinew_eval`."""
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def renamed(own: dict[str, Tensor]) -> dict[str, Tensor]:
