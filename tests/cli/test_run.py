@@ -496,7 +496,7 @@ def test_joints_go_by_name_in_the_order_of_the_robot() -> None:
     moved = {"shoulder.pos": 3.0, "elbow.pos": 4.0}
     assert arm.sent == [{"shoulder.pos": 1.0, "elbow.pos": 2.0}, moved, moved]
     with pytest.raises(
-        ClientError, match="the policy requires front; the robot has top. Map it with --rename front=CAMERA"
+        ClientError, match="the policy requires front; the robot has top. Map it with --rename top=front"
     ):
         LeRobotArm(arm, POLICY)
     with pytest.raises(

@@ -301,10 +301,13 @@ def test_what_lerobots_arm_sees_and_says() -> None:
     mixed: Any = Bus()
     mixed.action_features = mixed.observation_features = {"a": float, "b.pos": float}
     assert LeRobotArm(mixed, {"cameras": [], "state": {}, "action": {}}).motion is None
+    two: Any = Bus()
+    two.observation_features = {**bus.observation_features, "side": (2, 2, 3)}
     blind: Any = Bus()
     blind.observation_features = {}
     for robot, wanted, message in (
-        (bus, policy, "cameras: the policy requires front; the robot has top. Map it with --rename front=CAMERA"),
+        (bus, policy, "cameras: the policy requires front; the robot has top. Map it with --rename top=front"),
+        (two, policy, "cameras: the policy requires front; the robot has top, side. Map it with --rename NEW=front,"),
         (Bus(), policy, "cameras: the policy requires front; the robot has none"),
         (blind, POLICY, "robot: expected all joints of its actions in its state too; grip.pos is missing there"),
         (Bus(), {**POLICY, "action": {"dim": 2}}, "robot: the policy's action has 2 numbers, the robot has 3 joints"),

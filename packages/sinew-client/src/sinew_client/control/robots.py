@@ -168,9 +168,11 @@ class LeRobotArm:
             name = self._cameras.setdefault(camera, camera)
             if name not in features:
                 known = [key for key, kind in features.items() if isinstance(kind, tuple)]
+                new = known[0] if len(known) == 1 else "NEW"
+                whose = "" if len(known) == 1 else ", NEW the robot's"
                 raise RobotError(
-                    f"cameras: the policy requires {camera}; the robot has {', '.join(known) or 'none'}. Map it with"
-                    f" --rename {camera}=CAMERA"
+                    f"cameras: the policy requires {camera}; the robot has {', '.join(known) or 'none'}"
+                    + (f". Map it with --rename {new}={camera}{whose}" if known else "")
                 )
         # LeRobot's own arms use the suffix .pos for goal positions in actions, and for positions in the state.
         absolute = all(name.endswith(".pos") for name in self.joints)
