@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -382,6 +383,14 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         "arm.connect = lambda: print('connected')\n"
         "t.make_teleoperator_from_config = lambda config: print(config.port) or arm\n"
         "print(open_lerobot_leader('so101_leader', {'port': 'a port'}, ['a']).read())\n"
+        "from sinew_client.control.robots import lerobot_config\n"
+        "made = lerobot_choice(r, r.RobotConfig, 'so101_follower')\n"
+        "cameras = {'front': {'type': 'opencv', 'index_or_path': 0, 'width': 640, 'height': 480, 'fps': 30}}\n"
+        "cameras['wrist'] = {**cameras['front'], 'type': 'nothing'}\n"
+        "try:\n    lerobot_config(made, {'port': 'a port', 'cameras': cameras})\n"
+        "except ValueError as e:\n    print(e)\n"
+        "del cameras['wrist']\n"
+        "print(lerobot_config(made, {'port': 'a port', 'cameras': cameras}).cameras['front'].type)\n"
     )
     paths = (lerobot_folder(release), ROOT / "packages" / "sinew-client" / "src")
     done = processes.run(
@@ -390,7 +399,9 @@ def test_types_of_lerobot_are_found_where_they_are_registered(release: str) -> N
         nursery=nursery(release),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    *_, leader, follower, said = (lines := done.stdout.splitlines())[:-3]
-    assert lines[-3:] == ["a port", "connected", "[4.0]"]
+    *_, leader, follower, said = (lines := done.stdout.splitlines())[:-5]
+    assert lines[-5:-2] == ["a port", "connected", "[4.0]"]
+    assert re.match(r"cameras\.wrist\.type: expected one of .*opencv.*, got 'nothing'", lines[-2])
+    assert lines[-1] == "opencv"
     assert (leader, follower) == ("SOLeaderTeleopConfig", "SOFollowerRobotConfig")
     assert "toaster" in said  # beside the modules whose drivers are not here

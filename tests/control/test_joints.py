@@ -27,6 +27,7 @@ from sinew_client.control.robots import (
     RobotError,
     joints_of,
     lerobot_choice,
+    lerobot_config,
     match_joints,
     open_class,
     open_lerobot,
@@ -450,12 +451,58 @@ def test_a_type_whose_driver_is_missing_says_so(tmp_path, monkeypatch) -> None:
     base = SimpleNamespace(get_choice_class=known)
     assert lerobot_choice(arms, base, "plain") is int
     with pytest.raises(
-        ImportError, match="got with_driver.*with_driver: No module named 'a_driver_that_nobody"
+        ImportError, match="got 'with_driver'.*with_driver: No module named 'a_driver_that_nobody"
     ):
         lerobot_choice(arms, base, "with_driver")
     (package / "with_driver" / "__init__.py").write_text("")
     with pytest.raises(KeyError):
         lerobot_choice(arms, base, "toaster")
+
+
+def test_the_modules_of_an_arms_cameras_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LeRobot knows a camera's type once its module, which may have another name, has been imported."""
+    registry = (
+        "class CameraConfig:\n    known = {}\n    get_choice_class = known.__getitem__\n"
+        "    get_known_choices = classmethod(lambda cls: cls.known)\n"
+    )
+    register = "from lerobot.cameras import CameraConfig\nCameraConfig.known[{!r}] = int\n"
+    for name, text in (
+        ("", ""),
+        ("cameras", registry),
+        ("cameras/opencv", register.format("opencv")),
+        ("cameras/realsense", register.format("intelrealsense")),
+    ):
+        (tmp_path / "lerobot" / name).mkdir(parents=True)
+        (tmp_path / "lerobot" / name / "__init__.py").write_text(text)
+    (tmp_path / "elsewhere.py").write_text("raise AssertionError('imported')\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lerobot"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    draccus: Any = SimpleNamespace(utils=SimpleNamespace(DraccusException=TypeError))
+    draccus.decode = lambda _, options: options
+    monkeypatch.setitem(sys.modules, "draccus", draccus)
+    try:
+        front = {"type": "opencv", "index_or_path": 0}
+        both = {
+            "cameras": {"front": front},
+            "left_arm_config": {"cameras": {"wrist": {"type": "intelrealsense"}}},
+        }
+        assert lerobot_config(dict, {"cameras": {"front": front}}) == {"cameras": {"front": front}}
+        assert "lerobot.cameras.realsense" not in sys.modules
+        assert lerobot_config(dict, both) == both
+        assert list(importlib.import_module("lerobot.cameras").CameraConfig.known) == [
+            "opencv",
+            "intelrealsense",
+        ]
+        assert lerobot_config(dict, {"cameras": {"front": {"index_or_path": 0}}})  # LeRobot rejects this one
+        for kind in ("webcam", "elsewhere", "..elsewhere", "opencv.x"):
+            with pytest.raises(ValueError, match="named lerobot_camera_NAME$") as caught:
+                lerobot_config(dict, {"cameras": {"front": {"type": kind}}})
+            told = f"cameras.front.type: expected one of intelrealsense, opencv, got {kind!r}; a type of your own"
+            assert str(caught.value).startswith(told)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "lerobot"]:
+            del sys.modules[name]
 
 
 def test_an_installed_plugin_of_lerobot_is_found(tmp_path, monkeypatch) -> None:

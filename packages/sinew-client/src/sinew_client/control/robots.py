@@ -344,11 +344,37 @@ def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: A field is not valid. The message names it.
     """
+    register_cameras(options)
     draccus = importlib.import_module("draccus")  # the library of LeRobot's configurations
     try:
         return draccus.decode(made, dict(options))
     except draccus.utils.DraccusException as error:
         raise ValueError(str(error)) from error
+
+
+def register_cameras(options: Mapping[str, Any]) -> None:
+    """Import LeRobot's modules for the types of all cameras in the options, also of arms inside a robot.
+
+    LeRobot's own commands do so too. Before the import, LeRobot's configurations accept no camera.
+
+    Raises:
+        ValueError: LeRobot has no such type of a camera, or its module cannot be imported.
+    """
+    for name, value in options.items():
+        if not isinstance(value, Mapping):
+            continue
+        if name != "cameras":
+            register_cameras(value)
+            continue
+        for camera, fields in value.items():
+            kind = fields.get("type") if isinstance(fields, Mapping) else None
+            if not isinstance(kind, str):
+                continue  # LeRobot's own message names this camera
+            package = importlib.import_module("lerobot.cameras")
+            try:
+                lerobot_choice(package, package.CameraConfig, kind)
+            except (UnknownTypeError, ImportError) as error:
+                raise ValueError(f"cameras.{camera}.type: {error}") from error
 
 
 PLUGINS = ("lerobot_robot_", "lerobot_camera_", "lerobot_teleoperator_")  # prefixes of LeRobot's plugins
@@ -401,7 +427,7 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
     """
     folders = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
     broken = import_plugins()
-    for name in ("", kind, *folders):
+    for name in ("", *sorted(folders, key=lambda folder: folder != kind)):
         module = f"{package.__name__}.{name}"
         try:
             if name:
@@ -411,14 +437,15 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
                 broken[name] = str(error)
         with contextlib.suppress(KeyError):
             return base.get_choice_class(kind)
-    if broken:
-        others = "; ".join(f"{name}: {why}" for name, why in broken.items())
-        raise ImportError(f"expected a type that is known, got {kind}; these could not be imported: {others}")
     registered = sorted(base.get_known_choices()) if hasattr(base, "get_known_choices") else folders
     types = ", ".join(registered) or "the types that LeRobot registers"
+    if broken:
+        others = "; ".join(f"{name}: {why}" for name, why in broken.items())
+        raise ImportError(f"expected one of {types}, got {kind!r}; these could not be imported: {others}")
+    plugin = f"lerobot_{package.__name__.rpartition('.')[2].removesuffix('s')}_"  # one of PLUGINS
     raise UnknownTypeError(
         f"expected one of {types}, got {kind!r}; a type of your own comes with an installed package named"
-        f" {PLUGINS[0]}NAME"
+        f" {plugin}NAME"
     )
 
 
