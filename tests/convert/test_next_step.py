@@ -310,6 +310,7 @@ def test_a_configuration_of_nobody(tmp_path, record, told):
 def test_unknown_fields_are_named_at_once_and_those_of_training_left_aside(case, tmp_path):
     path, given = case("act-2cam")
     training = {"optimizer_fused": True, "kl_loss_weight": 2.0, "freeze_backbone": True, "vision_lr": 1e-5}
+    training |= {"fine_tune_vision_encoder": False, "finetune_head": True}
     edit(path / "config.json", **training)
     manifest = Bundle(convert(path, tmp_path / "out.gguf", **given)).manifest
     note = next(note for note in manifest.provenance.notes if "concern training only" in note)

@@ -15,7 +15,7 @@ from sinew.core import ConvertError
 # Names of fields that concern training alone. An unread field with such a name is ignored with a note. Any other unread
 # field may change the computation.
 TRAINING = re.compile(
-    r"^(optimizer|scheduler|freeze|unfreeze|finetune|train|training|gradient|grad|loss|ema|wandb|log|save|push|hub"
+    r"^(optimizer|scheduler|freeze|unfreeze|fine_?tune|train|training|gradient|grad|loss|ema|wandb|log|save|push|hub"
     r"|checkpoint|augment|augmentation|image_transforms|lora|peft|compile|pretrained|init|warmup|early_stopping)_"
     r"|_(lr|lr_scale|lr_multiplier|weight_decay|loss|loss_weight|loss_coef|dropout|dropout_prob|warmup_steps"
     r"|decay_steps|checkpointing|frozen|label_smoothing)$"
