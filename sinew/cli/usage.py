@@ -22,6 +22,8 @@ from rich.text import Text
 from sinew.cli.verbs import WITHIN
 from sinew.core import did_you_mean
 
+# Flags that a command had in the past -> what a user types instead.
+MOVED_FLAGS = {("sinew run", "--trials"): "sinew trials --scenes"}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -44,6 +46,8 @@ def said(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError):
         names = [name for each in error.argument_collection if each.parse for name in each.names]
         flag = (error.token.keyword or error.token.value).partition("=")[0]
+        if moved := MOVED_FLAGS.get((verb, flag)):
+            return f"unknown flag {flag}: it is now `{moved}`"
         hint = did_you_mean(flag, names).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
         return f"unknown flag {flag}:{hint}"
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app:

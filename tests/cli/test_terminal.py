@@ -239,6 +239,8 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
             "error: expected no further words, got head=int8",
         ),
         (["eval", PEN, "--episode", "3"], "error: unknown flag --episode: did you mean --episodes?"),
+        (["run", PEN, "--trials", "2"], "error: unknown flag --trials: it is now `sinew trials --scenes`"),
+        (["run", PEN, "--trials=2"], "error: unknown flag --trials: it is now `sinew trials --scenes`"),
         (["bench", "localhost:5555"], "no such file or folder; did you mean 'tcp://localhost:5555'?"),
         (["convert"], "vla.cpp GGUF file, or a bundle in an older format); see `sinew convert --help`"),
         (["top", "--zzz"], "error: unknown flag --zzz: `sinew top --help` lists them"),
