@@ -254,6 +254,35 @@ def test_the_data_set_of_a_run_is_read_inside_of_its_folder_alone(case, tmp_path
     assert "or the data set itself with --dataset me/arm (train_config.json)" in refused(model, **given)
 
 
+def test_the_data_set_of_a_run_is_found_from_where_the_training_was_started(case, tmp_path, monkeypatch):
+    """LeRobot joins a relative path to the working folder of the training."""
+    path, given = case("smolvla-2cam")
+    work = tmp_path / "work"
+    run = work / "outputs" / "train" / "run"
+    model = run / "checkpoints" / "000100" / "pretrained_model"
+    model.parent.mkdir(parents=True)
+    path.rename(model)
+    data_set(run / "data" / "arm")
+    data_set(work / "outside")
+    (elsewhere := tmp_path / "a/b/c/d/e").mkdir(parents=True)
+    for root, current, found in (
+        ("outputs/train/run/data/arm", tmp_path, True),  # from a folder that contains the run
+        ("train/run/data/arm", tmp_path, True),
+        ("../../../../../work/outputs/train/run/data/arm", elsewhere, True),
+        ("data/arm", tmp_path, True),
+        ("outside", work, False),  # outside of the run, although it is in the current folder
+        ("outputs/train/run", work, False),
+    ):
+        monkeypatch.chdir(current)
+        (model / "train_config.json").write_text(json.dumps({"dataset": {"root": root}}))
+        notes = Bundle(convert(run, tmp_path / "out.gguf", **given)).manifest.provenance.notes
+        assert any("data set data/arm of this run's folder: names" in note for note in notes) == found, (
+            root,
+            notes,
+        )
+        assert any(f"--dataset {root}, on which" in note for note in notes) != found, (root, notes)
+
+
 def test_a_job_that_nobody_named_names_no_policy(case, tmp_path):
     path, given = case("act-2cam")
     for train, name in (

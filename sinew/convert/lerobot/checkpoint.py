@@ -31,6 +31,7 @@ from sinew.convert.lerobot.folder import (
     read_dataset,
     resolve,
     run_dataset,
+    run_folder,
     trained_on,
 )
 from sinew.convert.lerobot.stats import (
@@ -289,9 +290,8 @@ class LeRobotCheckpoint:
             return read_dataset(self.options.dataset)
         if (inside := run_dataset(self.path)) is None:
             return None
-        self.notes.append(
-            f"data set {inside.name} of this run's folder: names of joints and actions per second"
-        )
+        name = inside.relative_to(run_folder(self.path)).as_posix()
+        self.notes.append(f"data set {name} of this run's folder: names of joints and actions per second")
         return read_dataset(inside)
 
     @property

@@ -124,25 +124,33 @@ def trained_on(path: Path) -> str:
 def run_dataset(path: Path) -> Path | None:
     """Return the data set of a run's ``train_config.json`` if it is inside the run's own folder.
 
-    Any other path is not opened, because nobody at this machine typed it.
+    LeRobot's relative paths start in the folder where the training was started, which the run does not name. So a
+    path may start in the run's folder, in the current folder, or in a folder that contains the run, in this order.
+    A path that leads out of the run's folder is not opened, because nobody at this machine typed it.
     """
     root = _trained_on(path).get("root")
+    folder = run_folder(path)
+    if not isinstance(root, str) or not root or "\0" in root:
+        return None
+    for start in (folder, Path.cwd(), *folder.parents):
+        try:
+            dataset = (start / root).resolve()
+            if dataset == folder or not dataset.is_relative_to(folder):
+                continue
+            if (dataset / "meta" / "info.json").is_file():
+                return dataset
+        except (OSError, RuntimeError, ValueError):
+            continue
+    return None
+
+
+def run_folder(path: Path) -> Path:
+    """Return the folder of the run that a checkpoint's folder belongs to."""
     folder = path.resolve()
     if folder.name == MODEL:
         step = folder.parent
         folder = step.parent.parent if step.parent.name == "checkpoints" else step
-    if not isinstance(root, str) or not root or "\0" in root:
-        return None
-    try:
-        dataset = (folder / root).resolve()
-        inside = (
-            dataset != folder
-            and dataset.is_relative_to(folder)
-            and (dataset / "meta" / "info.json").is_file()
-        )
-    except (OSError, RuntimeError, ValueError):
-        return None
-    return dataset if inside else None
+    return folder
 
 
 @dataclass(frozen=True)
