@@ -286,11 +286,25 @@ def test_an_installed_id_of_a_suite_plays_in_this_interpreter(
         policy.spec = replace(policy.spec, action=VectorSpec(2), cameras=(CameraSpec("image", 96, 96),))
         policy.infer = lambda observation, timeout=None: ActionChunk(np.full((1, 2), 256, np.float32))  # type: ignore[method-assign]
         found = sinew.evaluate(policy, "gym_pusht/PushT-v0", episodes=2, replan=1, handover="naive")
+        # A mapping of the user does not have to repeat the rate of the suite, and may change it.
+        mapping = {"images": {"image": "pixels"}, "state": ["agent_pos"]}
+        rates = [
+            sinew.evaluate(
+                policy,
+                "gym_pusht/PushT-v0",
+                episodes=1,
+                replan=1,
+                handover="naive",
+                adapter={**mapping, **own},
+            ).control_hz
+            for own in ({}, {"control_hz": 20.0})
+        ]
     finally:
         gymnasium.registry.pop("gym_pusht/PushT-v0", None)
         sys.modules.pop("gym_pusht", None)
     assert found.success == 1.0
     assert found.env == "gym_pusht/PushT-v0"
+    assert rates == [10.0, 20.0]
 
 
 PUSHT = """

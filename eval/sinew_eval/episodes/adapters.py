@@ -246,6 +246,8 @@ def _open_suite(
         changes["images"] = options.pop("cameras")
     with SinewError.at(f"--env-options for {suite.name}", TypeError):
         env = module.Simulator(tasks, **options)
+    if suite.control_hz and not getattr(env, "control_hz", None):
+        env.control_hz = suite.control_hz  # for an adapter of the user, which may not state the rate
     if adapter:
         return env, named_adapter(adapter, env)
     return env, Mapped(env, replace(getattr(env, "mapping", module.MAPPING), **changes))
