@@ -266,10 +266,13 @@ def test_guidance_replaces_the_output_of_each_step():
     ("record", "message"),
     [
         ({"kind": "euler", "start": 1.0, "end": 1.0}, "expected start and end to differ"),
-        ({"kind": "table"}, "rows of a table"),
-        ({"kind": "single", "table": [[0.5, 0.0, 1.0]]}, "rows of a table with kind table alone"),
-        ({"kind": "diffusion"}, "expected levels with kind diffusion alone"),
-        ({"kind": "euler", "levels": {"count": 5}}, "expected levels with kind diffusion alone"),
+        ({"kind": "table"}, "got kind 'table' without one"),
+        (
+            {"kind": "single", "table": [[0.5, 0.0, 1.0]]},
+            "expected a table for kind table and for no other, got kind 'single' with one",
+        ),
+        ({"kind": "diffusion"}, "got kind 'diffusion' without them"),
+        ({"kind": "euler", "levels": {"count": 5}}, "got kind 'euler' with them"),
         ({"kind": "diffusion", "levels": {"count": 0}}, "count: expected 1 to 100000, got 0"),
         (
             {"kind": "diffusion", "levels": {"count": 5, "last_beta": 1.0}},

@@ -96,10 +96,13 @@ def _factors(name: str, source: TensorSource, leaves: list[Changed]) -> tuple[np
         except (ValueError, IndexError):
             moved, whole = np.empty(()), np.empty(())
         if moved.shape != (source.shape[0], len(down)) or whole.shape != source.shape:
-            raise ConvertError(f"{source.name}: moves more than rows on its way to {name}; {AS_ONE}")
+            raise ConvertError(
+                f"{source.name}: the conversion to {name} does more than move rows, so the adapter cannot be moved"
+                f" with it; {AS_ONE}"
+            )
         largest = float(np.abs(whole).max(initial=0.0))
         if not np.allclose(moved @ down, whole, rtol=0, atol=1e-5 * largest):
-            raise ConvertError(f"{source.name}: is computed on its way to {name}; {AS_ONE}")
+            raise ConvertError(f"{source.name}: the conversion to {name} computes with the weight; {AS_ONE}")
         downs.append(down)
         ups.append(moved)
     return np.concatenate(downs), np.concatenate(ups, axis=1)

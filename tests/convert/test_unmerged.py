@@ -169,8 +169,8 @@ def test_what_has_no_such_form_is_refused() -> None:
     whole = constant("v", weight(4, 4))
     replaced = TensorSource("v", whole.shape, whole.type, whole.nbytes, Changed(whole.data, whole))
     refused = {
-        "moves more than rows": (transpose(fused), reshape(fused, 2, 8)),
-        "is computed on its way": (
+        "does more than move rows": (transpose(fused), reshape(fused, 2, 8)),
+        "computes with the weight": (
             computed(lambda x: 1 + x, fused),
             tensors.moved(lambda x: x[:, ::-1], fused),
         ),

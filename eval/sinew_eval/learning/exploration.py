@@ -118,7 +118,7 @@ def exploring(solver: Solver, exploration: Exploration | None) -> Solver:
     if exploration is None:
         if solver.draws(2) == 1:
             raise SinewError(
-                "exploration: expected one of a policy that draws no noise between its steps, got none"
+                "exploration: expected a kind of noise, because this policy draws none between its steps; got None"
             )
         return solver
     if exploration.kind == "tokens":

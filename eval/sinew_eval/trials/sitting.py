@@ -233,7 +233,9 @@ def _unlike(path: Path, planned: Sequence[Any], asked: Sequence[str]) -> tuple[s
             before, now = (parse_json(key.rpartition(" #")[0]) for key in keys)
             before, now = dict(before), dict(now)
         except (ValueError, TypeError, AttributeError) as error:
-            raise SinewError(f"{path}: policies: expected keys of policies, got others ({error})") from None
+            raise SinewError(
+                f"{path}: policies: expected the policies as `sinew trials` wrote them, got another text ({error})"
+            ) from None
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 return f"{name} of policy {number}", before.get(name), now.get(name)

@@ -200,10 +200,14 @@ class Solver:
             raise ValueError(f"solver: expected start and end to differ, got {self.start} twice")
         if (self.kind == "table") != bool(self.table):
             raise ValueError(
-                f"solver: expected rows of a table with kind table alone, got kind {self.kind!r}"
+                f"solver: expected a table for kind table and for no other, got kind {self.kind!r}"
+                f" {'with' if self.table else 'without'} one"
             )
         if (self.kind == "diffusion") != (self.levels is not None):
-            raise ValueError(f"solver: expected levels with kind diffusion alone, got kind {self.kind!r}")
+            raise ValueError(
+                f"solver: expected levels for kind diffusion and for no other, got kind {self.kind!r}"
+                f" {'without' if self.levels is None else 'with'} them"
+            )
 
     @property
     def fixed_steps(self) -> int | None:
