@@ -234,7 +234,8 @@ def _unlike(path: Path, planned: Sequence[Any], asked: Sequence[str]) -> tuple[s
             before, now = dict(before), dict(now)
         except (ValueError, TypeError, AttributeError) as error:
             raise SinewError(
-                f"{path}: policies: expected the policies as `sinew trials` wrote them, got another text ({error})"
+                f"{path}: policies: expected the policies as `sinew trials` wrote them, got a text that cannot be"
+                f" read ({error})"
             ) from None
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
