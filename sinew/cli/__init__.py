@@ -75,7 +75,7 @@ def _add(app: App, words: tuple[str, ...], verb: Verb, asked: Sequence[str], **o
     options |= {"name": words[-1], "version_flags": []}
     if verb.absent:
         how = providers.how_to_install(verb.package)
-        app.command(_absent, help=f"{verb.summary} Not installed: `{how}`", **options)
+        app.command(_absent, help=f"{verb.summary} Not installed: {how}", **options)
         return
     if verb.commands or tuple(asked[: len(words)]) != words:
         options["help"] = verb.summary

@@ -46,15 +46,17 @@ def install(module: str) -> str:
     return f"pip install --force-reinstall '{source()}'"
 
 
-def install_package(name: str, folder: str) -> str:
-    """Return the command that brings another distribution of this project.
+def install_package(folder: str) -> str:
+    """Return the command that brings another distribution of this project, from a checkout, because no package index
+    has it.
 
     Args:
-        name: Its name on package indexes.
         folder: Its folder in a checkout.
     """
     place = source()
-    return f"pip install {name}" if place == DISTRIBUTION else f"pip install '{place}/{folder}'"
+    if place == DISTRIBUTION:  # installed from a wheel: no checkout is known
+        return f"pip install ./{folder} (in a clone of Sinew)"
+    return f"pip install '{place}/{folder}'"
 
 
 def source() -> str:

@@ -36,7 +36,7 @@ class MissingDistributionError(SinewError):
 
 def how_to_install(package: str) -> str:
     """Return the command that installs one of `PACKAGES`."""
-    return install_package(*PACKAGES[package])
+    return install_package(PACKAGES[package][1])
 
 
 @cache

@@ -26,6 +26,7 @@ from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.core import ObservationError, SinewError, extras, progress
 from sinew.core.extras import EXTRAS, MissingPackageError, install
+from sinew.core.providers import how_to_install
 from sinew.processing.files import parse_vector
 from sinew.serve.transport.listen import AddressError, Listen
 
@@ -392,6 +393,20 @@ def test_the_command_names_what_pip_was_given(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(extras, "distribution", lambda name: SimpleNamespace(read_text=lambda file: record))
     assert install("mujoco") == f"pip install '{named}[sim]'"
     assert install("gguf") == f"pip install --force-reinstall '{named}'"
+
+
+@pytest.mark.parametrize(
+    ("record", "command"),
+    [
+        ('{"url": "file:///home/a%20b/sinew", "dir_info": {}}', "pip install '/home/a b/sinew/eval'"),
+        ('{"url": "file:///tmp/sinew.whl", "archive_info": {}}', "pip install ./eval (in a clone of Sinew)"),
+        (None, "pip install ./eval (in a clone of Sinew)"),
+    ],
+)
+def test_the_command_for_another_distribution_needs_no_index(monkeypatch, record, command: str) -> None:
+    """No package index has sinew-vla-eval, so its name alone cannot be installed."""
+    monkeypatch.setattr(extras, "distribution", lambda name: SimpleNamespace(read_text=lambda file: record))
+    assert how_to_install("sinew-eval") == command
 
 
 def test_extras_exist() -> None:
