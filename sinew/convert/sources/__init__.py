@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sinew_client.typed_names import UntypedNameError
+
 from sinew.bundle import EXPORTED
 from sinew.convert.lerobot.folder import resolve as model_folder
 from sinew.convert.sources import cache
@@ -71,6 +73,10 @@ def _folder(path: Path, typed: str, name: str = "") -> Path:
         raise BundleError(
             f"{typed}: expected a bundle, a checkpoint, or a folder of `sinew export` with {EXPORTED}, got {error}"
         ) from None
+    except UntypedNameError as error:  # it ends with the flags to add
+        raise UntypedNameError(
+            f"{error} to `sinew convert {typed} policy.gguf`, and use policy.gguf instead of {typed}"
+        ) from error
     except ConvertError as error:
         hint = "" if "sinew convert" in str(error) else f"; `sinew convert {typed} policy.gguf` takes options"
         raise ConvertError(f"{error}{hint}") from error

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sinew_client.target import is_address
+from sinew_client.typed_names import UntypedNameError
 
 from sinew.bundle import Bundle
 from sinew.cli import main
@@ -210,6 +211,16 @@ def test_what_is_no_policy_is_said(run: Path, said: list[str], tmp_path: Path) -
     shutil.rmtree(run / "checkpoints" / "000200" / "pretrained_model" / "tokenizer")
     (run / "checkpoints" / "000200" / "vlm" / "tokenizer.json").unlink()
     with pytest.raises(ConvertError, match=r"`sinew convert .*pick-cube policy\.gguf` takes options"):
+        resolve(run)
+
+
+def test_a_run_whose_model_was_not_typed_says_the_line_that_takes_it(run: Path) -> None:
+    """`sinew serve RUN` has no flag --vlm; `sinew convert` has it."""
+    shutil.rmtree(run / "checkpoints" / "000200" / "vlm")
+    with pytest.raises(
+        UntypedNameError,
+        match=r"add: --vlm vlm to `sinew convert .*pick-cube policy\.gguf`, and use policy\.gguf",
+    ):
         resolve(run)
 
 
