@@ -53,6 +53,7 @@ KEY_TENSORS = "sinew.tensor_sha256"  # JSON: name -> hash of the tensor's bytes
 # Bound of the pixels of all views that the model reads, and of all camera frames times 4
 MAX_PIXELS = 1 << 25
 MAX_NOISE = 1 << 22
+MOST_COLUMNS = 16  # columns of an action that a message lists
 # What each mode of normalisation needs, by its name in ``stats``.
 STATISTICS: dict[str, tuple[str, ...]] = {
     "mean_std": ("mean", "std"),
@@ -468,12 +469,8 @@ def _spec_problems(spec: PolicySpec, processing: Processing) -> Iterator[str]:
     if spec.committed_rows and not (0 < spec.committed_rows < spec.chunk_size and solver.kind == "euler"):
         got = f"{spec.committed_rows} of {spec.chunk_size}, solver {solver.kind}"
         yield f"spec.committed_rows: expected fewer than chunk_size, and solver euler, got {got}"
-    if not _moves(spec):
-        yield (
-            "spec.motion: expected absolute for as many actions as the state has numbers, without columns; else"
-            " different columns of the action, as many of the state, a scale above 0 and a range that 0 is in, got"
-            f" {shown(spec.motion)}"
-        )
+    if spec.motion is not None and not _moves(spec, spec.motion):
+        yield f"spec.motion: {_motion_problem(spec, spec.motion)}"
     if not 0 <= spec.n_action_steps <= spec.chunk_size:
         yield f"spec.n_action_steps: expected at most chunk_size {spec.chunk_size}, got {spec.n_action_steps}"
     if spec.temporal_ensemble is not None and not math.isfinite(spec.temporal_ensemble):
@@ -580,11 +577,30 @@ def statistics_problems(recipe: Normalization) -> Iterator[str]:
                 yield f"stats.{pair[0]}[{i}]: expected at most {pair[1]}[{i}] = {b}, got {a}"
 
 
-def _moves(spec: PolicySpec) -> bool:
+def _motion_problem(spec: PolicySpec, motion: MotionSpec) -> str:
+    """Return the reason why a robot cannot follow a motion, and the next step for the user."""
+    state, action = spec.state.dim, spec.action.dim
+    if motion.kind != "absolute":
+        return (
+            f"{motion.kind}: expected different columns of the action, as many of the state, a scale above 0 and a"
+            " range that 0 is in"
+        )
+    if motion != MotionSpec("absolute"):
+        got = "columns, a scale or a range"
+    else:
+        got = f"{state} state numbers and {action} actions"
+    count = min(state, action)
+    columns = list(range(count)) if count <= MOST_COLUMNS else "[0, ...]"
+    example = f'{{"kind": "absolute", "action": {columns}, "state": {columns}}}'
+    return (
+        f"absolute: expected as many state numbers as actions, and no columns, got {got}. Convert without"
+        f" `--motion absolute`, and name the columns when you run the policy, such as the first"
+        f" {count}: --motion '{example}'"
+    )
+
+
+def _moves(spec: PolicySpec, motion: MotionSpec) -> bool:
     """Return True if a robot can follow the actions of a specification."""
-    motion = spec.motion
-    if motion is None:
-        return True
     if motion.kind == "absolute":
         return motion == MotionSpec("absolute") and spec.action.dim == spec.state.dim
     columns = ((motion.action, spec.action.dim), (motion.state, spec.state.dim))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -25,7 +26,7 @@ from sinew.bundle import Bundle, GGUFFile, TensorSource, facts, write_bundle
 from sinew.bundle.schema import Manifest, Normalization, PolicySpec, Processing
 from sinew.bundle.writer import ArraySlice
 from sinew.convert.sources import card
-from sinew.core import BundleError, SinewError, VectorSpec
+from sinew.core import BundleError, MotionSpec, SinewError, VectorSpec
 from sinew.core.fields import from_json
 from sinew.models.solvers import NoiseLevels, Solver
 from sinew.policy import load
@@ -450,3 +451,25 @@ def test_steps_that_a_solver_does_not_have_are_refused_at_opening():
     replace(manifest, spec=replace(manifest.spec, solver=solver)).check_agreement()
     with pytest.raises(BundleError, match="solver_steps does not fit spec.solver"):
         replace(manifest, spec=replace(manifest.spec, solver=solver, solver_steps=11)).check_agreement()
+
+
+FIRST_SIX = '{"kind": "absolute", "action": [0, 1, 2, 3, 4, 5], "state": [0, 1, 2, 3, 4, 5]}'
+
+
+@pytest.mark.parametrize(
+    ("motion", "state", "words"),
+    [
+        (
+            MotionSpec("absolute"),
+            7,
+            rf"got 7 state numbers and 6 actions\..* --motion '{re.escape(FIRST_SIX)}'",
+        ),
+        (MotionSpec("absolute", (0,), (0,)), 6, "no columns, got columns, a scale or a range"),
+        (MotionSpec("offsets", (9,), (0,)), 6, "offsets: expected different columns of the action"),
+    ],
+)
+def test_a_motion_that_does_not_fit_says_what_to_do(motion: MotionSpec, state: int, words: str):
+    manifest = Bundle("sinew/assets/pen.gguf").manifest
+    spec = replace(manifest.spec, state=VectorSpec(state), action=VectorSpec(6), motion=motion)
+    with pytest.raises(BundleError, match=f"spec.motion: .*{words}"):
+        replace(manifest, spec=spec).check_agreement()
