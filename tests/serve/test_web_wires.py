@@ -529,3 +529,16 @@ def test_many_clients_at_once_get_their_own_answers(server, policy):
     for thread in robots:
         thread.join()
     assert not failures
+
+
+def test_a_port_without_http_names_the_wire_that_loads_policies():
+    with desk(("openpi",)) as at:
+        address = at.openpi.replace("ws", "http", 1)
+        asked = urllib.request.Request(f"{address}/v1/policies/default", data=b"{}", method="PUT")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=START_S)
+        said = refused.value.read().decode()
+    assert refused.value.code == 405
+    assert (
+        said == "405: Method Not Allowed. To use the routes below /v1, start the server with `--wire http`.\n"
+    )

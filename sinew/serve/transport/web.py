@@ -195,6 +195,12 @@ class WebServer:
                 refusal.force_close()
                 return refusal
             return await handler(request)
+        except web.HTTPMethodNotAllowed as error:
+            if request.path.startswith("/v1/") and all(wire.name != "http" for wire in self._routes):
+                error.text = (
+                    f"{error.text}. To use the routes below /v1, start the server with `--wire http`.\n"
+                )
+            raise
         finally:
             connection.whole()  # the request ends here, even if its body was not read
             connection.answered(connection.waiting)
