@@ -48,7 +48,7 @@ def opened(module: str) -> ModuleType | None:
 
 
 def problem(module: str, name: str) -> str:
-    """Return what is wrong with an import; "" if nothing is."""
+    """Return the error of an import; "" if there is none."""
     try:
         found = opened(module)
         if found is not None and name and not hasattr(found, name):
