@@ -51,6 +51,7 @@ from sinew.serve.served import ServedPolicy  # noqa: E402
 from sinew.serve.service import Service  # noqa: E402
 from sinew.serve.transport.listen import Listen  # noqa: E402
 from sinew.serve.wires import open_wires, parse  # noqa: E402
+from tests.eval.test_evaluate import PUSHT  # noqa: E402
 
 PACKAGE = Path(sinew.__file__).resolve().parent
 PEN = PACKAGE / "assets" / "pen.gguf"
@@ -637,6 +638,32 @@ def spec_of(state: int, action: int, camera: str = "image", size: int = 64) -> P
         "scripted", "script", (CameraSpec(camera, size, size),), VectorSpec(state), VectorSpec(action),
         chunk_size=1, noise_dim=0, solver_steps=0, max_prompt_tokens=64,
     )  # fmt: skip
+
+
+def test_a_suite_whose_package_is_in_this_interpreter_plays_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its own interpreter is not set up. One of other versions is never passed over."""
+    (tmp_path / "gym_pusht.py").write_text(PUSHT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("SINEW_SIMS", str(tmp_path / "sims"))
+    policy = Scripted(spec_of(2, 2, "image", 96), lambda observation: np.array([256.0, 256.0]))
+    try:
+        with serving(policy) as address:
+            for flag, name in (("--env", "gym_pusht/PushT-v0"), ("--suite", "pusht")):
+                code, report, said = evaluate(
+                    capsys, address, flag, name, "--episodes", 2, "--replan", 1, "--workers", 1
+                )
+                assert code == 0, said
+                assert f"{name}: plays in this Python environment, which has the package of pusht" in said
+                assert "`sinew eval --setup pusht`" in said
+                assert (report["control_hz"], report["variants"][0]["success"]) == (10, 1.0)
+            (tmp_path / "sims" / "pusht").mkdir(parents=True)
+            (tmp_path / "sims" / "pusht" / foreign.STAMP).write_text("from another list")
+            assert "was made from other versions" in evaluate(capsys, address, "--suite", "pusht")[2]
+    finally:
+        gymnasium.registry.pop("gym_pusht/PushT-v0", None)
+        sys.modules.pop("gym_pusht", None)
 
 
 def needs(simulator: str) -> pytest.MarkDecorator:

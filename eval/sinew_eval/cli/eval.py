@@ -32,7 +32,7 @@ from sinew.cli.options import (
     motion_of,
 )
 from sinew.convert.sources import resolve
-from sinew.core import SinewError, statistics
+from sinew.core import SinewError, progress, statistics
 from sinew.engine.backend import AUTO
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
@@ -341,12 +341,21 @@ def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Varian
 
 
 def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None = None) -> Foreign | None:
-    """Return the separate Python environment that plays the environment; None if it is played here."""
+    """Return the separate Python environment that plays the environment; None if it is played here.
+
+    A suite is played here if its simulator has no Python environment of its own, and this one has its package.
+    """
     simulator = "" if (found := suites.find(task.env)) is None else found[0].simulator
     if interpreter is None and not simulator:
         return None
     from sinew_eval.foreign import run as foreign
 
+    if interpreter is None and not foreign.is_set_up(simulator) and suites.importable(task.env):
+        progress.say(
+            f"{task.env}: plays in this Python environment, which has the package of {simulator}. For the tested"
+            f" versions, run `sinew eval --setup {simulator}`"
+        )
+        return None
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     python = interpreter or foreign.interpreter(simulator)
@@ -434,8 +443,8 @@ class _Run:
             several = len(self.variants) > 1
             labels = {each: each.label(self.variants) for each in self.variants} if several else {}
             player = partial(LoggedPlayer, target=self.viewer, labels=labels)
-        with terminal.bars(*columns) as progress:
-            bars = EpisodeBars(progress, self.variants, len(self.seeds))
+        with terminal.bars(*columns) as shown:
+            bars = EpisodeBars(shown, self.variants, len(self.seeds))
             try:
                 results = campaign.run(
                     self.task, self.variants, self.seeds, workers=self.workers, out=self.out,

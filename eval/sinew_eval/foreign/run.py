@@ -143,6 +143,11 @@ def interpreter(simulator: str) -> Path:
     return python_of(place)
 
 
+def is_set_up(simulator: str) -> bool:
+    """Return True if a simulator has an interpreter of its own, from any versions."""
+    return bool(_stamp(folder() / simulator))
+
+
 def _stamp(place: Path) -> str:
     return read_text(place / STAMP) if (place / STAMP).is_file() else ""
 

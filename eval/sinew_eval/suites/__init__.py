@@ -7,6 +7,7 @@ number of tasks, and its trial the quotient: all tasks get the same trials.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -208,6 +209,13 @@ def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
         suite = _vla_eval(env_id.removeprefix(VLA_EVAL_PREFIX))
         return suite, suite.tasks
     return None
+
+
+def importable(env_id: str) -> bool:
+    """Return True if this interpreter has the simulator's package of a suite, or of one of its tasks."""
+    found = find(env_id)
+    package = found[1][0].partition("/")[0] if found is not None else ""
+    return package in SIMULATION and importlib.util.find_spec(package) is not None
 
 
 def named(name: str) -> str:
