@@ -113,7 +113,7 @@ def test_the_choice_follows_the_measurement(act: Path, planted: None, monkeypatc
     assert main(["prepare", str(act), "--device", "cpu", "--observations", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["seconds"].keys() >= {"slow", "fast", "plan", "eager"}
-    assert told["seconds"]["slow"] > 0.018  # it spins for 0.02 s of the processor; clocks may differ a little
+    assert told["seconds"]["slow"] > told["seconds"]["fast"]
     for prepared in (False, True):
         choice = choose(opened, device="cpu", prepared=prepared)
         assert choice.engine != "slow"

@@ -553,11 +553,13 @@ time.sleep(600)
 
 
 def test_a_killed_robot_is_released(at: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_wire, "GRACE_S", 0.0)
     sessions = at.opened[WIRE]._sessions
     killed = processes.Process([sys.executable, "-c", GO_AND_WAIT, at.address], stdout=-1)
     assert killed.stdout.readline() == "ready\n"
     assert len(sessions) == 1
+    monkeypatch.setattr(
+        remote_wire, "GRACE_S", 0.0
+    )  # not before: until its token is heard, a session needs the grace
     killed.kill()
     killed.wait()
     killed.stdout.close()

@@ -419,7 +419,8 @@ def test_an_engine_that_is_slower_is_not_taken(act: Path, tmp_path: Path, monkey
         "engine onnx is not taken: it is not 5% faster (processor ms of a chunk, measured on"
     )
     with serving(tmp_path, act, *ONE) as server, Client(server.address, timeout=START_S) as client:
-        assert client.metadata()["server"]["engine"] == "plan"
+        # Plan and eager take about as long for so small a policy. Which one is faster is not planted here.
+        assert client.metadata()["server"]["engine"] in ("plan", "eager")
         assert "engine onnx is not taken: it is not 5% faster" in client.metadata()["server"]["engine_reason"]
         assert "prepare" not in client.health()
         assert children(server) == []
