@@ -112,7 +112,7 @@ def test_a_specification_with_all_there_is() -> None:
             {"solver": {"kind": "magic"}},
             "policy.solver.kind: expected one of euler, single, renoise, diffusion, table",
         ),
-        ({"solver": {"kind": "table"}}, "policy.solver: .*rows of a table"),
+        ({"solver": {"kind": "table"}}, "policy.solver: .*expected a table for kind table"),
         (
             {"solver": {"kind": "table", "table": [[1, 2]]}},
             r"policy.solver.table\[0\]: expected a list of 3, got 2",
