@@ -22,7 +22,7 @@ MAGNIFIED = 1000.0
 # A range of a thousandth of where it lies, or of what the other values span, is the noise of a joint that stood still:
 # encoders of robots have 4,096 steps a turn, of which such a range holds four.
 SMALL = 1e-3
-FEWEST = 4  # values of a vector from which what the others span is a measure
+FEWEST = 4  # smallest number of values for which one range is compared with the median range of the others
 SAME = 0.1  # part of a range by which two ranges may differ and still be of the same numbers
 OUTSIDE = 0.1  # part of a range that zero may lie outside of it, as quantiles cut extremes off
 ROUNDING = 1e-3  # part of a range by which float32 and rounded files may break an inequality

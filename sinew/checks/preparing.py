@@ -40,8 +40,14 @@ class _NotNowError(SinewError):
 
 @dataclass(frozen=True)
 class Preparing:
-    """What came of it. finding: None where nothing was looked at, and ``kept`` is what was found before. need: bytes of
-    the policy that serves."""
+    """The result of preparing a bundle.
+
+    Attributes:
+        text: The result in words.
+        finding: The measurement of this run; None if nothing was measured.
+        kept: The stored finding of an earlier run, if nothing was measured.
+        need: Bytes of the policy that will serve.
+    """
 
     text: str
     finding: EngineFinding | None = None

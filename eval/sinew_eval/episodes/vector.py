@@ -57,7 +57,14 @@ class VectorParts:
         return {part: (observations[part], _of(infos, part)) for part in asked}
 
     def step(self, asked: Mapping[int, Any]) -> dict[int, Any]:
-        """asked: action by part. Those that play no episode any more repeat their last one."""
+        """Take a step in each environment.
+
+        Args:
+            asked: Number of an environment -> its action. An environment whose episode has ended repeats its last one.
+
+        Returns:
+            Number of an environment -> its step, for those that were asked.
+        """
         for part, action in asked.items():
             self._last[part] = np.asarray(action, self._rest.dtype)
         idle = {int(part): 0 for part in np.flatnonzero(self._over) if part not in asked}
@@ -100,7 +107,7 @@ class Part(gymnasium.Env):
         self._index = index
         self.action_space, self.observation_space = env.single_action_space, env.single_observation_space
         self.metadata = dict(env.metadata)
-        # Of those that are in this process
+        # The environments of this vector that run in this process; none if they run in processes of their own
         copies: Sequence[gymnasium.Env] = getattr(env.unwrapped, "envs", ())
         self.spec = env.spec or (copies[0].spec if copies else None)
         for each in (*(copy.unwrapped for copy in copies[:1]), env.unwrapped):

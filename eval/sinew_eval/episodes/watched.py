@@ -60,7 +60,14 @@ class WatchedMoment:
 
 
 class WatchedEpisode(WatchedSteps):
-    """An environment that keeps the moments of its episode. every: control steps between two; draws: with the scene."""
+    """An environment that keeps what a film of its episode needs.
+
+    Args:
+        env: The environment.
+        adapter: Maps its observations to frames.
+        every: Control steps between two kept moments.
+        draws: True to keep a picture of the whole scene with each moment.
+    """
 
     def __init__(self, env: gymnasium.Env, adapter: EnvAdapter, every: int = 1, draws: bool = False):
         super().__init__(env, self._pass)

@@ -78,9 +78,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Calibration:
-    """``factors``: of ``FACTORS``, relative to the measured speeds. ``errors``: of each
-    sample, predicted / measured - 1, by the fit over all. ``band``: the largest leave-one-out error. ``engine``: whose
-    stages the samples are."""
+    """The fitted speeds of a machine.
+
+    Attributes:
+        speeds: The speeds that were measured before the fit.
+        factors: Name of a factor (``FACTORS``) -> by how much the fitted speed differs from the measured one.
+        samples: The measured stages that were fitted.
+        errors: Error of each sample in the fit over all samples, predicted / measured - 1.
+        band: The largest error of a sample that was left out of the fit.
+        engine: The engine that computed the samples.
+    """
 
     speeds: Speeds
     factors: dict[str, float]

@@ -28,7 +28,7 @@ from sinew.layers.sizes import check_sizes
 from sinew.models.base import Regression
 
 NORM_EPS = 1e-5  # torch's default, which the reference leaves as it is
-LONGEST = 10_000  # wave of the table of positions
+LONGEST = 10_000  # the longest wavelength of the table of positions
 PLACE_EPS = 1e-6  # keeps its division from zero
 
 

@@ -36,7 +36,8 @@ from sinew.steps.prompt.drop import Drop
 from sinew.steps.prompt.template import sentence
 
 NAMES = ("bitvla",)
-# Of config.json: numbers that the tensors and the tokenizer give, and what other forms of the policy read
+# Fields of config.json that are not read: the tensors and the tokenizer have these numbers, or only other forms of the
+# policy need them
 ASIDE = "image_seq_length image_token_index n_action_bins norm_stats pad_token_id vocab_size ignore_index"
 USUAL = {"multimodal_projector_bias": True}
 OPTIONS = openvla.OPTIONS

@@ -23,7 +23,7 @@ VECTOR = 24  # numbers of every normalised vector of the server
 RESIZE = Resize(height=SIDE, width=SIDE, method="cv_bilinear")
 VLM = "OpenGVLab/InternVL3-1B"
 EPS = 1e-8
-# Of config.json: how and where training runs, and the steps of the solver, which the server fixes
+# Fields of config.json that are not read: they concern training, except the solver's steps, which the server fixes
 ASIDE = (
     "device run_name disable_wandb wandb_project debug dataset_type data_paths dataset_config_path use_augmentation"
     " max_samples_per_file video_backend cache_dir lr batch_size num_workers prefetch_factor pin_memory"

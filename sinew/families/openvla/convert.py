@@ -51,7 +51,8 @@ from sinew.steps.prompt.lower import Lower
 from sinew.steps.prompt.template import sentence
 
 NAMES = ("openvla",)
-# Of config.json: what built the model before training, and what other forms of the policy read
+# Fields of config.json that are not read: they describe how the model was built before training, or only other forms of
+# the policy need them
 ASIDE = (
     "arch_specifier hf_llm_id llm_backbone_id llm_max_length n_action_bins norm_stats pad_to_multiple_of pad_token_id"
     " use_fused_vision_backbone vision_backbone_id"

@@ -50,7 +50,9 @@ ACCEPT_PAUSE_S = 0.02  # seconds without accepting after that many connections
 REFUSAL_PAUSE_S = 0.02
 MAX_PAUSE_S = 1.0
 MAX_ROUTING_ID = 255  # bytes, ZeroMQ's own limit
-MAX_ENVELOPE = 8  # most frames: one routing id per proxy between client and server, and the empty frame
+MAX_ENVELOPE = (
+    8  # largest number of frames: one routing id per proxy between client and server, and the empty frame
+)
 
 Envelope = list[zmtp.Frame]
 
