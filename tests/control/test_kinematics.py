@@ -190,6 +190,16 @@ LIMIT = '<limit lower="-1" upper="1"/>'
         (URDF.format("revolute", LIMIT), {"tip": "c"}, "tip: expected one of b, got 'c'"),
         (URDF.format("revolute", LIMIT), {"base": "c"}, "base: expected one of a, b, got 'c'"),
         (URDF.format("revolute", LIMIT), {"tip": "a", "base": "b"}, "base: expected a link above a, got b"),
+        (
+            "<robot><link/><link/></robot>",
+            {},
+            "link: expected a name for each link, got a link without a name",
+        ),
+        (
+            "<robot><link name='a'/><joint name='j'><parent/><child link='a'/></joint></robot>",
+            {},
+            "joint j: expected the link of parent and child, got none",
+        ),
         ("<mujoco><worldbody><body pos='x'/></worldbody></mujoco>", {}, "bad format|Error"),
     ],
 )

@@ -275,8 +275,14 @@ def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
         parent, child = (joint.find(end) for end in ("parent", "child"))
         if parent is None or child is None:
             raise KinematicsError(f"joint {joint.get('name')}: expected parent and child, got one without")
+        if parent.get("link") is None or child.get("link") is None:
+            raise KinematicsError(
+                f"joint {joint.get('name')}: expected the link of parent and child, got none"
+            )
         above[child.get("link")] = (joint, parent.get("link"))
     links = [link.get("name") for link in root.findall("link")]
+    if None in links:
+        raise KinematicsError("link: expected a name for each link, got a link without a name")
     ends = [name for name in links if name not in {parent for _, parent in above.values()}]
     tip, base = _named(tip, links, ends, "tip"), base and _named(base, links, (), "base")
     joints, at = [], tip
