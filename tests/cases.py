@@ -55,7 +55,7 @@ FILES_GIVEN = (
     "arch",
     "base",
     "stats",
-)  # of what a conversion is given, those that lie in the case's folder
+)  # arguments of a conversion whose files are in the folder of the case
 FILES_SHARED = ("tokenizer",)  # and those of another case
 
 

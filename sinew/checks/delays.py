@@ -50,7 +50,7 @@ class Look:
 
 @dataclass
 class DelayTrace:
-    """What was sent and seen. Times are seconds of the loop's clock.
+    """The commands, states and frames of a wobble. Times are seconds of the loop's clock.
 
     Attributes:
         names: Name of each number of a command.
@@ -101,7 +101,7 @@ class Delay:
 
     @property
     def measured(self) -> bool:
-        """Whether there is a result."""
+        """Return True if there is a result."""
         return not self.why
 
     def text(self) -> str:

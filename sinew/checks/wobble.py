@@ -305,8 +305,14 @@ def plan(
     pose = motion.pose(state_of(robot.observe()["state"]), dim).astype(np.float64)
     base = _standing(pose, limits, facts, names)
     curve = Curve(seconds)
-    size = motion.pose(np.asarray(spread, np.float32), dim).astype(np.float64)
-    size = amplitudes(base, np.where(np.isfinite(pose), size, 0.0), limits, motion.placed(dim), curve)
+    known = motion.pose(np.asarray(spread, np.float32), dim).astype(np.float64)
+    known = np.where(np.isfinite(pose) & np.isfinite(known), known, 0.0)
+    if not known.any():
+        raise SinewError(
+            "--delays: expected statistics of the state in the bundle, which bound the motion, got none; add them by"
+            " `sinew doctor POLICY --learn RECORDS --out FILE`"
+        )
+    size = amplitudes(base, known, limits, motion.placed(dim), curve)
     if not (size > 0).any():
         raise SinewError("--delays: expected room to move inside the limits, got none at the present pose")
     trace = DelayTrace(names, 1.0 / hz if fixed else 0.0)

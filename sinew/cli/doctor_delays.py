@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from sinew.core import SinewError, progress
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sinew.bundle.schema import Manifest
     from sinew.checks.delays import Delays
     from sinew.cli.run_robot import RobotFlags
 
 SECONDS = 20.0  # six parts of three seconds, less what begins and ends slowly
+LOOK_S = 1.0  # for which the state is checked before the robot moves
 CLOCK_S = 0.01  # error of a robot's own times from which on they are worth a correction
 
 
@@ -42,6 +44,7 @@ def delays(policy: Path, on: RobotFlags, seconds: float | None) -> int:
     opener = on.opener()
     with ExitStack() as stack:
         robot = on.opened(stack, opener, description)
+        _check_state(robot, manifest)
         planned = wobble.plan(
             description, robot, on.chosen(description), JointFit.of(manifest).std, seconds or SECONDS
         )
@@ -61,6 +64,23 @@ def delays(policy: Path, on: RobotFlags, seconds: float | None) -> int:
         console.print(line)
     terminal.emit({"ok": not np.isnan(found.actuation), "observed": on.robot, **found.to_dict()})
     return 1 if np.isnan(found.actuation) else 0
+
+
+def _check_state(robot: Any, manifest: Manifest) -> None:
+    """Look at a robot for a second before it is moved.
+
+    Raises:
+        SinewError: Its state looks wrong, for example because it is in radians and the policy's is in degrees. A
+            motion that is small in one unit may be large in the other.
+    """
+    from sinew.checks.wiring import observe as looking
+
+    _, findings = looking.live(robot, manifest, LOOK_S)
+    if wrong := [each for each in findings if each.amiss and each.subject.startswith(("state", "robot"))]:
+        raise SinewError(
+            f"--delays: expected a state as in the training data, got: {wrong[0].subject}: {wrong[0].seen}; the robot"
+            " is not moved. `sinew doctor POLICY --observe ROBOT` shows all findings"
+        )
 
 
 def delays_table(found: Delays) -> Table:

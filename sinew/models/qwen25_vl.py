@@ -75,7 +75,7 @@ class Qwen25VLConfig:
 
 
 class ChunkContext(NamedTuple):
-    """What an observation leaves for the head.
+    """The results of the prefix that the head reads.
 
     Attributes:
         kv: of each layer, keys and values of the prefix, [B, P, Hkv, D].

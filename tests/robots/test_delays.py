@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,46 @@ def test_nothing_moves_without_room_or_a_pose() -> None:
         planned(arm, {"limits": Limits.parse({"low": [0.2, -0.1], "high": [0.2, -0.1]}, 2)})
     with pytest.raises(SinewError, match=r"expected the position of lift, turn .* set `still`"):
         planned(arm, {"motion": {"kind": "as is"}})
+    assert len(arm.sent) == 1
+
+
+MILLIMETRES = """
+import numpy as np
+
+class Arm:
+    sent = []
+
+    def observe(self):
+        frame = np.random.randint(0, 255, (64, 64, 3), np.uint8)
+        return {"images": {"front": frame, "wrist": frame}, "state": np.float32([20.0, -30.0, 120.0, 60.0])}
+
+    def act(self, row):
+        self.sent.append(row)
+
+    def hold(self):
+        pass
+"""
+
+
+def test_a_robot_in_another_unit_is_not_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A motion that is small in millimetres may be large in metres."""
+    (tmp_path / "arm_in_millimetres.py").write_text(MILLIMETRES)
+    (tmp_path / "limits.toml").write_text("still = [0.0, 0.0, 0.0, 1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    line = ["doctor", "blocks", "--observe", "arm_in_millimetres:Arm", "--limits", "limits.toml", "--delays"]
+    assert main(line) == 1
+    assert "--delays: expected a state as in the training data, got: " in capsys.readouterr().err
+    import arm_in_millimetres
+
+    assert arm_in_millimetres.Arm.sent == []
+
+
+def test_nothing_moves_without_statistics() -> None:
+    arm = DelayedArm(Clock(), 0.02, 0.05)
+    with pytest.raises(SinewError, match="expected statistics of the state in the bundle"):
+        plan(SPEC.to_dict(), arm, {}, np.full(2, np.nan), 20.0)
     assert len(arm.sent) == 1
 
 

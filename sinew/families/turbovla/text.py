@@ -47,7 +47,7 @@ class BertConfig(BlockConfig):
 
 
 class TextLayout(NamedTuple):
-    """What the tokens of an instruction say of their rows.
+    """The masks and positions of an instruction's tokens.
 
     Attributes:
         sees: bool [B, L, L], True if the row may attend to the column.
