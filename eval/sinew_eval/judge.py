@@ -20,7 +20,8 @@ from sinew_eval.episodes.outside import TypedNames
 from sinew_eval.episodes.settings import Latency, Variant
 from sinew_eval.report.gate import GATES, Gate, read_gate
 
-FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
+# First seed of the observations. Neither training nor the gates use these episodes.
+FIRST_SEED = 9000
 REPLAN = 8
 
 
@@ -37,9 +38,8 @@ def observations(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
     try:
         from sinew_eval.episodes.adapters import make_env
         from sinew_eval.episodes.fitting import TASKS
-    except (
-        ModuleNotFoundError
-    ):  # gymnasium and mujoco, where the wheel was installed without its dependencies
+    except ModuleNotFoundError:
+        # The package was installed without its dependencies gymnasium and mujoco.
         return None
     for task in TASKS:
         env, adapter = make_env(task, "", None)

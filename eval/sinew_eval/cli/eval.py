@@ -244,9 +244,6 @@ def _effects(run: _Run) -> dict[str, Any]:
     return measured
 
 
-# ----------------------------------------------------------------------------- what is asked for
-
-
 def _typed(on: EpisodeFlags, target: str | None, compare: Sequence[str], flag: str) -> TypedNames:
     """Return the names that were typed in addition to --repeat or --join. Raises :class:`SinewError` for flags that
     would change what is played."""
@@ -369,9 +366,6 @@ def _fastest_batch(policy: Policy) -> tuple[int, str]:
     batcher = Batcher(None)
     batcher.calibrate(policy)
     return batcher.limit, batcher.reason
-
-
-# ----------------------------------------------------------------------------- playing it
 
 
 @dataclass(frozen=True)
@@ -498,7 +492,8 @@ class EpisodeBars:
         self._progress, self._variants, self._episodes = progress, variants, episodes
         self._bars = {v: progress.add_task(v.label(variants), total=episodes, rate="") for v in variants}
         self._wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
-        self._fresh, self._begun = 0, 0.0  # episodes that were played now, since when
+        # Number of episodes that this process played, and the time at which it began, in seconds.
+        self._fresh, self._begun = 0, 0.0
 
     @property
     def played(self) -> int:
@@ -542,9 +537,6 @@ def print_report(report: dict[str, Any]) -> None:
         console.print(terminal.table(title, *columns, rows=[list(map(escape, row)) for row in rows]))
     for verdict in report.get("gate", {}).get("verdicts", []):
         console.print(f"gate, {verdict['label']}: {verdict['text']}", markup=False)
-
-
-# ----------------------------------------------------------------------------- in place of a run
 
 
 def _set_up(simulator: str) -> int:

@@ -40,11 +40,13 @@ if TYPE_CHECKING:
     from sinew_eval.trials.sitting import PendingTrial, TrialSession
 
 KEYS = {"s": "success", "f": "failure", " ": "go", "\r": "keep", "\n": "keep", "q": "quit"}
-HELP = {  # state of the trial -> keys
+# State of the trial -> help line with the keys of this state.
+HELP = {
     "waits": "space begins   q stops",
     "runs": "space pauses or goes on   s success   f failure   d discard   q stops",
     "is judged": "Enter keeps it   s success   f failure   d discard   q stops",
 }
+# Options that --compare may change.
 VARIED = (
     "replan",
     "handover",
@@ -52,9 +54,9 @@ VARIED = (
     "dtype",
     "device",
     "engine",
-)  # options that --compare may change
-MOST = 999  # scenes
-# How a trial is driven, and when it ends: alike in all of a sitting
+)
+MOST = 999  # largest number of scenes
+# Options that define how a trial is driven and when it ends. They are equal for all trials of a session.
 DRIVEN = ("hz", "seconds", "prompt", "stale")
 BY_CHUNKS = ("substeps", "max_age", "finish", "future", "advantage", "guidance_scale")
 
@@ -140,7 +142,7 @@ def trials(
                 engine = variant.engine or "auto"
                 chosen = replace(runs, engine=engine, dtype=variant.dtype, device=variant.device)
             rigs.append(rig := open_rig(variant.target, on, own, lead, envelope, chosen, key, robot_of))
-            # A server may take another engine on the way.
+            # A server may load another engine during the session, so the record names no engine for it.
             ran: dict[str, Any] = rig.about if here else {"engine": None, "device": "cpu"}
             made = replace(variant, engine=ran["engine"], device=str(ran["device"]))
             variants.append(replace(made, handover=rig.plan.choice.handover))
@@ -253,7 +255,7 @@ class TrialSetup(Keys):
         failed: list[str] = []
         with ExitStack() as stack:
             if len(self.rigs) > 1:
-                # How long one is waited for tells which it is: nobody sees that while they play blind.
+                # The waiting time can reveal the policy. Write the log to a file, so that the judge does not see it.
                 handler, root = logging.FileHandler(sitting.out / "run.log"), logging.getLogger()
                 handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
                 root.addHandler(handler)
@@ -293,11 +295,11 @@ class TrialSetup(Keys):
         from sinew_eval.episodes.runner import StepByStep
         from sinew_eval.trials.desk import scene_noise
 
-        # A reason begun for the last one is not this one's
+        # Discard a reason that was typed for the previous trial.
         turn, machine, self.typing = self.turn, self.machine, None
         rig, variant = self.rigs[turn.variant], sitting.variants[turn.variant]
         if self.scenes is not None:
-            # No loop runs yet that a signal could end: whatever is open is closed on the way out.
+            # No loop handles signals yet. Exit with SystemExit, so that open resources are closed.
             with (
                 handled((signal.SIGTERM, signal.SIGHUP), lambda number, _: sys.exit(128 + number)),
                 of_robot(),
@@ -306,7 +308,7 @@ class TrialSetup(Keys):
         latencies: list[float] = []
         connect = asking(rig.connect, scene_noise(turn.seed, variant.solver_steps), latencies)
         simulated = isinstance(machine, SimulatedRobot)
-        # A world that stands still between its steps is late for none of them.
+        # A simulation that waits between its steps is never late, so its pace must not skip steps.
         pace = StepByStep(rig.plan.settings.period / rig.plan.settings.substeps) if simulated else None
         if self.kept is not None:
             self.kept.episode = sitting.take(turn.name)
@@ -337,8 +339,6 @@ class TrialSetup(Keys):
         if lost:
             self.desk.lost(lost[0])
         return [*([faults] if faults else []), *(lost if self.desk.by == "loop" else [])]
-
-    # ------------------------------------------------------------------------- the terminal
 
     def quit(self) -> None:
         self.desk.take("quit", "key")

@@ -16,7 +16,7 @@ from sinew_client.control.authority import HUMAN
 
 from sinew_eval.dataset.writer import DatasetFrame
 
-GAP = 2.5  # periods without a request that end an episode
+GAP = 2.5  # a pause of more periods without a request ends an episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
     """
     running: dict[str, list[_RecordedRequest]] = defaultdict(list)
     steps: list[float] = []
-    apart: list[float] = []  # control steps between requests, also of those that do not follow each other
+    # Control steps between any two requests of a session, also if one does not follow the other directly.
+    apart: list[float] = []
     found: list[list[_RecordedRequest]] = []
     for record in records:
         session = running[str(record.observation.session or record.wire)]

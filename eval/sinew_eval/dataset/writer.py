@@ -23,7 +23,7 @@ from sinew.core.extras import MissingPackageError
 from sinew_eval.dataset.statistics import Statistics
 
 VERSION = "v3.0"
-FILE_BYTES = 100 << 20  # size of a parquet file, as in LeRobot
+FILE_BYTES = 100 << 20  # a new parquet file begins when a file reaches this size in bytes, as in LeRobot
 FILES_PER_CHUNK = 1000
 MAX_FPS = 10_000
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -183,7 +183,7 @@ class DatasetWriter:
         path = self._folder / EPISODES
         path.parent.mkdir(parents=True)
         self._parquet.write_table(arrow.Table.from_pylist(self._episodes), path)
-        # LeRobot finds a task by the index of pandas' table, so the names are that index.
+        # LeRobot finds a task by the index of a pandas table, so store the names of the tasks as that index.
         tasks = arrow.table(
             {"task_index": list(self._tasks.values()), "__index_level_0__": list(self._tasks)}
         )
@@ -229,8 +229,6 @@ class DatasetWriter:
         if os.path.lexists(out):
             raise SinewError(f"{out}: the folder already exists; choose a new one")
 
-    # ------------------------------------------------------------------------- one episode
-
     @property
     def _cameras(self) -> list[str]:
         return [key.removeprefix(IMAGES) for key in self._features if key.startswith(IMAGES)]
@@ -267,7 +265,8 @@ class DatasetWriter:
     def _vector(self, key: str, values: Any) -> np.ndarray:
         if np.asarray(values).dtype.kind not in "fiub":
             raise SinewError(f"{key}: expected numbers, got {np.asarray(values).dtype}")
-        with np.errstate(over="ignore"):  # infinity is refused
+        # Do not warn about an overflow, because infinite values are rejected below.
+        with np.errstate(over="ignore"):
             vector = np.asarray(values, np.float32).reshape(-1)
         if list(vector.shape) != self._features[key]["shape"] or not np.all(np.isfinite(vector)):
             size = self._features[key]["shape"][0]

@@ -31,23 +31,24 @@ from sinew_eval.evidence.plots import write_plots
 from sinew_eval.foreign.server import serving
 from sinew_eval.report.report import document, success_cells
 
-PLAYED = {  # policy -> its environment, and how it is told what to do
+# Policy -> (its environment, how the policy receives the instruction).
+PLAYED = {
     "blocks": ("sinew/Blocks-v0", "said in many wordings"),
     "act": ("sinew/BlocksGoal-v0", "as numbers of the state"),
 }
 FIRST_SEED, FILMED = 5000, 4
-# The default beside two others. At 400 ms 38, 32 and 16 of 40 succeeded (2026-11-23). With 20 episodes the Wilson
-# intervals of 95 and 40 % (76 to 99, 22 to 61) do not meet.
+# Compare the default chunk merging with two others. At 400 ms, 38, 32 and 16 of 40 episodes succeeded
+# (2026-11-23). With 20 episodes, the Wilson intervals of 95 % and 40 % (76 to 99 and 22 to 61) do not overlap.
 SWEEP = ("handover={default},aligned,naive", "latency=0,200,400ms")
 SWEEP_EPISODES = 20
-# A point ends after so many episodes if all of them succeeded, or none: its interval is narrow then. This one look does
-# not make the intervals too narrow. Over all probabilities of success, the 95 % Wilson interval of 10 or 20 episodes
-# covers it in 95.4 % of runs on average and 92.1 % at worst, that of 20 or 50 in 95.3 and 92.1; without a look, 20
-# episodes have 95.3 and 85.2 (tests/eval/test_eval.py: test_the_demos_early_end_keeps_its_intervals).
+# A point of the figure ends after this many episodes if all or none of them succeeded, because its interval is
+# narrow then. This early end does not make the intervals too narrow. Averaged over all success probabilities,
+# the 95 % Wilson interval of a run that may end after 10 of 20 episodes contains the true probability in 95.4 %
+# of runs (92.1 % at worst). The numbers are 95.3 % and 92.1 % for 20 of 50 episodes, and 95.3 % and 85.2 % for
+# 20 episodes without an early end (tests/eval/test_eval.py: test_the_demos_early_end_keeps_its_intervals).
 LOOK, SWEEP_LOOK = 20, 10
-PLAYERS = (
-    2  # episodes of the sweep that are played at once: while one's actions are computed, the other moves
-)
+# Episodes of the sweep that are played at once. While the server computes actions for one episode, the other one moves.
+PLAYERS = 2
 GIF, FILM = "closed_loop.gif", "film.webp"
 
 
@@ -83,7 +84,7 @@ def run(
         raise SinewError(f"{bundle}: the trained demo policy is missing")
     out_dir.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    # MuJoCo draws the film in a process of its own, while the sweep is played.
+    # MuJoCo draws the film in another process while the sweep is played.
     with _served(bundle, out_dir, console) as address, ThreadPoolExecutor(1) as drawing:
         env, told = PLAYED[policy]
         report, drawn = _drive(address, out_dir, episodes, console, bool(film), env, told, drawing)

@@ -17,11 +17,11 @@ from sinew_eval.episodes.policies import ServerPolicy
 from sinew_eval.episodes.runner import EpisodeSettings, run_episode
 from sinew_eval.episodes.watched import WatchedEpisode
 
-SIDE = 400  # pixels beside the scene
-TRAIL = 40  # control steps of actions that are shown
-REQUESTS = 24  # latencies that are shown
+SIDE = 400  # width of the area to the right of the scene, in pixels
+TRAIL = 40  # number of past control steps whose actions are drawn
+REQUESTS = 24  # number of past latencies that are drawn
 STRIDE = 2  # control steps from one picture to the next
-PAUSE_S = 1.2  # pause after an episode
+PAUSE_S = 1.2  # pause after an episode, in seconds
 QUALITY = 72
 _INK, _PAPER, _LINE, _FAINT = (27, 31, 36), (250, 250, 248), (209, 217, 224), (72, 80, 88)
 _GOOD, _BAD = (0, 122, 70), (190, 45, 30)

@@ -57,9 +57,6 @@ def photographs() -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
     ]
 
 
-# ----------------------------------------------------------------------------- checkpoint and bundle
-
-
 def prepare_bundle(workdir: Path, console: Console, tiny: bool) -> Path:
     """Write checkpoint and bundle unless they are there; returns the bundle."""
     from sinew.convert import convert
@@ -108,7 +105,7 @@ def is_current(bundle: Path) -> bool:
 def transfer(console: Console, description: str) -> Iterator[Any]:
     """A progress bar of bytes; yields ``update(done, total)``."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # Without a terminal a progress bar is only noise in a log.
+    # Without a terminal, a progress bar would only fill the log.
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
@@ -116,9 +113,6 @@ def transfer(console: Console, description: str) -> Iterator[Any]:
 
 def _rate(count: int, seconds: float) -> str:
     return f"{count / 1e9:.2f} GB in {seconds:.1f} s"
-
-
-# ----------------------------------------------------------------------------- client
 
 
 def drive(address: str, scenes: list[Any], rounds: int, console: Console) -> None:
@@ -159,7 +153,8 @@ def _ask(client: Client, metadata: Any, prompt: str, frames: Any) -> ActionChunk
 
 def _cells(chunk: ActionChunk) -> list[str]:
     timing = chunk.timing
-    overhead = chunk.round_trip_ms - timing.total_ms  # client, transport, and the server beside the policy
+    # Time of the client, of the connection, and of the server outside of the policy.
+    overhead = chunk.round_trip_ms - timing.total_ms
     values = (
         chunk.round_trip_ms,
         timing.preprocess_ms,

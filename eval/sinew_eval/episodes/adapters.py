@@ -185,7 +185,8 @@ class Mapped:
         return np.clip(row, space.low, space.high)
 
     def hold(self, last: np.ndarray | None) -> np.ndarray:
-        if hasattr(self.env.unwrapped, "hold_action"):  # it knows better
+        # The environment defines its own way to hold, which takes precedence over the mapping.
+        if hasattr(self.env.unwrapped, "hold_action"):
             return self.env.unwrapped.hold_action(last)
         zeros = np.zeros(self.env.action_space.shape or (), np.float32)
         if self.mapping.hold == "zero":
@@ -196,7 +197,8 @@ class Mapped:
             return rest
         if last is not None:
             return last
-        state = self._state(self._last_raw)  # absolute actions: the present state, where it has the same size
+        # With absolute actions, hold the present state if it has the size of an action.
+        state = self._state(self._last_raw)
         return state if state.shape == zeros.shape else zeros
 
     def success(self, info: dict[str, Any], terminated: bool, reward: float) -> bool:
@@ -204,9 +206,6 @@ class Mapped:
 
     def task(self, info: dict[str, Any]) -> str:
         return self.mapping.task or str(info.get("task", getattr(self.env.unwrapped, "task", "")))
-
-
-# ----------------------------------------------------------------------------- making
 
 
 def make_env(
@@ -218,15 +217,18 @@ def make_env(
         return _open_suite(*suite, adapter, env_options or {})
     env_id = place_of(TASKS_GROUP, env_id)
     if env_id.startswith("sinew/"):
-        importlib.import_module("sinew_eval.sim")  # registers them
+        # Importing the module registers its environments with gymnasium.
+        importlib.import_module("sinew_eval.sim")
     module, colon, name = env_id.partition(":")
-    try:  # gymnasium's way to name the module that registers it; a class of it needs no id
+    # Gymnasium accepts "module:Env-v0" and imports the module first. An environment class needs no such id.
+    try:
         made = getattr(load_module(module, f"env {env_id}"), name, None) if colon else None
     except ModuleError as error:
         raise SinewError(str(error)) from error
     options = {**(env_options or {}), **extra}
     try:
-        # The checker warns about images inside nested dicts on every reset; the runner checks what it uses.
+        # Gymnasium's checker would print a warning at every reset for images in nested dicts. The runner checks
+        # the fields that it uses.
         env = made(**options) if made else gymnasium.make(env_id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError, ValueError) as error:
         own = "" if made else "; one of your own is MODULE:CLASS, or MODULE:ID where the module registers it"
@@ -247,7 +249,8 @@ def _open_suite(
     with SinewError.at(f"--env-options for {suite.name}", TypeError):
         env = module.Simulator(tasks, **options)
     if suite.control_hz and not getattr(env, "control_hz", None):
-        env.control_hz = suite.control_hz  # for an adapter of the user, which may not state the rate
+        # A user's adapter may not state the control rate, so set the suite's rate on the environment.
+        env.control_hz = suite.control_hz
     if adapter:
         return env, named_adapter(adapter, env)
     return env, Mapped(env, replace(getattr(env, "mapping", module.MAPPING), **changes))
@@ -268,7 +271,8 @@ def named_adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
         raise
     except ModuleError as error:
         raise SinewError(str(error)) from error
-    except Exception as error:  # whatever somebody's class raises
+    # A user's adapter class can raise any exception.
+    except Exception as error:
         raise SinewError(f"adapter {name}: {type(error).__name__}: {error}") from error
 
 
@@ -305,7 +309,7 @@ def _is_number(value: Any) -> bool:
 
 _TEXT = ("a text", _is_text)
 _FLAG = ("true or false", lambda value: isinstance(value, bool))
-# field of a mapping in JSON -> what is expected, and a test of it
+# Field of a JSON mapping -> (description of the expected value, test of the value).
 _MAPPING: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "images": ("an object of texts", _is_named),
     "state": ("a list of texts", _are_texts),
@@ -369,8 +373,7 @@ def time_limit(env: gymnasium.Env) -> int | None:
     if not limit and env.spec is not None:
         limit = env.spec.max_episode_steps
     while not limit and isinstance(env, gymnasium.Wrapper):
-        limit = getattr(
-            env, "_max_episode_steps", None
-        )  # attribute of TimeLimit, which has no public name for it
+        # Gymnasium's TimeLimit wrapper has no public attribute for its limit.
+        limit = getattr(env, "_max_episode_steps", None)
         env = env.env
     return limit

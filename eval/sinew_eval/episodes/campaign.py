@@ -23,7 +23,8 @@ from sinew_eval.episodes.settings import Task, Variant
 from sinew_eval.episodes.watched import WatchedMoment
 
 LOG = "episodes.jsonl"
-FARM = "sinew_eval.farm.shards"  # what plays with several processes and hosts; it is known by its name alone
+# The module that plays episodes in several processes and on several hosts. This module imports it by name, on use.
+FARM = "sinew_eval.farm.shards"
 OnEpisode = Callable[[Variant, Episode], None]
 
 
@@ -93,7 +94,8 @@ def run(
             for together in groups(variant, seeds):
                 before = [done.get((keys[index], seed)) for seed in together]
                 missing += before.count(None)
-                if None in before:  # all of them: in a smaller batch the missing ones would round differently
+                # Play the whole group again, because in a smaller batch the missing episodes would round differently.
+                if None in before:
                     todo += [(index, seed) for seed in together]
                 for found in before:
                     if found is not None and on_episode is not None:
@@ -111,7 +113,8 @@ def run(
                 if on_episode is not None:
                     on_episode(variants[index], episode)
         if queue is not None:
-            farm.remove(queue)  # all of it is in the log
+            # The log now contains every episode of the queue.
+            farm.remove(queue)
     return [[done[k, seed] for seed in seeds] for k in keys]
 
 
@@ -126,7 +129,8 @@ def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
         try:
             values = dict(parse_json(name))
         except (ValueError, TypeError):
-            continue  # a key of another program
+            # Skip a key that another program wrote.
+            continue
         batch = values.pop("batch", 1)
         if json.dumps(values, sort_keys=True) == key(task, replace(variant, batch=1)) and type(batch) is int:
             return batch
@@ -141,7 +145,8 @@ def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
 def open_log(log: Path) -> BinaryIO:
     """Opened for appending, with the last line ended."""
     cut_short = False
-    if log.exists():  # appending to a FIFO waits for its reader
+    # Check that an existing log is a regular file. Opening a FIFO for appending would block until it has a reader.
+    if log.exists():
         with SinewError.at(log, OSError), open_regular(log) as old:
             size = old.seek(0, io.SEEK_END)
             old.seek(max(size - 1, 0))
@@ -150,9 +155,6 @@ def open_log(log: Path) -> BinaryIO:
     if cut_short:
         file.write(b"\n")
     return file
-
-
-# ----------------------------------------------------------------------------- playing
 
 
 def _play(
@@ -174,7 +176,8 @@ def _play(
         yield from ((index, [episode]) for index, episode in elsewhere.play(task, variants, todo, workers))
         return
     env, _ = make_env(task.env, task.adapter, task.env_options)
-    env.close()  # what is wrong with it is said once, and here
+    # Make and close an environment here, so that an error in its settings is reported once and not by every worker.
+    env.close()
     if workers > 1 or listen is not None or hosts is not None:
         farm: Any = import_module(FARM)
         with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ from sinew_eval.episodes.player import EpisodePlayer
 from sinew_eval.episodes.policies import InProcess
 from sinew_eval.episodes.settings import Task, Variant
 
-APART = 8  # control steps between two of the observations
+OBSERVATION_INTERVAL = 8  # control steps between two measured observations
 
 
 def effects_of(task: Task, variant: Variant, seed: int) -> Effects:
@@ -36,7 +36,7 @@ def effects_of(task: Task, variant: Variant, seed: int) -> Effects:
         while len(found) < OBSERVATIONS:
             observation = Observation.from_mapping({**adapter.observation(raw), "seed": len(found)})
             found.append(observation)
-            for row in policy.policy.infer(observation).actions[:APART]:
+            for row in policy.policy.infer(observation).actions[:OBSERVATION_INTERVAL]:
                 raw, _, terminated, truncated, _ = env.step(adapter.action(row))
                 if terminated or truncated:
                     return measure(policy.policy, found)

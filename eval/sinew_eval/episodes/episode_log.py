@@ -18,7 +18,7 @@ from sinew_client.untrusted import parse_json, read_bytes
 from sinew_eval.episodes.runner import Episode
 
 logger = logging.getLogger(__name__)
-MAX_LOG = 1 << 31  # bytes of a log
+MAX_LOG = 1 << 31  # largest log that Sinew reads, in bytes
 
 
 def line(key: str, episode: Episode) -> bytes:
@@ -59,7 +59,8 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException as error:
         beside.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # which a write does not say
+            # The OSError of a write does not contain the file name.
+            error.filename = str(path)
         raise
 
 
@@ -81,7 +82,7 @@ def sole(out: Path, hint: str = "`sinew eval --join {}` helps it") -> Iterator[N
     """
     try:
         import fcntl
-    except ImportError:  # Windows
+    except ImportError:  # Windows has no fcntl
         yield
         return
     held = os.open(out, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))

@@ -18,12 +18,13 @@ from sinew_client.target import LOCAL, Target
 from sinew_eval.episodes.adapters import Direct, EnvAdapter, make_env
 from sinew_eval.episodes.settings import Task, Variant
 
+# Built-in task -> the built-in policy that plays it.
 TASKS = {
     "sinew/Blocks-v0": "blocks",
     "sinew/BlocksGoal-v0": "act",
     "sinew/Pen-v0": "pen",
     "sinew/Egg-v0": "egg",
-}  # embedded, and who plays them
+}
 
 
 def task_of(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:

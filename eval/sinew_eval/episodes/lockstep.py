@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from sinew_eval.episodes.adapters import EnvAdapter
 
-NEXT, RESET, INFER, STEP = ORDER = ("next", "reset", "infer", "step")  # what is answered first
+# Kinds of requests. When several kinds wait, they are answered in this order.
+NEXT, RESET, INFER, STEP = ORDER = ("next", "reset", "infer", "step")
 
-# The requests of one kind, by seat in ascending order -> an answer, or an error, for each.
+# Maps the requests of one kind (seat -> request, seats in ascending order) to an answer or an error for each seat.
 Answer = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 

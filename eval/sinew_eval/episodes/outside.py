@@ -31,14 +31,16 @@ from sinew_eval import suites
 from sinew_eval.episodes.policies import file_hash
 from sinew_eval.episodes.settings import ADAPTERS, TASKS_GROUP, Task, Variant
 
-_OWN = re.compile(r"sinew/[A-Za-z]+-v\d+")  # ids of the tasks in sinew_eval.sim
+_OWN = re.compile(r"sinew/[A-Za-z]+-v\d+")  # matches the ids of the built-in tasks in sinew_eval.sim
+# Options of suites whose texts name fields of an observation, and never code or files.
 _OF_MAPPING = {
     "prompt",
     "cameras",
     "action",
     "max_steps",
-}  # options of suites that are names of fields and no more
-POLICY, EDGE = "", "--edge-adapter"  # flags: a policy is a positional argument
+}
+# The option with which a person types each kind of name. A policy is the positional argument, so its option is empty.
+POLICY, EDGE = "", "--edge-adapter"
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ def is_built_in(env: str) -> bool:
     if _OWN.fullmatch(env):
         return True
     if suites.find(env) is not None:
-        return ":" not in env  # vla-eval/module:Class is somebody's own
+        # In vla-eval/module:Class, the class is the user's own.
+        return ":" not in env
     return place_of(TASKS_GROUP, env) != env
 
 
@@ -186,7 +189,8 @@ def _policy_names(
         field = f"{place}.target (SHA-256 {about.sha256[:16]})"
         yield "target", OutsideName(field, name, POLICY, f"sha256:{about.sha256}")
     elif about.kind == "server":
-        # Another laboratory has the server at an address of its own: the only one that was typed stands for it.
+        # Another laboratory runs the server at its own address. If the person typed exactly one address, use
+        # that address instead of the recorded one.
         key = comparable(addresses[0] if len(addresses) == 1 else variant.target)
         yield "target", OutsideName(f"{place}.target", variant.target, POLICY, key)
     if variant.edge_adapter:

@@ -25,7 +25,9 @@ from sinew_eval.episodes.policies import (
 from sinew_eval.episodes.runner import Episode, EpisodeSettings, run_episode, run_stream_episode
 from sinew_eval.episodes.settings import StreamCosts, Task, Variant
 
-TURNS = 4  # episodes of a group for each that is played at once: the last ones of a group have no others beside them
+# Episodes of a group for each seat in lockstep. At the end of a group some seats are idle, so more episodes for
+# each seat keep the batches fuller.
+TURNS = 4
 
 
 def key(task: Task, variant: Variant) -> str:
@@ -61,9 +63,11 @@ class EpisodePlayer:
         self.task = task
         self._make = make or (lambda: make_env(task.env, task.adapter, task.env_options))
         self.env, self.adapter = self._make()
-        self._beside: list[tuple[gymnasium.Env, EnvAdapter]] = []  # further ones, of episodes in lockstep
+        # Further environments with their adapters, for episodes in lockstep.
+        self._beside: list[tuple[gymnasium.Env, EnvAdapter]] = []
         self._policy: Any = None
-        self._fits = False  # adapters are fitted to what the policy says of itself
+        # True if the adapters are fitted to the policy's metadata.
+        self._fits = False
         self._opened: tuple[Any, ...] = ()
 
     def play(self, variant: Variant, seed: int) -> Episode:
@@ -146,7 +150,7 @@ class one_thread:  # noqa: N801 - used as a context
     """One compute thread inside, as in workers: the number of threads decides how sums are split, so the last bits."""
 
     def __init__(self, variants: Sequence[Variant]):
-        # A run that computes elsewhere, or without torch, should not import it for this.
+        # Do not import torch for a run that computes on a server or without torch.
         self.needed = any(
             Target.parse(variant.target).kind == LOCAL
             and (variant.engine is None or "torch" in BACKENDS[variant.engine].packages)

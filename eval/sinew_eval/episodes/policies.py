@@ -220,13 +220,14 @@ def chosen(variant: Variant) -> EngineChoice:
     return choose(opened, **_computing(variant), stream=guidance)
 
 
+# Fields of a policy's description that decide how its chunks are executed.
 STATED = (
     "motion",
     "temporal_ensemble",
     "real_time_chunking",
     "n_action_steps",
     "chunk_size",
-)  # what decides how chunks are executed
+)
 
 
 def stated_facts(target: str, env_id: str) -> dict[str, Any]:
@@ -300,6 +301,7 @@ def file_hash(target: str) -> str:
                     digest.update(block)
     except OSError as error:
         raise SinewError(f"{target}: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the name
+    # A NUL character in the name raises ValueError.
+    except ValueError as error:
         raise SinewError(f"{named(target)}: {error}") from None
     return digest.hexdigest()

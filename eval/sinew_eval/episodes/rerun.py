@@ -90,7 +90,8 @@ class LoggedPlayer(EpisodePlayer):
     def _open(self, variant: Variant) -> EvalPolicy:
         policy: Any = super()._open(variant)
         scene: Any = self.env.unwrapped
-        self.names = {  # the policy's own, or what the environment calls them
+        # Use the policy's names of the joints, or else the environment's names.
+        self.names = {
             kind: found or tuple(getattr(scene, f"{kind}_names", ()))
             for kind, found in _names(policy).items()
         }

@@ -54,7 +54,8 @@ class SimulatedRobot:
     actions: what the environment was given in this episode, one for each of its ``steps``. info: what it said last.
     """
 
-    _seen: dict[str, Any] | None  # observation of this step, once it was requested
+    # Observation of the present control step. It is None until the loop requests the observation.
+    _seen: dict[str, Any] | None
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class SimulatedRobot:
         self.on_episode: Callable[[str, str], None] | None = None
         self.success: bool | None = None
         self._cameras, self._options = cameras or {}, options
-        self._waits = False  # for the first command: nothing happens before
+        # True in a trial: the simulation does not advance before the first command.
+        self._waits = False
         self._begin()
 
     def set_up(self, seed: int) -> None:
@@ -150,7 +152,8 @@ class SimulatedRobot:
 class StreamedRobot(SimulatedRobot):
     """Shows each frame once, with its own age; the state at every look."""
 
-    _shown: float | None = None  # when the newest frame that was shown was taken, seconds
+    # Capture time of the newest frame that was returned, in seconds.
+    _shown: float | None = None
 
     def observe(self) -> dict[str, Any]:
         seen = super().observe()

@@ -46,9 +46,11 @@ if TYPE_CHECKING:
 
     from sinew_eval.episodes.adapters import EnvAdapter
 
-NEVER_S = 1e9  # seconds; no frame of an environment is too old to act on
+# Maximum age of a frame in seconds. It is so large that no simulated frame is too old to act on.
+NEVER_S = 1e9
 
-Watcher = Callable[[int, dict[str, Any], bool], None]  # control step, observation, a chunk has been asked for
+# Called with the control step, the observation, and True if a chunk was requested in this step.
+Watcher = Callable[[int, dict[str, Any], bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,9 @@ class Episode:
     wall_s: float = 0.0
     seam: float = 0.0
     jerk: float = 0.0
-    reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # streams only, by loop
-    faults: dict[str, int] = field(default_factory=dict)  # answers that could not be executed, by kind
-    reasons: dict[str, int] = field(default_factory=dict)  # reason of a hold -> control steps
+    reactions_ms: dict[str, list[float]] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
     digest: str = ""
     peak_bytes: int = 0
     clipped: int = 0
@@ -140,7 +142,8 @@ class Episode:
                 raise SinewError(f"episode.{name}: expected {types[name]}, got {shown(value)}")
         try:
             return cls(**values)
-        except TypeError as error:  # a field is missing
+        # A missing field raises TypeError.
+        except TypeError as error:
             raise SinewError(f"episode: {error}") from None
 
 
@@ -152,7 +155,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_whole(value)
 
 
-# Types of an episode's fields, as they are written there, and a test of each
+# Annotation of a field of Episode -> test of a value of that type.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "int": _is_whole,
     "str": lambda value: isinstance(value, str),
@@ -169,19 +172,34 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSettings:
-    """How to play: the part of a variant that the runner needs, and what all episodes share."""
+    """Settings of an episode: the part of a variant that the runner needs, and the settings that all episodes
+    share.
 
-    replan: int | str = REPLAN  # see Variant
+    Attributes:
+        replan: Rule for the next request, see :class:`sinew_eval.episodes.settings.Variant`.
+        latency: Simulated delay from request to chunk.
+        handover: Chunk merging.
+        reset_options: Options of the environment's reset.
+        noise: Number that enters every noise seed.
+        realtime: True to use the wall clock and the measured latency.
+        motion: Reference of the actions, see ``sinew_client.control.Settings``. None to use the policy's own
+            statement.
+        future: True to send the state that the robot will have when the answer arrives.
+        edge_adapter: File with a small network that refines the newest chunk in every control step
+            (docs/edge-and-cloud.md). "" for none.
+        envelope: Filter, speed and limits of ``sinew_client.control.Settings``.
+    """
+
+    replan: int | str = REPLAN
     latency: Latency = field(default_factory=Latency)
     handover: str = HANDOVER
     reset_options: dict[str, Any] | None = None
     noise: int = 0
     realtime: bool = False
-    # See sinew_client.control.Settings; None: as the policy states it
     motion: Mapping[str, Any] | None = None
     future: bool = False
-    edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/edge-and-cloud.md)
-    envelope: Mapping[str, Any] = field(default_factory=dict)  # filter, speed and limits of control.Settings
+    edge_adapter: str = ""
+    envelope: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_episode(
@@ -364,7 +382,8 @@ class Tally:
         self.held = self.misses = 0
         self.delays: list[int] = []
         self.seams: list[int] = []
-        self._waiting = self._starved = False  # the latter: there was a step without a row since the request
+        # _starved is True if there was a step without an action since the request.
+        self._waiting = self._starved = False
 
     def hear(self, event: str, values: dict[str, Any]) -> None:
         if event == "ask":
@@ -372,7 +391,7 @@ class Tally:
         elif event in ("arrived", "bad_chunk") and self._waiting:
             self._waiting = False
             self.delays.append(values["step"] - self.asked)
-            # The first chunk has no deadline: nothing runs out.
+            # The first chunk has no deadline, because no earlier actions can run out.
             self.misses += self._starved and len(self.delays) > 1
         elif event == "command":
             command: Command = values["command"]

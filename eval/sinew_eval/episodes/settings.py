@@ -18,12 +18,13 @@ from sinew_client.target import EXPERT, MODEL_SERVER, Target
 from sinew_client.typed_names import file_name, portable
 from sinew_client.untrusted import named, shown
 
-TASKS_GROUP = "sinew.tasks"  # entry points of other distributions: name -> "module:Class"
-ADAPTERS = {"direct": "sinew_eval.episodes.adapters:Direct"}  # name -> place of an adapter of this package
-MOST_DELAY = 1_000_000  # control steps or milliseconds of a latency
+TASKS_GROUP = "sinew.tasks"  # entry-point group where other packages register tasks: name -> "module:Class"
+# Name of an adapter of this package -> "module:Class".
+ADAPTERS = {"direct": "sinew_eval.episodes.adapters:Direct"}
+MOST_DELAY = 1_000_000  # largest latency, in control steps or milliseconds
 MOST_WHOLE = 1 << 53  # largest whole number in a record
-MOST_TEXT = 4096  # characters of a text in a record
-MOST_SOLVER_STEPS, MOST_BATCH = 10_000, 65_536  # in a record
+MOST_TEXT = 4096  # longest text in a record, in characters
+MOST_SOLVER_STEPS, MOST_BATCH = 10_000, 65_536  # largest values in a record
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
 _LATENCY = re.compile(
     rf"(?:(?P<kind>uniform|normal):)?(?P<first>{_NUMBER})(?:[-,](?P<second>{_NUMBER}))?(?P<unit>ms)?"
@@ -66,7 +67,8 @@ class Latency:
         elif found["kind"] == "normal":
             first = max(0.0, float(rng.normal(first, second)))
         steps = first * control_hz / 1e3 if found["unit"] else first
-        return math.ceil(steps - 1e-9)  # 100 ms at 60 Hz are six steps, whatever the product rounds to
+        # Subtract a small number before rounding up: 100 ms at 60 Hz must be six steps despite rounding in the product.
+        return math.ceil(steps - 1e-9)
 
     def milliseconds(self, control_hz: float) -> float:
         """The expected delay, for axes."""
@@ -77,7 +79,7 @@ class Latency:
         return mean if found["unit"] else 1e3 * mean / control_hz
 
 
-NONE = "none"  # value of a sweep that means no file or form
+NONE = "none"  # value of --sweep for no stream or no edge adapter
 
 
 _COSTS = re.compile(
@@ -112,7 +114,7 @@ class Variant:
     then takes the place of chunks. ``edge_adapter``: a file. A sweep writes "none" for either. ``batch``:
     episodes that one process plays in lockstep; what they ask at the same moment is one inference."""
 
-    target: str  # a bundle file, tcp://host:port, or "expert"
+    target: str
     replan: int | str = REPLAN
     latency: Latency = Latency()
     handover: str = HANDOVER
@@ -180,7 +182,7 @@ class Variant:
 
     def to_dict(self) -> dict[str, Any]:
         record = {**asdict(self), "latency": self.latency.text, "rename": list(self.rename)}
-        # Logs of episodes that were played before there was a choice stay valid.
+        # Omit fields with default values that older versions did not have, so that the keys of old logs stay valid.
         later = (
             *("engine", "ignore_recipe", "rename", "allow_missing_cameras", "allow_empty_prompt"),
             *("stream", "edge_adapter", "batch"),
@@ -248,7 +250,8 @@ def rows_between(replan: int | str, chunk_size: int) -> int:
     return parse_rule(replan).horizon(chunk_size)
 
 
-_WITH_A_COMMA = {"latency": "normal:", "replan": "disagreement:"}  # normal:80,20ms and disagreement:0.1,8
+# Some values contain a comma themselves, for example normal:80,20ms and disagreement:0.1,8.
+_WITH_A_COMMA = {"latency": "normal:", "replan": "disagreement:"}
 
 
 def _listed(key: str, text: str) -> list[str]:
@@ -300,9 +303,6 @@ def sweep(base: Variant, sweeps: Sequence[str]) -> list[Variant]:
     return variants
 
 
-# ----------------------------------------------------------------------------- records
-
-
 def _whole(least: int, most: int = MOST_WHOLE) -> tuple[str, Any]:
     def fits(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -324,7 +324,7 @@ _FLAG = ("true or false", lambda value: isinstance(value, bool))
 _OBJECT = ("an object", lambda value: isinstance(value, dict))
 _TEXTS = ("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value)))
 _REPLAN = ("a whole number or a rule", lambda value: _is_text(value) or _whole(0)[1](value))
-# field -> what is expected, and a test of it
+# Field -> (description of the expected value, test of the value).
 _TASK_FIELDS = {
     "env": _TEXT,
     "env_options": _optional(_OBJECT),
@@ -352,7 +352,7 @@ _VARIANT_FIELDS = {
     "edge_adapter": _TEXT,
     "batch": _whole(1, MOST_BATCH),
 }
-# What a gate fixes of a variant
+# Fields of a task and of a variant that a gate fixes.
 PROTOCOL_FIELDS = {
     **{name: _TASK_FIELDS[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
     **{name: _VARIANT_FIELDS[name] for name in ("replan", "latency", "handover", "solver_steps")},
@@ -408,7 +408,7 @@ class Task:
     future: bool = False
 
     def __post_init__(self) -> None:
-        # Which says what is wrong with them
+        # Building a controller checks motion and future, and raises SinewError with the reason.
         Settings(1.0, motion=self.motion, future=self.future).controller(0)
 
     @classmethod
@@ -429,5 +429,5 @@ class Task:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        # Logs of episodes that were played before there was a choice stay valid.
+        # Omit fields with default values that older versions did not have, so that the keys of old logs stay valid.
         return {k: v for k, v in asdict(self).items() if v or k not in ("motion", "future")}

@@ -41,7 +41,8 @@ class Simulated:
         self.policy, self._latency, self._hz = policy, latency, hz
         self._luck, self._asked = (noise, seed), 0
         self.latencies: list[float] = []
-        self._pending: tuple[int, np.ndarray] | None = None  # the step in which it is there, and the chunk
+        # Control step in which the pending chunk arrives, and the chunk.
+        self._pending: tuple[int, np.ndarray] | None = None
 
     def ready(self, now: float) -> bool:
         return self._pending is None
@@ -97,9 +98,6 @@ def _timeless(observation: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in observation.items() if name != "time"}
 
 
-# ----------------------------------------------------------------------------- streams
-
-
 def way(latency: Latency) -> float:
     """Return the seconds of a constant latency in milliseconds. Raises SinewError for any other one."""
     if latency.text != "0" and not (latency.text.endswith("ms") and latency.text[0].isdigit()):
@@ -117,12 +115,16 @@ class SimulatedLink:
 
     def __init__(self, session: Session, costs: StreamCosts, now: Callable[[], float], way: float = 0.0):
         self._session, self._costs, self._now, self._way = session, costs, now, way
-        self._slow: tuple[float, Any] | None = None  # when it ends, what it then gives
+        # End time of the running prefix computation in simulated seconds, and its result.
+        self._slow: tuple[float, Any] | None = None
+        # End time of the running computation of the action head in simulated seconds, and its window.
         self._fast: tuple[float, Any] | None = None
-        self._sent: list[tuple[float, StreamWindow]] = []  # when each arrives, in that order
+        # Arrival time and action window, in the order of arrival.
+        self._sent: list[tuple[float, StreamWindow]] = []
         self._clock = 0.0
         self.label = session.label
-        self.errors, self.error, self.faults = 0, "", Faults()  # none: what fails here is raised
+        # The error counters stay empty, because errors of a simulated stream are raised.
+        self.errors, self.error, self.faults = 0, "", Faults()
 
     def send(
         self,

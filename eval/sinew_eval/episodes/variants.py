@@ -24,7 +24,8 @@ from sinew_eval.episodes.settings import sweep as parse_sweep
 if TYPE_CHECKING:
     from sinew.policy import Policy
 
-ENV = "sinew/Blocks-v0"  # where nothing says which task a policy fits
+# The task if neither the user nor the policy determines one.
+ENV = "sinew/Blocks-v0"
 
 
 def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
@@ -34,7 +35,8 @@ def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allow
         return ENV
     try:
         from sinew_eval.episodes.fitting import task_of
-    except ModuleNotFoundError:  # said when the environment is made
+    # The error for the missing package is raised later, when the environment is made.
+    except ModuleNotFoundError:
         return ENV
     found = task_of(target, rename, **allowed)
     progress.say(f"env {found}: none was given" + " and the policy fits it" * (found != ENV))
@@ -129,7 +131,8 @@ def in_lockstep(
     if out is not None and (before := batch_played(task, variant, out)) is not None:
         progress.say(f"{variant.show('target')}: batches of {before}, as in {out}")
         return replaced(variant, batch=before)
-    replaced(variant, batch=2)  # refuses what has no batches
+    # This call raises SinewError for a variant that cannot be batched.
+    replaced(variant, batch=2)
     policy = open_policy(variant, task.env)
     try:
         if isinstance(policy, ServerPolicy):

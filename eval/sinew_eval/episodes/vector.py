@@ -15,7 +15,7 @@ from sinew.core import SinewError
 from sinew_eval.episodes.adapters import time_limit
 from sinew_eval.episodes.lockstep import RESET, STEP
 
-# What adapters ask an environment for, beside its spec
+# Attributes that adapters read from an environment, in addition to its spec.
 TOLD = ("control_hz", "max_steps", "task_description")
 
 
@@ -69,7 +69,8 @@ class VectorParts:
             self._last[part] = np.asarray(action, self._rest.dtype)
         idle = {int(part): 0 for part in np.flatnonzero(self._over) if part not in asked}
         if idle and not self.together:
-            self._reset(idle, None)  # an episode that is over cannot be stepped
+            # An environment whose episode has ended cannot be stepped, so reset it.
+            self._reset(idle, None)
         seen, rewards, ends, cuts, infos = self.env.step(np.stack(self._last))
         observations, self._over = self._apart(seen), np.asarray(ends) | np.asarray(cuts)
         found = {}
@@ -84,7 +85,7 @@ class VectorParts:
         spare = next(iter(seeds.values()))
         given = [seeds.get(part, spare) for part in range(self.env.num_envs)]
         if not self.together:
-            # All of them at first: one that was never reset cannot be stepped.
+            # Reset every environment the first time, because an environment that was never reset cannot be stepped.
             mask = np.isin(np.arange(self.env.num_envs), list(seeds)) | self._fresh
             options = {**(options or {}), "reset_mask": mask}
             self._over &= ~mask
@@ -94,7 +95,8 @@ class VectorParts:
 
     def _apart(self, seen: Any) -> list[Any]:
         if not getattr(self.env, "copy", True):
-            seen = deepcopy(seen)  # the next step would write over what is still to be looked at
+            # Copy the observations, because the next step overwrites them in place.
+            seen = deepcopy(seen)
         return list(iterate(self.env.observation_space, seen))
 
 
@@ -107,7 +109,8 @@ class Part(gymnasium.Env):
         self._index = index
         self.action_space, self.observation_space = env.single_action_space, env.single_observation_space
         self.metadata = dict(env.metadata)
-        # The environments of this vector that run in this process; none if they run in processes of their own
+        # Environments of the vector in this process. The tuple is empty if the vector runs its environments in
+        # other processes.
         copies: Sequence[gymnasium.Env] = getattr(env.unwrapped, "envs", ())
         self.spec = env.spec or (copies[0].spec if copies else None)
         for each in (*(copy.unwrapped for copy in copies[:1]), env.unwrapped):

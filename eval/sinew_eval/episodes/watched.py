@@ -16,8 +16,8 @@ from sinew_eval.episodes.player import EpisodePlayer, one_thread
 from sinew_eval.episodes.runner import Episode
 from sinew_eval.episodes.settings import Task, Variant
 
-MAX_FILM = 1 << 34  # bytes of the frames of one episode
-CAMERA = "camera/"  # before a camera's name in a file of moments
+MAX_FILM = 1 << 34  # largest size of an episode's frames, in bytes
+CAMERA = "camera/"  # prefix of a camera's name in a file of watched steps
 
 
 class WatchedSteps(gymnasium.Wrapper):

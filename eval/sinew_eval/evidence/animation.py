@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-CAPTION = 22  # pixels of each of the two lines under the picture
+CAPTION = 22  # height of each of the two text lines under the picture, in pixels
 _INK, _PAPER = (30, 30, 30), (246, 246, 244)
 _COLORS = {True: (0, 122, 70), False: (190, 45, 30), None: _INK}
 
@@ -25,11 +25,12 @@ def compose(
     draw = ImageDraw.Draw(picture)
     font = ImageFont.load_default()
     for index, (camera, frame) in enumerate(images.items()):
-        # Its pixels should show
+        # Resize without smoothing, so that the policy's pixels stay visible.
         small = Image.fromarray(frame).resize((side, side), Image.Resampling.NEAREST)
         picture.paste(small, (size, index * side))
         at = (size + 4, index * side + 2)
-        draw.text(at, camera, fill=_INK, font=font, stroke_width=2, stroke_fill=_PAPER)  # frames may be dark
+        # The outline keeps the text readable on dark frames.
+        draw.text(at, camera, fill=_INK, font=font, stroke_width=2, stroke_fill=_PAPER)
     draw.text((6, size + 5), prompt, fill=_INK, font=font)
     draw.text((6, size + CAPTION + 2), status, fill=_COLORS[success], font=font)
     return picture

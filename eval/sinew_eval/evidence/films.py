@@ -18,9 +18,9 @@ from sinew_eval.evidence.animation import compose
 if TYPE_CHECKING:
     from sinew_eval.episodes.campaign import RemotePlayer
 
-SIDE = 240  # pixels of the scene
-FPS = 10  # pictures per second of the episode's own time, at most
-PAUSE_S = 1.5  # pause after the last frame
+SIDE = 240  # width and height of the scene, in pixels
+FPS = 10  # largest number of frames per second of the episode's own time
+PAUSE_S = 1.5  # pause after the last frame, in seconds
 QUALITY = 60
 MOST_VARIANTS = 4
 

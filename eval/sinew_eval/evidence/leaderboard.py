@@ -29,11 +29,11 @@ from sinew_eval.report.stats import mcnemar, paired_difference, pairs_needed, su
 
 SCHEMA = "sinew.leaderboard/1"
 MAX_REPORTS = 1000
-MAX_STANDINGS = 200  # rows of a board: each two are compared
-MAX_TASKS = 10_000  # most tasks of a variant
+MAX_STANDINGS = 200  # largest number of rows on a board, because every pair of rows is compared
+MAX_TASKS = 10_000  # largest number of tasks of a variant
 MAX_NUMBER = 1e18  # largest measured number in a report
-FEW = 10  # pairs that a page shows unfolded
-# What a row's name says where rows of one policy differ in it.
+FEW = 10  # a page folds the table if there are more pairs
+# Fields of a variant that appear in the name of a row if rows of the same policy differ in them.
 TOLD = (
     "replan",
     "latency",
@@ -192,7 +192,7 @@ def _standing(
         "peak_bytes": _number_or_none("peak_bytes", entry.get("peak_bytes")),
         "size_bytes": _number_or_none("bundle.bytes", bundle.get("bytes")),
         "plan": plan,
-        # A scene that a person set up is the same in one sitting alone; what was simulated has a digest.
+        # A scene that a person set up is equal only within one session. A simulated scene has a digest.
         "sitting": name if plan and outcomes is not None and not outcomes[0]["digest"] else "",
     }
     label = _text("bundle.name", bundle.get("name", "")) or target
@@ -329,8 +329,6 @@ def _labels(ranked: Sequence[Standing]) -> list[str]:
     ]
 
 
-# ----------------------------------------------------------------------------- tables
-
 COLUMNS = (
     ">rank",
     "policy",
@@ -457,7 +455,8 @@ def _films(board: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]
         try:
             text = read_text(path, MAX_BYTES)
         except (OSError, ValueError):
-            continue  # a sitting without a page
+            # The session has no page.
+            continue
         found = page.FILMS.findall(text)
         yield page.folded(f"films of {report}", "".join(found)) if found else ""
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# As the dashboard's (serve/dashboard/page.css): light and dark as the reader has it.
+# The colours are those of the dashboard (serve/dashboard/page.css). The reader's browser chooses light or dark.
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --faint: #59636e; --line: #d1d9e0; --box: #f6f8fa;
   --bad: #b42318; --good: #116329; }
@@ -39,20 +39,21 @@ dl { display: grid; grid-template-columns: minmax(8rem, max-content) 1fr; gap: .
 dd { margin: 0; overflow-wrap: anywhere; }
 summary { cursor: pointer; padding: .3rem 0; }
 """.strip()
-# What a browser may load for the page: what stands in it.
+# Content security policy: the browser loads only data that is inside the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-RECORD = "sinew-record"  # id of the element whose text is the record
+RECORD = "sinew-record"  # id of the HTML element that contains the record as JSON
 _RECORD = re.compile(rf'<script type="application/json" id="{RECORD}">(.*?)</script>', re.DOTALL)
 
 _WEBP = r"data:image/webp;base64,[A-Za-z0-9+/=]+"
-# A scene's films as a page has them, and nothing else: of a page that somebody gives, they go into another one.
+# Matches the films of one scene and no other markup. These films are copied from a page of unknown origin into
+# a new page.
 FILMS = re.compile(
     rf'<h2>Scene \d+</h2><div class="films">(?:<figure><picture><source media="[^"<>]*" srcset="{_WEBP}"><img alt="'
     rf'[^"<>]*" src="{_WEBP}"></picture><figcaption>[^<>]*<span class="(?:good|bad)">[a-z ]*</span>[^<>]*</figcaption>'
     r"</figure>)+</div>"
 )
 
-Cell = str | tuple[str, str]  # text, or text and a class
+Cell = str | tuple[str, str]  # a text, or a text and its CSS class
 
 
 def page(title: str, parts: Iterable[str], record: Mapping[str, Any]) -> str:

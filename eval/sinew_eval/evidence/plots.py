@@ -11,7 +11,8 @@ from sinew.core import figures
 from sinew_eval.episodes.settings import rows_between
 from sinew_eval.report.report import swept
 
-check = figures.check  # before the hours whose figure cannot be drawn
+# Callers check for matplotlib before they spend hours on episodes.
+check = figures.check
 
 
 def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
@@ -23,7 +24,8 @@ def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
     for name in changed:
         others = [other for other in changed if other != name]
         if name == "handover" and others:
-            continue  # lines of the other figure
+            # The figure of the other field has one line for each value of this field.
+            continue
         path = out / f"success_{name}.png"
         if name == "replan":
             plot_replan(report, others, path)
@@ -41,7 +43,7 @@ def plot_replan(report: dict[str, Any], others: Sequence[str], path: Path) -> No
     handles = []
     for index, (label, entries) in enumerate(lines.items()):
         entries = sorted(entries, key=_replan)
-        # Intervals of two lines should not cover each other; the axis is logarithmic.
+        # Shift the lines a little, so that their intervals do not overlap. Multiply, because the axis is logarithmic.
         x = [_replan(entry) * 2 ** (0.12 * _aside(index, len(lines))) for entry in entries]
         handles.append(_success_line(axis, x, entries, index, label))
         rates.plot(x, [entry["control_rate_hz"] for entry in entries], linewidth=1.4, **_style(index))
@@ -68,7 +70,8 @@ def plot_sweep(report: dict[str, Any], name: str, others: Sequence[str], path: P
     spread = 0.012 * longest if name == "latency" else 0.08
     handles = []
     for index, (label, entries) in enumerate(lines.items()):
-        shift = spread * _aside(index, len(lines))  # intervals of two lines should not cover each other
+        # Shift the lines a little, so that their intervals do not overlap.
+        shift = spread * _aside(index, len(lines))
         if name == "latency":
             entries = sorted(entries, key=lambda entry: entry["delay_ms"])
             x = [entry["delay_ms"] + shift for entry in entries]

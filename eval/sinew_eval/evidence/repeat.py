@@ -22,8 +22,8 @@ from sinew_eval.evidence.page import record_in
 from sinew_eval.report.report import SCHEMA
 from sinew_eval.report.stats import mcnemar
 
-REPORT = "report.json"  # file of `sinew eval --out`
-MAX_EPISODES = 1_000_000  # most episodes of a variant
+REPORT = "report.json"  # name of the report that `sinew eval --out` writes
+MAX_EPISODES = 1_000_000  # largest number of episodes of a variant
 MAX_VARIANTS = 1000
 MAX_SEED = 1 << 63
 KINDS = ("bundle", "server", "expert")
@@ -211,9 +211,6 @@ def policy_of(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _place(name: str) -> str:
     return name if Target.parse(name).kind != LOCAL else str(resolve(name))
-
-
-# ----------------------------------------------------------------------------- comparison
 
 
 def compare(

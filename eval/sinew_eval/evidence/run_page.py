@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sinew_eval.evidence.films import Film
 
 PAGE = "report.html"
-SHOWN = 400  # trials that are listed at once; the others are folded away
+SHOWN = 400  # a page folds the list if there are more trials
 
 
 def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]:
@@ -128,7 +128,8 @@ def _said(trial: Mapping[str, Any]) -> str:
 def how_run(record: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>How it was run</h2>"
     yield page.commands([record["command"] or "from Python"])
-    if "plan" not in record:  # a robot's trials do not follow from their seeds
+    # Trials on a robot do not follow from their seeds, so they cannot be repeated.
+    if "plan" not in record:
         yield (
             "<p>The same episodes again, here or in another laboratory. A page names nothing that Sinew uses without"
             " you: type the policies, wherever they are, and the names that are not Sinew's own.</p>"

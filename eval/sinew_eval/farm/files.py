@@ -33,15 +33,15 @@ from sinew_eval.episodes.player import groups, key
 from sinew_eval.episodes.runner import Episode
 from sinew_eval.episodes.settings import Task, Variant
 
-FOLDER = "episodes.farm"  # within the folder of a run, beside the log
+FOLDER = "episodes.farm"  # folder of the queue inside the run's folder
 PLAN, LEASES, PLAYED, LOGS = "plan.json", "leases", "played", "logs"
 FORMAT = 1
-LEASE_S = 15.0  # lease of a plan, seconds
-MAX_BYTES = 64 << 20  # largest file that is read here
-MAX_VALUES = 1 << 23  # most values of a plan
+LEASE_S = 15.0  # a lease expires after this many seconds without a sign of life
+MAX_BYTES = 64 << 20  # largest file that this module reads, in bytes
+MAX_VALUES = 1 << 23  # largest number of JSON values in a plan
 MAX_SEED = 1 << 63
 MAX_LEASE_S = 3600.0
-MAX_WORKER = 1024  # bytes of a worker's name
+MAX_WORKER = 1024  # longest name of a worker, in bytes
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -197,7 +197,8 @@ class EpisodeQueue:
     def __init__(self, folder: Path, worker: str, lease_s: float = LEASE_S):
         self.folder, self.worker, self.lease_s = folder, worker, lease_s
         self._held: set[str] = set()
-        self._seen: dict[str, tuple[tuple[int, int], float]] = {}  # lease -> its state, since when here
+        # Lease -> (state of its file, local time in seconds since when the state is unchanged).
+        self._seen: dict[str, tuple[tuple[int, int], float]] = {}
         self._lock = threading.Lock()
 
     def make(self) -> None:
@@ -221,7 +222,8 @@ class EpisodeQueue:
             file.write(self.worker)
         with self._lock:
             self._held.add(job.name)
-        if self.played(job):  # another worker gave the lease back in between
+        # Check again: another worker may have stored the group and returned its lease in the meantime.
+        if self.played(job):
             self.give_back(job)
             return False
         return True
@@ -266,7 +268,7 @@ class EpisodeQueue:
         if known is None or known[0] != state:
             self._seen[job.name] = (state, time.monotonic())
         elif time.monotonic() - known[1] > self.lease_s:
-            # Another one may have renewed it just now: then the group is played twice, and is there once.
+            # The owner may have renewed the lease just now. Then two workers play the group, and one result is stored.
             (self.folder / LEASES / job.name).unlink(missing_ok=True)
             del self._seen[job.name]
 
@@ -300,7 +302,8 @@ class EpisodeQueue:
     def beat(self) -> None:
         """Give a sign of life on every lease that is held."""
         for name in self.held:
-            with contextlib.suppress(FileNotFoundError):  # somebody thought that this process was dead
+            # The lease is missing if another process assumed that this process was dead.
+            with contextlib.suppress(FileNotFoundError):
                 os.utime(self.folder / LEASES / name)
 
     def release(self, worker: str) -> list[str]:
@@ -323,7 +326,8 @@ def _state(path: Path) -> tuple[int, int] | None:
     try:
         with open_regular(path) as file:
             found = os.fstat(file.fileno())
-    except OSError:  # also of what is no file
+    # OSError is also raised if the path is not a regular file.
+    except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
 

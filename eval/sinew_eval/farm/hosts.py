@@ -50,18 +50,18 @@ from sinew_eval.farm.files import MAX_BYTES, PLAN, EpisodeQueue, FarmPlan, SeedB
 
 logger = logging.getLogger(__name__)
 
-MAX_KEY = 4096  # bytes of the file with a run's key
+MAX_KEY = 4096  # largest file with a run's key, in bytes
 SCHEME = "http://"
-ANSWER_S = 10.0  # for an answer, until it is asked again
-AWAY_S = 60.0  # without one, until a worker gives up
-AGAIN_S = 0.2  # between two tries
-TOLD_S = 3.0  # for workers to hear that all is played
-BLOCK = 1 << 20  # bytes of a bundle that are in memory
-MOST_THREADS = (
-    256  # threads of this process, one per connection; further connections are closed, and try again
-)
+ANSWER_S = 10.0  # a worker sends its request again after this many seconds without an answer
+AWAY_S = 60.0  # a worker gives up after this many seconds without any answer
+AGAIN_S = 0.2  # seconds between two attempts
+TOLD_S = 3.0  # the server waits this many seconds at the end, so that workers learn that everything is played
+BLOCK = 1 << 20  # bytes of a bundle that are copied at once
+# One thread serves one connection. The server closes further connections, and their clients try again.
+MOST_THREADS = 256
 KEY_HEADER = "X-API-Key"
-KEY_FILE = "key"  # in the queue's folder, for this user alone: a run that is begun again has the same
+# File in the queue's folder that only this user can read. A run that continues uses the same key.
+KEY_FILE = "key"
 WORKER = re.compile(r"[\w.-]{1,100}")
 
 
@@ -92,7 +92,8 @@ class QueueServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = ANSWER_S  # until it is known who asks
+            # Short timeout in seconds until the key of the request has been checked.
+            timeout = ANSWER_S
 
             def do_GET(self) -> None:
                 server.answer(self)
@@ -125,7 +126,8 @@ class QueueServer:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer a request, or refuse it by its status. What comes without the key is not read."""
-        headers: Any = request.headers  # a mapping in all that is needed here
+        # The headers have all methods of a mapping that are used below.
+        headers: Any = request.headers
         if refused_page(request.command, request.path, headers, self._listen, keyed=True) is not None:
             request.send_error(403, "requests of web pages are refused")
             return
@@ -168,7 +170,8 @@ class QueueServer:
             self._queue(_worker(parse_json(body)["worker"])).beat()
             return b"{}"
         if verb == "POST" and place[0] == "store":
-            if job := self._jobs.get(place[1]):  # else an earlier head has it in its log
+            # If the job is not in this plan, an earlier process of the run has already logged its episodes.
+            if job := self._jobs.get(place[1]):
                 self._queue(_worker(query["worker"][0])).put(job, body)
             return b"{}"
         raise KeyError(verb)
@@ -178,7 +181,8 @@ class QueueServer:
         with self._lock:
             for name in queue.held:
                 if name in self._jobs and not queue.played(self._jobs[name]):
-                    return {"job": name, "over": False}  # the answer was lost
+                    # The worker still has the lease of this group, so the previous answer was lost. Send it again.
+                    return {"job": name, "over": False}
             left = list(self._still().values())
             job = queue.take(left)
             if not left and job is None:
@@ -195,7 +199,8 @@ class QueueServer:
         with self._lock:
             if worker not in self._queues:
                 self._queues[worker] = EpisodeQueue(self._folder, worker, self._plan.lease_s)
-                self._queues[worker].adopt()  # leases of an earlier head
+                # Adopt the leases that this worker got from an earlier process of the run.
+                self._queues[worker].adopt()
                 self._untold.add(worker)
             return self._queues[worker]
 
@@ -324,7 +329,7 @@ def fetch(address: str, folder: Path, typed: TypedNames) -> TypedNames:
     plan = FarmPlan.parse(data, address)
     facts = plan.facts()
     here = own_hashes(typed)
-    # All other names first: nothing is fetched for a plan that may not be played.
+    # Check all other names first, so that nothing is downloaded for a plan that may not be played.
     allowed(address, plan.task, plan.variants, facts, typed, bundles=False)
     pending: dict[str, int] = {}
     for index, about in enumerate(facts):

@@ -34,23 +34,22 @@ from sinew_eval.farm.hosts import SCHEME, QueueServer, RemoteQueue, fetch
 
 logger = logging.getLogger(__name__)
 
-MAX_LOG = 1 << 28  # bytes of a shard's log
-BEATS = 5  # signs of life in the time of a lease
-LOOK_S = 0.05  # between two looks at the queue
-DEATHS = 5  # deaths of shards in the same group, or before their first one, that end the run
-REFUSED, FAULT = 65, 70  # exit status of a shard that ends with an error for people, and with one of Python's
+MAX_LOG = 1 << 28  # largest log of a shard that is read, in bytes
+BEATS = 5  # heartbeats in the time of one lease
+LOOK_S = 0.05  # seconds between two checks of the queue
+# The run ends when this many shards died in the same group, or before their first group.
+DEATHS = 5
+# Exit status of a shard that ends with a SinewError, and with any other exception.
+REFUSED, FAULT = 65, 70
 LINES = 15  # log lines shown when a shard fails
-HEAD = "head"  # how the names of a run's own shards begin
-# Modules that play, here and on the hosts of a cluster
+HEAD = "head"  # prefix of the names of the run's own shards
+# Modules that play episodes, on this machine and on the hosts of a cluster.
 SHARD, CLUSTER = "sinew_eval.farm.shards", "sinew_eval.foreign.cluster"
-SAID = "said: "  # how a line of a shard's log begins that is for people
+SAID = "said: "  # prefix of the lines in a shard's log that the run prints for the user
 NOTHING = (
     "nothing is played here; expected the folder of a running `sinew eval --shards N --out FOLDER`, or the http://"
     " address of one with --listen"
 )
-
-
-# ----------------------------------------------------------------------------- the run
 
 
 def left_over(folder: Path) -> dict[tuple[str, int], Episode]:
@@ -88,7 +87,8 @@ def play(
     """
     queue, plan = EpisodeQueue(folder, HEAD), FarmPlan.of(task, variants, todo)
     queue.make()
-    queue.release(HEAD)  # lease of an earlier head, whose shards have ended with it
+    # Release the leases of an earlier process of the run. Its shards have ended with it.
+    queue.release(HEAD)
     plan.write(folder)
     left: dict[str, list[SeedBatch]] = {}
     for job in plan.jobs:
@@ -111,7 +111,8 @@ def play(
                 if found is not None:
                     for job in left.pop(name):
                         yield job.variant, found
-            if left and not alive:  # what was played could not be read
+            # A played group could not be read, so it has to be played again.
+            if left and not alive:
                 crew.start()
             time.sleep(max(LOOK_S, 10 * (time.monotonic() - begun)) if left else 0.0)
     finally:
@@ -140,9 +141,8 @@ def join(run: str, shards: int, typed: TypedNames | None = None) -> int:
         folder = folder / FOLDER
     if not address and not (folder / PLAN).is_file():
         raise SinewError(f"{folder}: {NOTHING}")
-    with tempfile.TemporaryDirectory(
-        prefix="sinew-eval-"
-    ) as logs:  # the run may end, and remove its own, at any time
+    # The logs need a folder of their own, because the run may end and remove its folder at any time.
+    with tempfile.TemporaryDirectory(prefix="sinew-eval-") as logs:
         if address:
             folder = Path(logs) / FOLDER
             EpisodeQueue(folder, "").make()
@@ -173,11 +173,13 @@ class WorkerPool:
 
     def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str]):
         self.folder, self.name, self._logs, self._how = folder, name, logs, how
-        self.episodes = 0  # episodes of processes that have ended
+        # Episodes that were played by processes that have ended.
+        self.episodes = 0
         self._queue = EpisodeQueue(folder, name)
         self._begun = 0
         self._deaths = Deaths(folder)
-        self._heard: Counter[str] = Counter()  # bytes of each log
+        # Name of a log -> number of bytes that were read so far.
+        self._heard: Counter[str] = Counter()
         self._shards: dict[str, subprocess.Popen[bytes]] = {}
         try:
             for _ in range(count):
@@ -201,9 +203,9 @@ class WorkerPool:
                 self.episodes += int(said[-1])
             elif code == REFUSED:
                 raise SinewError(said[-1])
-            elif (
-                code == FAULT
-            ):  # it would come again; 1 is also how Ray ends a process whose cluster has gone
+            elif code == FAULT:
+                # Do not start the shard again: the same error would occur. FAULT differs from 1, because Ray ends a
+                # process with status 1 when its cluster has gone.
                 raise SinewError("\n".join(["a shard ended with an error:", *said[-LINES:]]))
             else:
                 self._died(code, released, said)
@@ -242,7 +244,8 @@ class WorkerPool:
         with self._log(name).open("wb") as log:
             self._shards[name] = subprocess.Popen(
                 [sys.executable, "-P", "-m", self._how[0], str(self.folder), name, *self._how[1:]],
-                stdin=subprocess.PIPE,  # its end is the end of this process, whatever ended it
+                # The pipe closes when this process ends for any reason, which ends the shard.
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
@@ -257,13 +260,15 @@ class Deaths:
 
     def __init__(self, folder: Path):
         self._played, self._deaths = folder / PLAYED, Counter[str]()
-        self._progress = 0  # when something had been played last
+        # Time of the last change in the folder of played groups, in nanoseconds.
+        self._progress = 0
 
     def count(self, released: Sequence[str], how: str, said: Sequence[str] = ()) -> None:
         """Count a death. Raises :class:`SinewError` for DEATHS in one group, or DEATHS before a group while nobody
         plays anything; released: the names of groups that it had. said: its last words."""
         progress = self._played.stat().st_mtime_ns
-        if progress != self._progress:  # others begin without harm
+        # Some shard has finished a group since the last death, so earlier deaths before a first group do not count.
+        if progress != self._progress:
             self._progress, self._deaths[""] = progress, 0
         self._deaths.update(released or [""])
         worst = max(released or [""], key=self._deaths.__getitem__)
@@ -280,9 +285,6 @@ def _shut(process: subprocess.Popen[bytes]) -> None:
 
 def _lines(log: Path) -> list[str]:
     return read_bytes(log, MAX_LOG).decode(errors="replace").splitlines()
-
-
-# ----------------------------------------------------------------------------- a shard
 
 
 def work(folder: Path, worker: str, typed: TypedNames, address: str = "") -> int:
@@ -329,8 +331,9 @@ def work(folder: Path, worker: str, typed: TypedNames, address: str = "") -> int
             queue.store(job, plan.keys[job.variant], episodes)
             count += len(episodes)
     except FileNotFoundError:
+        # If the run has ended, its queue is gone, and a missing file is not an error.
         if queue.goes_on:
-            raise  # else the run has ended, and its queue is gone
+            raise
     finally:
         ended.set()
         if player is not None:
@@ -352,7 +355,8 @@ def _end_with_parent() -> None:
 
 def main(play: Callable[[], int]) -> int:
     """Play as a shard of the process that started this one; its standard input tells that the parent lives."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the shards; Ctrl-C reaches them too
+    # Ignore Ctrl-C, which reaches the shards too. The parent process stops them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         sys.stdout.write(f"\n{play()}\n")

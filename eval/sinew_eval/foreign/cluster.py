@@ -38,13 +38,16 @@ from sinew_eval.farm.files import EpisodeQueue, FarmPlan, SeedBatch
 
 logger = logging.getLogger("sinew_eval.cluster")
 
-# The cluster of this machine or of RAY_ADDRESS; one that is reached from outside
+# HERE means the cluster of this machine or of RAY_ADDRESS. CLIENT is the prefix of the address of another cluster.
 HERE, CLIENT = "ray", "ray://"
-AWAY_S, AGAIN_S = 60.0, 2.0  # how long a run that has played waits for its cluster, and between two tries
-ANSWER_S = 5.0  # until an address is taken for dead
-PLACE_S = 15.0  # until it is said that actors wait for a place
-GONE = 75  # exit status where the cluster has gone: the next process waits for it
-AHEAD = 2  # groups that an actor has: the next one travels while it plays
+# A run that has played some episodes waits AWAY_S seconds for its cluster, and tries again every AGAIN_S seconds.
+AWAY_S, AGAIN_S = 60.0, 2.0
+ANSWER_S = 5.0  # an address without an answer after this many seconds counts as dead
+PLACE_S = 15.0  # a warning is logged if actors wait this many seconds for free CPUs
+# Exit status if the cluster has gone. The next process waits for the cluster.
+GONE = 75
+# Groups that an actor has at the same time, so that the next group is sent while the actor plays.
+AHEAD = 2
 BLOCK = 16 << 20  # bytes of a bundle in one message
 
 
@@ -62,7 +65,8 @@ def check(hosts: str) -> None:
 def connected(hosts: str, patience_s: float) -> Any:
     """Return the module ray, connected. Raises :class:`SinewError` where no cluster answers for ``patience_s``."""
     check(hosts)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    # Turn off Ray's usage statistics.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -72,7 +76,8 @@ def connected(hosts: str, patience_s: float) -> Any:
     where = f"--hosts {hosts}" + (f" (RAY_ADDRESS={known})" if known and hosts == HERE else "")
     while True:
         try:
-            if ":" in known:  # Ray itself asks an address where nobody is for minutes
+            # Try the address first, because Ray itself waits for minutes if nothing listens at the address.
+            if ":" in known:
                 host, _, port = known.removeprefix(CLIENT).rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
             ray.init(
@@ -92,9 +97,6 @@ def connected(hosts: str, patience_s: float) -> Any:
             return ray
 
 
-# ----------------------------------------------------------------------------- on a host
-
-
 class RemoteWorker:
     """Plays on a host what the run elsewhere asks for. plan: the bytes of its file.
 
@@ -106,7 +108,8 @@ class RemoteWorker:
         with tempfile.TemporaryDirectory(prefix="sinew-eval-") as place:
             (Path(place) / files.PLAN).write_bytes(plan)
             self.plan = FarmPlan.read(Path(place))
-        self.plan.facts()  # the names of files in the store follow from them
+        # Check the facts now, because they give the names of files in the store.
+        self.plan.facts()
         self.variants = list(self.plan.variants)
         self.player = EpisodePlayer(self.plan.task)
 
@@ -145,7 +148,8 @@ class RemoteWorker:
                 target = self.plan.variants[index].target
                 raise SinewError(f"{target}: expected SHA-256 {kept.stem}, got {got}")
             part.replace(kept)
-        except BaseException:  # a disk that is full, above all
+        # Remove the incomplete file, for example if the disk is full.
+        except BaseException:
             part.unlink(missing_ok=True)
             raise
 
@@ -207,9 +211,6 @@ def _actor() -> Any:
     return Episodes
 
 
-# ----------------------------------------------------------------------------- beside the queue
-
-
 class RefusedError(Exception):
     """A host that cannot play."""
 
@@ -223,7 +224,8 @@ class RemoteWorkerSlot:
     def __init__(self, actor: Any):
         self.actor, self.node, self.name = actor, "", ""
         self.life: Life
-        self.ref: Any = None  # reference of the next answer; None without a request
+        # Reference of the next answer. It is None while there is no request.
+        self.ref: Any = None
         self.held: deque[tuple[SeedBatch, Any]] = deque()
 
 
@@ -242,8 +244,9 @@ class Hosts:
         self._plan.local(folder / files.PLAN, typed)
         self._left = list(self._plan.jobs)
         self._deaths = shards.Deaths(folder)
-        self._refused: dict[str, str] = {}  # id of a node -> reason
-        self._fed: dict[str, RemoteWorkerSlot] = {}  # the actor of a node that gets bundles for all of it
+        self._refused: dict[str, str] = {}  # node id -> reason why the node cannot play
+        # Node id -> the actor that receives the bundles for the whole node.
+        self._fed: dict[str, RemoteWorkerSlot] = {}
         self._class, self._begun, self._told = _actor(), time.monotonic(), False
         self.episodes = 0
         self._seats = [self._seat() for _ in range(count)]
@@ -297,7 +300,8 @@ class Hosts:
             self._left.insert(0, job)
         if self._fed.get(seat.node) is seat:
             del self._fed[seat.node]
-        with suppress(Exception):  # it may be dead, or out of reach and alive
+        # The actor may be dead, or alive but out of reach.
+        with suppress(Exception):
             self._ray.kill(seat.actor)
         if self._refused:
             there = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]

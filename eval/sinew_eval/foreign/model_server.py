@@ -21,12 +21,12 @@ from sinew_client.untrusted import named, raw_array, shown, unpack_msgpack
 if TYPE_CHECKING:
     import gymnasium
 
-PROTOCOL = 1  # its ``protocol_version``
+PROTOCOL = 1  # the `protocol_version` of vla-eval
 TIMEOUT_S = 60.0
-MAX_BYTES = 1 << 20  # largest answer, which bounds its values as well
-MAX_NUMBERS = 1 << 16  # most numbers of an action
-MAX_VALUES = 1 << 17  # most values of an answer
-KINDS = "biuf"  # kinds of numpy's types
+MAX_BYTES = 1 << 20  # largest answer in bytes, which also limits the numbers in the answer
+MAX_NUMBERS = 1 << 16  # largest number of values in an action
+MAX_VALUES = 1 << 17  # largest number of values in an answer
+KINDS = "biuf"  # kinds of numpy dtypes that an action may have
 
 
 class ModelServer:
@@ -120,7 +120,7 @@ class ModelServer:
         type_, seq = found.get("type"), found.get("seq")
         if isinstance(type_, str) and type_ == "error":
             raise SinewError(f"{self.address}: {named(found['payload'].get('error'), 500)}")
-        # arrays compare number by number
+        # Check the types before comparing, because an answer may contain arrays, which compare element by element.
         if not (isinstance(type_, str) and isinstance(seq, int) and (type_, seq) == (wanted, self._seq)):
             got = f"{shown(type_, 40)} {shown(seq, 40)}"
             raise SinewError(f"{self.address}: expected {wanted!r} {self._seq}, got {got}")

@@ -36,11 +36,11 @@ from sinew_eval.episodes.watched import WatchedMoment, read_moments
 from sinew_eval.foreign import worker as foreign_worker
 from sinew_eval.foreign.server import serving
 
-# What plays in the other interpreter, in the order in which it is imported there.
+# Packages that play in the other interpreter, in the order in which the worker imports them.
 PACKAGES = tuple(Path(str(each.__file__)).resolve().parent for each in (sinew_client, sinew, sinew_eval))
 VERSIONS = Path(__file__).parent / "simulators"
 STAMP = "sinew-versions"
-VERSIONS_S = 60.0  # longest time in which an interpreter states the versions of its packages
+VERSIONS_S = 60.0  # an interpreter must print the versions of its packages within this many seconds
 TELL_VERSIONS = """
 import json, platform, sys
 from importlib import metadata
@@ -52,10 +52,9 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(found))
 """
-DEATHS = 3  # deaths of a simulator's process by signals in the same episode that end the run
+# The run ends when signals have killed the simulator's process this many times in the same episode.
+DEATHS = 3
 logger = logging.getLogger(__name__)
-
-# ----------------------------------------------------------------------------- interpreters
 
 
 def folder() -> Path:
@@ -177,9 +176,6 @@ def versions_of(python: Path) -> dict[str, str]:
     raise SinewError(f"--interpreter {python}: cannot read the versions of its packages: {reason}")
 
 
-# ----------------------------------------------------------------------------- episodes
-
-
 class Foreign:
     """Plays in another interpreter; see :class:`sinew_eval.episodes.campaign.RemotePlayer`. log: of the server."""
 
@@ -187,7 +183,8 @@ class Foreign:
         if not python.is_file():
             raise SinewError(f"--interpreter: expected a Python interpreter, got {python}")
         self.python, self.log = python, log
-        self.versions = versions_of(python)  # before an episode: a broken interpreter then costs none
+        # Read the versions before the first episode, so that a broken interpreter is found at once.
+        self.versions = versions_of(python)
 
     def control_hz(self, task: Task) -> float:
         """Where the suite does not say it, it is asked of the interpreter."""
@@ -257,7 +254,8 @@ def _flags(variant: Variant) -> tuple[str, ...]:
     for name in variant.rename:
         found += ["--rename", name]
     if variant.device == "cpu":
-        found += ["--threads", "1"]  # as in workers of our own: the same episode gives the same bits
+        # Use one thread, as the local workers do, so that the same episode gives the same bits.
+        found += ["--threads", "1"]
     return tuple(found)
 
 
@@ -295,7 +293,8 @@ def _share(
             for future in done:
                 yield future.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # episodes that still run end with their processes
+        # Episodes that are still running end when their processes are closed.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class KilledError(SinewError):
@@ -318,7 +317,8 @@ class Worker:
     def _start(self) -> None:
         command = [str(self._python), "-I", foreign_worker.__file__, *map(str, PACKAGES)]
         variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if variables.get("MUJOCO_GL") == "disable":  # as our own tasks, which draw without OpenGL, want it
+        # Built-in tasks draw without OpenGL and set `disable`, but the simulator needs OpenGL.
+        if variables.get("MUJOCO_GL") == "disable":
             del variables["MUJOCO_GL"]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
@@ -371,7 +371,8 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # the other end no longer reads
+                # The process may have closed its end of the pipe.
+                with suppress(BrokenPipeError):
                     pipe.close()
 
     def __enter__(self) -> Worker:

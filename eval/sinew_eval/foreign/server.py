@@ -16,7 +16,7 @@ from sinew.core import SinewError
 from sinew.core.scratch import ended_by_signals
 from sinew_client.untrusted import read_bytes
 
-MAX_LOG = 1 << 28  # bytes of the server's log
+MAX_LOG = 1 << 28  # largest log of a server that is read, in bytes
 READY = "ready on "
 STOP_SECONDS = 30
 
@@ -66,7 +66,8 @@ def _wait_until_ready(server: subprocess.Popen[str], log: Path) -> str:
 
 def _stop(server: subprocess.Popen[str]) -> int:
     if server.poll() is None:
-        server.terminate()  # SIGINT may be ignored: in the background of a script
+        # Use SIGTERM, because a process that a script started in the background ignores SIGINT.
+        server.terminate()
     try:
         return server.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-PYTHON = (3, 10)  # version for the evaluation's code; sinew itself needs a newer one
+PYTHON = (3, 10)  # oldest Python that can import the evaluation's code
 
 
 def _adopt(name, folder):
@@ -40,7 +40,8 @@ def _end_with_parent():
 
 def main(client, core, evaluation):
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Simulators print to standard output. The answers get a channel of their own.
+    # Simulators print to standard output. Write the answers to a copy of it, and redirect standard output to
+    # standard error.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -51,7 +52,8 @@ def main(client, core, evaluation):
     if sys.version_info < PYTHON:
         answer({"error": "{}: Python {}.{} or newer is needed".format(sys.executable, *PYTHON)})
         return
-    os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display; read when mujoco is imported
+    # EGL draws without a display. MuJoCo reads the variable when it is imported.
+    os.environ.setdefault("MUJOCO_GL", "egl")
     os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
     try:
         _adopt("sinew_client", client)

@@ -196,7 +196,8 @@ class TokenChooser:
         scores = (logits[:, 0, first : last + 1].float() / self._temperature).log_softmax(dim=-1)
         at = len(self.tokens)
         if self._given is not None:
-            index = (self._given[:, at] - first).clamp(0, last - first)  # behind an end stands anything
+            # Clamp the tokens, because the positions after the end token can contain any number.
+            index = (self._given[:, at] - first).clamp(0, last - first)
         else:
             assert self._numbers is not None
             below = scores.double().exp().cumsum(dim=-1)

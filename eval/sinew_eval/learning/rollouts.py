@@ -102,7 +102,8 @@ class RolloutPolicy(Policy):
             raise SinewError(str(error)) from None
         bundle.manifest = replace(manifest, spec=replace(manifest.spec, solver=solver, solver_steps=steps))
         super().__init__(bundle, device, dtype, "eager", **options)
-        self.pauses = False  # a run draws from one generator, so no other comes between its steps
+        # One random generator serves the whole run, so no other inference may run between its steps.
+        self.pauses = False
         self.exploration, self.batch, self.version = exploration, batch, 0
         model = self.engine.model
         self._speaks = hasattr(model, "action_tokens")
@@ -209,7 +210,8 @@ class RolloutPolicy(Policy):
         """
         observation = given_as(observation, self.spec)
         found = super().prepare(observation)
-        if self._speaks and found.seed is None:  # such a policy draws no noise otherwise
+        # Such a policy draws no noise otherwise, so choose a seed here.
+        if self._speaks and found.seed is None:
             seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
             found = replace(found, seed=seed)
         for name, given in (
@@ -240,7 +242,8 @@ class RolloutPolicy(Policy):
 
     def _sampled(self, members: Sequence[Prepared], cancel: Any = None) -> list[RolloutSample | SinewError]:
         alike: dict[Any, list[int]] = {}
-        for index, member in enumerate(members):  # no prompt is padded: another shape rounds differently
+        # Group observations with equal shapes. Padding a prompt would change the rounding.
+        for index, member in enumerate(members):
             alike.setdefault((self.batch_key(member), len(member.inputs.tokens)), []).append(index)
         found: dict[int, RolloutSample | SinewError] = {}
         for indices in alike.values():
@@ -265,9 +268,8 @@ class RolloutPolicy(Policy):
                 chains, log_probs = kept.ended(chunks)
             self.files.check()
         timing, found = watch.timing(len(members)), list[RolloutSample | SinewError]()
-        for member, chunk, chain, probabilities in zip(
-            members, chunks, chains, log_probs, strict=False
-        ):  # without what fills up
+        # zip ignores the results of the observations that only fill up the batch.
+        for member, chunk, chain, probabilities in zip(members, chunks, chains, log_probs, strict=False):
             actions = finished(chunk, member, self.processor, normalized=True)
             if isinstance(actions, SinewError):
                 found.append(actions)

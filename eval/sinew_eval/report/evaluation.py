@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Adapter = str | Mapping[str, Any] | Callable[[gymnasium.Env], EnvAdapter] | None
 
 
-WIDTH = 160  # pixels of a bar in a notebook
+WIDTH = 160  # width of a bar in a notebook, in pixels
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,9 +220,8 @@ def evaluate(
         )  # fmt: skip
     except SinewError as error:
         words = _in_python(str(error))
-        if (
-            words != str(error) and type(error) is SinewError
-        ):  # others have their fields in places of their own
+        # Keep subclasses of SinewError as they are, because they have additional fields.
+        if words != str(error) and type(error) is SinewError:
             raise SinewError(words) from error
         raise
 
@@ -331,7 +330,8 @@ def _single(
             made: Any
             made, own = make_env(env, "", task.env_options)
             if adapter is None:
-                return made, own  # a suite uses its simulator's
+                # A suite's simulator has its own adapter.
+                return made, own
         else:
             made = env if isinstance(env, gymnasium.Env) else env()
         if not isinstance(made, gymnasium.Env):

@@ -23,8 +23,9 @@ from sinew_eval.episodes.settings import Task, checked_protocol
 from sinew_eval.report import stats
 
 SCHEMA = "sinew.gate/1"
-TASK = ("env", "env_options", "reset_options", "adapter", "noise")  # task fields of a protocol
-MAX_BYTES = 1 << 24  # largest gate file
+# Fields of a task in the protocol of a gate.
+TASK = ("env", "env_options", "reset_options", "adapter", "noise")
+MAX_BYTES = 1 << 24  # largest file of a gate, in bytes
 MAX_EPISODES = 1_000_000
 MAX_SEED = 1 << 63
 GATES = Path(__file__).parents[1] / "gates"  # gates of the built-in tasks
@@ -107,11 +108,12 @@ class Gate:
         count, won = len(outcomes), sum(outcomes)
 
         def fails(lost: int) -> bool:
-            # The run wins what the reference lost, so these pairs stand against the lost ones.
+            # The run wins the episodes that the reference lost. These discordant pairs count in favour of the run.
             p_value = stats.binomial_p(lost, count - won)
             return bool(self._faults(count - lost, count, won, p_value))
 
-        # A run that loses one more passes no part of the rule that it failed before.
+        # Use a binary search: a run that loses one more episode still fails every part of the rule that it
+        # failed before.
         low, high = 1, won + 1
         while low < high:
             middle = (low + high) // 2
@@ -182,9 +184,8 @@ class Gate:
             "first_seed": self.first_seed,
             "episodes": self.episodes,
             "failed_seeds": list(self.failed_seeds),
-            "success": round(
-                1 - len(self.failed_seeds) / self.episodes, 4
-            ),  # for readers; judged from the seeds
+            # The rate is for readers. A gate is judged from the seeds.
+            "success": round(1 - len(self.failed_seeds) / self.episodes, 4),
             "interval": [round(low, 4), round(high, 4)],
             "rule": {name: getattr(self.rule, name) for name in GateRule.__slots__},
             "reference": self.reference,

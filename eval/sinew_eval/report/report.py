@@ -201,8 +201,6 @@ def comparison(
     }
 
 
-# ----------------------------------------------------------------------------- tables
-
 SUCCESS_COLUMNS = ("variant", ">success", ">95 % interval, %", ">steps to success")
 RATE_COLUMNS = (
     "variant",
@@ -226,7 +224,7 @@ COMPARISON_COLUMNS = (
     ">p (McNemar)",
     ">reads as",
 )
-SHOWN_AT = 0.05  # p below which a difference counts as shown
+SHOWN_AT = 0.05  # a difference with a smaller p-value counts as shown
 
 
 def rate_cells(entry: dict[str, Any]) -> list[str]:

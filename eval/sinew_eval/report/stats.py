@@ -12,10 +12,17 @@ from sinew.core.statistics import Z95, wilson
 
 @dataclass(frozen=True, slots=True)
 class McNemar:
-    """Paired comparison of two variants over the same seeds."""
+    """Paired comparison of two variants over the same seeds.
+
+    Attributes:
+        pairs: Number of seeds that both variants played.
+        only_first: Number of seeds at which only the first variant succeeded.
+        only_second: Number of seeds at which only the second variant succeeded.
+        p_value: Two-sided p-value of McNemar's exact test.
+    """
 
     pairs: int
-    only_first: int  # seeds where only the first variant succeeded
+    only_first: int
     only_second: int
     p_value: float
 
@@ -39,8 +46,10 @@ def binomial_p(b: int, c: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-FEW = 50  # pairs, of which the normal approximation may take too few: six have to disagree at least
-Z80 = 0.8416212335729143  # standard normal quantile at 0.8
+# Up to this many pairs, also compute the exact power. The normal approximation can be too small there, because
+# McNemar's exact test needs at least six discordant pairs.
+FEW = 50
+Z80 = 0.8416212335729143  # quantile of the standard normal distribution at 0.8
 
 
 def pairs_needed(pairs: int, only_first: int, only_second: int) -> int | None:
@@ -102,7 +111,8 @@ def paired_difference(first: Mapping[int, bool], second: Mapping[int, bool]) -> 
     )
     spread = float(a * (n - sum(wins) + a) - (wins[0] - a) * (wins[1] - a))
     if spread > 0:
-        spread = max(spread - n / 2, 0.0)  # the correction for continuity
+        # Apply the correction for continuity.
+        spread = max(spread - n / 2, 0.0)
     scale = math.sqrt(math.prod(win * (n - win) for win in wins))
     phi = spread / scale if scale else 0.0
     difference = (wins[0] - wins[1]) / n

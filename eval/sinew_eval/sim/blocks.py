@@ -23,7 +23,7 @@ from sinew_eval.sim import blocks_scene as scene
 from sinew_eval.sim.prompts import COLORS, HELD_OUT, PHRASINGS, SIDES, instruction
 from sinew_eval.sim.render import Boxes, RenderedFrame, draw, rotation_from_quaternion
 
-# Physics only: unless somebody chose a backend, mujoco would import one for windows that nobody opens.
+# Only MuJoCo's physics is used. Unless the user chose a backend, MuJoCo would import one that opens windows.
 os.environ.setdefault("MUJOCO_GL", "disable")
 import mujoco
 
@@ -33,13 +33,22 @@ _FIXED = {"front": scene.FRONT, "overview": scene.OVERVIEW}
 
 @dataclass(frozen=True)
 class World:
-    """What the expert sees and the policy has to find out. Metres; blocks in the order of COLORS."""
+    """State of the scene, which the expert reads and a policy has to infer from the images. Lengths are in
+    metres.
 
-    ee: np.ndarray  # [3] point between the fingertips
+    Attributes:
+        ee: Point between the fingertips, [3].
+        opening: Distance between the fingers.
+        blocks: Centres of the blocks in the order of COLORS, [3, 3].
+        color: Index of the block in the instruction.
+        side: Index of the bin in the instruction.
+    """
+
+    ee: np.ndarray
     opening: float
-    blocks: np.ndarray  # [3, 3] centres
-    color: int  # index of the named block
-    side: int  # index of the named bin
+    blocks: np.ndarray
+    color: int
+    side: int
 
 
 class BlocksEnv(gymnasium.Env):
@@ -88,8 +97,6 @@ class BlocksEnv(gymnasium.Env):
         )
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
 
-    # ------------------------------------------------------------------------- the task
-
     @property
     def task(self) -> str:
         """Which of the six goals: "red/left" ..."""
@@ -129,7 +136,7 @@ class BlocksEnv(gymnasium.Env):
             placed.append(self._free_place(placed, self.np_random))
         for index, xy in enumerate(placed):
             self._put_block(index, xy, self.np_random.uniform(-0.25, 0.25))
-        # What the shove will do is drawn now, so that it does not depend on the actions before it.
+        # Draw the random numbers of the shove now, so that the shove does not depend on earlier actions.
         self._shove_rng = np.random.default_rng(self.np_random.integers(2**63))
         mujoco.mj_forward(self._model, data)
         self._step = 0
@@ -162,8 +169,6 @@ class BlocksEnv(gymnasium.Env):
         self._put_block(self._color, xy, rng.uniform(-0.25, 0.25))
         mujoco.mj_forward(self._model, self._data)
 
-    # ------------------------------------------------------------------------- what is where
-
     def world(self) -> World:
         return World(self._ee(), self._opening(), self._blocks(), self._color, self._side)
 
@@ -195,8 +200,6 @@ class BlocksEnv(gymnasium.Env):
         in_bin = np.abs(block[:2] - center).max() < scene.BIN_INNER and block[2] < 0.075
         released = self._opening() > 0.8 * scene.OPENING_MAX and self._ee()[2] > 0.09
         return {"is_success": bool(in_bin and released), "task": self.task, "step": self._step}
-
-    # ------------------------------------------------------------------------- pictures
 
     def observation(self) -> dict[str, Any]:
         """The present moment; also for after :meth:`switch_instruction` or :meth:`shove`."""

@@ -11,14 +11,15 @@ import numpy as np
 from sinew_eval.sim import blocks_scene as scene
 from sinew_eval.sim.blocks import STEP_SIZE, World
 
-TRAVEL = 0.110  # height at which the hand crosses the table, metres
+TRAVEL = 0.110  # height at which the hand moves over the table, in metres
 GRASP = scene.BLOCK_HALF
-RELEASE = 0.036  # height of a held block when the fingers open over a bin's floor
+RELEASE = 0.036  # height of a held block at which the fingers open above the floor of a bin, in metres
 STACK = 2 * scene.BLOCK_HALF
 
 _OPEN, _CLOSE = 1.0, -1.0
-_HELD = 0.049  # opening below which an enclosed block is held, also by its edges
-# Places to put down a block that nobody asked for: a grid over the field.
+# A block between the fingers is held if the opening is smaller than this, even if the fingers hold its edges. Metres.
+_HELD = 0.049
+# Grid of places on the table where the hand puts down a block that is not in the instruction.
 _SPOTS = np.array([[x, y] for x in (-0.08, 0.0, 0.08) for y in (-0.11, -0.04, 0.04, 0.11)])
 
 
@@ -49,14 +50,16 @@ def _reach(world: World, target: np.ndarray) -> np.ndarray:
     distance = float(np.abs(offset).max())
     low = world.ee[2] < target[2] + 0.055
     if distance > 0.012 and low and (distance > 0.03 or world.opening < 0.055):
-        return _rise(world, _OPEN)  # too low to move sideways among blocks and walls
+        # The hand is too low to move sideways between blocks and walls.
+        return _rise(world, _OPEN)
     if distance > 0.012:
-        # Come down on the way, as a funnel: near the block the hand is already close above it.
+        # Approach as in a funnel: the closer the hand is to the block, the lower it moves.
         height = np.clip(target[2] + 0.05 + 0.8 * distance, target[2] + 0.06, TRAVEL)
         return _action(np.array([*offset, height - world.ee[2]]), _OPEN)
     down = target[2] - world.ee[2]
     if down < -0.006:
-        if world.opening < 0.055:  # closed above the block: open first
+        # The fingers are closed above the block, so open them first.
+        if world.opening < 0.055:
             return _action(np.array([*offset, max(0.0, target[2] + 0.045 - world.ee[2])]), _OPEN)
         return _action(np.array([*offset, down]), _OPEN)
     return _action(np.array([*offset, down]), _CLOSE)

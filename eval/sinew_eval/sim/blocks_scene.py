@@ -12,18 +12,19 @@ from sinew_eval.sim.prompts import COLORS
 from sinew_eval.sim.render import Boxes, RenderCamera
 
 BLOCK_HALF = 0.018
-BIN_CENTERS = np.array([[-0.195, 0.0], [0.195, 0.0]])  # left, right
-BIN_INNER = 0.055  # half width of the inside
-BIN_WALL = 0.003  # half thickness
+BIN_CENTERS = np.array([[-0.195, 0.0], [0.195, 0.0]])  # left bin, right bin
+BIN_INNER = 0.055  # half the inner width of a bin, in metres
+BIN_WALL = 0.003  # half the thickness of a wall, in metres
 BIN_HEIGHT = 0.040
 
-# Where the point between the fingertips may go, and where it starts.
+# Limits of the point between the fingertips, and its start, in metres.
 REACH_LOW = np.array([-0.25, -0.16, 0.016])
 REACH_HIGH = np.array([0.25, 0.16, 0.170])
 HOME = np.array([0.0, 0.0, 0.125])
-OPENING_MAX = 0.064  # between the fingers, fully open
+OPENING_MAX = 0.064  # distance between the fully open fingers, in metres
 
-# Blocks start in this rectangle, this far apart: a gripper around one clears the others and the bins.
+# Blocks start at random points of a rectangle (half its size, in metres) with this minimum distance. A gripper
+# around one block then touches neither other blocks nor the bins.
 FIELD = np.array([0.08, 0.12])
 SPACING = 0.075
 
@@ -46,9 +47,10 @@ _FINGER_RGB = (50, 50, 58)
 BACKGROUND = (92, 98, 108)
 
 FRONT = RenderCamera.looking((0.0, -0.40, 0.56), (0.0, 0.0, 0.02), tan_half=0.38)
-# For people: everything is in the picture.
+# This view is for people and shows the whole scene.
 OVERVIEW = RenderCamera.looking((0.16, -0.58, 0.46), (0.0, -0.01, 0.03), tan_half=0.42)
-# In the palm, between the fingers, looking straight down: a block in the middle is a block to grasp.
+# The wrist camera is in the palm between the fingers and looks straight down. The hand can grasp a block in the
+# middle of its image.
 WRIST = RenderCamera.looking((0.0, 0.0, 0.052), (0.0, 0.0, 0.0), tan_half=1.1)
 
 

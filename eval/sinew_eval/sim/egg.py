@@ -21,17 +21,17 @@ import numpy as np
 from gymnasium import spaces
 
 CONTROL_HZ = 240
-OPEN = 80.0  # mm between the open jaws
-SPEED = 200.0  # mm/s
-STIFFNESS = 2.0  # N/mm of both shells together
-CRUSH = 10.0  # N
-HOLD = 1.0  # N: less does not hold it
-HELD_S = 0.1  # seconds within the band that count as held
-WIDTH = (34.0, 54.0)  # mm, of eggs
-ARRIVAL = (0.10, 0.35)  # s
-PATIENCE = 0.8  # s from its arrival, then it has rolled on
-TOUCH = 0.5  # N at which the expert stops closing
-NOISE = 0.03  # N, standard deviation of the sensor
+OPEN = 80.0  # distance between the open jaws, in mm
+SPEED = 200.0  # largest speed of the jaws, in mm/s
+STIFFNESS = 2.0  # stiffness of both shells together, in N/mm
+CRUSH = 10.0  # a larger force breaks the egg, in N
+HOLD = 1.0  # a smaller force does not hold the egg, in N
+HELD_S = 0.1  # the force must be between HOLD and CRUSH for this many seconds
+WIDTH = (34.0, 54.0)  # range of the width of an egg, in mm
+ARRIVAL = (0.10, 0.35)  # range of the time at which the egg arrives, in seconds
+PATIENCE = 0.8  # the egg rolls away this many seconds after its arrival
+TOUCH = 0.5  # the expert stops closing the jaws at this force, in N
+NOISE = 0.03  # standard deviation of the force sensor, in N
 PROMPT = "hold the egg"
 
 _EPS = 1e-9
@@ -80,10 +80,11 @@ class EggEnv(gymnasium.Env):
         self.width = float(rng.uniform(*WIDTH))
         self.arrival = float(rng.uniform(*ARRIVAL))
         self.look = look(rng)
-        self.opening = OPEN  # mm
+        self.opening = OPEN  # opening of the jaws, in mm
         self.step_count = self.held = 0
-        self.outcome = "waiting"  # then held, crushed, late
-        self.contact: float | None = None  # seconds at which the jaws touched the egg
+        self.outcome = "waiting"  # later one of "held", "crushed", "late"
+        # Time at which the jaws touched the egg, in seconds. None before the contact.
+        self.contact: float | None = None
         self._sense()
         return self._observation(), self._info()
 
@@ -102,7 +103,7 @@ class EggEnv(gymnasium.Env):
         if not np.isfinite(speed):
             raise ValueError(f"action: expected a finite number, got {speed}")
         before, start = self.opening, self.time
-        # Closed jaws stop the egg before it is between them: it waits there, and they hold nothing.
+        # Jaws that are closed too early stop the egg in front of them, so they hold nothing.
         self.opening = float(np.clip(before - speed * SPEED / CONTROL_HZ, 0.0, OPEN))
         self.step_count += 1
         if self.contact is None and self.force > 0.0:

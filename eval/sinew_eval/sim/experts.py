@@ -20,7 +20,8 @@ from sinew.core import (
 from sinew_client.open_policy import OpenPolicy, refuse_words
 from sinew_client.solver import SINGLE
 
-Act = Callable[[], np.ndarray]  # -> float32 [H, D], what to do in the simulator's present state
+# Returns the expert's actions in the simulator's present state, float32 [H, D].
+Act = Callable[[], np.ndarray]
 
 
 class Expert(OpenPolicy):
@@ -87,7 +88,8 @@ def _egg(env: Any) -> Act:
 
 
 PEN = expert_spec("pen expert", VectorSpec(1), 24, MotionSpec("absolute"))
-EXPERTS: dict[str, tuple[PolicySpec, Callable[[Any], Act]]] = {  # how environments begin -> its expert
+# Prefix of environment ids -> (specification, expert).
+EXPERTS: dict[str, tuple[PolicySpec, Callable[[Any], Act]]] = {
     "sinew/Blocks": (
         expert_spec("blocks expert", VectorSpec(4, ("x", "y", "z", "gripper"))),
         _blocks,

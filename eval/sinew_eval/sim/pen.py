@@ -25,16 +25,17 @@ CONTROL_HZ = 60
 GRAVITY = 9.81
 PEN_LENGTH = 0.16
 PEN_WIDTH = 0.014
-DROP = (0.26, 0.34)  # height of the pen's lower end above the jaws before release, metres
-RELEASE = (0.40, 0.90)  # when it is let go, seconds
-CLOSING_TIME = 0.075  # time for the jaws to close, fully open to fully closed, seconds
-TOUCH = 0.2  # opening at which the jaws touch the pen
-MARGIN = 0.005  # length of the pen that must be on either side of the jaws, metres
+DROP = (0.26, 0.34)  # range of the height of the pen's lower end above the jaws before the release, in metres
+RELEASE = (0.40, 0.90)  # range of the release time, in seconds
+CLOSING_TIME = 0.075  # time from fully open to fully closed jaws, in seconds
+TOUCH = 0.2  # opening at which the jaws touch the pen; 1 is fully open
+MARGIN = 0.005  # the pen must extend this many metres on either side of the jaws
 PROMPT = "catch the pen"
 
-_VIEW = (-0.07, 0.37)  # heights that the camera sees, metres
+_VIEW = (-0.07, 0.37)  # range of heights in the camera's image, in metres
 _JAW_GAP = 0.05
-_EPS = 1e-9  # times are sums of slots; frames must not be lost to rounding
+# Times are sums of control steps. Add this number before rounding down, so that rounding errors lose no frame.
+_EPS = 1e-9
 _PEN_RGB, _CAP_RGB = np.array([225.0, 70.0, 55.0]), np.array([60.0, 60.0, 75.0])
 _JAW_RGB = np.array([70.0, 95.0, 160.0])
 _WALL_RGB, _FLOOR_RGB = np.array([206.0, 203.0, 196.0]), np.array([168.0, 164.0, 158.0])
@@ -110,8 +111,8 @@ class PenEnv(gymnasium.Env):
             camera_scale=float(rng.uniform(0.97, 1.03)),
         )
         self._slot = 0
-        self._openings = [1.0]  # openings at the start of each slot so far
-        self.outcome = "waiting"  # then "caught", "early", "late"
+        self._openings = [1.0]  # opening at the start of each control step so far
+        self.outcome = "waiting"  # later one of "caught", "early", "late"
         return self._observation(), self._info()
 
     @property
@@ -137,7 +138,8 @@ class PenEnv(gymnasium.Env):
             elif self.drop.bottom(start + 1 / CONTROL_HZ) + PEN_LENGTH < MARGIN:
                 self.outcome = "late"
         if self.outcome == "caught":
-            after = max(after, TOUCH)  # the pen is in the way
+            # The pen between the jaws stops them.
+            after = max(after, TOUCH)
         self._openings.append(after)
         self._slot += 1
         info = self._info()
@@ -161,8 +163,6 @@ class PenEnv(gymnasium.Env):
             "frame_age": self.time - self._frame_time(0),
             "time": self.time,
         }
-
-    # ------------------------------------------------------------------------- pictures
 
     def _frame_time(self, back: int) -> float:
         """Exposure time of the newest frame that has arrived, ``back`` frames ago; never before reset."""
@@ -230,9 +230,6 @@ def _touched(coverage: np.ndarray) -> slice:
     """The cells from the first to the last that is covered."""
     found = np.flatnonzero(coverage)
     return slice(found[0], found[-1] + 1) if len(found) else slice(0)
-
-
-# ----------------------------------------------------------------------------- expert
 
 
 def expert_chunk(drop: DropEpisode, frame_time: float, slots: int) -> np.ndarray:

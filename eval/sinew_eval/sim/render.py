@@ -20,14 +20,14 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 _SIGNS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], dtype=np.float64)
-# Corner indices of each face, counter-clockwise seen from outside: -x +x -y +y -z +z.
+# Corner indices of each face, counter-clockwise as seen from outside. The order of the faces is -x, +x, -y, +y, -z, +z.
 _FACES = np.array(
     [[0, 1, 3, 2], [4, 6, 7, 5], [0, 4, 5, 1], [2, 3, 7, 6], [0, 2, 6, 4], [1, 5, 7, 3]], dtype=np.intp
 )
-# How bright each face is when the box is not rotated: light from above, a little from the viewer's left.
+# Direction of the light: from above, and a little from the viewer's left. Then the shares of ambient and diffuse light.
 _LIGHT = np.array([-0.25, -0.40, 0.88])
 _AMBIENT, _DIFFUSE = 0.55, 0.45
-_BATCH = 32  # faces rasterised at once: keeps the work arrays inside the cache
+_BATCH = 32  # number of faces that are drawn at once, so that the work arrays fit into the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def draw(frame: RenderedFrame, camera: RenderCamera, boxes: Boxes) -> RenderedFr
     """Draw ``boxes`` into ``frame``, in place; nearer surfaces win. Returns ``frame``."""
     planes, colors = _visible_faces(camera, boxes)
     size = frame.color.shape[0]
-    # Pixel centres as multiples of the half field of view: u to the right, v downwards.
+    # Coordinates of the pixel centres in the image plane at depth 1: u points to the right, v points down.
     axis = ((np.arange(size) + 0.5) * (2.0 / size) - 1.0) * camera.tan_half
     along_u = (planes[..., 0:1] * axis).astype(np.float32)  # [faces, 5, size]
     along_v = (planes[..., 1:2] * axis + planes[..., 2:3]).astype(np.float32)  # [faces, 5, size]
@@ -126,7 +126,8 @@ def _visible_faces(camera: RenderCamera, boxes: Boxes) -> tuple[F64, NDArray[np.
     quads = seen_from[:, _FACES].reshape(-1, 4, 3)  # [6 n, corner, 3]
     normal = _cross(quads[:, 1] - quads[:, 0], quads[:, 2] - quads[:, 0])  # outward
     offset = (normal * quads[:, 0]).sum(-1)
-    # Outside the picture when all corners are beyond one side of the viewing pyramid, or behind.
+    # A face is outside of the image if all its corners are beyond one side of the viewing pyramid, or behind
+    # the camera.
     x, y, z = np.moveaxis(quads, -1, 0)  # each [6 n, 4]
     limit = camera.tan_half * z
     beyond = (x > limit).all(-1) | (x < -limit).all(-1) | (y > limit).all(-1) | (y < -limit).all(-1)

@@ -18,15 +18,19 @@ from sinew.core import SinewError, did_you_mean
 class Suite:
     """Tasks that are played and counted together.
 
-    simulator: of :data:`SIMULATORS`. module: has ``Simulator(tasks, **options)`` and its ``MAPPING``.
-    tasks: names that ``--env`` takes one at a time.
+    Attributes:
+        name: Name of the suite, for ``--suite``.
+        simulator: Key of :data:`SIMULATORS`.
+        module: Module with ``Simulator(tasks, **options)`` and its ``MAPPING``.
+        tasks: Names that ``--env`` accepts one at a time.
+        control_hz: Control steps per second. 0 if only the interpreter that plays knows the rate.
     """
 
     name: str
     simulator: str
     module: str
     tasks: tuple[str, ...]
-    control_hz: float  # 0: asked of the interpreter that plays
+    control_hz: float
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,11 @@ class SimulatorSetup:
     meshes: Meshes | None = None
 
 
-CLIENT = ("numpy", "protobuf", "gymnasium")  # what our side of the foreign interpreter needs
+# Packages that Sinew's code needs in the interpreter of a simulator.
+CLIENT = ("numpy", "protobuf", "gymnasium")
 
-# Packages that may change what a simulator does. The success rate on LIBERO depends on the version of MuJoCo.
+# Packages that may change the behaviour of a simulator. For example, the success rate on LIBERO depends on the
+# version of MuJoCo.
 SIMULATION = (
     "gymnasium",
     "mujoco",
@@ -76,7 +82,8 @@ SIMULATORS = {
     "aloha": SimulatorSetup(("gym-aloha",)),
     "pusht": SimulatorSetup(("gym-pusht",)),
     "metaworld": SimulatorSetup(("metaworld", "packaging"), data=("lerobot",)),
-    # hf-libero alone, with what its simulator imports: all that it names would be 7 GB of torch, wandb and the like.
+    # Install hf-libero without its dependencies, and only the packages that its simulator imports. All
+    # dependencies of hf-libero take 7 GB (PyTorch, wandb and others).
     "libero": SimulatorSetup(
         (
             *("robosuite", "termcolor", "bddl", "mujoco", "easydict", "cloudpickle", "matplotlib"),
@@ -103,8 +110,9 @@ SIMULATORS = {
 }
 
 VLA_EVAL_PREFIX = "vla-eval/"
-# Name -> class in vla-eval 0.8.0, and control steps per second where its code or its simulator's says them: LIBERO and
-# what is built on it 20 (robosuite's control_freq, its robocerebra/benchmark.py), DuoBench 30 (its ``frequency``).
+# Name -> (class in vla-eval 0.8.0, control steps per second if vla-eval or the simulator states them). LIBERO
+# and the benchmarks that are based on it have 20 Hz (robosuite's control_freq, vla-eval's
+# robocerebra/benchmark.py). DuoBench has 30 Hz (its ``frequency``).
 _CLASSES: dict[str, tuple[str, float | None]] = {
     "libero": ("LIBEROBenchmark", 20.0),
     "libero_mem": ("LIBEROMemBenchmark", 20.0),
@@ -131,7 +139,7 @@ VLA_EVAL = {
     name: (f"vla_eval.benchmarks.{name}.benchmark:{kind}", hz) for name, (kind, hz) in _CLASSES.items()
 }
 
-# By difficulty, as LeRobot reports it (envs/metaworld_config.json).
+# Tasks by difficulty, as LeRobot reports them (envs/metaworld_config.json).
 _LEVELS = {
     "easy": "button-press button-press-topdown button-press-topdown-wall button-press-wall coffee-button dial-turn"
     " door-close door-lock door-open door-unlock drawer-close drawer-open faucet-close faucet-open handle-press"
@@ -144,8 +152,9 @@ _LEVELS = {
 }
 METAWORLD = {level: tuple(names.split()) for level, names in _LEVELS.items()}
 
-# Control steps after settling, as OpenVLA and openpi count them (openpi examples/libero/main.py). LeRobot allows
-# 280 on libero_spatial, vla.cpp 500 on all.
+# Benchmark -> (number of tasks, maximum number of control steps after settling). OpenVLA and openpi use these
+# numbers of steps (openpi examples/libero/main.py). LeRobot allows 280 steps on libero_spatial, and vla.cpp
+# allows 500 steps on all benchmarks.
 LIBERO = {
     "libero_spatial": (10, 220),
     "libero_object": (10, 280),
@@ -205,7 +214,8 @@ def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
     for suite in _ALL:
         if env_id in suite.tasks:
             return suite, (env_id,)
-    if env_id.startswith(VLA_EVAL_PREFIX) and ":" in env_id:  # somebody's own class
+    # The name contains a class of the user.
+    if env_id.startswith(VLA_EVAL_PREFIX) and ":" in env_id:
         suite = _vla_eval(env_id.removeprefix(VLA_EVAL_PREFIX))
         return suite, suite.tasks
     return None

@@ -25,7 +25,8 @@ MAPPING = Mapping(
     unseen=("cam_low", "cam_left_wrist", "cam_right_wrist", "left_wrist_0_rgb", "right_wrist_0_rgb"),
     state=("agent_pos",),
     hold="last",
-    clip=False,  # the environment declares [-1, 1] and takes joint angles beyond it
+    # The environment declares actions in [-1, 1], but accepts joint angles outside of this range.
+    clip=False,
     control_hz=50.0,
 )
 SENTENCES = {
@@ -39,13 +40,15 @@ class Simulator(Registered):
     action_space = gymnasium.spaces.Box(-np.inf, np.inf, (14,), np.float32)
 
     def __init__(self, tasks: Sequence[str]):
-        importlib.import_module("gym_aloha")  # registers the environments
+        # Importing the package registers its environments.
+        importlib.import_module("gym_aloha")
         super().__init__(tasks, obs_type="pixels_agent_pos")
 
     def open(self, task: str) -> None:
         super().open(task)
         self.task_description = SENTENCES[task]
-        # The task draws three cameras at every control step, of which one is used, at those that ask for a chunk.
+        # The task draws three cameras in every control step. Sinew uses only one of them, and only in the steps
+        # that request a chunk.
         dm_task = self.env.unwrapped._env.task  # type: ignore[attr-defined]  # noqa: SLF001 - nothing public leads there
         dm_task.get_observation = lambda physics: _observe(dm_task, physics)
 

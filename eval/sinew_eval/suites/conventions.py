@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-# ----------------------------------------------------------------------------- orientations
-
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
     """Unit quaternion [4] -> axis times angle [3], the angle in [0, 2 pi].
@@ -67,7 +65,7 @@ def axis_angle_of_rpy(angles: np.ndarray) -> np.ndarray:
     )
 
 
-# The gripper of BridgeData's WidowX points down at rest, that of SimplerEnv's forwards.
+# At rest, the gripper of BridgeData's WidowX points down, and the gripper of SimplerEnv's WidowX points forwards.
 _BRIDGE_REST = np.array([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]])
 
 
@@ -84,8 +82,6 @@ STATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bridge": bridge_state,
     "first_4": lambda values: values[:4],
 }
-
-# ----------------------------------------------------------------------------- actions
 
 
 def _opening_to_closing(action: np.ndarray) -> np.ndarray:

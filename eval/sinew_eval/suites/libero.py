@@ -113,7 +113,8 @@ class Simulator(Tasks):
 
         @sensor(modality="image")
         def keep(_: Any) -> np.ndarray:
-            self._seen = copy.copy(data)  # mj_copyData, which is faster, is missing from the pinned MuJoCo
+            # mj_copyData would be faster, but the pinned MuJoCo does not have it.
+            self._seen = copy.copy(data)
             return np.zeros(1)
 
         @sensor(modality="image")
@@ -214,9 +215,6 @@ def _task_names(root: Path) -> dict[str, list[str]]:
     return module.libero_task_map
 
 
-# ----------------------------------------------------------------------------- initial states
-
-
 def read_states(path: Path) -> np.ndarray:
     """Initial states [50, N], float64, of one task: an array that torch has saved, which is a pickle in a zip file.
 
@@ -231,7 +229,8 @@ def read_states(path: Path) -> np.ndarray:
     integers = [value for name, value in found if "BININT" in name and isinstance(value, int)]
     texts = [value for name, value in found if "UNICODE" in name and isinstance(value, str)]
     numbers = max(texts, key=len, default="").encode("latin1")
-    version, rows, columns = (*integers[1:4], 0, 0, 0)[:3]  # integers[0] is the length of an empty array
+    # The first integer in the pickle is the length of an empty array.
+    version, rows, columns = (*integers[1:4], 0, 0, 0)[:3]
     if version != 1 or not {"f8", "<"} <= set(texts) or len(numbers) != 8 * rows * columns:
         raise SinewError(f"{path}: expected one float64 array of initial states")
     return np.frombuffer(numbers, "<f8").reshape(rows, columns)

@@ -17,25 +17,30 @@ from sinew_client.rotations import from_vector, to_vector
 
 from sinew_eval.sim.experts import Act
 
-METRES, RADIANS = 0.05, 0.5  # movement by an action of 1
+# An action of 1 moves the hand by this many metres, or turns it by this many radians.
+METRES, RADIANS = 0.05, 0.5
 OPEN, CLOSE = -1.0, 1.0
 GAIN = 2.0
-FINGER = 0.04  # metres from the object's top to the pads
-CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06  # metres above what is passed; what counts as there
-WIDEST = 0.075  # metres between open fingers
-MOVING = 0.1  # metres or radians a second
-RIM, WALL = 0.025, 0.008  # metres from a rim down to the pads, and from its edge inwards to what they hold
-TIP = 0.012  # metres from the pads' middle to the end of a finger
-# Below both open fingers, along and across the direction in which they close, metres: no wall is thinner than the gaps.
+FINGER = 0.04  # the pads grasp an object this many metres below its top
+# Height above an obstacle in metres; distance in metres and angle in radians at which a target counts as reached.
+CLEAR, NEAR, TURNED = 0.04, 0.008, 0.06
+WIDEST = 0.075  # distance between the open fingers, in metres
+MOVING = 0.1  # an object with a larger velocity is moving, in m/s or rad/s
+# Distance from a rim down to the finger pads, and from the rim's outer edge inwards to the hand, in metres.
+RIM, WALL = 0.025, 0.008
+TIP = 0.012  # distance from the middle of the pads to the tip of a finger, in metres
+# Points below both open fingers, in metres along and across the closing direction. The gaps between the points
+# are smaller than the thickness of any object's wall.
 FINGERS = np.array(
     [(s * x, y) for s in (-1, 1) for x in np.linspace(0.036, 0.052, 5) for y in (-0.012, 0.012)]
 )
-PALM = (0.105, 0.035)  # half its length (as the fingers close) and width, metres
-ABOVE = 0.045  # metres from the pads to the palm
-PATIENCE = 40  # control steps until a place counts as reached
-# Control steps in which the hand moves and turns less than this, metres and rad: it stands on something.
+PALM = (0.105, 0.035)  # half the length of the palm in the closing direction, and half its width, in metres
+ABOVE = 0.045  # distance from the pads up to the palm, in metres
+PATIENCE = 40  # a movement ends after this many control steps
+# The hand is blocked if it moves less than STILL metres and turns less than STEADY radians in STALLED control
+# steps in a row.
 STALLED, STILL, STEADY = 6, 0.0012, 0.02
-SQUEEZE = 8  # control steps to close the fingers, or open them
+SQUEEZE = 8  # control steps that the fingers need to close or to open
 
 
 def begin(simulator: Any) -> Act:
@@ -62,12 +67,13 @@ def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
     hand, things = Hand(env), list(env.obj_body_id.values())
     while True:
         for goal in goals:
-            # Some recorded states have things in the air.
+            # In some recorded initial states, objects are still falling.
             while np.abs(env.sim.data.cvel[things]).max() > MOVING:
                 yield from hand.rest(1, OPEN)
             if not _holds(env, goal):
                 yield from _put(hand, env, *goal)
-        yield from hand.rest(1, OPEN)  # where the episode goes on, something fell
+        # If the episode continues after all goals, an object has fallen. Check all goals again.
+        yield from hand.rest(1, OPEN)
 
 
 def _holds(env: Any, goal: list[str]) -> bool:
@@ -96,18 +102,21 @@ def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.
     )
     depth = high - RIM if held else depth
     target, rim = _target(env, place)
-    target += xy - (points[:, :2].min(0) + points[:, :2].max(0)) / 2  # where the hand is beside its middle
+    # The hand may hold the object beside its middle, so shift the target by the same offset.
+    target += xy - (points[:, :2].min(0) + points[:, :2].max(0)) / 2
     travel = max(rim, high) + (depth - low) + CLEAR
 
     yield from hand.go((*xy, max(high + 0.1, hand.over)), yaw, OPEN)
     yield from hand.go((*xy, depth), yaw, OPEN, near=NEAR / 2)
     yield from hand.rest(SQUEEZE, CLOSE)
     yield from hand.go((*xy, travel), yaw, CLOSE, near=0.03)
-    if env.sim.data.body_xpos[body][2] < lay + CLEAR / 2:  # it slipped: look again
+    # The object slipped. Open the fingers, so that the caller tries again.
+    if env.sim.data.body_xpos[body][2] < lay + CLEAR / 2:
         yield from hand.rest(SQUEEZE, OPEN)
         return
     yield from hand.go((*target, travel), yaw, CLOSE, near=0.015)
-    # What is tall goes in before it is let go: it may cling to a finger. On others a thing is set down.
+    # Lower a tall object into a container before the fingers open, because the object may stick to a finger.
+    # Set an object down fully if it goes on another one.
     release = depth - low if how == "on" else max(0.02, depth - low - 0.06)
     yield from hand.go((*target, rim + release), yaw, CLOSE, near=0.015)
     yield from hand.rest(SQUEEZE, OPEN)
@@ -119,7 +128,8 @@ def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
     """Return the target of a thing: xy, and the height that it has to pass, in metres."""
     state = env.object_states_dict[place]
     body = env.obj_body_id.get(getattr(state, "parent_name", None) or place)
-    if body is None:  # a part of the table
+    # The target is a part of the table.
+    if body is None:
         *xy, height = env.sim.data.get_site_xpos(place)
         return np.array(xy), height
     points = corners(env.sim, body)
@@ -131,13 +141,16 @@ def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
 class Hand:
     def __init__(self, env: Any):
         self.robot, self.data = env.robots[0], env.sim.data
-        self.down = self.robot.controller.ee_ori_mat.copy()  # fingers down, as an episode begins
+        # Orientation of the hand with the fingers down, as at the beginning of an episode.
+        self.down = self.robot.controller.ee_ori_mat.copy()
         left, right = (
             self.data.body_xpos[env.sim.model.body_name2id(f"gripper0_{side}finger")]
             for side in ("left", "right")
         )
-        self.over = -np.inf  # metres: what it put something into may stand on its way to the next
-        self.across = self.yaw = np.arctan2(*(left - right)[1::-1])  # in which the fingers close, so oriented
+        # Minimum height of the next movement in metres. The hand must pass over the container that it filled last.
+        self.over = -np.inf
+        # Closing direction of the fingers in this orientation, in radians.
+        self.across = self.yaw = np.arctan2(*(left - right)[1::-1])
 
     def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
         """Move until there. place: of the point between the pads, metres; yaw: in which the fingers close, radians."""
@@ -150,7 +163,8 @@ class Hand:
             twist = to_vector(goal @ controller.ee_ori_mat.T)
             if np.abs(far).max() < near and np.linalg.norm(twist) < TURNED:
                 return
-            # Who learns from this sees no reason to close after a long push that moves nothing.
+            # End a long push that moves nothing. A policy that learns from these demonstrations could not see
+            # why the fingers close.
             now = np.concatenate([far / STILL, twist / STEADY])
             still = still + 1 if np.abs(now - before).max() < 1 else 0
             if still == STALLED:
@@ -179,7 +193,7 @@ def grasp(
     narrowest = np.inf
     for turned in np.linspace(-np.pi / 2, np.pi / 2, 61):
         axes = np.array([[c := np.cos(yaw + turned), s := np.sin(yaw + turned)], [-s, c]])
-        inside = points @ axes.T  # along and across the closing direction
+        inside = points @ axes.T  # coordinates along and across the closing direction
         low, high = inside.min(0), inside.max(0)
         narrowest = min(narrowest, width := high[0] - low[0])
         middle, slack = (low + high) / 2, (WIDEST - width) / 2

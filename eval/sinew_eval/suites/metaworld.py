@@ -29,7 +29,7 @@ MAPPING = Mapping(
     unseen=("left_wrist_0_rgb", "right_wrist_0_rgb"),
     state=("state",),
     hold="rest",
-    rest=(0.0, 0.0, 0.0, -1.0),  # -1 opens
+    rest=(0.0, 0.0, 0.0, -1.0),  # the last number opens the gripper
     turned=True,
     control_hz=80.0,
 )
@@ -65,7 +65,7 @@ class Simulator(Tasks):
         env.model.cam_pos[env.model.camera(_CAMERA).id] = _CAMERA_POSITION
         if self._plain:
             env.model.vis.quality.shadowsize = env.model.vis.quality.offsamples = 0
-        # Objects and goal are placed anew at each reset, by the environment's own random numbers.
+        # The environment's own random numbers place the objects and the goal at each reset.
         env._freeze_rand_vec, env.seeded_rand_vec = False, True  # noqa: SLF001 - as LeRobot does; nothing public does it
         self._env, self.task_description = env, self._sentences[name]
 
@@ -115,7 +115,8 @@ def _name(task: str) -> str:
 
 
 def _sentences() -> dict[str, str]:
-    spec = importlib.util.find_spec("lerobot")  # its place; importing it would want torch
+    # Find the package without importing it, because the import needs PyTorch.
+    spec = importlib.util.find_spec("lerobot")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "envs" / "metaworld_config.json"
         if path.is_file():

@@ -31,5 +31,6 @@ class Simulator(Registered):
     task_description = "Push the T-shaped block onto the T-shaped target."
 
     def __init__(self, tasks: Sequence[str], size: int = 96):
-        importlib.import_module("gym_pusht")  # registers the environment
+        # Importing the package registers its environment.
+        importlib.import_module("gym_pusht")
         super().__init__(tasks, obs_type="pixels_agent_pos", observation_width=size, observation_height=size)

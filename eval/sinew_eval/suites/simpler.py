@@ -29,11 +29,13 @@ MAPPING = Mapping(
     action={
         "axis-angle": "opening_to_sign",
         "opening": "euler_and_opening",
-        "recorded": "euler_and_opening",  # BridgeData has an opening
+        # BridgeData records the opening of the gripper.
+        "recorded": "euler_and_opening",
     },
     hold="rest",
     rest=(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
-    clip=False,  # SimplerEnv's controllers clip
+    # SimplerEnv's controllers clip the actions.
+    clip=False,
     control_hz=5.0,
 )
 _PLACEMENTS = 24
@@ -56,7 +58,7 @@ class Simulator(Tasks):
         with drawing():
             import simpler_env
 
-            # Its own time limit is lifted: ours counts.
+            # Disable the environment's own time limit, because Sinew's limit applies.
             self._env = simpler_env.make(task.partition("/")[2], max_episode_steps=10_000)
 
     def begin(self, trial: int) -> Any:

@@ -23,9 +23,10 @@ from sinew_client.modules import ModuleError, load_named
 from sinew_eval.suites import VLA_EVAL, VLA_EVAL_PREFIX, libero
 from sinew_eval.suites.mapping import Mapping
 
-MAX_STEPS = 300  # where a benchmark's metadata do not say it, as its orchestrator has it
-WANTED = ("send_state", "send_wrist_image")  # arguments of constructors that show more
-# Frames of those that draw LIBERO's scenes -> what policies call them; and its grippers.
+# Maximum number of control steps if a benchmark's metadata state none. vla-eval's orchestrator has the same default.
+MAX_STEPS = 300
+WANTED = ("send_state", "send_wrist_image")  # arguments of constructors that add data to the observation
+# Frame of a benchmark with LIBERO's scenes -> names that policies use for this camera.
 _LIBERO = {
     "images/agentview": libero.MAPPING.known_as["agentview_image"] + ("image",),
     "images/wrist": libero.MAPPING.known_as["robot0_eye_in_hand_image"] + ("image2",),
@@ -70,7 +71,8 @@ class Simulator(gymnasium.Env):
         self.action_space = _action_space(self.benchmark)
         self.task_description = ""
         self._steps = 0
-        seen, _ = self.reset(seed=0)  # tells what the frames are called
+        # The first observation contains the names of the frames.
+        seen, _ = self.reset(seed=0)
         images = {camera: f"images/{camera}" for camera in seen["images"]}
         of_libero = bool(known) and set(images.values()) <= set(_LIBERO)
         self.mapping = Mapping(

@@ -25,12 +25,28 @@ PAD, UNKNOWN = "<|im_end|>", "<unk>"
 _SPECIAL = (PAD, UNKNOWN, "<fake_token_around_image>", "<global-img>", "<image>", "\n")
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 
-Statistics = dict[str, dict[str, np.ndarray]]  # "observation.state" or "action" -> "mean", "std"
+# Feature ("observation.state" or "action") -> name of the statistic ("mean" or "std") -> array.
+Statistics = dict[str, dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Design:
-    """Sizes of one policy. Widths of the expert follow from the language model's, as upstream."""
+    """Sizes of one policy. The widths of the action expert follow from those of the language model, as in
+    LeRobot.
+
+    Attributes:
+        name: Name of the policy and of its bundle.
+        cameras: Names of the cameras.
+        image_size: Width and height of a frame, in pixels.
+        state_dim: Number of values in the state.
+        action_dim: Number of values in an action.
+        chunk_size: Actions in a chunk.
+        control_hz: Control steps per second.
+        words: Vocabulary of the tokenizer.
+        vectors: Names and units of the values, as for `sinew convert --vectors`.
+        rolling: True to feed the state to the action head and give each action its own flow time, for streams.
+        motion: Reference of the actions, see ``sinew_client.control``.
+    """
 
     name: str
     cameras: tuple[str, ...]
@@ -40,9 +56,7 @@ class Design:
     chunk_size: int
     control_hz: float
     words: tuple[str, ...]
-    vectors: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # names and units, as of `sinew convert --vectors`
+    vectors: Mapping[str, Any] = field(default_factory=dict)
     patch_size: int = 8
     pixel_shuffle: int = 2
     vision_width: int = 96
@@ -58,8 +72,8 @@ class Design:
     expert_multiplier: float = 0.75
     max_tokens: int = 24
     num_steps: int = 10
-    rolling: bool = False  # the state in the head, and a time per row
-    motion: dict[str, Any] | None = None  # what actions are measured from (sinew_client.control)
+    rolling: bool = False
+    motion: dict[str, Any] | None = None
 
 
 def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLAConfig:
@@ -71,7 +85,7 @@ def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLACon
         place.mkdir(exist_ok=True)
         build_tokenizer(design.words).save(str(place / "tokenizer.json"))
         write_json(place / "tokenizer_config.json", _tokenizer_config())
-    # LeRobot opens a processor of frames there, which a policy does not use.
+    # LeRobot opens an image processor in this folder, although the policy does not use it.
     write_json(folder / "vlm" / "preprocessor_config.json", {"image_processor_type": "SmolVLMImageProcessor"})
     write_json(folder / "vlm" / "processor_config.json", {"processor_class": "SmolVLMProcessor"})
     _write_processors(folder, design, stats)
@@ -85,7 +99,7 @@ def write_weights(folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> Non
     for upstream in tensors:
         if bundle_name(upstream) not in wanted:
             raise AssertionError(f"{upstream} does not come back as a name of the model")
-    # Upstream's class has a head over the vocabulary, which a policy never runs.
+    # LeRobot's class has an output head over the vocabulary, which a policy never evaluates.
     tensors[LM_HEAD] = torch.zeros_like(state["language.embed_tokens.weight"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

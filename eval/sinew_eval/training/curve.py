@@ -20,7 +20,8 @@ def plot(log: Path, out: Path) -> None:
     """Draw closed-loop success above and losses below, over the processors' time."""
     found = read_json(log)
     history, recipe = found["history"], found["recipe"]
-    episodes = recipe["episodes"] * recipe["ranks"]  # every process plays its own
+    # Every process plays its own episodes.
+    episodes = recipe["episodes"] * recipe["ranks"]
     losses = [h for h in history if "success" not in h]
     wins = [h for h in history if "success" in h]
     figure, (above, below) = figures.new(2, height=4.8, sharex=True, height_ratios=(2, 3))

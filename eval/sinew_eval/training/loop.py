@@ -30,14 +30,33 @@ from sinew_eval.training.objective import initialise
 from sinew_eval.training.rollout import Actor, Episode
 
 log = logging.getLogger("train")
-VALIDATION_SEED = 900_000  # neither training nor the reported evaluation uses these episodes
+# First seed of the validation episodes. Neither training nor the reported evaluation uses these seeds.
+VALIDATION_SEED = 900_000
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``rows``: pictures per process and step. ``draws``: noise draws per picture. The learning rate warms up,
-    stays, and from ``decay_from`` (a share of the budget) falls linearly to zero. ``steps``: where they are not 0, the
-    budget in place of the CPU-seconds, as of runs that are compared."""
+    """Settings of a training run. The learning rate warms up, stays constant, and then falls linearly to zero.
+
+    Attributes:
+        cpu_seconds: Budget in CPU-seconds of all processes together.
+        steps: Budget in steps. 0 to use ``cpu_seconds``. Runs that are compared use steps.
+        rows: Observations per process and step.
+        second_rows: Observations that also get a second, counterfactual instruction.
+        draws: Noise samples for each observation.
+        learning_rate: Largest learning rate.
+        warm_up_steps: Steps until the learning rate reaches its maximum.
+        decay_from: Share of the budget after which the learning rate falls.
+        weight_decay: Weight decay of matrices.
+        ema: Decay of the exponential moving average of the weights.
+        clip: Largest norm of the gradient.
+        auxiliary_weight: Weight of the auxiliary losses.
+        seed: Seed of the weights, batches and noise.
+        ranks: Number of processes.
+        evaluations: Number of closed-loop evaluations during training. 0 if the simulator runs in another
+            interpreter.
+        episodes: Episodes for each process and evaluation.
+    """
 
     cpu_seconds: float
     steps: int = 0
@@ -53,16 +72,22 @@ class Recipe:
     auxiliary_weight: float = 1.0
     seed: int = 0
     ranks: int = 2
-    evaluations: int = 6  # 0 where the simulator is in another interpreter
-    episodes: int = 12  # per process and evaluation
+    evaluations: int = 6
+    episodes: int = 12
 
 
 class Task(Protocol):
-    """What the loop needs to know of a task and of the policy that learns it."""
+    """A task and the policy that learns it, as the training loop uses them.
+
+    Attributes:
+        auxiliary_outputs: Number of outputs of the auxiliary head.
+        things: Number of objects that the auxiliary head on image tokens finds. 0 for no such head.
+        objective: Class of the loss: ``Objective``, or a class with the same constructor.
+    """
 
     auxiliary_outputs: int
-    things: int  # outputs of the auxiliary head on image tokens; 0 for none
-    objective: type[nn.Module]  # Objective, or one with its constructor
+    things: int
+    objective: type[nn.Module]
 
     def model(self, folder: Path, seed: int) -> nn.Module:
         """Return the policy as training begins. folder: for what it is made from."""
@@ -108,14 +133,15 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
     if start:
         weights = torch.load(start, weights_only=True)  # own file: named by the person at this machine
         objective.load_state_dict(weights, strict=False)
-    average = copy.deepcopy(model).eval()  # runs in full float32
+    # Copy the model before its products change to bfloat16, so that the averaged weights run in float32.
+    average = copy.deepcopy(model).eval()
     log.info("%s", use_half_products(model))
     optimizer = torch.optim.AdamW(_groups(objective, recipe), betas=(0.9, 0.95), fused=True)
     rng = np.random.default_rng([recipe.seed, rank])
     noise = torch.Generator().manual_seed(recipe.seed * 1000 + rank)
     history: list[dict[str, float]] = []
     began, step, spent, evaluated, shown = time.process_time(), 0, 0.0, 0, 0.0
-    progress = 0.0  # share of the budget
+    progress = 0.0  # share of the budget that has been used
     sums: dict[str, float] = {}
 
     while progress < 1.0:

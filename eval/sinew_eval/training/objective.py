@@ -50,7 +50,8 @@ class AuxiliaryHead(nn.Module):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2 * kv_size, 128), nn.GELU(), nn.Linear(128, outputs))
 
-    def forward(self, prefix: Prefix) -> Tensor:  # -> [B, outputs]
+    def forward(self, prefix: Prefix) -> Tensor:
+        """Return the estimated positions, [B, outputs]."""
         return self.net(torch.cat([v[:, -1].flatten(1) for _, v in prefix.kv[-2:]], dim=-1))
 
 
@@ -83,7 +84,7 @@ class Objective(nn.Module):
         actions = batch.chunk.repeat_interleave(self.draws, 0)  # [B * draws, H, A]
         known = batch.known.repeat_interleave(self.draws, 0)[..., None]
         noise = torch.randn(actions.shape, generator=generator)
-        # Beta(1.5, 1) has the distribution function t ** 1.5.
+        # The distribution function of Beta(1.5, 1) is t ** 1.5, so its inverse maps uniform numbers to samples.
         t = torch.rand(len(actions), generator=generator) ** (1 / 1.5) * 0.999 + 0.001
         x = t[:, None, None] * noise + (1 - t[:, None, None]) * actions
         error = (self.model.velocity(x, t, own) - (noise - actions)).square() * known

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sinew_eval.training.objective import Batch, repeated
 
-LATE = 6.0  # rows that may have passed between two runs
+LATE = 6.0  # largest number of actions that may have passed between two runs
 
 
 @dataclass
@@ -61,7 +61,8 @@ class RollingObjective(nn.Module):
         prefix = repeated(read, B, D)._replace(state=model.state_token(batch.states.flatten(0, 1)))
         actions, plans = batch.chunks.flatten(0, 1), batch.plans.flatten(0, 1)  # [B * D, H, A]
         noise = torch.randn(actions.shape, generator=generator)
-        half = len(actions) // 2  # rows of the batch are in random order
+        # The samples of a batch are in random order, so the first half is a random selection.
+        half = len(actions) // 2
         times = torch.cat([self._one_time(half, generator), self._rolling(len(actions) - half, generator)])
         t = times[..., None]  # [B * D, H, 1]
         start = torch.cat([actions[:half], plans[half:]])

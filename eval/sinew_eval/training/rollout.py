@@ -109,7 +109,7 @@ def run_episodes(
         chunks = actor.chunks([moments[i][0] for i in live], np.stack(noise))
         replans += 1
         for i, chunk in zip(live, chunks, strict=True):
-            # A frame that was old when it arrived starts its chunk in the past.
+            # A chunk begins at the time of its frame, so skip the actions for the time that has passed since the frame.
             world: Any = envs[i].unwrapped
             age = round(moments[i][1].get("frame_age", 0.0) * world.control_hz)
             for action in chunk[age : age + replan]:

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from sinew_eval.trials.sitting import PendingTrial
 
 SUCCESS, FAILURE, DISCARD = "success", "failure", "discard"
-LOST = 10  # requests without an answer after which a trial that nobody sees is given up
-READ = 1 << 16  # bytes of `--judge` at once, and of a line at most
+# A trial without a judge is discarded after this many requests in a row without an answer.
+LOST = 10
+# Number of bytes that are read from `--judge` at once, which is also the longest line.
+READ = 1 << 16
 SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
 
 
@@ -67,7 +69,8 @@ class VerdictInput:
         """Take a trial that is set up, which waits or begins."""
         self.loop, self.tally = loop, TrialTally()
         if not self.waits:
-            self._read()  # what was written too late for the last trial is said of none
+            # Discard lines that were written too late for the previous trial.
+            self._read()
         self.verdict, self.by, self.note, self.seconds, self.state = "", "", "", 0.0, SET_UP
         loop.controller.listeners.append(self.tally.hear)
         CommandListener(self._look).attach(loop)
@@ -132,10 +135,12 @@ class VerdictInput:
     def _read(self) -> None:
         """Do what the file says."""
         if self._file is not None:
-            with suppress(BlockingIOError):  # a FIFO to which nobody has written for now
+            # No program has written to the FIFO since the last read.
+            with suppress(BlockingIOError):
                 self._rest += os.read(self._file, READ)
             *lines, self._rest = self._rest.split(b"\n")
-            if len(self._rest) > READ:  # without an end: it is not waited for
+            # Treat a line that is too long as complete, so that the buffer does not grow.
+            if len(self._rest) > READ:
                 lines, self._rest = [*lines, self._rest], b""
             refused = []
             for line in lines:
@@ -143,7 +148,8 @@ class VerdictInput:
                 if not self.take(text, "file"):
                     expected = "go" if state == SET_UP else "success, failure or discard REASON"
                     refused.append(f"expected {expected}, as the trial {state}, got {text[:80]!r}")
-            if refused:  # in one sentence, as the robot moves meanwhile
+            # Print only one sentence, because the robot is moving.
+            if refused:
                 more = f", and {len(refused) - 1} more lines" if refused[1:] else ""
                 progress.say(f"--judge: {refused[0]}{more}")
 

@@ -23,7 +23,7 @@ from sinew_eval.evidence.repeat import REPORT
 from sinew_eval.report.report import conditions, document, tables
 from sinew_eval.trials.sitting import TrialSession
 
-PICTURES = 60  # most pictures of a video
+PICTURES = 60  # largest number of frames in a film
 
 
 def write_report(sitting: TrialSession, control_hz: float, command: str) -> dict[str, Any] | None:

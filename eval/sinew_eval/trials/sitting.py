@@ -33,8 +33,9 @@ from sinew_eval.episodes.settings import Task, Variant
 from sinew_eval.report.stats import anytime_p
 
 PLAN, FORMAT = "sitting.json", 1
-TRIAL = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?")  # the number of a trial, and of its attempt
-SHOWN_AT = 0.05  # p at which a sequential sitting ends
+# Matches the name of a trial: its number, and the number of a later attempt.
+TRIAL = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?")
+SHOWN_AT = 0.05  # a sequential session ends at this p-value
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class TrialSession:
             raise SinewError(f"--sequential: expected two policies to compare, got {len(variants)}")
         self.out, self.task, self.variants = out, task, list(variants)
         self.scenes, self.seed, self.sequential = scenes, seed, sequential
-        names = [key(task, variant) for variant in variants]  # servers of one name say the same of themselves
+        # Two servers with the same name have the same key, so the next line adds a number.
+        names = [key(task, variant) for variant in variants]
         self.keys = [f"{name} #{names[:at].count(name) + 1}" for at, name in enumerate(names)]
         self.order = self._planned(order, rules)
         self._schedule = [
