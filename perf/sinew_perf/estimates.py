@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.policy import Policy
 
-COUNT_S = 300.0  # for the process that counts
+COUNT_S = 300.0  # longest time of the process that counts the memory, in seconds
 
 
 def memory(path: str, dtype: str | None, engine: Any, device: Literal["cpu", "cuda"]) -> CountedMemory:

@@ -115,7 +115,8 @@ def asynchronous(
     if not (compute_s > 0 and control_hz > 0 and chunk >= 1 and replan >= 1):
         raise SinewError("compute_s, control_hz, chunk and replan must be above 0")
     period = 1 / control_hz
-    lines, machine = [_Line() for _ in route], _Line()  # half duplex: one line per link
+    # A link is half duplex, so one line serves both directions.
+    lines, machine = [_Line() for _ in route], _Line()
     there = [(line, link.up_s(size.up), link.base_ms / 1e3) for line, link in zip(lines, route, strict=True)]
     back = [
         (line, link.down_s(size.down), link.base_ms / 1e3) for line, link in zip(lines, route, strict=True)

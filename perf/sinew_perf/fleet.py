@@ -22,10 +22,10 @@ from sinew.serve.request import Request
 
 from sinew_perf.operators import Component
 
-MOST = 1024  # robots that are tried
-PERIODS = 25  # simulated periods of each robot
-WARM = 5  # periods before anything counts
-KIND = "one"  # all robots ask for the same kind of batch
+MOST = 1024  # largest number of robots that is tried
+PERIODS = 25  # number of simulated periods
+WARM = 5  # number of periods before the measurement starts
+KIND = "one"  # all robots request the same kind of batch
 
 
 def batched(component: Component, size: int) -> Component:
@@ -80,8 +80,10 @@ def play(
     phases = np.zeros(robots) if in_step else np.random.default_rng(seed).uniform(0, period, robots)
     ticks = [(float(phase), robot) for robot, phase in enumerate(phases)]
     heapq.heapify(ticks)
-    waiting: deque[tuple[ServingJob, float, int]] = deque()  # job, its robot's tick, the robot
-    free_at = [0.0] * robots  # when each robot has its answer
+    # Waiting requests: (job, time of the robot's request in seconds, number of the robot).
+    waiting: deque[tuple[ServingJob, float, int]] = deque()
+    # Time at which each robot has its answer, in seconds.
+    free_at = [0.0] * robots
     latencies: list[float] = []
     sizes: list[int] = []
     moments = in_time = 0
@@ -94,12 +96,14 @@ def play(
             counts = tick >= WARM * period
             moments += counts
             if free_at[robot] > tick:
-                continue  # its last answer is not there
+                # The robot still waits for its previous answer, so it skips this period.
+                continue
             job = ServingJob(Request("", _never), tick + deadline_s, prepared=PreparedInputs(kind=KIND))
             waiting.append((job, tick, robot))
             free_at[robot] = float("inf")
             clock = max(clock, tick + overhead_s / 2) if len(waiting) == 1 else clock
-        while waiting and clock > waiting[0][1] + deadline_s:  # refused
+        # The deadline has passed, so the server rejects the request.
+        while waiting and clock > waiting[0][1] + deadline_s:
             _, tick, robot = waiting.popleft()
             free_at[robot] = clock
         if not waiting:
@@ -183,9 +187,11 @@ def shortfall(alone_s: float, *, hertz: float, deadline_s: float, overhead_s: fl
     if took > 1 / hertz:
         missed.append(f"more than the {1e3 / hertz:.4g} ms between two requests at {hertz:g} Hz")
     text = f"one answer takes {1e3 * took:.4g} ms, {' and '.join(missed) or 'which leaves no reserve'}"
-    milliseconds = math.ceil(1.05e3 * took)  # 5 %: answers are not all equally fast
+    # Add 5 %, because not all answers take the same time.
+    milliseconds = math.ceil(1.05e3 * took)
     rate = 1e3 / milliseconds
-    step = 10.0 ** (math.floor(math.log10(rate)) - 1)  # two digits
+    # Round the rate down to two digits.
+    step = 10.0 ** (math.floor(math.log10(rate)) - 1)
     rate = float(f"{math.floor(rate / step * (1 + 1e-9)) * step:.12g}")
     return Shortfall(text, min(hertz, rate), max(deadline_s, milliseconds / 1e3))
 

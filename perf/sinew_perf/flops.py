@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-Count = Callable[[Any, Any], int]  # (arguments, result) -> FLOPs
+# Computes the FLOPs of an operator from its arguments and its result.
+Count = Callable[[Any, Any], int]
 
 
 def _mm(a: Tensor, b: Tensor) -> int:  # [M, K] @ [K, N]
@@ -37,14 +38,16 @@ FUSED_ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
 )
 
-LOW_BIT = ("lowbit_linear", "lowbit_linears")  # they round their rows to 8 bits and multiply whole numbers
+# These operators round their inputs to 8 bits and multiply integers.
+LOW_BIT = ("lowbit_linear", "lowbit_linears")
 
-PRODUCTS: dict[str, Count] = {  # names of ATen and our own
+# Name of an ATen operator or of a Sinew operator -> function that counts its FLOPs.
+PRODUCTS: dict[str, Count] = {
     "mm": lambda args, _: _mm(args[0], args[1]),
     "addmm": lambda args, _: _mm(args[1], args[2]),
     "bmm": lambda args, _: _bmm(args[0], args[1]),
     "baddbmm": lambda args, _: _bmm(args[1], args[2]),
-    # [M, K] by rows of N channels in few bits
+    # The input [M, K] is multiplied by low-bit weights with N output channels.
     "lowbit_linear": lambda args, _: 2 * args[0].numel() * args[1].shape[0],
     "lowbit_linears": lambda args, _: sum(2 * args[0].numel() * weight.shape[0] for weight in args[1]),
     "mv": lambda args, _: 2 * args[0].numel(),

@@ -25,8 +25,9 @@ from sinew_perf.streams import loops
 
 BATCH = 8
 CAMERA_HZ = 30.0
-LEAST, NO_GAIN = 1.005, "is not faster by the roofline"  # times as fast: less would be shown as 1.00
-# docs/low-bit.md, where the head has int8, too
+# A change must make the policy this many times as fast, because a smaller gain would be shown as 1.00.
+LEAST, NO_GAIN = 1.005, "is not faster by the roofline"
+# These numbers are from docs/low-bit.md, where the head also has int8.
 BITS_WON = "pen won 99.0 %, as in float32, shove {} for 98.0; `sinew eval --gate` judges yours"
 
 
@@ -70,11 +71,21 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
+    """A change that may make the policy faster.
+
+    Attributes:
+        name: Name in the table.
+        line: Option or command that a user types.
+        fidelity: Effect on the actions.
+        apply: Returns the program after the change.
+        group: Group of alternatives, of which one is chosen. "" for none.
+    """
+
     name: str
     line: str
     fidelity: str
     apply: Callable[[_Setting], _Setting]
-    group: str = field(default="")  # one option of a group is taken
+    group: str = field(default="")
 
 
 def order(
@@ -143,7 +154,8 @@ def _options(source: str, machine: Hardware, first: PublishedProgram) -> tuple[l
     options = []
     on_cpu = machine.kind == "cpu"
     engine = ("plan", "--engine plan") if on_cpu else ("cuda", "--engine cuda")
-    fused: Traffic = "unfused" if on_cpu else "fused"  # torch's kernels one by one; one graph of fused ones
+    # Engine eager on a CPU runs torch's kernels one by one. Engine cuda runs one graph of fused kernels.
+    fused: Traffic = "unfused" if on_cpu else "fused"
     options.append(
         _Option(
             f"engine {engine[0]}",

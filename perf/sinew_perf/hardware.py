@@ -134,7 +134,8 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
     if not isinstance(values, dict):
         raise SinewError(f"{name}: expected a table of values, got {type(values).__name__}")
     given: dict[str, Any] = {"title": name, "source": "user"} | values
-    if kind is Hardware:  # a user's own numbers for a packaged machine do not change what it is
+    # A user's numbers for a machine of this package do not change the kind of the machine.
+    if kind is Hardware:
         given = {"kind": _packaged("hardware.toml").get(name, {}).get("kind", "gpu")} | given
     try:
         made = kind(name=name, **given)
@@ -156,6 +157,7 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
 
 def _find(table: dict[str, Entry], name: str, what: str) -> Entry:
     if name not in table:
-        plain = "".join(filter(str.isalnum, name.lower()))  # a name such as "RTX 4090"
+        # Also suggest a name for a text such as "RTX 4090".
+        plain = "".join(filter(str.isalnum, name.lower()))
         raise SinewError(f"{what} {name!r}: expected one of {', '.join(table)}{did_you_mean(plain, table)}")
     return table[name]

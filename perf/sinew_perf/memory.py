@@ -29,31 +29,44 @@ from sinew_perf.trace import STAGES, ProgramTrace, TracedBlock
 
 Device = Literal["cpu", "cuda"]
 
-# Resident memory before any weight: interpreter, torch and its libraries. CPU: 241 MB after `import sinew.policy`
-# (`sinew.core.machine.resident_bytes()`, torch 2.13.0 CPU build). CUDA: an allowance for context and kernels, not
-# measured; give the number of your own board where it matters.
+# Resident memory in bytes before any weight is loaded: the interpreter, torch and its libraries. CPU: 241 MB
+# after `import sinew.policy` (`sinew.core.machine.resident_bytes()`, torch 2.13.0 CPU build). CUDA: an estimate
+# for the context and the kernels, not measured. Pass the number of your own board if it matters.
 RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
-# What libraries take beside torch's allocator. CPU: the peak of anonymous memory of the model in
-# perf/tests/test_perf_calibration.py rose 12 MB (1 thread) and 38 MB (2 threads) above the traced peak; it grows
-# with the threads, not with the model. CUDA: cuBLAS's largest default workspace, 32 MiB, not measured.
+# Memory in bytes that libraries use in addition to torch's allocator. CPU: in
+# perf/tests/test_perf_calibration.py, the peak of anonymous memory was 12 MB (1 thread) and 38 MB (2 threads)
+# above the traced peak. This memory grows with the threads and not with the model. CUDA: cuBLAS's largest
+# default workspace, 32 MiB, not measured.
 WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 
-# glibc hands a freed block of MAPPED[0] bytes and more back at once, until the first such block is freed: then it keeps
-# blocks up to that one's size, at most MAPPED[1], and twice as much free memory in all (mallopt(3), M_MMAP_THRESHOLD
-# and M_TRIM_THRESHOLD). On a CPU the second inference therefore peaks above the first.
+# The C library glibc returns a freed block of at least MAPPED[0] bytes at once, until the first such block is
+# freed. After that, glibc keeps freed blocks up to the size of this block (at most MAPPED[1]), and up to twice
+# this size of free memory in total (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD). Therefore the second
+# inference on a CPU has a higher peak than the first.
 MAPPED = (128 << 10, 32 << 20)
-PAGE = 4096  # bytes of a page of a mapped file
-DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}  # engine -> the one that it runs on
-CHUNKS = 2  # chunks that a robot stores: the one that it executes and the one that arrives
+PAGE = 4096  # bytes per page of a mapped file
+# Engine -> the only device on which the engine runs.
+DEVICES: Mapping[str, Device] = {"cpu": "cpu", "cuda": "cuda"}
+CHUNKS = 2  # a robot stores the chunk that it executes and the chunk that arrives
 
-AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}  # what `fits` searches
+# Quantity whose largest fitting value `fits` searches -> field of the request.
+AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The parameters of one component in one format. ``resident``: bytes of them that have to be in memory."""
+    """The parameters of one component in one format.
 
-    component: str  # top-level module; its token or position tables apart, as "language embeddings"
+    Attributes:
+        component: Top-level module of the model. Its token or position tables are a component of their own,
+            such as "language embeddings".
+        dtype: Number format.
+        parameters: Number of parameters.
+        nbytes: Size in bytes.
+        resident: Bytes that have to be in memory. Of a token table, these are only the rows of a prompt.
+    """
+
+    component: str
     dtype: str
     parameters: int
     nbytes: int
@@ -339,7 +352,7 @@ def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
         stored = bundle.lowbit.get(module) if name.endswith(WEIGHT) else None
         is_table = _is_prompt_table(name)
         component = name.split(".")[0] + (" embeddings" if is_table else "")
-        # Ternary words hold 16 weights each; rows are padded to 64.
+        # A word of ternary weights contains 16 weights, and rows are padded to a multiple of 64 weights.
         count = math.prod(info.shape) * (16 if stored == "ternary" else 1)
         resident = rows_nbytes(tokens, info.shape[0], info.nbytes) if is_table else info.nbytes
         _add(counts, (component, stored or info.type.name.lower()), count, info.nbytes, resident)
@@ -348,7 +361,8 @@ def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
 
 def rows_nbytes(tokens: int, rows: int, nbytes: int) -> int:
     """Return the bytes of the pages that ``tokens`` rows of a mapped table touch, of ``rows`` in ``nbytes``."""
-    pages = 1 + -(-nbytes // (rows * PAGE))  # a row begins anywhere in its first
+    # A row can begin at any byte of a page, so it may touch one more page.
+    pages = 1 + -(-nbytes // (rows * PAGE))
     return min(nbytes, tokens * pages * PAGE)
 
 
@@ -376,7 +390,8 @@ def peaks(found: ProgramTrace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
     for event in found.events:
         block, size = event.block, event.block.nbytes
         if event.change > 0 and block.kind == "cache" and event.stage != "head":
-            prefix.add(block)  # copies that the head makes of it are activations
+            # Copies of the cache that the head makes count as activations.
+            prefix.add(block)
         if block in prefix:
             size = round(size * cache_scale)
             cache += event.change * size

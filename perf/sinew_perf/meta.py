@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENTRIES = 1 << 15  # entries of about a hundred programs; then the cache starts again
+# Maximum number of cached calls, about a hundred programs. A full cache is emptied.
+ENTRIES = 1 << 15
 PLAIN = (Tensor, torch.nn.Parameter)
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_layouts: dict[Hashable, tuple[Layout, ...] | None] = {}  # None: of a call that has to run
+# None marks a call that has to run every time.
+_layouts: dict[Hashable, tuple[Layout, ...] | None] = {}
 
 
 class _UnknownError(Exception):
@@ -31,7 +33,8 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         key = (func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
         found = _layouts.get(key, ())
-    except (_UnknownError, TypeError):  # TypeError: not hashable
+    # An argument that cannot be hashed raises TypeError.
+    except (_UnknownError, TypeError):
         return func(*args, **kwargs)
     if found:
         made = [
@@ -51,14 +54,15 @@ def _signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
     found: list[Hashable] = []
     for value in values:
         if isinstance(value, Tensor):
-            # A tensor without dimensions may stand for a Python number, which promotes otherwise.
+            # A tensor without dimensions may represent a Python number, which has other rules of type promotion.
             if type(value) not in PLAIN or not value.is_meta or not value.dim() or value.is_complex():
                 raise _UnknownError
             found.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
             found.append((type(value), _signature(value)))
         else:
-            found.append((type(value), value))  # True is not 1, nor 1.0
+            # Include the type, because True, 1 and 1.0 are equal as keys.
+            found.append((type(value), value))
     return tuple(found)
 
 
@@ -86,7 +90,8 @@ def _layout(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
     for tensor, storage, key in zip(made, held, keys, strict=False):
         fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         owns = tensor.storage_offset() == 0 and storage.nbytes() == fresh.untyped_storage().nbytes()
-        if not owns or keys.count(key) > 1:  # a view, such as _unsafe_view, which does not say so
+        # The result is a view. Some operators that return a view, such as _unsafe_view, do not declare it.
+        if not owns or keys.count(key) > 1:
             return None
         layouts.append((tensor.shape, tensor.stride(), tensor.dtype))
     return tuple(layouts)

@@ -32,7 +32,7 @@ class _Precision:
         return self.head in machine.peak and rate in machine.peak
 
 
-# The first of a kind is the one that the others have to beat.
+# Precisions by kind of machine. The first one is the baseline that the others must beat.
 PRECISIONS: dict[Kind, tuple[_Precision, ...]] = {
     "gpu": (
         _Precision("bf16", "bf16", "bf16", "bf16"),

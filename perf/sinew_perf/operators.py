@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-# Bits per element as stored, block scales left out. Ternary values are packed in two bits.
+# Bits per stored element, without block scales. A ternary value is packed into two bits.
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "ternary": 2}
 
 

@@ -75,7 +75,8 @@ def placements(
             compute_s, size, hops, control_hz=control_hz, chunk=chunk, replan=every, duration_s=30
         )
         rate = scenarios.asynchronous_hz(compute_s, size, hops)
-        steps = min(chunk, max(every, math.ceil(control_hz / rate - 1e-9)))  # it cannot answer more often
+        # The policy cannot answer more often than this.
+        steps = min(chunk, max(every, math.ceil(control_hz / rate - 1e-9)))
         stale = scenarios.staleness(latency, steps, chunk, control_hz)
         rows.append(
             {
@@ -85,7 +86,7 @@ def placements(
                 "async_hz": rate,
                 "age_p95_ms": 1e3 * played.age_p95_s + camera_ms,
                 "age_bound_ms": 1e3 * stale.last_s + camera_ms,
-                # What happens just after one request's frame is seen in the next request's.
+                # An event just after one frame is visible only in the frame of the next request.
                 "reaction_ms": 1e3 * (steps / control_hz + latency) + camera_ms + actuation_ms,
                 "underruns": f"{played.underruns}/{played.steps}",
             }
@@ -113,7 +114,8 @@ def placements(
         rows.append({"where": "split", "latency_ms": 1e3 * split, "sync_hz": 1 / split})
     for where, stage, hops in (("robot", here, []), ("server", there, route)):
         fast, slow = stage[0] + stage[2], stage[1]
-        if not slow:  # no language model that could run beside
+        # The policy has no language model that could run as System 2.
+        if not slow:
             continue
         if refused(f"dual, {where}", (where, whole[where])):
             continue

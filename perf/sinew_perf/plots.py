@@ -12,10 +12,13 @@ from sinew_perf.hardware import Hardware
 from sinew_perf.roofline import StageTiming
 from sinew_perf.success import Way
 
-COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
-check = figures.check  # before what is to be drawn is computed
+# Components in the order of their colours.
+COMPONENTS = ("vision", "prefix", "head")
+# Callers check for matplotlib before they compute the data of a figure.
+check = figures.check
 
-CALLED = {"prefix": "language", "head": "action"}  # names for readers of the figures
+# Component -> its name in the figures.
+CALLED = {"prefix": "language", "head": "action"}
 PLACES = ("network", "vision", "language", "action")
 
 
@@ -39,7 +42,8 @@ def roofline(
     ridges = [peaks[machine.name] / machine.bandwidth for machine in machines]
     intensities = [row.intensity for row in rows]
     lowest = min([*intensities, *ridges]) / 3
-    highest = max([*intensities, *ridges]) * 9  # the ridges are in the picture, and there is room for names
+    # The range includes the ridges, and leaves space for the names of the machines.
+    highest = max([*intensities, *ridges]) * 9
     heights = []
     for index, machine in enumerate(machines):
         peak = peaks[machine.name]
@@ -106,7 +110,8 @@ def denoising(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             )
         axes.set(xscale="log", xlabel="solver steps", title=title)
         figures.plain_ticks(axes.xaxis, [row["steps"] for row in rows])
-        if quantity != "ms":  # which spans less than a power of ten
+        # The end-to-end latency spans less than a power of ten, so its axis stays linear.
+        if quantity != "ms":
             axes.set(yscale="log")
             figures.plain_ticks(axes.yaxis, [row[quantity] for row in rows])
     figures.legend(figure, panels[0].get_lines(), columns=6)
@@ -210,7 +215,8 @@ def success(
     drawn: list[float] = []
     for name, latency_ms in sorted(machines, key=lambda each: each[1]):
         if latency_ms > longest or any(abs(latency_ms - each) < longest / 25 for each in drawn):
-            continue  # a name would lie on another one
+            # Skip a machine beyond the axis, and a name that would overlap with another name.
+            continue
         drawn.append(latency_ms)
         axes.axvline(latency_ms, color=figures.GREY, linewidth=1, linestyle=":")
         axes.annotate(

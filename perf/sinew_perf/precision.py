@@ -12,14 +12,17 @@ from sinew_perf.flops import LOW_BIT
 from sinew_perf.trace import STAGES, TracedCall, TracedOperand
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SMALL_BITS = {"fp8": 8, "int8": 8, "int4": 4, "ternary": 2}  # torch computes on none of them everywhere
+# Bits of formats in which torch cannot compute on every device.
+SMALL_BITS = {"fp8": 8, "int8": 8, "int4": 4, "ternary": 2}
 TORCH_NAMES = {name: word for word, name in DTYPES.items()}
+# Component of a model -> stage that reads its weights.
 STAGE_OF = {
     "vision": "vision",
     "language": "prefix",
     "head": "head",
-}  # component of a model -> stage that reads it
-LINEAR = ("mm", "addmm")  # what linear layers become
+}
+# ATen operators of linear layers.
+LINEAR = ("mm", "addmm")
 
 
 @dataclass(frozen=True, slots=True)

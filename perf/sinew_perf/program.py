@@ -37,9 +37,10 @@ from sinew_perf.trace import STAGES, ProgramTrace, TracedCall, trace
 
 PRESETS = tuple(presets())
 _MODELS = files("sinew_perf") / "data" / "models"
-# Models that nobody has built, by name: a file each.
+# Models that exist only as a description of their sizes, one file for each name.
 DESCRIBED = tuple(sorted(each.name.removesuffix(".json") for each in _MODELS.iterdir()))
-PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
+# Published models have weights in bf16. The models keep some projections in fp32.
+PRESET_DTYPE = "bf16"
 
 Traffic = Literal["fused", "unfused", "weights"]
 Engine = Literal["eager", "plan"]
@@ -47,17 +48,27 @@ Engine = Literal["eager", "plan"]
 
 @dataclass(frozen=True, eq=False)
 class PublishedProgram:
-    """A model without memory, the shapes that it is asked for by default, and the precision of its stages
-    (None: as its weights say)."""
+    """A model without weights in memory, with the shapes of its requests and the precision of its stages.
+
+    Attributes:
+        name: Name of the policy or model.
+        model: Model on the meta device.
+        shapes: Shapes of a request by default.
+        precision: Stage -> precision. None to use the formats of the model's weights.
+        engine: "eager", or "plan" for the model with its rewrites.
+        prepared: Plan of an engine that already runs one. None to build a plan.
+        like: Program with the same calls and other formats, whose trace is used. None for none.
+        family: Name of the architecture. "" for a model in memory.
+    """
 
     name: str
     model: Model
     shapes: Shapes
     precision: Mapping[str, Precision] | None = None
     engine: Engine = "eager"
-    prepared: Plan | None = None  # the plan of an engine that already runs one
-    like: PublishedProgram | None = None  # the same calls under other labels, which has the trace
-    family: str = ""  # the architecture's name; empty for a model in memory
+    prepared: Plan | None = None
+    like: PublishedProgram | None = None
+    family: str = ""
 
     @classmethod
     def load(
@@ -132,13 +143,15 @@ class PublishedProgram:
             return self
         precision = by_stage(dtypes)
         streams = {stage.stream for stage in precision.values()}
-        read_by = self.read_by if len(streams) > 1 else {}  # a trace, which one format does not need
+        # Only several formats need this mapping, which takes a trace.
+        read_by = self.read_by if len(streams) > 1 else {}
         model = on_meta(self.model)
         state = {}
         for name, tensor in model.state_dict().items():
             wide = name.split(".")[0] in model.float32_modules
             stream = precision[read_by.get(name, "prefix")].stream
-            is_packed = not tensor.is_floating_point()  # ternary weights stay what they are
+            # Ternary weights keep their packed format.
+            is_packed = not tensor.is_floating_point()
             state[name] = tensor if is_packed else tensor.to(torch.float32 if wide else stream)
         model.load_state_dict(state, assign=True)
         return replace(self, model=model.requires_grad_(False), precision=precision, like=None)
@@ -197,7 +210,8 @@ class PublishedProgram:
         ]
 
     def _operators(self, calls: list[TracedCall], traffic: Traffic) -> tuple[Operator, ...]:
-        counts: Counter[Operator] = Counter()  # in order of first appearance; equal layers become one row
+        # A Counter keeps the order of first appearance, and equal layers become one row.
+        counts: Counter[Operator] = Counter()
         for call in calls:
             if traffic == "unfused" or call.is_product or call.operator == "embedding":
                 counts[self._operator(call, traffic)] += 1
@@ -247,9 +261,6 @@ def _repeats(stage: str, found: ProgramTrace) -> int:
     return found.steps if stage == "head" else 1
 
 
-# ----------------------------------------------------------------------------- sources
-
-
 def is_sizes_alone(source: str | Path) -> bool:
     """Return True for a name of a published model or a file that describes one: there are no weights."""
     return str(source) in (*PRESETS, *DESCRIBED) or Path(source).suffix == ".json"
@@ -289,7 +300,8 @@ def of_engine(engine: Running, shapes: Shapes, name: str) -> PublishedProgram:
     return PublishedProgram(name, plan.model, shapes, engine="plan", prepared=plan)
 
 
-@lru_cache(maxsize=8)  # a trace takes seconds, and `needs` and `scenarios` ask for the same programs again
+# A trace takes seconds, and `needs` and `scenarios` load the same programs again and again.
+@lru_cache(maxsize=8)
 def _of_preset(
     name: str,
     request: TracedRequest,

@@ -18,14 +18,23 @@ from sinew_perf.operators import Component, Operator, Residency
 
 @dataclass(frozen=True, slots=True)
 class StageTiming:
-    """Seconds of a component: all of it, and what computing and moving alone would take."""
+    """Time of a component by the roofline.
+
+    Attributes:
+        name: Name of the component.
+        seconds: Total time in seconds. Each operator takes as long as its slower side.
+        compute_s: Time of the arithmetic alone, in seconds.
+        memory_s: Time of the memory traffic alone, in seconds.
+        flops: Floating-point operations.
+        nbytes: Bytes that go through memory.
+    """
 
     name: str
     seconds: float
     compute_s: float
     memory_s: float
     flops: float
-    nbytes: float  # through memory
+    nbytes: float
 
     @property
     def bound(self) -> str:
@@ -121,7 +130,8 @@ def components_record(
             "intensity": row.intensity if row.nbytes else 0.0,
             "gflop": row.flops / 1e9,
             "gbyte": row.nbytes / 1e9,
-            "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,  # a stage without products
+            # A stage without products takes no time.
+            "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,
         }
         for row in rows
     ]

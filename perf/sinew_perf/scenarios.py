@@ -15,7 +15,8 @@ from sinew.core import PolicySpec, SinewError
 from sinew_perf.hardware import Network
 
 Codec = Literal["raw", "jpeg", "float32"]
-# Of a camera's picture. JPEG at ten to one is VLA-Perf's assumption; the time of the codec itself is not counted.
+# Bytes per value of a camera frame. VLA-Perf assumes a JPEG compression of ten to one. The time of the codec is
+# not counted.
 BYTES_PER_VALUE = {"raw": 1, "jpeg": 0.1, "float32": 4}
 
 
@@ -64,12 +65,19 @@ def split_s(
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Return the age of the actions that a robot executes: seconds since the frame that they were computed from."""
+    """Age of the actions that a robot executes: seconds since the frame from which they were computed.
+
+    Attributes:
+        first_s: Age of the first executed action of a chunk.
+        mean_s: Mean age of the executed actions.
+        last_s: Age of the last executed action of a chunk.
+        underrun: True if the chunk ends before the next chunk can arrive.
+    """
 
     first_s: float
     mean_s: float
     last_s: float
-    underrun: bool  # the chunk ends before the next one can be there
+    underrun: bool
 
 
 def staleness(latency_s: float, replan: int, chunk: int, control_hz: float) -> Staleness:

@@ -18,18 +18,20 @@ from sinew_client.untrusted import parse_toml
 
 from sinew_perf.hardware import Hardware, hardware
 
-NEAR = 4.0  # a policy's own measurement counts if its roofline takes between a quarter and four times as long
+# A measurement of the same policy counts if its roofline takes between a quarter and four times as long.
+NEAR = 4.0
 RULE = (
     f"A family's own measurement on the machine counts if its roofline is within {NEAR:g} times this one. Otherwise "
     "the share lies between the two measurements with the next rooflines, on a log scale. Beyond all of them the share "
     "of the longest counts, or the time of the shortest. Measurements of the same precision, kind of machine and kind "
     "of ceilings come first."
 )
+# Formats of a component in the notation of sinew_perf.precision.
 _FORMATS = {
     "fp8": "fp8/fp8/bf16",
     "int8": "int8/int8",
     "int4": "int4/int8",
-}  # as sinew_perf.precision reads them
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ def used(
         row = min(shorter, key=apart)
         return UsedShare(row.share, (row,), f"as {row}, the longest")
     high = min(longer, key=apart)
-    if not shorter:  # what is left of so short a request is waiting, which gets no shorter
+    # Such a short request mostly waits for launches and memory, and this waiting time does not get shorter.
+    if not shorter:
         return UsedShare(roofline_ms / high.ms, (high,), f"as long as {high}, the shortest")
     low = min(shorter, key=apart)
     part = math.log(roofline_ms / low.roofline_ms) / math.log(high.roofline_ms / low.roofline_ms)

@@ -20,7 +20,7 @@ from sinew.core.statistics import wilson
 from sinew_client.untrusted import read_json, shown
 
 SCHEMA = "sinew.eval/1"
-POINTS = 99  # latencies that stand for a distribution: its percentiles
+POINTS = 99  # number of percentiles that represent a distribution of latencies
 MOST_VARIANTS = 10_000
 _CONSTANT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms)?")
 
@@ -150,7 +150,8 @@ def read_surface(path: Path) -> tuple[str, list[Way]]:
         for entry in report["variants"]:
             variant = entry["variant"]
             constant = _CONSTANT.fullmatch(str(variant["latency"]))
-            if constant is None:  # a distribution is no point of a curve
+            # A latency that is a distribution is not a point of a curve.
+            if constant is None:
                 continue
             given = float(constant[1])
             steps = math.ceil(given * hz / 1e3 - 1e-9) if constant[2] else int(given)

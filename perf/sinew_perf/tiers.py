@@ -21,8 +21,8 @@ from sinew_perf.request import TracedRequest
 from sinew_perf.roofline import StageTiming, timing
 from sinew_perf.trace import STAGES
 
-BOARDS = ("rtx3060", "agx-orin", "orin-nano")  # boards of the paper's hardware tiers
-SHARES_ON = "rtx5070"  # board of the paper's table of shares
+BOARDS = ("rtx3060", "agx-orin", "orin-nano")  # machines in the paper's table of hardware tiers
+SHARES_ON = "rtx5070"  # machine in the paper's table of time shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ def tiers(titles: Collection[str] = ()) -> Iterator[Tier]:
 
 
 def _traced(row: MeasuredTier) -> Tier:
-    whole = row.embodiments > 1  # measured memory there is that of all tables, as on a GPU
+    # For this policy, the paper's memory includes all tables, as on a GPU.
+    whole = row.embodiments > 1
     program = PublishedProgram.load(row.preset, TracedRequest(row.views), engine="plan" if whole else "eager")
     report = memory_report(program, "cuda", whole_tables=whole, embodiments=row.embodiments)
     parts = program.components()

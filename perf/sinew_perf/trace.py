@@ -37,15 +37,13 @@ from torch.utils._pytree import tree_leaves
 from sinew_perf import meta
 from sinew_perf.flops import PRODUCTS
 
-STAGES = ("vision", "prefix", "head")  # in the order in which they run; head is one solver step
-# ATen's names
-ROW_READERS = {"embedding", "index", "index_select", "gather"}  # read the rows they return
-COPIES = {"cat", "clone", "_to_copy", "copy_"}  # keys and values stay keys and values
+# Stages in the order in which they run. The head is one solver step.
+STAGES = ("vision", "prefix", "head")
+# ATen operators that read only the rows that they return.
+ROW_READERS = {"embedding", "index", "index_select", "gather"}
+COPIES = {"cat", "clone", "_to_copy", "copy_"}  # a copy of keys and values has the kind "cache" too
 SOFTMAXES = {"_softmax", "_safe_softmax"}
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}  # touch no memory
-
-
-# ----------------------------------------------------------------------------- what a trace holds
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}  # operators that do not touch memory
 
 
 @dataclass(eq=False, slots=True)
@@ -82,13 +80,22 @@ class TracedOperand:
 
 @dataclass(eq=False, slots=True)
 class TracedCall:
-    """One operator call. ``is_product``: a matrix product, convolution or fused attention."""
+    """One operator call.
 
-    operator: str  # ATen's name, e.g. "addmm"
+    Attributes:
+        operator: ATen's name, such as "addmm".
+        stage: Stage in which the call ran.
+        flops: Floating-point operations.
+        is_product: True for a matrix product, a convolution or fused attention.
+        dtype: Dtype of the arithmetic.
+        operands: Tensors that the call read and wrote.
+    """
+
+    operator: str
     stage: str
     flops: int
     is_product: bool
-    dtype: torch.dtype  # dtype of the arithmetic
+    dtype: torch.dtype
     operands: tuple[TracedOperand, ...] = ()
 
     @property
@@ -136,12 +143,18 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class ProgramTrace:
-    """Return the cost of one observation: ``calls`` of the stages, the head once (one solver step, or
-    token, of ``steps``)."""
+    """The recorded calls and memory of one observation.
+
+    Attributes:
+        calls: Calls of all stages. The head appears once, as one solver step or token of ``steps``.
+        events: Allocations and releases of memory, in their order.
+        cache_nbytes: Bytes of the blocks that contain the prefix's keys and values.
+        steps: Number of solver steps, or of tokens.
+    """
 
     calls: tuple[TracedCall, ...]
     events: tuple[Event, ...]
-    cache_nbytes: int  # bytes of the blocks that contain the prefix's keys and values
+    cache_nbytes: int
     steps: int
 
     def of(self, stage: str) -> list[TracedCall]:
@@ -158,9 +171,6 @@ class ProgramTrace:
                 if operand.weight:
                     found.setdefault(operand.weight, []).append(call)
         return found
-
-
-# ----------------------------------------------------------------------------- recording
 
 
 class TracedAttention(TorchFunctionMode):
@@ -184,8 +194,10 @@ class TraceRecorder(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._blocks: dict[int, TracedBlock] = {}  # storage -> block, while it lives
-        self._weights: dict[int, list[tuple[int, str]]] = {}  # storage -> (first byte, parameter), sorted
+        # Storage -> its block, while the storage exists.
+        self._blocks: dict[int, TracedBlock] = {}
+        # Storage -> list of (first byte, name of the parameter), sorted by the byte.
+        self._weights: dict[int, list[tuple[int, str]]] = {}
         held = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
         for name, tensor in held:
             key = _key(tensor)
@@ -216,7 +228,8 @@ class TraceRecorder(TorchDispatchMode):
         held = {_key(tensor) for tensor in read}
         mutates = func._schema.is_mutable  # noqa: SLF001
         if not mutates and all(_key(tensor) in held for tensor in made):
-            return  # a view whose schema does not say so
+            # The result is a view, although the operator's schema does not declare it.
+            return
         counts = PRODUCTS.get(operator)
         flops = counts(args, out if isinstance(out, Tensor) else made[0]) if counts else 0
         floats = [tensor.dtype for tensor in (*read, *made) if tensor.is_floating_point()]
@@ -313,9 +326,6 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001 - identity
 
 
-# ----------------------------------------------------------------------------- a model's stages
-
-
 @contextmanager
 def recording(model: nn.Module) -> Iterator[TraceRecorder]:
     """Record everything inside the block. Not under inference mode, which hands composite operators over whole."""
@@ -332,7 +342,7 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> ProgramTrac
     cameras and tokens are valid.
     """
     runs = model if plan is None else plan.model
-    # A table is made once, not per observation.
+    # The table of time embeddings is computed once and not for every observation, so it is not recorded.
     time_embeddings = None if plan is None else plan.time_embeddings(shapes.steps)
     inputs = Inputs.example(runs, shapes)
     noise = torch.zeros(1, *runs.noise_shape, device=inputs.state.device)
@@ -346,5 +356,6 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> ProgramTrac
         recorder.stage = "head"
         schedule = runs.time_embeddings(shapes.steps) if plan is None else plan.schedule(shapes.steps)
         runs.run_head(noise, shapes.steps, schedule, context)
-        events = tuple(recorder.events)  # before this function's own tensors go
+        # Copy the events before the tensors of this function are freed.
+        events = tuple(recorder.events)
     return ProgramTrace(tuple(recorder.calls), events, cache, runs.head_runs(shapes.steps))

@@ -11,7 +11,7 @@ from sinew.cli import terminal
 from sinew_perf.cli.options import print_sources
 from sinew_perf.request import TracedRequest
 
-SLOWEST_HZ = 1e-3  # a rate that every machine reaches with all solver steps
+SLOWEST_HZ = 1e-3  # every machine reaches this rate with all solver steps, in Hz
 
 
 def need_success(

@@ -69,7 +69,8 @@ def run(
 
     if (parallel > 1) != bool(link):
         raise SinewError(f"--link: expected a rate with --parallel 2 or more, got {link} and {parallel}")
-    machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
+    # Check the names before the slow import of torch.
+    machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)
     from sinew_perf import plots
 
     if plot is not None:

@@ -51,7 +51,8 @@ def stream(
     from sinew_perf.hardware import load_machines
 
     names = hardware or ("rtx4090", "h200", "thor", "agx-orin")
-    machines = load_machines(names, data)  # before torch
+    # Check the names before the slow import of torch.
+    machines = load_machines(names, data)
     from sinew_perf.memory import missing, too_large
     from sinew_perf.program import PublishedProgram
     from sinew_perf.roofline import seconds

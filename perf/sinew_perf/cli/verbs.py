@@ -5,7 +5,7 @@ A plain table, because `sinew` reads it at the start of every command: it import
 
 from __future__ import annotations
 
-# Words of each verb -> its line in the help, an example without ``sinew``, and module:function.
+# Words of each command -> (help line, example without ``sinew``, "module:function").
 VERBS: dict[str, tuple[str, str, str]] = {
     "perf run": (
         "Latency by component on one or more machines.",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sinew_perf.program import PublishedProgram
 
-SIDE, RUNS = 2048, 5  # side and runs of the product that defines the peak
+SIDE, RUNS = 2048, 5  # side of the matrix product that defines the peak, and number of its runs
 
 
 def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         if fitted is None and runs_torch:
             command = f"sinew perf calibrate {policy.bundle.path} --threads {threads}"
             return {"reason": f"not calibrated for {threads} threads: {command}"}
-        # PyTorch's kernels say nothing of ONNX Runtime's, and fp32 nothing of int8.
+        # Measurements of PyTorch's kernels do not predict ONNX Runtime, and measurements in fp32 do not predict int8.
         predictable = (own is not None or runs_torch) and not policy.facts.recipe
         image = policy.manifest.processing.image
         shapes = Shapes(

@@ -73,7 +73,8 @@ def threads_of(source: str | Path, engine: str, dtype: str) -> int:
     from sinew.policy import load
 
     policy = load(source, "cpu", dtype, engine)
-    policy.warm_up()  # which settles them
+    # The warm-up determines the number of threads.
+    policy.warm_up()
     return policy.threads
 
 
@@ -101,7 +102,8 @@ def engine_samples(
 
     if is_sizes_alone(source):
         raise SinewError(f"source: expected a bundle for engine {engine}, got the preset {source}")
-    policy = load(source, "cpu", dtype, engine, threads=threads, allow_missing_cameras=True)  # views vary
+    # Allow missing cameras, because the number of views differs between the requests.
+    policy = load(source, "cpu", dtype, engine, threads=threads, allow_missing_cameras=True)
     asked = requests_of(policy) if requests is None else requests
     say(f"measuring {policy.spec.name} under {engine}: {len(asked)} requests of {runs} runs")
     program = PublishedProgram.load(source, dtypes=dtype, engine="plan")
@@ -161,7 +163,8 @@ def random_weights(model: Model) -> Model:
     for module in made.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 1 and not isinstance(module, nn.Embedding):
-                bound = (3 * parameter.shape[0] / parameter.numel()) ** 0.5  # variance 1 / fan_in
+                # This bound gives the weights a variance of 1 / fan_in.
+                bound = (3 * parameter.shape[0] / parameter.numel()) ** 0.5
                 parameter.uniform_(-bound, bound)
             elif name == "weight" and parameter.ndim == 1:
                 parameter.fill_(1.0)

@@ -36,14 +36,17 @@ from sinew_perf.operators import Component, Operator
 SCHEMA = "sinew.calibration/2"
 KINDS = ("linear", "attention")
 FACTORS = (*KINDS, "memory", "packing", "overhead")
-MULTIPLIERS = ("packing", "overhead")  # the others are efficiencies, which divide
-# Where a fit starts, and to which it is drawn by PRIOR_WEIGHT (in squared relative errors) where samples say nothing.
+# These factors multiply a time. The other factors are efficiencies, which divide it.
+MULTIPLIERS = ("packing", "overhead")
+# Start of the fit. PRIOR_WEIGHT (in squared relative errors) pulls a factor towards this value if the samples
+# do not determine it.
 PRIOR = {"linear": 0.8, "attention": 0.6, "memory": 1.0, "packing": 2.0, "overhead": 2.0}
 PRIOR_WEIGHT = 1e-4
-# No product is faster than the measured peak, but bytes may come from caches, faster than a copy through memory.
+# Factors of the fastest possible machine. No product is faster than the measured peak. Bytes may come from
+# caches, which are faster than a copy through memory.
 FASTEST = {"linear": 1.0, "attention": 1.0, "memory": 8.0, "packing": 0.0, "overhead": 0.0}
 MAX_ROUNDS = 50
-MAX_FILE = 1 << 22  # bytes of a stored calibration
+MAX_FILE = 1 << 22  # largest file of a calibration, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ class Calibration:
     def predict(self, component: Component) -> Prediction:
         """A stage with all its repeats; ``component`` with unfused traffic, as the samples had."""
         seconds = component.repeats * seconds_of(work(component), self.speeds, self.factors)
-        # Errors are predicted / measured - 1, so measured times lie from predicted / (1 + band) to / (1 - band).
+        # Errors are predicted / measured - 1, so a measured time is between predicted / (1 + band) and
+        # predicted / (1 - band).
         high = seconds / (1 - self.band) if self.band < 1 else None
         return Prediction(seconds, seconds / (1 + self.band), high)
 
@@ -154,9 +158,6 @@ def _peak(speeds: Speeds, dtype: str) -> float:
     if dtype not in speeds.peak_flops:
         raise SinewError(f"dtype {dtype}: expected one that was measured ({', '.join(speeds.peak_flops)})")
     return speeds.peak_flops[dtype]
-
-
-# ----------------------------------------------------------------------------- fitting
 
 
 def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Calibration:
@@ -214,9 +215,6 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
                 best, best_loss = np.zeros(size), loss
                 best[list(chosen)] = solution
     return best
-
-
-# ----------------------------------------------------------------------------- storage
 
 
 def folder() -> Path:

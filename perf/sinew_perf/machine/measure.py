@@ -23,7 +23,7 @@ from sinew.models.base import Model
 from sinew_perf.request import TracedRequest
 
 GEMM_SIZE = 2048
-COPY_BYTES = 512 << 20  # beyond every cache
+COPY_BYTES = 512 << 20  # size of a copy in bytes, larger than every cache
 OVERHEAD_CALLS = 2000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,7 +57,18 @@ class MeasuredSizes:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """seconds: median of ``runs``; spread: (slowest - fastest) / median."""
+    """The measured time of one stage.
+
+    Attributes:
+        model: Name of the policy.
+        stage: "vision", "prefix" or "head". The head is one solver step.
+        request: Sizes of the observation.
+        seconds: Median time of ``runs`` runs, in seconds.
+        spread: (slowest - fastest) / median.
+        runs: Number of runs.
+        load: Load average of the machine over one minute.
+        clock: "wall" for wall-clock time, or "cpu" for the CPU time of the thread.
+    """
 
     model: str
     stage: str
@@ -66,7 +77,7 @@ class StageTime:
     spread: float
     runs: int
     load: float
-    clock: str = "wall"  # or "cpu"
+    clock: str = "wall"
 
 
 def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs: int = 5) -> Speeds:
@@ -171,7 +182,8 @@ def _gemm_seconds(dtype: torch.dtype, device: torch.device, runs: int) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, runs: int) -> list[float]:
-    call()  # pages, caches, kernels
+    # Run once before the measurement, to allocate pages, fill caches and load kernels.
+    call()
     _wait(device)
     now = time.thread_time if clock(device) == "cpu" else time.perf_counter
     times = []

@@ -18,7 +18,7 @@ from sinew.core import SinewError
 from torch import Tensor
 
 SHAPE = (256, 1024)
-ROUNDS = 7  # rounds over all settings, so that a busy machine affects each of them
+ROUNDS = 7  # number of rounds over all settings, so that a busy machine affects all settings equally
 BASELINE = "one call"
 
 
