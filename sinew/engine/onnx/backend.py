@@ -25,7 +25,7 @@ from sinew.engine.onnx.cache import graphs_folder
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
-MAKERS = ("torch", "onnx", "onnxscript")  # what an export needs
+MAKERS = ("torch", "onnx", "onnxscript")  # packages that an export needs
 WORTH = "it was 1.1 to 4.6 times as fast as plan where both were measured (docs/engines.md)"
 
 
@@ -44,7 +44,7 @@ class Onnx(Backend):
             Capability.REUSE,
         }
     )
-    guides = ("no-jacobian", "ramp")  # the graphs have neither a Jacobian nor a time per row
+    guides = ("no-jacobian", "ramp")  # the graphs have no Jacobian and no denoising time per action
 
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
         if options.kind != "cpu" or options.dtype != "fp32":
@@ -85,7 +85,8 @@ class Onnx(Backend):
         """Return why a user who did not choose this engine would be kept waiting or lose something, "" if not."""
         kinds = {*recipe(bundle).values()}
         if (kinds and self.follows.issuperset(kinds)) or self._plays_shipped(bundle):
-            return ""  # a recipe is obeyed, whatever that takes
+            # A recipe is followed even if its graphs must be exported first.
+            return ""
         if kinds and unmade:
             return (
                 f"engine onnx widens them too, once they are exported, which {option('engine', 'onnx')} does"
@@ -106,8 +107,10 @@ class Onnx(Backend):
         """Its graphs are exported, or come with the package: those are proved and measured alone."""
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
-            return False  # it was trained to continue rows, has a time per row, or says words, which graphs do not
-        if shipped(bundle.path) is not None:  # whose robots are guided on every page of the documentation
+            # The graphs lack what such a bundle needs: an action prefix, a denoising time per action, or text.
+            return False
+        if shipped(bundle.path) is not None:
+            # The documentation continues the chunks of this policy with a guidance, which its graphs do not support.
             return bundle.manifest.spec.solver.kind != "euler"
         return all(map(installed, MAKERS))
 

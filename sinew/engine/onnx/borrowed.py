@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
 SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "graphs"
-SMALLEST = 16  # numbers; fewer (axes, scales) stay in the graph
-INLINE = 32 << 10  # bytes of constants that a stage may keep: tables, masks, what follows from weights alone
+SMALLEST = 16  # number of values; smaller constants, such as axes and scales, stay in the graph
+# A stage may contain this many bytes of constants besides the bundle's weights, such as position tables and masks.
+INLINE = 32 << 10
 
 
 def shipped(bundle: Path) -> Path | None:

@@ -80,9 +80,8 @@ class OnnxEngine(Engine):
             weights(bundle, self.graphs, self.directory) if bundle and self.graphs.borrows else {}
         )
         options = [session_options(self._threads, self._borrowed.get(stage, {}), wanted) for stage in STAGES]
-        with ThreadPoolExecutor(
-            min(self._threads, len(STAGES))
-        ) as pool:  # weights are laid out while it opens
+        # Each session prepares the layout of its weights when it opens, so the sessions open in parallel.
+        with ThreadPoolExecutor(min(self._threads, len(STAGES))) as pool:
             files = [self.directory / f"{stage}.onnx" for stage in STAGES]
             opened = pool.map(lambda file, given: open_session(ort, file, given, wanted), files, options)
             self.sessions = dict(zip(STAGES, opened, strict=True))
@@ -91,7 +90,8 @@ class OnnxEngine(Engine):
         check_assigned(self.assigned, wanted)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
-        # Members of a batch shall not share a scale, and what a rounding is given shall not depend on them either.
+        # In such graphs all members of a batch share one scale. Observations that are computed together would then
+        # change each other's values, so a stage runs once per member if this stage or a later one is such a graph.
         marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
         self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
         self._axes = self._batch_axes()
@@ -155,7 +155,8 @@ class OnnxEngine(Engine):
     def _batch_axes(self) -> list[int | None]:
         """Return the batch axis of each tensor of the context; None if observations share the tensor."""
         read = self.sessions["read"]
-        names = {node.shape[0] for node in read.get_inputs() if open_axis(node)}  # what the graph calls it
+        # The names that the graph has for its batch axis.
+        names = {node.shape[0] for node in read.get_inputs() if open_axis(node)}
         shapes = {node.name: node.shape for node in read.get_outputs()}
         return [
             next((axis for axis, size in enumerate(shapes[name]) if size in names), None)
@@ -179,10 +180,11 @@ class OnnxEngine(Engine):
             else self._wanted[0].removesuffix("ExecutionProvider").lower(),
             precision=dict.fromkeys(COMPONENTS, "fp32") | recipe,
             recipe=recipe,
-            weights_nbytes=held,  # ONNX Runtime keeps copies in the layouts of its kernels
+            # ONNX Runtime also has copies in the layouts of its kernels, which this number leaves out.
+            weights_nbytes=held,
             guides=BACKEND.guides,
             refusals=self._refusals(),
-            # where the prefix has one scale for all of its tokens, tokens of padding would move it
+            # With one scale for all tokens of the prefix, padding tokens would change the rounding.
             exact_lengths="read" in self.by_member,
             providers=tuple(self.providers),
             assigned=assigned_text(self.assigned),
@@ -200,7 +202,7 @@ class OnnxEngine(Engine):
             return np.concatenate(parts, 1)
 
         views = self.sessions["vision"].get_inputs()[0].shape[1]
-        alike = not isinstance(views, int)  # else the graph takes all views at once
+        alike = not isinstance(views, int)  # False if the graph encodes a fixed number of views in one call
         self.reuse = Reuse(self._encode, join, np.array_equal, lambda: self._threads, alike=alike)
         return self.reuse.try_views(inputs.pixels.shape)
 
@@ -213,11 +215,12 @@ class OnnxEngine(Engine):
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> list[Any]:
         """Return the tensors of ``graphs.reads`` in ONNX Runtime's memory."""
         watch, count = watch or Watch(), len(inputs.tokens)
-        reuse = self.reuse if watch.trace is None else None  # a trace is of what is computed
+        # A trace needs computed values, so no result is reused for it.
+        reuse = self.reuse if watch.trace is None else None
         if reuse is not None and (known := reuse.context(inputs, watch)) is not None:
             return list(known)
         image_tokens = self._encode(inputs.pixels) if reuse is None else reuse.tokens(inputs.pixels, watch)
-        if (prompts := count // len(inputs.pixels)) > 1:  # over the same views
+        if (prompts := count // len(inputs.pixels)) > 1:  # several prompts read the same views
             image_tokens = np.concatenate([image_tokens] * prompts)
         watch.lap("vision")
         image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask)
@@ -259,7 +262,8 @@ class OnnxEngine(Engine):
         for words in self.graphs.speaks:
             return self._speak(context, words, watch)
         begun = drawn(noise, 0)
-        rows = getattr(guidance, "rows", None)  # rows of the context, if it has several for each of x
+        # The guidance can need several entries of the context for each row of x. These are their indices.
+        rows = getattr(guidance, "rows", None)
         act = self._act(context, begun if rows is None else begun[rows], table[:1])
         if watch.trace is not None:
             act = _noted(act, watch.trace)
@@ -280,7 +284,9 @@ class OnnxEngine(Engine):
         def more(spoken: dict[str, Any]) -> dict[str, Any]:
             for name in used.intersection(spoken):
                 binding.bind_ortvalue_input(name, spoken[name])
-            binding.clear_binding_outputs()  # a token leaves memory of its own: it reads that of the one before
+            # ONNX Runtime must write each token's tensors to new memory, because the step reads the tensors of the
+            # previous token.
+            binding.clear_binding_outputs()
             for name in self.graphs.said:
                 binding.bind_output(renewed(name))
             session.run_with_iobinding(binding)
@@ -306,7 +312,7 @@ class OnnxEngine(Engine):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        self._table(steps)  # refused before anything is computed
+        self._table(steps)  # raise the error about a missing table before anything is computed
         return super().run(inputs, noise, steps, guidance, watch)
 
     def _table(self, steps: int) -> np.ndarray:
@@ -356,7 +362,7 @@ class OnnxEngine(Engine):
         if missing < 0:
             raise SinewError(f"views: expected at most {self.graphs.views}, got {camera_mask.shape[1]}")
         if missing:
-            # None if the image tokens of one moment are used for all moments
+            # No view is added if the image tokens of one observation step are used for all steps.
             spare = max(0, self._views_read - image_tokens.shape[1])
             image_tokens = np.pad(image_tokens, ((0, 0), (0, spare), (0, 0), (0, 0)))
             camera_mask = np.pad(camera_mask, ((0, 0), (0, missing)))
@@ -370,7 +376,8 @@ class OnnxEngine(Engine):
         for name, value in zip(self.graphs.reads, reads, strict=True):
             if name in used:
                 binding.bind_ortvalue_input(name, value)
-        # An OrtValue on the CPU is a window on the array: these three are ours, and filled before each step.
+        # An OrtValue on the CPU shares the memory of its array. The three arrays belong to this method and are filled
+        # before each step.
         x_in, time_in, out = np.array(x), np.array(time_embedding), np.empty_like(x)
         for name, array in (("x", x_in), ("moment", time_in)):
             if name in used:

@@ -34,12 +34,13 @@ from sinew.layers.vit import ViTAttention
 from sinew.models.base import AutoregressiveModel, Model
 
 log = logging.getLogger(__name__)
-OPSET = 20  # the first with GELU as one operator
-# The rewrites that pay in ONNX Runtime. The parts of a packed product are copied out of it there, which costs more
-# than the larger product saves; GELU is an operator of its own already (docs/plan.md has the numbers).
+OPSET = 20  # the first operator set with GELU as one operator
+# The rewrites that make ONNX Runtime faster. ONNX Runtime copies the parts out of a packed product, which costs more
+# than the larger product saves. It already computes GELU by one operator (docs/plan.md has the numbers).
 ON_ONNX = tuple(name for name in REWRITES if name not in ("pack-qkv", "pack-gate-up", "sigmoid-gelu"))
-MOST_BATCHED = 64  # observations that the shape analysis has in mind; nothing limits them when a graph runs
-PROMPT = 7  # tokens of the example; any length that is not another size of the model
+# The largest batch that the shape analysis of the export assumes. The finished graph has no such limit.
+MOST_BATCHED = 64
+PROMPT = 7  # tokens in the example's prompt; the number must differ from every other size of the model
 
 
 @torch.no_grad()
@@ -81,7 +82,7 @@ def export_graphs(
         log.info(
             "the graphs take one observation at a time: in %s the batch is no axis of its own", unbatched
         )
-    # Two observations: torch.export takes a dynamic axis of length 1 for a constant.
+    # Use two observations, because torch.export treats a dynamic axis of length 1 as a constant.
     count = 1 if unbatched else 2
     example = Inputs.example(model, shapes, batch=count)
     inputs = (vision(example.pixels), *example[1:])
@@ -121,7 +122,7 @@ def export_graphs(
     write_tables(plan, directory, steps)
     speaks = (model.action_tokens,) if isinstance(model, AutoregressiveModel) else ()
     record = GraphSet(architecture, views, reads, tuple(steps), plan.applied, said=said, speaks=speaks)
-    record.save(directory)  # last: a folder without it is an interrupted export
+    record.save(directory)  # save the record last, because a folder without it is an interrupted export
     return record
 
 
@@ -156,16 +157,18 @@ def _write(
     for each in quiet.values():
         each.setLevel(logging.ERROR)
     collecting = gc.isenabled()
-    gc.disable()  # a sixth of the time: the exporter makes objects by the million, and hardly any of them is garbage
+    # Switch the garbage collector off, which saves a sixth of the time. The exporter makes millions of objects, and few
+    # of them become garbage.
+    gc.disable()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")  # hides the exporter's own deprecations
+            warnings.simplefilter("ignore")  # hides the exporter's own deprecation warnings
             program = torch.export.export(
                 stage,
                 arguments,
                 dynamic_shapes=shapes,
                 strict=False,
-                # Sizes that the shape analysis cannot prove equal are checked when the program runs.
+                # Sizes that the shape analysis cannot prove to be equal are checked when the program runs.
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
             graph = torch.onnx.export(
@@ -181,7 +184,8 @@ def _write(
             _compute_outputs(graph.model)
             _label(graph.model, path.stem, component_of)
             graph.save(str(path), external_data=True)
-    except RuntimeError as error:  # torch's own errors of tracing are among them
+    except RuntimeError as error:
+        # RuntimeError also covers the errors of torch's tracer.
         why = " ".join(str(error).split())[:400]
         raise SinewError(
             f"engine onnx: stage {path.stem}: expected shapes that follow from shapes, for any batch, prompt and number"

@@ -17,19 +17,22 @@ from sinew.core.fields import from_builtins, to_json, within
 from sinew.steps.action_tokens.base import ActionTokens
 
 STAGES = ("vision", "read", "step")
-COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
-# Metadata of a quantised graph: activations have one scale for a whole tensor, so members of a batch would share it.
+COMPONENT = "sinew.component"  # key of a node's metadata: the component that the node belongs to
+# Key of a quantised graph's metadata. A whole tensor of activations has one scale in such a graph, so the members of a
+# batch would share it.
 ONE_SCALE = "sinew.one_scale"
 FORMAT = 5
-MAX_RECORD = 1 << 22  # bytes of graphs.json
-MAX_GRAPH = 1 << 31  # bytes of a graph, which protobuf limits too; weights are beside it
-FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")  # what a folder is made of
-CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that may run for ever
-# How ``reads`` begin; of a speaker those that no token renews
+MAX_RECORD = 1 << 22  # largest accepted size of graphs.json in bytes
+# The largest accepted size of a graph in bytes, without its weights. Protobuf has the same limit.
+MAX_GRAPH = 1 << 31
+# The names of the files in the folder of an export.
+FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")
+CONTROL = ("Loop", "Scan", "If")  # operators that no export contains and that may run forever
+# Prefixes of the names in ``reads``. An autoregressive head has PROMPT before the names that no token changes.
 CONTEXT, PROMPT = "context.", "context.prompt."
-NEWEST = "context.spoken.token"  # entry of ``said``: the newest token, int64 [B]
-Count = Annotated[int, within(0, 1000)]  # a count of views, steps or bits
-# What is looked at of an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
+NEWEST = "context.spoken.token"  # name in ``said``: the newest token, int64 [B]
+Count = Annotated[int, within(0, 1000)]  # number of views, steps or bits
+# The fields that Sinew reads from an ONNX file: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto.
 _PROTO = """
 message ModelProto {
   GraphProto graph = 7;
@@ -138,7 +141,8 @@ def check_operators(path: Path) -> None:
     with BundleError.at(path, OSError, UntrustedError):
         data = read_bytes(path, MAX_GRAPH)
     for name in CONTROL:
-        # in a file without it, the field op_type (4) with this text does not stand anywhere
+        # An operator of this name is field 4 (op_type) in the file. A file without these bytes has no such operator, so
+        # it needs no parsing.
         if bytes([0x22, len(name)]) + name.encode() in data and name in set(operators(path, data)):
             raise BundleError(f"{path}: expected the operators of an export, got {name}")
 

@@ -21,7 +21,9 @@ from sinew.engine.onnx.providers import choose
 
 log = logging.getLogger(__name__)
 
-ROOM = 3  # times the weights in float32: they, their folded copies, and the exporter's transposed ones
+# Memory that an export needs, as a multiple of the float32 weights: the weights, the folded copies and
+# the transposed copies.
+ROOM = 3
 
 
 def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
@@ -30,7 +32,8 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
 
     Missing graphs are exported next to the bundle.
     """
-    choose(options.providers)  # a missing provider is reported before an export, which may take minutes
+    # Report a missing provider before the export, which may take minutes.
+    choose(options.providers)
     folder = options.graphs or graphs_of(bundle, borrowed=not options.providers)
     check_bits(folder)
     engine = OnnxEngine(
@@ -41,7 +44,7 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
             f" got {engine.graphs.architecture}"
         )
-    # Weights that are stored in few bits otherwise were widened before the export.
+    # Other low-bit formats were widened to float32 before the export.
     wanted = {part: kind for part, kind in recipe(bundle).items() if kind in ("int8", "int8-rows")}
     if engine.facts.recipe != wanted:
         raise BundleError(
@@ -69,7 +72,8 @@ def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
                 f"{folder}: expected to write the exported graphs beside the bundle, got {error}"
             ) from None
         write_graphs(bundle, partial, folder)
-        shutil.rmtree(folder, ignore_errors=True)  # an interrupted export of another day
+        # Remove the rest of an interrupted export.
+        shutil.rmtree(folder, ignore_errors=True)
         publish(partial, folder)
     return folder
 

@@ -20,7 +20,7 @@ from sinew.core.extras import MissingPackageError
 log = logging.getLogger(__name__)
 
 CPU, OPENVINO = "CPUExecutionProvider", "OpenVINOExecutionProvider"
-# short name -> ONNX Runtime's
+# Sinew's short name -> ONNX Runtime's name.
 SHORT = {
     "cpu": CPU,
     "cuda": "CUDAExecutionProvider",
@@ -31,13 +31,14 @@ SHORT = {
     "directml": "DmlExecutionProvider",
     "xnnpack": "XnnpackExecutionProvider",
 }
-# Operators that multiply matrices, of ONNX and of ONNX Runtime: MatMulNBits, QLinearConv, MultiHeadAttention, ...
+# Operators of ONNX and ONNX Runtime that multiply matrices, for example MatMulNBits,
+# QLinearConv and MultiHeadAttention.
 PRODUCTS = re.compile("MatMul|Gemm|Conv|Attention|Einsum")
-LEFT = 0.1  # share of the products that a provider may leave to others without a warning
+LEFT = 0.1  # a provider may leave this share of the products to other providers without a warning
 
 
 def runtime() -> Any:
-    # 1.31 for Linux keeps an id and a list of sessions for its makers.
+    # ONNX Runtime 1.31 for Linux stores an id and a list of sessions for its makers. This setting prevents it.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
@@ -84,7 +85,8 @@ def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
     """
     found: dict[str, Counter[str]] = {}
     for session in sessions.values():
-        if not hasattr(session, "get_provider_graph_assignment_info"):  # before 1.24
+        # ONNX Runtime reports the assignment since version 1.24.
+        if not hasattr(session, "get_provider_graph_assignment_info"):
             return {}
         for part in session.get_provider_graph_assignment_info():
             found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
@@ -146,22 +148,22 @@ def session_options(
     """Return the options that every session of this engine has. lent: constants that are not in the graph's file."""
     ort = runtime()
     options = ort.SessionOptions()
-    if OPENVINO in providers:  # has its own rewrites, and does not open what ONNX Runtime's leave
+    # OpenVINO rewrites graphs itself, and does not open graphs that ONNX Runtime has rewritten.
+    if OPENVINO in providers:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if lent:
         values = [ort.OrtValue.ortvalue_from_numpy(array) for array in lent.values()]
         options.add_external_initializers(list(lent), values)
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # One arena for the three stages, which never run at once, that takes no more than it is asked for;
-    # and no plan of a whole run's memory, which another prompt length makes void
-    # (research/log/measurements-engines.md).
+    # The three stages never run at the same time, so they share one memory arena that allocates only what is requested.
+    # A memory plan for a whole run would not hold for another prompt length (research/log/measurements-engines.md).
     _share_arena(ort)
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.enable_mem_pattern = False
-    # What `assigned` asks for
+    # Function `assigned` needs this information.
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    # Threads that wait shall sleep: other programs want the cores (research/log/2026-11-21.md).
+    # Waiting threads must sleep, because other programs need the cores (research/log/2026-11-21.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 

@@ -25,6 +25,7 @@ from sinew.core import SinewError, machine
 from sinew.core.extras import MissingPackageError
 from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, table_path
 
+# Fields of a record that stay the same when its graphs are quantised.
 KEPT = (
     "architecture",
     "views",
@@ -33,8 +34,8 @@ KEPT = (
     "rewrites",
     "said",
     "speaks",
-)  # fields of a record that are copied
-OURS = ("int8", "int8-rows")  # the others: weights that were widened when the graphs were exported
+)
+OURS = ("int8", "int8-rows")  # weights of other low-bit formats were widened when the graphs were exported
 
 
 def weight_bits() -> tuple[int, str]:
@@ -89,7 +90,7 @@ def save_graph(model: Any, path: Path) -> None:
     import onnx
 
     weights = path.with_suffix(".onnx.data")
-    weights.unlink(missing_ok=True)  # the writer appends to one that is there
+    weights.unlink(missing_ok=True)  # onnx would append to an existing file
     onnx.save_model(
         model,
         str(path),
@@ -113,7 +114,7 @@ def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
     constants = {tensor.name: tensor for tensor in graph.initializer}
     readers = Counter(name for node in graph.node for name in node.input)
     added: dict[str, np.ndarray] = {}
-    rounded: set[str] = set()  # activations, as their products read them
+    rounded: set[str] = set()  # names of the activations that are rounded already
     nodes: list[Any] = []
     for node in graph.node:
         weight = constants.get(node.input[1]) if node.op_type == "MatMul" else None
@@ -127,7 +128,8 @@ def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
             zeros = np.zeros(len(scales), np.int8)
             added |= {f"{name}.int8": values, f"{name}.scale": scales, f"{name}.zero": zeros}
         readers[name] -= 1
-        if not readers[name]:  # a model of gigabytes must not be there twice
+        # Free each float32 weight at its last use, because two copies of gigabytes may not fit the memory.
+        if not readers[name]:
             weight.ClearField("raw_data")
         by_rows = precision == "int8-rows"
         prefix = f"{activation}.rows" if by_rows else activation
@@ -181,7 +183,7 @@ def _product(x: str, weight: str, out: str) -> list[Any]:
 ROWS_CONSTANTS: dict[str, np.ndarray] = {
     "rows.last": np.array([-1], np.int64),
     "rows.steps": np.array(1 / 127, np.float32),
-    "rows.smallest": np.array(1e-30, np.float32),  # a row of zeros stays zeros
+    "rows.smallest": np.array(1e-30, np.float32),  # prevents a division by zero for a row of zeros
     "rows.one": np.array(1, np.float32),
     "rows.middle": np.array(128, np.uint8),
 }

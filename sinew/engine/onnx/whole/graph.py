@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from sinew.steps.image.base import ImageRecipe
 
 WHOLE = "policy.onnx"
-DOMAIN = "sinew"  # domain of the functions
+DOMAIN = "sinew"  # ONNX domain of the stages' functions
 NEAR = 1e-4  # largest error of a linear map, relative to the largest value
-CHECKED = 4  # random inputs that it is held against
+CHECKED = 4  # number of random inputs that compare a linear map with the bundle's own processing
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
 
     black = np.zeros((height, width, 3), np.uint8)
     offset = prepare_frame(black, recipe).astype(np.float64)
-    inner = recipe.picture  # in the top left corner of the rest, which is black
+    inner = recipe.picture  # size of the camera's picture, which is in the top left corner of a black frame
     centre = inner[0] // 2, inner[1] // 2
     gains = np.empty((offset.shape[0], 3))
     for channel in range(3):
@@ -157,7 +157,7 @@ def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]
     processor = Processor(manifest)
     builder = _Builder(onnx, manifest, processor, graphs, folder)
     builder.build(_tokens(processor, prompt))
-    flat = onnx.inliner.inline_local_functions(builder.model())  # which not all runtimes know
+    flat = onnx.inliner.inline_local_functions(builder.model())  # not all runtimes support local functions
     onnx.save_model(flat, str(folder / WHOLE))
     onnx.checker.check_model(str(folder / WHOLE))
     return builder.described
@@ -219,8 +219,6 @@ class _Builder:
             graph, opset_imports=opsets, functions=self._functions, ir_version=10, producer_name="sinew"
         )
 
-    # ------------------------------------------------------------------------- stages as functions
-
     def _function(self, stage: str) -> None:
         """Turn a graph into a function of its inputs and its weights, which are in the whole graph."""
         onnx, helper = self._onnx, self._onnx.helper
@@ -233,7 +231,8 @@ class _Builder:
             kept.name = f"{stage}.{each.name}"
             self._stored.append(kept)
         outputs = [each.name for each in graph.output]
-        for name in set(outputs) & set(weights):  # a function's output comes from a node
+        # ONNX requires that a node computes each output of a function.
+        for name in set(outputs) & set(weights):
             nodes = [_renamed(onnx, node, name, f"{name}.stored") for node in nodes]
             nodes.append(helper.make_node("Identity", [f"{name}.stored"], [name]))
             weights[weights.index(name)] = f"{name}.stored"
@@ -256,8 +255,6 @@ class _Builder:
             self._onnx.helper.make_node(stage, arguments, list(outputs.values()), domain=DOMAIN)
         )
         return outputs
-
-    # ------------------------------------------------------------------------- before and behind
 
     def _read_inputs(self, prompt: np.ndarray | None) -> dict[str, str]:
         spec = self._spec
@@ -434,8 +431,6 @@ class _Builder:
             self._onnx.helper.make_tensor_value_info("actions", self._onnx.TensorProto.FLOAT, size)
         )
         self.described.append(f"actions: FLOAT {list(size)}, in the robot's units")
-
-    # ------------------------------------------------------------------------- nodes
 
     def _node(self, kind: str, inputs: Sequence[str], made: str = "", **attributes: Any) -> str:
         name = made or f"v{len(self._nodes)}"

@@ -27,9 +27,9 @@ from sinew.processing import ModelInputs
 
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 PAIR = ("QuantizeLinear", "DequantizeLinear")
-LARGEST = ".largest"  # behind the name of a tensor: the output with its largest magnitude
-PRODUCT = ".product"  # behind the name of a product's output: what stands before its pair
-# What moves numbers and computes none: it costs no precision wherever it runs.
+LARGEST = ".largest"  # suffix of an output that has the largest magnitude of a tensor
+PRODUCT = ".product"  # suffix of a product's output before its pair
+# Operators that move numbers and compute none, so they lose no precision.
 MOVES = {
     "Cast", "Concat", "Constant", "Expand", "Gather", "Identity", "Pad", "Reshape", "Shape", "Slice", "Split",
     "Squeeze", "Transpose", "Unsqueeze",
@@ -149,7 +149,7 @@ def _products(graph: Any, recipe: Mapping[str, str]) -> list[Any]:
         node
         for node in graph.node
         if node.op_type in PRODUCTS and recipe.get(component_of(node)) == "int8"
-        # a matrix, or the kernels of a convolution
+        # The weight is a matrix, or the kernels of a convolution.
         if node.input[1] in axes and (axes[node.input[1]] == 2) == (node.op_type != "Conv")
     ]
 
@@ -197,7 +197,7 @@ def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float],
     constants = {tensor.name: tensor for tensor in graph.initializer}
     added: dict[str, np.ndarray] = {"zero.int8": np.zeros((), np.int8)}
     chosen = {node.output[0] for node in products}
-    paired: dict[str, str] = {}  # tensor -> the name of it behind a pair
+    paired: dict[str, str] = {}  # tensor -> name of the tensor after its pair
     nodes: list[Any] = []
 
     def pair(name: str, made: str, scale: float) -> None:
@@ -224,11 +224,12 @@ def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float],
             paired[activation] = f"{activation}.paired"
         values = numpy_helper.to_array(constants[weight])
         turned = any(each.name == "transB" and each.i for each in node.attribute)
-        axis = 0 if node.op_type == "Conv" or turned else 1  # axis of the output channels
+        axis = 0 if node.op_type == "Conv" or turned else 1  # axis of the weight that has the output channels
         rows = values.reshape(len(values), -1) if axis == 0 else values.T  # [channels, K]
         bias = node.input[2] if len(node.input) > 2 and node.input[2] in constants else ""
         offset = numpy_helper.to_array(constants[bias]).reshape(-1) if bias else np.zeros(1, np.float32)
-        # A bias is an integer of the sums: no scale may be so small that it does not fit.
+        # A bias is stored as an integer in units of the sum's scale. No scale may be so small that this integer exceeds
+        # 32 bits.
         codes, found = round_weights(rows.T, bits, np.abs(offset) / (step * 2**30))
         shaped = codes.T.reshape(values.shape) if axis == 0 else codes
         node.input[0] = paired[activation]
