@@ -42,7 +42,8 @@ class Cpu(Backend):
         return YES
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
-        from sinew.engine.cpu.kernels.library import extension  # compiles the kernels, once
+        # The import compiles the kernels on the first call.
+        from sinew.engine.cpu.kernels.library import extension
 
         if not extension().compiled:
             reason = extension().reason
@@ -50,7 +51,7 @@ class Cpu(Backend):
         return super().should(bundle, options, prepared)
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
-        from sinew.engine.cpu.product import compiled_product  # needs torch
+        from sinew.engine.cpu.product import compiled_product  # this module imports torch
 
         if options.dtype == "bf16":
             return compiled_product("bf16")

@@ -117,7 +117,8 @@ def compile_floats(plan: Plan) -> Plan:
 
     Layers that read the same input are one call where their weights are of one format: it is rounded once.
     """
-    outcomes, modules = [*plan.outcomes], list(plan.model.named_modules())  # which stay, in other classes
+    # Make a list of the modules first, because the loop changes their classes.
+    outcomes, modules = [*plan.outcomes], list(plan.model.named_modules())
     for what, kind, mismatch, into in COMPILED:
         done, left = [], {}
         for name, module in modules:

@@ -33,7 +33,8 @@ def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
     if order is None:
         found = f"{kernels.kernels} kernels ({kernels.reason})"
         raise SinewError(f"engine cpu: expected compiled products of bf16 (AVX512_BF16), got {found}")
-    if half:  # what does not divide into panels is multiplied in float32
+    # Weights whose sizes do not divide into panels are multiplied in float32.
+    if half:
         options = replace(options, storage="bf16")
     model, where = open_model(bundle, options, "cpu", lowbit=True)
     if order in kernels.panels:

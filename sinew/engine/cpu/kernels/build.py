@@ -29,9 +29,10 @@ from sinew.core import machine, progress, scratch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME, HASH = "lowbit.so", "lowbit.sha256"
-# Sums are rounded as the reference rounds them: nothing may be contracted to a fused multiply-add.
+# The compiler must not contract sums to fused multiply-adds, because sums are rounded as the reference rounds them.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
-FUSED = "-ffp-contract=fast"  # but what stands between products promises no bit
+# Code between products may use fused multiply-adds, because tests compare it within a tolerance.
+FUSED = "-ffp-contract=fast"
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 EVERYWHERE = ("portable", "floats_portable", "dispatch", "product", "layer", "floats")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -115,14 +116,15 @@ def _build(compiler: str) -> Built:
         by += f", for this process alone: {problem}"
     with scratch.beside(folder) as made, progress.task("compiling the kernels of engine cpu, once"):
         objects, left_out = compile_into(made, compiler, sets)
-        # What it knows failed for want of something else, as memory or a disk: the next start may have it.
+        # The compiler supports the flags of these sets, so compiling failed for another reason, such as memory or a
+        # full disk. The next start may succeed.
         failed = [name for name in left_out if _knows(compiler, sets[name])]
-        names = (NAME,) if failed else (NAME, HASH)  # without its hash a library is not kept
+        names = (NAME,) if failed else (NAME, HASH)  # a library without a stored hash is compiled again
         _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made / NAME))
         (made / HASH).write_text(_sha256(made / NAME), encoding="ascii")
         for name in names:
-            (made / name).chmod(0o700)  # for any umask
-        # Each at once, and on the disk before it has its name: another may do the same.
+            (made / name).chmod(0o700)  # the mode does not depend on the umask
+        # Write each file to disk before it gets its final name, because another process may compile the same library.
         for name in names:
             _flush(made / name)
             os.replace(made / name, folder / name)
@@ -190,7 +192,8 @@ def _alone_in(group: int) -> bool:
 
 def private() -> Path:
     """Return a new folder of this process, which goes with it."""
-    parent = Path(tempfile.mkdtemp(prefix="sinew-cpu-"))  # for this user alone
+    # The function mkdtemp makes a folder that only this user can read.
+    parent = Path(tempfile.mkdtemp(prefix="sinew-cpu-"))
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
     folder = parent / "kernels"
     folder.mkdir()
@@ -230,7 +233,7 @@ def compile_into(
             continue
         objects.append(made)
         if name in sets:
-            here.append(f"-DLOWBIT_{name}")  # what dispatch.cpp may name
+            here.append(f"-DLOWBIT_{name}")  # dispatch.cpp refers to these sets only
     return objects, left_out
 
 
@@ -261,9 +264,9 @@ def _run(*command: str) -> str:
                 made.terminate()
                 raise
             os.killpg(made.pid, signal.SIGTERM)
-            # The driver removes its files. Until it is waited for, the group's number is nobody else's; a program that
-            # it had just forked may have missed the signal.
-            if hasattr(os, "waitid"):  # not macOS before Python 3.13
+            # The compiler's driver removes its files after SIGTERM. Until this process reaps the driver, no other group
+            # can get its number. A child that the driver had just forked may have missed the first signal.
+            if hasattr(os, "waitid"):  # macOS has waitid since Python 3.13
                 os.waitid(os.P_PID, made.pid, os.WEXITED | os.WNOWAIT)
                 os.killpg(made.pid, signal.SIGKILL)
             raise

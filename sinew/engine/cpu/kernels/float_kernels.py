@@ -83,7 +83,7 @@ def _attend(
 ) -> Tensor:
     B, Lq, H, D = q.shape
     before, Hkv = k.shape[1:3]
-    # An empty second part has the form of the first
+    # Without a second part, its arguments are the first part's tensors, with a length of zero.
     own = (k, v) if own_k is None or own_v is None else (own_k, own_v)
     Lk = before + (0 if own_k is None else own_k.shape[1])
     if mask is not None:
@@ -168,7 +168,7 @@ def differs(floats: FloatKernels) -> str:
     return next((name for name, same in close if not same), "")
 
 
-_on_cpu: list[FloatKernels] = [REFERENCES]  # the one in use
+_on_cpu: list[FloatKernels] = [REFERENCES]  # one entry: the kernels that the operators call
 
 
 def install(floats: FloatKernels) -> None:

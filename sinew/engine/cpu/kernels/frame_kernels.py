@@ -59,7 +59,7 @@ def load(path: str) -> Any:
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     library.lowbit_multiply.argtypes = [
         *(ctypes.c_int, ctypes.c_int, pointer, integer, integer),  # kernels, format, x, rows, k
-        *(ctypes.c_float, pointer, ctypes.c_int, ctypes.c_int),  # smallest, layers, how many, threads
+        *(ctypes.c_float, pointer, ctypes.c_int, ctypes.c_int),  # smallest, layers, number of layers, threads
     ]
     library.lowbit_lay_out.argtypes = [ctypes.c_int, pointer, pointer, integer, integer, ctypes.c_int]
     library.lowbit_resize.argtypes = [ctypes.c_int, *[pointer] * 8]

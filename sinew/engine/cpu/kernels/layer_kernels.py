@@ -32,12 +32,13 @@ from sinew.layers.rope import Rotation
 from sinew.layers.stores import lowbit
 from sinew.layers.stores.codes import Codes, codes, together
 
+# Numbers of these orders in kernels.h, after the numbers of FORMATS.
 PANELS_NUMBERS = {
     lowbit.PANELS: 4,
     lowbit.BF16_PANELS: 5,
     lowbit.BF16_TILES: 6,
-}  # numbers in kernels.h, after those of FORMATS
-ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # numbers in product.h
+}
+ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # number of each activation in product.h
 
 
 def number_of(order: str) -> int:
@@ -461,7 +462,7 @@ def differs(kernels: LayerKernels, floats: FloatKernels, multiply_all: lowbit.Mu
         return "" if torch.equal(kernels.finish(behind, x, x), wanted) else "finish"
 
 
-_on_cpu: list[LayerKernels] = [REFERENCES]  # the one in use
+_on_cpu: list[LayerKernels] = [REFERENCES]  # one entry: the kernels that the functions below call
 
 
 def install(kernels: LayerKernels) -> None:

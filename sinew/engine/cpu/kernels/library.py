@@ -28,22 +28,32 @@ from sinew.steps.image import compiled
 
 log = logging.getLogger(__name__)
 
-TILES = "amx"  # the kernels that multiply by tiles
+TILES = "amx"  # name of the kernels that multiply with AMX tiles
 
 
 @dataclass(frozen=True)
 class Extension:
-    """What computes low-bit products here.
+    """The library and the functions that compute low-bit products on this machine.
 
-    kernels: an instruction set, or "reference". available: all that this CPU can run, best first."""
+    Attributes:
+        kernels: The instruction set of the kernels, or "reference".
+        reason: Why these kernels were chosen, as text.
+        available: All instruction sets that this CPU can run, the best first.
+        panels: The orders of weights (``lowbit.PANELS`` and ``lowbit.HALVES``) that the kernels multiply.
+        multiply_all: Computes the low-bit products.
+        lay_out: Brings int8 weights into panels.
+        frames: The kernels that resize frames; None if numpy resizes them.
+        floats: The kernels between products.
+        layers: The kernels of whole layers.
+    """
 
     kernels: str
     reason: str
     available: tuple[str, ...] = ()
-    panels: tuple[str, ...] = ()  # orders that it multiplies, of lowbit.PANELS and HALVES
+    panels: tuple[str, ...] = ()
     multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
     lay_out: lowbit.LayOut = lowbit.lay_out_into
-    frames: compiled.FrameKernels | None = None  # None: numpy resizes
+    frames: compiled.FrameKernels | None = None
     floats: FloatKernels = float_kernels.REFERENCES
     layers: LayerKernels = layer_kernels.REFERENCES
 
@@ -193,7 +203,7 @@ def differs(
         if name == "ternary":
             values = torch.randint(-1, 2, (channels, k), generator=random, dtype=torch.int8)
             weight = torch.from_numpy(pack_ternary(values.numpy()))
-        if stored.group:  # halves of any bits may be infinite
+        if stored.group:  # random bits could be infinite float16 scales
             blocks = weight.view(channels, k // 32, -1)
             blocks[..., :2] = torch.rand(channels, k // 32, 1, generator=random).half().view(torch.uint8)
         arguments = (x, weight, scale, None, name, lowbit.TINY)
