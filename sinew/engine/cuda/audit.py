@@ -37,7 +37,7 @@ class Watched(TorchDispatchMode):
         self.stage = "vision"
         self.found: dict[str, Counter[str]] = {}
         self.operators: Counter[str] = Counter()
-        self.made: Counter[str] = Counter()  # bytes
+        self.made: Counter[str] = Counter()  # stage -> bytes of newly allocated tensors
 
     def note(self, what: str, operator: str, stack: traceback.StackSummary | None = None) -> None:
         """Keep what would stop a recording, with the line of this package that asked for it. stack: where it was asked
@@ -84,11 +84,12 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
-@torch.no_grad()  # not inference_mode: it would hand over composite operators whole
+# Use no_grad: under inference_mode, PyTorch would pass composite operators to the mode without their parts.
+@torch.no_grad()
 def audited(program: Program) -> list[Audited]:
     """Return the problems of a recording of ``program``, stage by stage: vision, prefix, head."""
     program = without_memory(program)
-    with suppress(NotImplementedError, RuntimeError):  # the run that is looked at meets it again
+    with suppress(NotImplementedError, RuntimeError):  # the second run meets the same error and notes it
         program.first_step()
     watched = Watched()
     _run(program, watched)
@@ -116,7 +117,7 @@ def _run(program: Program, watched: Watched) -> None:
 
         return run
 
-    vision, read = type(program).vision, type(program)._read  # noqa: SLF001 - of the same folder
+    vision, read = type(program).vision, type(program)._read  # noqa: SLF001 - a method of a class in the same folder
     program.vision = then("prefix", vision.__get__(program))  # type: ignore[method-assign]
     program._read = then("head", read.__get__(program))  # type: ignore[method-assign]  # noqa: SLF001
     with _constants(watched), watched:
@@ -141,7 +142,7 @@ def without_memory(program: Program) -> Program:
     device by design; any other tensor that the program reads is on the host, which is what to find."""
     model = program.model
     held = [*model.parameters(), *model.buffers()]
-    for module in model.modules():  # what towers keep beside them
+    for module in model.modules():  # tensors that vision towers store as plain attributes
         held += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
         held += getattr(module, "grids", {}).values()
     held += [*program.time_embeddings, program.x, program.time_embedding, *program.staging.device.values()]
@@ -156,6 +157,6 @@ def without_memory(program: Program) -> Program:
             *(value for value in vars(program.units).values() if isinstance(value, torch.Tensor)),
         ]
     memo = {id(t): t.detach().to("meta") for t in held}
-    for parameter in model.parameters():  # modules accept nothing else in its place
+    for parameter in model.parameters():  # a module accepts only a Parameter in place of a Parameter
         memo[id(parameter)] = torch.nn.Parameter(memo[id(parameter)], requires_grad=False)
     return copy.deepcopy(program, memo)

@@ -18,7 +18,7 @@ class Cuda(Backend):
     follows = frozenset({"fp8"})
     stores_half = False
     capabilities = frozenset({Capability.GUIDE, Capability.AUDIT})
-    guides = ("no-jacobian", "ramp")  # graphs have neither a Jacobian nor a time per row
+    guides = ("no-jacobian", "ramp")  # the graphs have no Jacobian and no denoising time per action
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
         if options.kind == "cpu":
@@ -26,7 +26,7 @@ class Cuda(Backend):
             return Suitability(against, elsewhere=True)
         finding = findings.kept(bundle.path, self.name, options.threads)
         against = unproved(self, bundle, options) or (finding.why if finding and not finding.taken else "")
-        # Its kernels are compiled, verified and measured on the GPU that is here.
+        # `sinew prepare` compiles, verifies and measures the kernels on this machine's GPU.
         return Suitability(against, preparable=options.kind == "cuda")
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:

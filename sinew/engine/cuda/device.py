@@ -8,8 +8,8 @@ from sinew.core import SinewError
 from sinew.engine.cuda.kernels.lang import triton
 from sinew.engine.cuda.options import CudaOptions
 
-OLDEST = (8, 0)  # compute capability: bfloat16 tensor cores and asynchronous copies
-NARROW = (8, 9)  # e4m3 products
+OLDEST = (8, 0)  # oldest compute capability with bfloat16 tensor cores and asynchronous copies
+NARROW = (8, 9)  # oldest compute capability with e4m3 products
 
 
 def require(device: torch.device, options: CudaOptions) -> None:

@@ -84,11 +84,12 @@ class CudaEngine(Engine):
             shape, dtype = (shape[0], self.units.dim), self.units.dtype
         self._chunk = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
         if on_gpu:
-            torch.cuda.current_stream(device).synchronize()  # on which weights came
+            torch.cuda.current_stream(device).synchronize()  # wait until the weights are on the device
         held = [*self.model.parameters(), *self.model.buffers()]
         self.facts = Facts(
             device=str(device),
-            precision=precision_of(self.model) | recipe,  # fp8 where the linear layers multiply in that
+            # The FP8 layers store floats, so the recipe states their precision.
+            precision=precision_of(self.model) | recipe,
             recipe=recipe,
             weights_nbytes=sum(tensor.nbytes for tensor in held),
             guides=BACKEND.guides,
@@ -151,9 +152,8 @@ class CudaEngine(Engine):
             replace(key, views=count, sizes=key.sizes[:count])
             for bucket in self.options.buckets(longest)
             for key in [Key.of(whole, bucket, steps)]
-            for count in range(
-                views, min(views, each) - 1, -each
-            )  # an episode begins with fewer observation steps
+            # An episode begins with fewer observation steps, so with fewer views.
+            for count in range(views, min(views, each) - 1, -each)
         ]
         for key in keys[: self.options.max_graphs]:
             self.prepare(key)
@@ -178,7 +178,7 @@ class CudaEngine(Engine):
         program.write(inputs, noise)
         recorded.replay()
         program.fetch(self._chunk)
-        self._wait()  # once: copies and graph are on one stream
+        self._wait()  # one wait is enough, because the copies and the graph run on one stream
         watch.lap("step")
 
     def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
@@ -200,7 +200,7 @@ class CudaEngine(Engine):
 
         def more(spoken: Spoken) -> Spoken:
             program.recorded("next").replay()
-            return spoken  # the same memory
+            return spoken  # the recording writes to the same memory
 
         def after_token(token: np.ndarray) -> None:
             if watch.trace is not None:
@@ -255,7 +255,8 @@ class CudaEngine(Engine):
         for name, lap in (("vision", "vision"), ("read", "prefix")):
             program.recorded(name).replay()
             watch.lap(lap)
-        step = program.recorded("step")  # recording runs it, and it moves x
+        # Record before x is set, because recording runs the step and changes x.
+        step = program.recorded("step")
 
         def act(x: Tensor, time_embedding: Tensor) -> Tensor:
             program.x.copy_(x)

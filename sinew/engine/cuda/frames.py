@@ -14,7 +14,7 @@ from sinew.engine.cuda.fused.ends import PatchTower
 from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.cuda.kernels.resize_tables import ResizeTables
 
-Size = tuple[int, int]  # height, width
+Size = tuple[int, int]  # height and width in pixels
 
 
 class FrameGroup(NamedTuple):

@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-NVTX = hasattr(torch._C, "_nvtx")  # noqa: SLF001 - builds without CUDA, or without it, have none
-WARM_UPS = 2  # the first compiles kernels and lets libraries allocate, the second finds all of that done
+NVTX = hasattr(torch._C, "_nvtx")  # noqa: SLF001 - False for builds without CUDA or without NVTX
+# Number of runs before a recording. The first run compiles kernels and allocates memory, the second needs neither.
+WARM_UPS = 2
 
 
 class StageRange:
@@ -31,7 +32,7 @@ class StageRange:
     def __enter__(self) -> None:
         if NVTX:
             torch.cuda.nvtx.range_push(self.name)
-        if torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - what its own callers look at
+        if torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - PyTorch's own callers read this flag
             self._profiled = torch.profiler.record_function(self.name)
             self._profiled.__enter__()
 
@@ -102,19 +103,20 @@ class Graphs(GraphRecorder):
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream
-        # A pool that no graph uses any more is given back, and its handle with it. One graph stays for good.
+        # PyTorch frees a memory pool, and its handle, when no graph uses the pool. This graph keeps the shared pool.
         self._first = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._first, stream=stream, capture_error_mode="thread_local"):
             self._kept = torch.zeros(1, device=stream.device)
         self.shared = self._first.pool()
 
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
-        for _ in range(WARM_UPS):  # on the stream of the capture: cuBLAS has a workspace per stream
+        # Warm up on the stream of the recording, because cuBLAS has a workspace per stream.
+        for _ in range(WARM_UPS):
             program()
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         pool = None if apart else self.shared
-        # Other threads may allocate on the device or pin memory meanwhile: that is not this stream's business.
+        # With this mode, other threads may allocate memory on the device or pin memory during the recording.
         mode = "thread_local"
         with (
             no_collection(),

@@ -20,7 +20,8 @@ from sinew.processing.normalize import Normalizer
 
 def open_cuda(bundle: Bundle, options: EngineOptions) -> CudaEngine:
     """Return the CUDA engine, in the precision of the bundle's recipe unless that is ignored."""
-    where = open_device(options, available=False)  # the engine's own words say more
+    # This engine checks the device itself, with a more precise message.
+    where = open_device(options, available=False)
     chosen = None if options.recipe else CudaOptions()
     engine = cuda_engine(bundle, where, options.dtype, chosen, kernels=options.kernels)
     bundle.release(engine.model.parameters())
@@ -38,7 +39,7 @@ def cuda_engine(
     """options: :func:`cuda_options` if absent. plan: :func:`cuda_plan` if absent; it is left as it is. FP8 components
     use the scales of the recipe, or those that ``calibration.py`` keeps for this bundle."""
     options = options or cuda_options(bundle)
-    require(device, options)  # before gigabytes are read
+    require(device, options)  # check the device before gigabytes are read
     plan = plan or cuda_plan(bundle, device, dtype, kernels)
     found = scales(bundle) if options.fp8 else None
     manifest = bundle.manifest
@@ -46,7 +47,7 @@ def cuda_engine(
     whole = not recipe.action_parts and manifest.spec.noise_rows == 0
     actions = Normalizer(recipe.action, manifest.spec.action.dim, "action") if whole else None
     if actions is not None and not actions.is_affine:
-        actions = None  # the processor un-normalises
+        actions = None  # the processor un-normalises the actions on the host
     return CudaEngine(
         plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
     )

@@ -27,7 +27,7 @@ from sinew.models.base import AutoregressiveModel, Context
 from sinew.models.solvers import drawn, solve
 from sinew.processing import ModelInputs
 
-SHOWN = {"read": "prefix", "next": "step"}  # in traces, where the method's own name is another
+SHOWN = {"read": "prefix", "next": "step"}  # stage -> its name in profiles, where it differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Key:
 
     views: int
     sizes: tuple[Size, ...]
-    tokens: int  # tokens of the prompt, with padding
+    tokens: int  # length of the prompt with padding, in tokens
     steps: int
 
     @classmethod
@@ -84,16 +84,15 @@ class Program:
         else:
             fields["pixels"] = ((key.views, self.model.channels, image.height, image.width), torch.float32)
         self.staging = Staging(fields, device)
-        self.places = (
-            [] if self.patches is None else self.patches.places
-        )  # for each view: its field, and the row
+        # For each view, the name of its field and its row in that field.
+        self.places = [] if self.patches is None else self.patches.places
         first = self.staging.part("frames.0" if self.patches else "pixels").start
-        self.small = slice(0, first)  # bytes of everything but frames
+        self.small = slice(0, first)  # all bytes except frames and pixels
         shape = (1, *self.model.noise_shape)
-        # The chunk: noise before the steps, actions after them.
+        # The buffer has the noise before the steps and the actions after the steps.
         self.x = torch.zeros(shape, dtype=torch.float32, device=device)
         self.time_embedding = torch.zeros_like(self.time_embeddings[0])
-        self.units, self.actions = units, self.x[0]  # what is read back
+        self.units, self.actions = units, self.x[0]  # the tensor that the host reads back
         if units is not None:
             self.actions = torch.zeros(shape[1], units.dim, dtype=units.dtype, device=device)
         self.speaks = isinstance(model, AutoregressiveModel)
@@ -119,7 +118,7 @@ class Program:
             return
         parts = [self.small, *(self.staging.part(*place) for place in self.places)]
         views = zip(self.places, inputs.frames, strict=True)
-        # First what takes this thread as long as others to wake.
+        # Begin with the small fields on this thread. Writing them takes as long as waking the other threads.
         jobs = [partial(self._write_small, inputs, noise)]
         jobs += [partial(put, name, frame, row) for (name, row), frame in views]
         for done in as_done(jobs, threads_for([frame.nbytes for frame in inputs.frames])):
@@ -149,7 +148,7 @@ class Program:
         for name in ("vision", "read", "next") if self.speaks else ("chunk",):
             self.recorded(name)
 
-    # What is recorded. Each writes static memory or returns tensors that stay where they are.
+    # The methods below are recorded. Each writes to static memory, or returns tensors whose addresses stay the same.
 
     def vision(self) -> Tensor:
         """Frames or pixels -> image tokens [1, V, tokens, C]."""
@@ -206,7 +205,7 @@ class Program:
 
     def begin(self) -> None:
         """The start of the solver, for steps that run apart. After "read" was replayed."""
-        self.recorded("step")  # first: recording runs it, and it moves x
+        self.recorded("step")  # record before x is set, because recording runs the step and changes x
         self.x.copy_(drawn(self.staging.device["noise"][None], 0))
 
     def finish(self) -> None:

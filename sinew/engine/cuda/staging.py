@@ -18,11 +18,12 @@ from torch import Tensor
 
 from sinew.core.machine import cores
 
-ALIGNMENT = 256  # bytes: what a device's allocator gives, and more than any load wants
-WORTH_A_THREAD = 512 << 10  # bytes of a frame: handing over a smaller one took longer than copying it
-MOST_THREADS = 3  # beside the caller's: one copy alone takes a good part of a core's share of memory
+ALIGNMENT = 256  # bytes; the alignment of a device's allocator, which is enough for every load
+WORTH_A_THREAD = 512 << 10  # bytes; copying a smaller frame is faster than handing it to another thread
+# The number excludes the caller's thread. One copying thread already uses a large part of the memory bandwidth.
+MOST_THREADS = 3
 
-Field = tuple[tuple[int, ...], torch.dtype]  # shape and type
+Field = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
 
 class Staging:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from sinew.engine.cuda.kernels import fp8_quantize, tiles
 
-NEEDS = 89  # compute capability * 10
-DIVISOR = 16  # divisor of both sizes of a weight, required by the library
+NEEDS = 89  # least compute capability for FP8 products, times 10
+DIVISOR = 16  # PyTorch's product requires that both sizes of a weight are multiples of this number
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def library_product(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tenso
     There is no other product with scales of rows. Hopper's tensor cores add e4m3 products with fewer bits than
     float32, and fast accumulation uses their result.
     """
-    y = torch._scaled_mm(  # noqa: SLF001 - what the public function calls, and what has been measured
+    y = torch._scaled_mm(  # noqa: SLF001 - the public function calls this one, and it was measured
         data,
         weight.data.t(),
         scale_a=scales[:, None],
@@ -153,7 +153,8 @@ class Fp8Linear(nn.Module):
         device = linear.weight.device
         if x_scale is not None:
             x_scale = torch.as_tensor(x_scale, dtype=torch.float32).reshape(())
-            if not 0 < float(x_scale) < float("inf"):  # before it moves: the meta device holds no value
+            # Check the value before the move, because a tensor on the meta device has no value.
+            if not 0 < float(x_scale) < float("inf"):
                 raise ValueError(f"x_scale: expected a finite number above 0, got {float(x_scale)}")
             x_scale = x_scale.to(device)
         bias = None if linear.bias is None else linear.bias.detach()

@@ -30,7 +30,7 @@ from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model
 
 VERSION = 1
-MAX_FILE = 1 << 24  # bytes
+MAX_FILE = 1 << 24  # largest accepted size of a file in bytes
 HEADROOM = 2.0
 
 
@@ -47,9 +47,6 @@ class Fp8Calibration:
     def scales(self) -> dict[str, float]:
         """Of layers' inputs. One that no observation reached has none, and is scaled per row."""
         return {layer: max(amax, SMALLEST) * HEADROOM / LARGEST for layer, amax in self.amax.items()}
-
-
-# ----------------------------------------------------------------------------- which layers
 
 
 def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
@@ -89,9 +86,6 @@ def use_fp8(
     for name, linear in layers.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, Fp8Linear.of(linear, scales.get(name)))
-
-
-# ----------------------------------------------------------------------------- measuring
 
 
 @contextmanager
@@ -142,9 +136,6 @@ def calibrate(
     return Fp8Calibration(fingerprint, amax, count, source)
 
 
-# ----------------------------------------------------------------------------- keeping
-
-
 def path_of(fingerprint: str) -> Path:
     if not re.fullmatch(r"[0-9a-f]{8,128}", fingerprint):
         raise SinewError(f"fp8 calibration: expected a hexadecimal fingerprint, got {fingerprint!r}")
@@ -155,7 +146,8 @@ def store(calibration: Fp8Calibration) -> Path:
     path = path_of(calibration.fingerprint)
     document = {"version": VERSION, "headroom": HEADROOM, **asdict(calibration)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with scratch.beside(path) as made:  # another process reads the old file or the new one
+    # The replacement is atomic, so another process reads the old file or the new file.
+    with scratch.beside(path) as made:
         written = made / path.name
         written.write_text(json.dumps(document, indent=1, sort_keys=True), encoding="utf-8")
         written.replace(path)

@@ -19,14 +19,15 @@ from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.vit import VisionTransformer
 from sinew.models.expert import ExpertModel
 
-ROW = 16  # elements: rows of patches are padded to a multiple, so that a tensor core's loads are wide
+# Rows of patches are padded to a multiple of this many elements, so that tensor cores use wide loads.
+ROW = 16
 
 
 class PatchTower(VisionTransformer):
     """The patch embedding as a matrix product over rows of patches, which ``preprocess`` writes; tables of grids
     smaller than the position table are looked up once."""
 
-    patch_weight: Tensor  # [C, values], zeros behind 3 * patch^2
+    patch_weight: Tensor  # [C, values]; the columns after 3 * patch^2 are zeros
     grids: dict[tuple[int, int], Tensor]
 
     def encode_patches(self, patches: Tensor, rows: int, cols: int) -> Tensor:
@@ -90,7 +91,7 @@ class TabulatedModulation(FusedDecode):
         return carried(self.ops.stream_linear(one(x), linear.weight, **options))
 
     def embed_time(self, t: Tensor) -> Tensor:  # [1] -> float32 [1, values]
-        packed = one(super().embed_time(t)).float()  # type: ignore[safe-super]  # [norms, 3C]
+        packed = one(super().embed_time(t)).float()  # type: ignore[safe-super]  # [norms, 3 * C]
         pieces = []
         for row, reader in zip(packed, self.readers(), strict=True):
             pieces.append(row)

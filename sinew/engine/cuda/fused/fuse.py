@@ -39,8 +39,9 @@ from sinew.layers.norm import AdaRMSNorm
 from sinew.layers.vit import LayerScale, VisionTransformer, ViTAttention, ViTLayer, ViTMLP
 from sinew.models.expert import ExpertModel
 
-# All rewrites that take launches or bytes away. For the state token alone, `constant-kv` would read all of the
-# expert's weights once more (0.55 GB for pi0), and 63 actions with their state are the 64 rows of a tile.
+# Engine cuda uses all rewrites that save launches or bytes, except the rewrites below. pi0's state token would need
+# another pass over all weights of the expert (0.55 GB) with `constant-kv`. Without that rewrite, the state and 63
+# actions fill the 64 rows of a tile.
 LEFT_OUT = {
     "constant-kv": "the state's pass would stream the expert's weights for one row",
     "sigmoid-gelu": "it is for float32 on a CPU; the gated kernel has the activation in its epilogue",
@@ -115,7 +116,7 @@ FUSIONS = (
 )
 
 
-# Layers that take the vectors of a norm's modulation, as TabulatedModulation gives them, or need none.
+# Layers that read the vectors of TabulatedModulation, or need no such vectors.
 WITH_VECTORS = (FusedLayer, FusedAdaptiveLayer)
 
 

@@ -32,7 +32,7 @@ from sinew.layers.decoder import KeyValue
 class Kernels(Ops):
     def __init__(self, device: torch.device):
         self.rows = RowKernels()
-        # Twice what the published shapes need in float32, whose tiles are small: 64 MiB.
+        # Twice the size that the published models need in float32, whose tiles are small: 64 MiB.
         self.workspace = Workspace(2 * PARTS, 2 * BLOCKS, device)
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:

@@ -48,7 +48,7 @@ class FusedLayer(DecoderLayer):
     """A layer of the language model or of an expert with plain norms, self- or cross-attending. Its norms are unit."""
 
     ops: Ops
-    fused_rows = SOME_ROWS  # 0 in FP8
+    fused_rows = SOME_ROWS  # the largest number of rows for the kernels; 0 in FP8
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         attn: Any = self.attn
@@ -101,14 +101,11 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
             total, hidden = rowwise(rows, self, one(x), one(attended), **norm)
             branch = rows.product(hidden, self.mlp.down_proj)
             return torch.addcmul(total, branch, after.gate).to(x.dtype)[None]
-        # Where norms have passes of their own, nothing is asked of what comes before them.
+        # A norm with a separate pass needs no values from the product before it.
         scale, following = (None, None) if after.bias is None else (after.scale, after.following)
         stream = output(self.ops, self.attn.o_proj, one(attended), one(x), before.gate, scale)
         read, norm = modulated(self.ops, stream, eps, after, self.mlp.gate_up_proj)
         return carried(mlp(self.ops, self.mlp, read, norm, stream.rows, after.gate, following))
-
-
-# ----------------------------------------------------------------------------- streams
 
 
 def carried(stream: ResidualStream) -> Tensor:
@@ -131,7 +128,7 @@ Norm = dict[str, Any]
 
 def normed(ops: Ops, stream: ResidualStream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
     """The rows, and the ``norm``, with which a product reads a stream through a unit norm."""
-    if stream.squares is None:  # nobody has summed them: the first layer's, whose input no product wrote
+    if stream.squares is None:  # the sums are missing for the first layer, because no product wrote its input
         return ops.rms(stream.rows, eps), {"bias": reader.bias}
     return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
 
@@ -141,9 +138,6 @@ def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader
     if m.bias is None or stream.scaled is None:
         return ops.rms(stream.rows, eps, m.scale, m.shift), {"bias": reader.bias}
     return stream.scaled, {"eps": eps, "bias": m.bias, "squares": stream.squares}
-
-
-# ----------------------------------------------------------------------------- pieces
 
 
 def between(layer: Any, x: Tensor) -> RowOps | None:

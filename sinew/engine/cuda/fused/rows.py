@@ -73,7 +73,8 @@ class RowOps(ABC):
         if operand.scales is not None:
             y = fp8.multiply(operand.data, operand.scales, weight, added)
         elif onto is not None and added is None and onto.dtype == weight.dtype:
-            return onto.addmm_(operand.data, weight.t())  # no pass of its own, and rounded once
+            # The product adds in place, which saves a pass and rounds once.
+            return onto.addmm_(operand.data, weight.t())
         else:
             y = F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
         return y if onto is None else onto.add_(y)

@@ -17,9 +17,8 @@ from sinew.engine.cuda.fused.rows import Operand, RowOps, RowTarget
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.layers.vit import ViTLayer
 
-Added = dict[
-    str, Any
-]  # ``branch`` and ``branch_bias`` of the norm that comes next; empty: nothing is to be added
+# The arguments ``branch`` and ``branch_bias`` of the next norm. Empty if nothing must be added.
+Added = dict[str, Any]
 
 
 class RowwiseViTLayer(ViTLayer):
@@ -53,7 +52,7 @@ class RowwiseTower(PatchTower):
         for layer in layers:
             x, added = layer.along(x, added, views)
         norm: Any = self.norm
-        if not isinstance(norm, UnitLayerNorm):  # its readers are not known, so it kept its weight
+        if not isinstance(norm, UnitLayerNorm):  # a norm with unknown readers keeps its weight
             total = sum((part for part in added.values() if part is not None), x)
             return norm(total.unflatten(0, (views, -1)))
         _, normed = self.rows.norm(x, RowTarget(norm.dtype), eps=norm.eps, kind="layer", **added)

@@ -57,7 +57,7 @@ KERNELS: dict[str, Kernel] = {
     "qkv_rope": Kernel.of(qkv_rope),
     "splitk_linear": Kernel.of(splitk_linear),
     "packed_attention": Kernel.of(packed_attention),
-    # Capability 80 holds for these two unless they write e4m3, which their ``prepare`` checks.
+    # The next two kernels need capability 89 if they write e4m3. Their ``prepare`` checks that.
     "row_norm": Kernel.of(row_norm, uses_tensor_cores=False),
     "activate": Kernel.of(activate, uses_tensor_cores=False),
     "rope": Kernel.of(rope, uses_tensor_cores=False),

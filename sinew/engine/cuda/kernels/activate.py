@@ -28,17 +28,17 @@ from sinew.engine.cuda.kernels.lang import check, kernel, tl
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 
-PER_WARP = 1024  # columns of a whole row that a warp holds: 32 floats a thread, twice that when gated
-MOST_WARPS = 16
+PER_WARP = 1024  # columns of a whole row per warp: 32 floats a thread, or 64 with a gate
+MOST_WARPS = 16  # the largest number of warps of one program
 
 
 @kernel
 def activate_kernel(
-    x,  # [M, 2 N]: gate, then up; or [M, N]
-    bias,  # as wide as x, or None
-    x_scale,  # float32 [1] or None: each row's own
+    x,  # [M, 2 * N], the gate's columns and then the columns of up; or [M, N]
+    bias,  # [columns of x], or None
+    x_scale,  # float32 [1]; None: each row gets its own scale
     out,  # [M, N]
-    scales,  # float32 [M] where out is e4m3, else None
+    scales,  # float32 [M] if out is e4m3, else None
     x_row,
     out_row,
     N: tl.constexpr,
@@ -47,7 +47,7 @@ def activate_kernel(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # blocks of one row; 1 if its scale is computed
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # blocks of one row; 1 if the row gets its own scale
     row = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -55,7 +55,7 @@ def activate_kernel(
     gate = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
     if bias is not None:
         gate += tl.load(bias + cols, mask=ok, other=0.0).to(tl.float32)
-    if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+    if ACTIVATION == "gelu_tanh":  # sigmoid(2 u) is equal to (1 + tanh(u)) / 2
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     else:
         inner = gate
@@ -69,7 +69,8 @@ def activate_kernel(
     if scales is None:
         tl.store(at, y.to(out.dtype.element_ty), mask=ok)
     else:
-        scale = scale_of(y, x_scale)  # beyond the row y is 0
+        # The value y is 0 after the end of the row, so the masked values do not change the scale.
+        scale = scale_of(y, x_scale)
         tl.store(at, to_e4m3(y, scale, UPCAST), mask=ok)
         if block == 0:
             tl.store(scales + row, scale)

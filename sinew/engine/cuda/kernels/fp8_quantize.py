@@ -17,10 +17,11 @@ from sinew.engine.cuda.kernels.tiles import capability, tile_for
 
 E4M3 = torch.float8_e4m3fn
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-NEEDS = 89  # compute capability * 10 of the conversion
-LARGEST = 448.0
-SMALLEST = 2.0**-40  # what a row of zeros is scaled by, so that nothing is divided by zero
-LONGEST_ROW = 1 << 15  # elements that one program holds in registers
+NEEDS = 89  # least compute capability for the conversion, times 10
+LARGEST = 448.0  # the largest number in e4m3
+# A scale is computed from at least this magnitude, so that a row of zeros causes no division by zero.
+SMALLEST = 2.0**-40
+LONGEST_ROW = 1 << 15  # the largest number of elements that one program can have in registers
 
 
 @kernel
@@ -29,7 +30,7 @@ def on_the_grid(x):
 
     For the interpreter alone, whose conversion does not carry out of the mantissa (127.9 becomes 64).
     """
-    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent of x
     step = tl.maximum(power, 0.015625) * 0.125
     return ((x / step + 12582912.0) - 12582912.0) * step
 
@@ -56,7 +57,7 @@ def to_e4m3(wide, scale, UPCAST: tl.constexpr):
 @kernel
 def fp8_quantize_kernel(
     x,  # [M, K]
-    x_scale,  # float32 [1] or None: each row's own
+    x_scale,  # float32 [1]; None: each row gets its own scale
     data,  # e4m3 [M, K]
     scales,  # float32 [M]
     x_row,
@@ -156,7 +157,8 @@ def reference(x: Tensor, *, x_scale: Tensor | None = None) -> tuple[Tensor, Tens
     """
     wide = x.float()
     if x_scale is None:
-        # By a tensor: a GPU turns the division by a number into a product with its reciprocal, one bit away.
+        # Divide by a tensor. A GPU replaces the division by a number by a product with its reciprocal, which can differ
+        # in the last bit.
         amax = wide.abs().amax(-1).clamp(min=SMALLEST)
         scales = amax / torch.full_like(amax, LARGEST)
     else:

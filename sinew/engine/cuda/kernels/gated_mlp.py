@@ -29,9 +29,9 @@ ACTIVATIONS = ("gelu_tanh", "silu")
 @kernel
 def gated_mlp_kernel(
     x,  # [M, K]
-    weight,  # [2 * N, K]: gate, then up
+    weight,  # [2 * N, K]: the gate's rows, then the rows of up
     bias,  # [2 * N] or None
-    given,  # float32 [M, given_columns] or None, as in norm_linear
+    given,  # float32 [M, given_columns]: sums of squares as in norm_linear; or None
     out,  # [M, N]
     M,
     eps,
@@ -55,7 +55,7 @@ def gated_mlp_kernel(
     depth = tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     gate_tile = weight + (cols[None, :] * K + depth[:, None])
-    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    # Load the operands of the epilogue before the loop, so that their latency passes while the loop loads the weight.
     if given is not None:
         squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
         inverse = tl.rsqrt(squares / K + eps)[:, None]
@@ -78,7 +78,7 @@ def gated_mlp_kernel(
     if bias is not None:
         gate += gate_bias
         up += up_bias
-    if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+    if ACTIVATION == "gelu_tanh":  # sigmoid(2 u) is equal to (1 + tanh(u)) / 2
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     else:
         inner = gate

@@ -17,11 +17,12 @@ try:
 except ImportError:
     triton = tl = None  # type: ignore[assignment]
 
-MASKED = -1e30  # score of a key that a query may not see: finite, so that a row without keys stays finite
+MASKED = -1e30  # score of a masked key; finite, so that a row without visible keys stays finite
 LOG2E = 1.4426950408889634
 
 
-class MissingTriton(RuntimeError):  # noqa: N818 - reads as what it says
+# The class's name is the message that the user reads, so it has no suffix Error.
+class MissingTriton(RuntimeError):  # noqa: N818
     """Raised where a kernel is to be launched and triton is not installed."""
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 @kernel
 def came_last(arrivals, SPLIT: tl.constexpr):
     """Say that this program's part is written, and return True if those of all ``SPLIT`` programs are."""
-    tl.debug_barrier()  # every thread's part is written before one thread says so
+    tl.debug_barrier()  # all threads must have written the part before one thread counts it
     return tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
 
 

@@ -20,7 +20,8 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 INTERPRETED = {"UPCAST": True}
-ALIGNMENT = 16  # bytes of a pointer, and of an integer that counts elements, that allow wide copies
+# Triton uses wide copies for a pointer divisible by this many bytes, and for a count divisible by this number.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Launch:
         self.kernel[self.grid](**arguments, **self.options())
 
     def options(self) -> dict[str, Any]:
-        # Fused multiply-add said aloud: Triton's default is about to change (3.10).
+        # Set the option for fused multiply-adds explicitly, because its default changes in Triton 3.10.
         return {
             "num_warps": self.tile.warps,
             "num_stages": self.tile.stages,
@@ -98,7 +99,7 @@ class Specialised:
 
     kernel: Any
     signature: dict[str, str]
-    values: dict[tuple[int], Any]  # constants, by the position of the parameter
+    values: dict[tuple[int], Any]  # constants, by position of the parameter
     aligned: dict[tuple[int], bool]
     options: dict[str, Any]
 

@@ -29,7 +29,7 @@ from sinew.engine.cuda.kernels.lang import (
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.tiles import tile_for
 
-LEAST_COLUMNS = 32  # columns of given squares that are read at once
+LEAST_COLUMNS = 32  # the least number of columns of squares that a program loads at once
 
 
 @kernel
@@ -45,7 +45,7 @@ def norm_linear_kernel(
     x,  # [M, K]
     weight,  # [N, K]
     bias,  # [N] or None
-    given,  # float32 [M, given_columns], squares of the x before its scale; None: no norm
+    given,  # float32 [M, given_columns]: sums of squares of x before its scale; None: no norm
     out,  # [M, N]
     M,
     eps,
@@ -62,16 +62,15 @@ def norm_linear_kernel(
     UPCAST: tl.constexpr,
 ):
     blocks_m = tl.cdiv(M, BLOCK_M)
-    block = tl.program_id(
-        0
-    )  # row blocks run fastest: they share a block of the weight, which comes from memory
+    # Row blocks change fastest, so programs that run together share a block of the weight, which comes from memory.
+    block = tl.program_id(0)
     rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (block // blocks_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, col_ok = rows < M, cols < N
     depth = tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])  # [BLOCK_K, BLOCK_N] of the transpose
-    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    # Load the operands of the epilogue before the loop, so that their latency passes while the loop loads the weight.
     if given is not None:
         squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
         inverse = tl.rsqrt(squares / K + eps)[:, None]
@@ -109,7 +108,7 @@ def prepare(
     check("x", x, (M, K), rows_apart=True)
     check("weight", weight, (N, K))
     check("out", out, (M, N), rows_apart=True)
-    if weight.dtype != torch.float32:  # published checkpoints keep the head's last projection wide
+    if weight.dtype != torch.float32:  # published checkpoints store the head's last projection in float32
         same_dtype("weight", weight, x.dtype)
     if bias is not None:
         check("bias", bias, (N,))
@@ -147,7 +146,8 @@ def statistics(M: int, eps: float | None, squares: Tensor | None) -> dict[str, A
     columns = squares.shape[1]
     check("squares", squares, (M, columns))
     same_dtype("squares", squares, torch.float32)
-    # The number of columns depends on the tile of the kernel before: not a reason to compile this one again.
+    # Round up the number of columns. It depends on the tile of the previous kernel, and every new value would compile
+    # this kernel again.
     block = max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())
     return {"given": squares, "given_columns": columns, "GIVEN_BLOCK": block}
 

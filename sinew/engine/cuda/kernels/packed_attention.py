@@ -29,7 +29,7 @@ from sinew.engine.cuda.kernels.tiles import tile_for
 from sinew.engine.cuda.kernels.workspace import Workspace
 
 KeyValue = tuple[Tensor, Tensor]
-TOGETHER = 4  # parts that the last program of a block joins; more are joined by a kernel of their own
+TOGETHER = 4  # the last program of a block joins up to this many parts; a separate kernel joins more parts
 JOINED_ROWS = 1
 
 
@@ -41,8 +41,8 @@ def fold_keys(
     query,  # [BLOCK_M, D]
     k,
     v,
-    mask,  # mask of this segment's first key
-    first,  # key of this block
+    mask,  # mask of the segment's first key
+    first,  # index of the block's first key
     row_ok,
     mask_rows,
     length,
@@ -58,10 +58,9 @@ def fold_keys(
     keys = first + tl.arange(0, BLOCK_N)
     key_ok = keys < length
     inside = tl.arange(0, D)
-    k_tile = tl.load(
-        k + (keys[None, :] * row + inside[:, None]), mask=key_ok[None, :], other=0.0
-    )  # [D, BLOCK_N]
-    # The score of a key that may not be seen, and of none.
+    # [D, BLOCK_N]
+    k_tile = tl.load(k + (keys[None, :] * row + inside[:, None]), mask=key_ok[None, :], other=0.0)
+    # The score of a masked key is MASKED. The score of a position after the last key is minus infinity.
     hidden = tl.where(key_ok, MASKED, float("-inf"))
     if KEY_MASK:
         sees = tl.load(mask + keys, mask=key_ok, other=0)[None, :]
@@ -73,9 +72,8 @@ def fold_keys(
     highest = tl.maximum(peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - highest[:, None])
     fade = tl.exp2(peak - highest)
-    v_tile = tl.load(
-        v + (keys[:, None] * row + inside[None, :]), mask=key_ok[:, None], other=0.0
-    )  # [BLOCK_N, D]
+    # [BLOCK_N, D]
+    v_tile = tl.load(v + (keys[:, None] * row + inside[None, :]), mask=key_ok[:, None], other=0.0)
     acc = dot(weights.to(v_tile.dtype), v_tile, acc * fade[:, None], UPCAST)
     return acc, highest, total * fade + tl.sum(weights, axis=1)
 
@@ -97,7 +95,7 @@ def joined(
     acc = tl.zeros((rows.shape[0], D), tl.float32)
     peak = tl.full((rows.shape[0],), -3.0e38, tl.float32)
     total = tl.zeros((rows.shape[0],), tl.float32)
-    for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
+    for s in tl.static_range(SPLIT):  # the unrolled loop requests all parts at the same time
         at = (s * tiles + tile) * BLOCK_M + rows
         other = tl.load(sums + at, cache_modifier=".cg")
         highest = tl.maximum(peak, other)
@@ -118,11 +116,11 @@ def packed_attention_kernel(
     own_v,
     mask,  # uint8 [M, P + S], or [P + S] with KEY_MASK
     out,  # [M, KV * GROUP, D]
-    parts,  # [SPLIT, tiles, BLOCK_M, D], of q's type: numerators
-    sums,  # float32 [2, SPLIT, tiles, BLOCK_M]: largest scores, denominators
+    parts,  # [SPLIT, tiles, BLOCK_M, D] in q's dtype: numerators
+    sums,  # float32 [2, SPLIT, tiles, BLOCK_M]: largest scores, then denominators
     arrivals,  # int32 [tiles]
     M,
-    scale,  # scale of the scores, times log2(e)
+    scale,  # scale of the scores times log2(e)
     q_row,
     kv_row,
     own_row,
@@ -136,18 +134,18 @@ def packed_attention_kernel(
     MASKED: tl.constexpr,
     KEY_MASK: tl.constexpr,
     SPLIT: tl.constexpr,
-    APART: tl.constexpr,  # the parts are joined by join_kernel
+    APART: tl.constexpr,  # True if join_kernel joins the parts
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    COUNT: tl.constexpr = (P + BLOCK_N - 1) // BLOCK_N  # blocks of the prefix
-    # Of them per program; the last ones may have fewer, or none.
+    COUNT: tl.constexpr = (P + BLOCK_N - 1) // BLOCK_N  # number of blocks of the prefix
+    # The number of blocks per program. The last programs may have fewer blocks, or none.
     EACH: tl.constexpr = (COUNT + SPLIT - 1) // SPLIT
     tile = tl.program_id(0)
     split = tl.program_id(1)
     head = tile % KV
-    packed = (tile // KV) * BLOCK_M + tl.arange(0, BLOCK_M)  # query * GROUP + head in group
+    packed = (tile // KV) * BLOCK_M + tl.arange(0, BLOCK_M)  # query * GROUP + head in the group
     queries = packed // GROUP
     row_ok = queries < M
     inside = tl.arange(0, D)
@@ -155,9 +153,10 @@ def packed_attention_kernel(
     query = tl.load(q + (queries * q_row + at)[:, None] + inside[None, :], mask=row_ok[:, None], other=0.0)
     mask_rows = queries * mask_row
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)  # below MASKED and finite: no infinity minus infinity
+    # The first peak is less than MASKED but finite, because infinity minus infinity is not a number.
+    peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    # Bounds that are not constant: the compiler then loads keys and values ahead, of a single block as well.
+    # The bounds are not constants. The compiler then loads keys and values ahead, even for a single block.
     for block in range(split * EACH, tl.minimum((split + 1) * EACH, COUNT)):
         acc, peak, total = fold_keys(
             acc, peak, total, query, k + head * D, v + head * D, mask, block * BLOCK_N,
@@ -191,7 +190,7 @@ def packed_attention_kernel(
 
 @kernel
 def join_kernel(
-    parts,  # as packed_attention_kernel leaves them
+    parts,  # numerators from packed_attention_kernel
     sums,
     out,  # [M, KV * GROUP, D]
     M,
@@ -202,7 +201,7 @@ def join_kernel(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # rows of a tile, in one program
+    ROWS: tl.constexpr,  # rows of a tile that one program joins
 ):
     tile = tl.program_id(0) // (BLOCK_M // ROWS)
     rows = tl.program_id(0) % (BLOCK_M // ROWS) * ROWS + tl.arange(0, ROWS)

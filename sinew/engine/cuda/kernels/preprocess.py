@@ -26,7 +26,7 @@ def preprocess_kernel(
     affine,  # float32 [3, 3]
     out,  # [V, patches, columns] or [V, 3, H, W]
     out_view,
-    out_patch,  # row of a patch
+    out_patch,  # distance between two rows of patches in elements
     h,
     w,
     top,
@@ -34,7 +34,7 @@ def preprocess_kernel(
     inner_h,
     inner_w,
     W: tl.constexpr,
-    PATCH_H: tl.constexpr,  # one patch as large as the image gives channels first
+    PATCH_H: tl.constexpr,  # a patch of the image's size gives pixels [3, H, W]
     PATCH_W: tl.constexpr,
     ROW_TAPS: tl.constexpr,
     COL_TAPS: tl.constexpr,
@@ -47,7 +47,7 @@ def preprocess_kernel(
     x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     view = tl.program_id(2)
     inside = (x >= left) & (x < left + inner_w) & (y >= top) & (y < top + inner_h)
-    # Outside the picture the nearest pixel is computed and then dropped: no load needs a mask.
+    # Outside the picture, compute the nearest pixel and drop it. No load needs a mask then.
     inner_y = tl.minimum(tl.maximum(y - top, 0), inner_h - 1)
     inner_x = tl.minimum(tl.maximum(x - left, 0), inner_w - 1)
     y_first = tl.load(row_first + inner_y)

@@ -31,14 +31,14 @@ def qkv_rope_kernel(
     x,  # [M, K]
     weight,  # [(H + 2 Hkv) * D, K]
     bias,  # [(H + 2 Hkv) * D] or None
-    given,  # float32 [M, given_columns] or None, as in norm_linear
+    given,  # float32 [M, given_columns]: sums of squares as in norm_linear; or None
     cos,  # float32 [M, D / 2]
     sin,
     q,  # [M, H, D]
-    k,  # [M, Hkv, D], rows strided
+    k,  # [M, Hkv, D]; the rows may be strided
     v,
-    parts,  # float32 [SPLIT, tiles, 2, BLOCK_M, BLOCK_N]; None if not split
-    arrivals,  # int32 [tiles], zero before and after; None if not split
+    parts,  # float32 [SPLIT, tiles, 2, BLOCK_M, BLOCK_N]; None without a split
+    arrivals,  # int32 [tiles], zero before and after the launch; None without a split
     M,
     eps,
     given_columns,
@@ -59,9 +59,8 @@ def qkv_rope_kernel(
 ):
     HALF: tl.constexpr = D // 2
     PARTS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N  # blocks of columns per head
-    DEPTH: tl.constexpr = (
-        ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
-    )  # depth of one program
+    # The depth that one program multiplies.
+    DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
     rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -72,7 +71,7 @@ def qkv_rope_kernel(
     depth = split * DEPTH + tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     low_tile = weight + ((head * D + cols)[None, :] * K + depth[:, None])
-    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    # Load the operands of the epilogue before the loop, so that their latency passes while the loop loads the weight.
     if given is not None:
         squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
         inverse = tl.rsqrt(squares / K + eps)[:, None]
@@ -100,7 +99,7 @@ def qkv_rope_kernel(
         if is_last:
             low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
+            for s in tl.static_range(SPLIT):  # the unrolled loop requests all parts at the same time
                 part = s * tiles + block
                 low += tl.load(parts + part * (2 * BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")
                 high += tl.load(parts + (2 * part + 1) * (BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")

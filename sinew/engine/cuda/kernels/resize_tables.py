@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # kernels import on a GPU machine that has torch and triton alone
+if TYPE_CHECKING:
+    # A GPU machine with torch and triton alone can import the kernels, so this import is for type checkers only.
     from sinew.steps.image.base import ImageRecipe
 
-PLACES = 22  # Pillow's 32 bits less 8 of a pixel and 2 of headroom
+PLACES = 22  # a 32-bit integer has room for 8 bits of a pixel, 2 bits of headroom and this many binary places
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class ResizeTables:
     rows: Axis
     columns: Axis
     affine: Tensor
-    exact: bool  # integer weights
+    exact: bool
 
     @staticmethod
     def why_not(recipe: ImageRecipe) -> str:
@@ -75,7 +76,7 @@ class ResizeTables:
         if why := cls.why_not(recipe):
             raise ValueError(f"recipe: expected a letterbox alone, got {why}: resize on the host")
         box = recipe.steps[0] if recipe.steps else Letterbox(recipe.height, recipe.width)
-        assert isinstance(box, Letterbox)  # the one step that a device knows
+        assert isinstance(box, Letterbox)  # the only step that a device supports
         if not recipe.steps and (height, width) != box.fixed:
             raise ValueError(f"frame: expected {recipe.height} x {recipe.width}, got {height} x {width}")
         exact = box.interpolation == "pil_bilinear"
@@ -108,7 +109,7 @@ def linear_axis(size: int, target: int) -> Axis:
 
 def pillow_axis(size: int, target: int) -> Axis:
     scale = size / target
-    reach = max(scale, 1.0)  # half the width of the triangle, source pixels
+    reach = max(scale, 1.0)  # half the width of the triangle in source pixels
     centres = (np.arange(target) + 0.5) * scale
     first = np.maximum((centres - reach + 0.5).astype(np.int64), 0)
     end = np.minimum((centres + reach + 0.5).astype(np.int64), size)
@@ -118,7 +119,8 @@ def pillow_axis(size: int, target: int) -> Axis:
     triangle = np.maximum(1.0 - np.abs(distance), 0.0)
     triangle[offsets >= (end - first)[:, None]] = 0.0
     total = np.zeros(target)
-    for tap in range(taps):  # in Pillow's order: the last bit of the sum can decide an integer weight
+    # Add in Pillow's order, because the last bit of the sum can change an integer weight.
+    for tap in range(taps):
         total += triangle[:, tap]
     weights = np.floor(triangle / total[:, None] * (1 << PLACES) + 0.5)
     assert math.ceil(reach) * 2 + 1 >= taps

@@ -16,8 +16,8 @@ from sinew.engine.cuda.kernels.tiles import tile_for
 
 @kernel
 def write_turned(
-    low,  # float32 [BLOCK_M, BLOCK_N], of the lower half of the head
-    high,  # the same columns of the upper half
+    low,  # float32 [BLOCK_M, BLOCK_N], from the lower half of the head
+    high,  # the same columns from the upper half
     cos,
     sin,
     q,
@@ -62,8 +62,8 @@ def rope_kernel(
     bias,  # [(H + 2 Hkv) * D] or None
     cos,  # float32 [M, D / 2]
     sin,
-    q,  # [M, H, D], rows strided
-    k,  # [M, Hkv, D], rows strided
+    q,  # [M, H, D]; the rows may be strided
+    k,  # [M, Hkv, D]; the rows may be strided
     v,
     M,
     packed_row,
@@ -78,7 +78,7 @@ def rope_kernel(
 ):
     HALF: tl.constexpr = D // 2
     HEADS: tl.constexpr = H + 2 * KV
-    head = tl.program_id(0) % HEADS  # heads run fastest: they share the tables of their rows
+    head = tl.program_id(0) % HEADS  # heads change fastest, because all heads share the tables of their rows
     rows = (tl.program_id(0) // HEADS) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     ok = (rows < M)[:, None] & (cols < HALF)[None, :]

@@ -31,17 +31,17 @@ KINDS = ("rms", "layer")
 
 @kernel
 def row_norm_kernel(
-    x,  # [M, C], the stream: Triton's launch keeps that name for itself
+    x,  # [M, C], the residual stream; its name is x, because Triton reserves the name stream
     branch,  # [M, C] or None
     branch_bias,  # [C] or None
     gate,  # [C] or None
     weight,  # [C] or None
     shift,  # [C] or None
-    squares,  # float32 [M, PARTS] or None: their sum stands for that of the row's own squares
-    x_scale,  # float32 [1] or None: each row's own
-    total,  # [M, C] or None: the stream after the branch
+    squares,  # float32 [M, PARTS]: their sum replaces the sum of the row's own squares; or None
+    x_scale,  # float32 [1]; None: each row gets its own scale
+    total,  # [M, C], the stream after the branch is added; or None
     normed,  # [M, C]
-    scales,  # float32 [M] where normed is e4m3, else None
+    scales,  # float32 [M] if normed is e4m3, else None
     eps,
     offset,
     x_row,
@@ -67,7 +67,7 @@ def row_norm_kernel(
             added *= tl.load(gate + cols, mask=ok, other=0.0).to(tl.float32)
         rounded = (h + added).to(total.dtype.element_ty)
         tl.store(total + row * total_row + cols, rounded, mask=ok)
-        h = rounded.to(tl.float32)  # the norm reads what the stream holds
+        h = rounded.to(tl.float32)  # the norm reads the rounded values, as the stream stores them
     if LAYER:
         h = tl.where(ok, h - tl.sum(h, axis=0) / C, 0.0)
     if squares is None:
@@ -84,7 +84,8 @@ def row_norm_kernel(
     if scales is None:
         tl.store(at, y.to(normed.dtype.element_ty), mask=ok)
     else:
-        scale = scale_of(y, x_scale)  # beyond the row y is 0: so is all that it is made of
+        # The value y is 0 after the end of the row, so the masked values do not change the scale.
+        scale = scale_of(y, x_scale)
         tl.store(at, to_e4m3(y, scale, UPCAST), mask=ok)
         tl.store(scales + row, scale)
 

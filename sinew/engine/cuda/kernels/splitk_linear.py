@@ -40,7 +40,7 @@ def splitk_linear_kernel(
     scaled,  # [M, N] or None
     squares,  # float32 [M, blocks of columns] or None
     parts,  # float32 [SPLIT, tiles, BLOCK_M, BLOCK_N]
-    arrivals,  # int32 [tiles], zero before and after
+    arrivals,  # int32 [tiles], zero before and after the launch
     M,
     x_row,
     residual_row,
@@ -54,10 +54,10 @@ def splitk_linear_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    DEPTH: tl.constexpr = (
-        ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
-    )  # depth of one program
-    WHOLE: tl.constexpr = K % (DEPTH * SPLIT) == 0  # nothing to mask, which the compiler cannot see by itself
+    # The depth that one program multiplies.
+    DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
+    # If this is True, no load along the depth needs a mask. The compiler cannot find this out.
+    WHOLE: tl.constexpr = K % (DEPTH * SPLIT) == 0
     blocks_m = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -67,7 +67,7 @@ def splitk_linear_kernel(
     depth = split * DEPTH + tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])
-    # What stands behind the loop is asked for before it: its latency then passes while the weight comes.
+    # Load the operands of the epilogue before the loop, so that their latency passes while the loop loads the weight.
     ok = row_ok[:, None] & col_ok[None, :]
     if bias is not None:
         bias_row = tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
@@ -93,7 +93,7 @@ def splitk_linear_kernel(
         is_last = came_last(arrivals + tile, SPLIT)
         if is_last:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
+            for s in tl.static_range(SPLIT):  # the unrolled loop requests all parts at the same time
                 part = parts + (s * tiles + tile) * (BLOCK_M * BLOCK_N) + inside
                 acc += tl.load(part, cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
@@ -106,7 +106,8 @@ def splitk_linear_kernel(
             acc += stream
         rounded = acc.to(out.dtype.element_ty)
         tl.store(out + (rows[:, None] * out_row + cols[None, :]), rounded, mask=ok)
-        wide = tl.where(ok, rounded.to(tl.float32), 0.0)  # the norm reads what was stored
+        # The norm reads the rounded values, as they are stored.
+        wide = tl.where(ok, rounded.to(tl.float32), 0.0)
         if squares is not None:
             part = squares + rows * ((N + BLOCK_N - 1) // BLOCK_N) + tile // blocks_m
             tl.store(part, tl.sum(wide * wide, axis=1), mask=row_ok)

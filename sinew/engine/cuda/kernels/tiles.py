@@ -24,18 +24,18 @@ from sinew.engine.cuda.kernels.launch import Tile
 
 Regime = Literal["few", "some", "many", "narrow"]
 FEW_ROWS, SOME_ROWS = 64, 256
-PART = (
-    1 << 14
-)  # elements of the weight that a program of a split product has at least: with less, joining takes longer
-PROGRAMS = 128  # about as many as a device has multiprocessors
-NARROW_HEAD = 64
-NO_GPU = (
-    80  # whose tiles stand in where there is no GPU, so that tests and compile checks see the same everywhere
-)
+# A program of a split product multiplies at least this many elements of the weight. With fewer elements, joining the
+# parts would take longer.
+PART = 1 << 14
+PROGRAMS = 128  # approximately the number of multiprocessors of a GPU
+NARROW_HEAD = 64  # the largest size of a narrow head
+# Without a GPU, tests and compile checks use the tiles of this compute capability, so that they give the same results
+# on every machine.
+NO_GPU = 80
 ARCHITECTURES = (80, 89, 90)
-SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have
-# Compute capabilities that have another one's shared memory and instructions: A10, RTX 3090; Orin; B200; Thor; RTX
-# 5090.
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may use
+# Compute capability -> listed capability with the same shared memory and instructions. 86: A10 and RTX 3090; 87: Orin;
+# 100: B200; 110: Thor; 120: RTX 5090.
 LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 110: 90, 120: 89, 121: 89}
 
 _WIDE = Tile(128, 128, 32, warps=8, stages=4)
@@ -44,9 +44,9 @@ _SMALL = Tile(64, 32, 64, warps=8, stages=3)
 _NARROW = Tile(32, 64, split=4, stages=2)
 _ROWS = {"few": Tile(warps=4)}
 _WHOLE_ROWS = {"few": Tile(warps=8)}
-# Of one row; where its scale is to be found, all of them, and the warps that hold them.
+# A tile covers columns of one row. If the row gets its own scale, the tile covers the whole row and more warps.
 _COLUMNS = {"few": Tile(n=256, warps=2), "many": Tile(n=1024, warps=4)}
-_HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # rows of one head
+_HEADS = {"few": Tile(1, warps=1), "many": Tile(8, warps=4)}  # the tile covers rows of one head
 _PIXELS = {"few": Tile(n=128, warps=2)}
 
 TILES: dict[str, dict[int, dict[str, Tile]]] = {
@@ -64,7 +64,7 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
             "many": Tile(128, 128, 64, warps=8),
         },
     },
-    # A head of 64 has 16 of its 32 pairs of columns per program, so that 15 heads are 30 programs.
+    # With heads of 64 columns, a program has 16 of the head's 32 pairs of columns. 15 heads then give 30 programs.
     "qkv_rope": {
         80: {"few": Tile(64, 16, 128, stages=4), "many": _PAIRED},
         89: {"few": Tile(64, 16, 64, stages=4), "many": _PAIRED},
@@ -107,9 +107,9 @@ TILES: dict[str, dict[int, dict[str, Tile]]] = {
     "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
 }
 
-# Float32 takes three products for one, and twice the memory: small tiles, on every architecture.
+# A float32 product takes three tensor-core products and twice the memory, so every architecture uses small tiles.
 FLOAT32: dict[str, dict[str, Tile]] = {
-    "norm_linear": {  # the head's last projection, of 32 columns
+    "norm_linear": {  # the head's last projection, which has 32 columns
         "few": Tile(16, 32, 128, warps=4, stages=3),
         "many": Tile(16, 32, 64, warps=4, stages=2),
     },
@@ -154,7 +154,7 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
     if kernel in ("splitk_linear", "gated_mlp") and not wide and architecture(capability) == 90:
         tile = spread(dims, tile)
     if kernel == "packed_attention" and -(-dims[0] // tile.m) * dims[3] > 2 * PROGRAMS:
-        tile = replace(tile, split=1)  # the blocks of rows alone fill the device
+        tile = replace(tile, split=1)  # the blocks of rows are enough to fill the device
     while tile.split > 1 and not has_work(kernel, dims, tile):
         tile = replace(tile, split=tile.split - 1)
     return tile
@@ -171,7 +171,8 @@ def spread(dims: Sequence[int], tile: Tile) -> Tile:
 def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime:
     """Return the regime of a problem among ``regimes``."""
     packed = kernel == "packed_attention"
-    few = FEW_ROWS * 8 if packed else FEW_ROWS  # attention packs the heads of a group into its rows: 8 x 64
+    # Attention packs the heads of a group into rows: 8 heads x 64 queries.
+    few = FEW_ROWS * 8 if packed else FEW_ROWS
     if few < dims[0] <= SOME_ROWS and "some" in regimes:
         return "some"
     if dims[0] > few and "many" in regimes:
@@ -184,7 +185,7 @@ def has_work(kernel: str, dims: Sequence[int], tile: Tile) -> bool:
     if kernel in ("splitk_linear", "qkv_rope"):
         (_, _, extent, *_), size, own = dims, tile.k, 0
     elif kernel == "packed_attention":
-        (_, extent, own, *_), size = dims, tile.n  # the last program has the queries' own keys
+        (_, extent, own, *_), size = dims, tile.n  # the last program also has the queries' own keys
     else:
         return True
     blocks = -(-extent // size)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PARTS, BLOCKS = 1 << 23, 1 << 12  # floats and output blocks into which every launch of a published model fits
+# Numbers of floats and output blocks that are enough for every launch of a published model.
+PARTS, BLOCKS = (
+    1 << 23,
+    1 << 12,
+)
 
 
 class Workspace:
