@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Eager(Backend):
     name, opens, reference = "eager", "sinew.engine.eager.engine:open_eager", True
     capabilities = frozenset(Capability) - {Capability.AUDIT}
-    guides = RTC  # autograd goes through the head, and a head that can takes a time per row
+    guides = RTC  # autograd differentiates the head, and some heads support a denoising time per action
     counted_as = "eager"
 
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
@@ -24,7 +24,7 @@ class Eager(Backend):
         return super().can(bundle, options)
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
-        return YES  # it is what the others are compared with
+        return YES  # the other engines are compared with this engine
 
 
 BACKEND = Eager()

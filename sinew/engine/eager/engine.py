@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from sinew.engine.backend import EngineOptions
 
 WORDS = {long: word for word, long in DTYPES.items()}
-TRIES = 3  # measurements of one thread and of many
-TOO_LONG_S = 1.0  # an inference of this length gains from all cores, and trying would cost seconds
-_AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
+TRIES = 3  # number of measurements with one thread and with many threads
+TOO_LONG_S = 1.0  # an inference that takes longer gains from all cores, and a comparison would take seconds
+_AT_FIRST = torch.get_num_threads()  # PyTorch's number of threads before any policy was tuned
 
 
 def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
     """Return the reference engine over the bundle's weights."""
-    from sinew.engine.adapters import with_adapter  # these read bundles, and an engine reads none
+    # These modules read bundles. An engine that gets a loaded model does not need them.
+    from sinew.engine.adapters import with_adapter
     from sinew.engine.loading import open_model
 
     model, where = open_model(bundle, options, "eager")
@@ -54,7 +55,7 @@ def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
 class EagerEngine(Engine):
     """Runs a model. recipe: component -> the low-bit format that it computes on as it is stored."""
 
-    _settled: ClassVar[int] = 0  # the number of threads that the last of them settled on
+    _settled: ClassVar[int] = 0  # the number of threads that the last tuning chose
 
     def __init__(self, model: Model, device: torch.device, recipe: Mapping[str, str] | None = None):
         self.model = model.eval().requires_grad_(False)
@@ -65,7 +66,7 @@ class EagerEngine(Engine):
             weights_nbytes=sum(p.nbytes for p in model.parameters()),
             precision=precision_of(model),
             recipe=recipe or {},
-            guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
+            guides=RTC,  # autograd differentiates the head, and some heads support a denoising time per action
             refusals=_refusals(model, device),
             rolling=bool(getattr(model.config, "rolling", False)),
             head_reads_state=model.head_reads_state,
@@ -74,13 +75,14 @@ class EagerEngine(Engine):
 
     @property
     def threads(self) -> int:
-        return self._threads or torch.get_num_threads()  # torch's number is per calling thread
+        # PyTorch's number of threads belongs to the calling thread.
+        return self._threads or torch.get_num_threads()
 
     def tune_threads(self, infer: Callable[[], object]) -> str:
         if self.device.type != "cpu":
             return "the device computes"
         now = torch.get_num_threads()
-        # A number that an earlier policy was tuned to was not set by the user.
+        # If the number comes from the tuning of an earlier policy, the user did not set it.
         many = min(_AT_FIRST if now == EagerEngine._settled else now, machine.recommended_threads()[0])
         self._threads, reason = tune_threads(infer, torch.set_num_threads, many)
         EagerEngine._settled = self._threads
@@ -110,14 +112,16 @@ class EagerEngine(Engine):
     @torch.inference_mode()
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
         watch = watch or Watch()
-        reuse = self.reuse if watch.trace is None else None  # a trace is of what is computed
+        # A trace needs computed values, so no result is reused for it.
+        reuse = self.reuse if watch.trace is None else None
         if reuse is not None and (known := reuse.context(inputs, watch)) is not None:
             return known
         with self._rows(watch):
             batch = Inputs.of(inputs, self.device)
+            # [B, V, N, C]
             image_tokens = (
                 self.model.embed_images(batch.pixels) if reuse is None else reuse.tokens(inputs.pixels, watch)
-            )  # [B, V, N, C]
+            )
             if (prompts := len(batch.tokens) // len(batch.pixels)) > 1:
                 image_tokens = image_tokens.repeat(prompts, 1, 1, 1)
             self._lap(watch, "vision")
@@ -201,7 +205,7 @@ class EagerEngine(Engine):
         said = model.begin_text(image_tokens, *batch[1:])
         self._lap(watch, "prefix")
         text: list[int] = []
-        unread: list[int] = []  # no keys and values of it yet
+        unread: list[int] = []  # tokens whose keys and values are not computed yet
         while len(text) < most:
             if unread:
                 said, unread = self._continued(said, unread), []
@@ -240,7 +244,7 @@ class EagerEngine(Engine):
             if value.shape != old.shape or not (value.is_floating_point() and old.is_floating_point()):
                 wanted, got = (f"{list(each.shape)} of {each.dtype}" for each in (old, value))
                 raise SinewError(f"weights: {name}: expected {wanted}, got {got}")
-            # A copy, as whoever gave them goes on to train them.
+            # Copy the tensor, because the caller may continue to train it.
             found[name] = value.to(old.device, old.dtype, copy=True)
             if not found[name].isfinite().all():
                 raise SinewError(f"weights: {name}: expected finite numbers of {old.dtype}")
@@ -344,7 +348,7 @@ def precision_of(model: Model) -> dict[str, str]:
             counts[model.component_of(name)][word] += parameter.numel()
     for found in counts.values():
         if any(word.startswith("fp32 (") for word in found):
-            del found["fp32"]  # norms and biases: the same arithmetic
+            del found["fp32"]  # float32 norms and biases between such layers compute in the same precision
     return {
         part: "+".join(word for word, _ in found.most_common()) for part, found in counts.items() if found
     }

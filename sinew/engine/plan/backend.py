@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 class Planned(Backend):
     name, opens = "plan", "sinew.engine.plan.engine:open_planned"
+    # This engine cannot take new weights, because it rewrites them.
     capabilities = frozenset(Capability) - {
         Capability.AUDIT,
         Capability.EXCHANGE,
-    }  # its weights are rewritten
+    }
     guides = RTC
 
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
@@ -32,7 +33,7 @@ class Planned(Backend):
         return super().can(bundle, options)
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
-        from sinew.engine.plan.product import torch_product  # needs torch
+        from sinew.engine.plan.product import torch_product  # this module imports torch
 
         return torch_product(options.dtype, options.storage)
 

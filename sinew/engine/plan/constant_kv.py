@@ -28,7 +28,7 @@ class StateInPrefix(ExpertModel):
     def renew(self, context: ExpertContext, state: Tensor) -> ExpertContext:
         """Return the context with the keys and values of another state. The mask knows which tokens are valid."""
         (sees,) = context.masks
-        count = context.kv[0][0].shape[1] - 1  # P
+        count = context.kv[0][0].shape[1] - 1  # P, the number of tokens before the state token
         valid = sees[:, 0, :count]
         kv = tuple((k[:, :count], v[:, :count]) for k, v in context.kv)
         prefix = Prefix(kv, valid, valid.sum(dim=1), self.state_token(state))
@@ -45,7 +45,7 @@ class StateInPrefix(ExpertModel):
             q, k, v = layer.project(h, rotate)
             k, v = torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1)
             extended.append((k, v))
-            if index + 1 < len(prefix.kv):  # after the last layer the token is not read
+            if index + 1 < len(prefix.kv):  # no layer reads the token's output of the last layer
                 h = layer.finish(h, attend(q, k, v, valid[:, None]))
         return Prefix(tuple(extended), valid, prefix.length + 1)
 

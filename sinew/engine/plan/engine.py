@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.backend import EngineOptions
 
-# The rewrites that pay under PyTorch on a CPU. Folding copies most weights out of the file for nothing that
-# the clock shows, and two products that are halves of one run faster apart (docs/plan.md has the numbers).
+# The rewrites that make PyTorch faster on a CPU. Folded norms need a copy of most weights and save no measurable time.
+# Separate products of gate and up are faster than halves of one product (docs/plan.md has the numbers).
 ON_CPU = tuple(name for name in REWRITES if name not in ("fold-norms", "pack-gate-up"))
 
 
@@ -44,9 +44,10 @@ class PlannedEngine(EagerEngine):
         self.plan = plan
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        raise self.cannot(Capability.EXCHANGE)  # these weights were rewritten from the old ones
+        raise self.cannot(Capability.EXCHANGE)  # the plan computed its weights from the old weights
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         if getattr(guidance, "committed", None) is not None:
-            return super().time_embeddings(steps, guidance)  # times of rows are in no table
+            # The table has one time per step, not one per action.
+            return super().time_embeddings(steps, guidance)
         return self.plan.schedule(steps)

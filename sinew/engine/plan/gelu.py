@@ -22,8 +22,8 @@ from sinew.layers.vit import ViTMLP
 
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR
-BLOCK = 1 << 19  # elements for one thread: 2 MiB, and as much for the temporary
-SHARED_BLOCK = 1 << 21  # for several; benchmarks/gelu.py tries other sizes
+BLOCK = 1 << 19  # elements of a block with one thread: 2 MiB, and 2 MiB for the temporary tensor
+SHARED_BLOCK = 1 << 21  # elements of a block with several threads; benchmarks/gelu.py measures other sizes
 
 
 def gelu_(x: Tensor) -> Tensor:

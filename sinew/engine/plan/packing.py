@@ -32,18 +32,20 @@ class PackedAttention(DecoderAttention):
         return q, k, v.contiguous()
 
     def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        if self.q_norm is not None:  # normed by weights of their own, so not in one rotation
+        # Queries and keys have separate norms, so one rotation cannot follow one product.
+        if self.q_norm is not None:
             return super().project(h, rotate)
         heads = self.qkv_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, L, H + 2 Hkv, D]
         turning, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
         q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
-        return q, k.contiguous(), v.contiguous()  # they are kept: as views they would keep the queries too
+        # Copy keys and values, because views in the cache would keep the queries in memory.
+        return q, k.contiguous(), v.contiguous()
 
 
 class PackedKeyValue(DecoderAttention):
     kv_proj: Linear
 
-    def key_value(self, keys: Tensor, values: Tensor) -> KeyValue:  # the same tensor twice: see KeyValueLayer
+    def key_value(self, keys: Tensor, values: Tensor) -> KeyValue:  # KeyValueLayer passes one tensor twice
         k, v = self.kv_proj(keys).unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
         return k, v
 
@@ -81,7 +83,7 @@ def pack(layers: Sequence[nn.Module]) -> Linear | str:
     weight = joined([layer.weight for layer in plain])
     biases, bias = [layer.bias for layer in plain], None
     if any(each is not None for each in biases):
-        # A fold can have given a bias to some of them only.
+        # Folding a norm can have added a bias to some of the layers only.
         wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
         bias = torch.cat(wide)
     packed = linear(weight, bias, stores.pop())

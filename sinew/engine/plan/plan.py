@@ -20,7 +20,8 @@ from sinew.engine.plan.rewrite import RewriteOutcome, share
 from sinew.engine.plan.time_tables import TABULATE_TIME
 from sinew.models.base import Model
 
-# In the order in which they are applied: what is cut off needs no folding, what is folded is packed after.
+# The rewrites in the order in which they are applied: modules are dropped before norms are folded, and norms are folded
+# before products are packed.
 REWRITES = {
     rewrite.name: rewrite
     for rewrite in (

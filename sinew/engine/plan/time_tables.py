@@ -37,7 +37,8 @@ class SplitActionTime(ExpertModel):
 
 def split_action_time(model: Any) -> None:
     project, mix = model.action_in_proj, model.action_time_mlp_in
-    for_actions, for_time = mix.weight.float().chunk(2, dim=1)  # [C, C] each: actions come first
+    # Both are [C, C]. The columns for actions come first.
+    for_actions, for_time = mix.weight.float().chunk(2, dim=1)
     action_part = for_actions @ project.weight.float()
     bias = for_actions @ project.bias.float() + mix.bias.float()
     model.action_part = linear(action_part.to(mix.dtype))
