@@ -31,16 +31,18 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.engine import Engine
 
-AUTO = "auto"  # stands in place of a name for the first engine or device that fits
+AUTO = "auto"  # as a name, requests the first engine or device that fits
 ASKED = "asked for"  # the reason for an engine, device or precision that the user named
 REFERENCE = "the reference precision"  # the reason for the default precision on a CPU
 GIB = 1 << 30
-ROOM = GIB  # bytes for activations and the program itself
-HALVES = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
-LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
-# The order in which engines are tried, and taken where no measurement decides. The last engine runs everywhere.
+ROOM = GIB  # bytes of memory that activations and the program itself need
+HALVES = {"BF16": "bf16", "F16": "fp16"}  # name of a tensor type in GGUF -> precision
+# The precisions of a recipe in which a bundle can store weights.
+LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})
+# Engines are tried in this order. The order also decides where no measurement does. The last engine
+# runs on every machine.
 ORDER = ("cuda", "cpu", "onnx", "plan", "eager")
-# The reference is taken only if it is this many times as fast as another engine: engine plan multiplies the same
+# The reference is chosen only if it is this many times as fast as another engine. Engine plan multiplies the same
 # matrices, so a smaller difference is noise.
 REFERENCE_MARGIN = 1.15
 GROUP = "sinew.engines"  # entry points "module:attribute" of further backends, tried before the others
@@ -191,14 +193,18 @@ def choose(
 
 
 class _Contender(NamedTuple):
-    """An engine that is verified and can run the bundle, with its own options."""
+    """An engine that is verified and can run the bundle, with its own options.
+
+    Attributes:
+        follows: True if the engine computes every precision of the bundle's recipe as the weights are stored.
+    """
 
     name: str
     backend: Backend
     options: EngineOptions
     dtype_reason: str
     verdict: Suitability
-    follows: bool  # the engine computes the whole recipe of the bundle as the weights are stored
+    follows: bool
 
 
 def _contenders(
@@ -253,7 +259,7 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
     options = contenders[0].options
     under = _under(bundle, options, word)
     times = measured.stored(under)
-    # The reference is the same model with more to compute, and its products are never faster.
+    # The reference computes the same products as the other engines and more operations, so it is never faster.
     rivals = [each for each in contenders if not each.backend.reference]
     if options.kind != "cpu" or len(rivals) < 2 or times.chunks.keys() >= {each.name for each in rivals}:
         return times
@@ -262,7 +268,8 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
     if len(calls) < 2 or times.products.keys() >= calls.keys():
         return times
     times = replace(times, products=measured.time_products(calls, under.threads))
-    with contextlib.suppress(OSError):  # the folder may not be writable: then the next start measures again
+    # If the folder is not writable, the next start measures again.
+    with contextlib.suppress(OSError):
         measured.store(under, products=times.products)
     return times
 
@@ -559,7 +566,8 @@ def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
 
     Proofs are the project's tests of this architecture in the precisions in force, and a run of `sinew validate` on
     this machine."""
-    # Weights in precisions that the engine does not follow are widened.
+    # The engine widens weights in precisions that it does not compute, so only the precisions that it computes
+    # need a proof.
     kinds = backend.follows.intersection(recipe(bundle).values()) or {options.dtype}
     if options.kind == "cpu" and kinds <= proofs.proved(bundle.manifest.architecture, backend.name):
         return ""
@@ -598,7 +606,7 @@ def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tup
         return "", ""
     kinds, nbytes = set(), 0
     for name, info in bundle.infos.items():
-        # The prompt's table is never copied.
+        # The table of prompt tokens is never copied, so it needs no memory for a copy.
         if info.type.name in HALVES and not name.endswith(f"{PROMPT_TABLE}.weight"):
             kinds.add(HALVES[info.type.name])
             nbytes += info.nbytes
@@ -694,7 +702,8 @@ def installed(module: str) -> bool:
     except (
         ModuleNotFoundError,
         ValueError,
-    ):  # the parent package is missing; the module is blocked in sys.modules
+    ):
+        # The parent package is missing, or the module is blocked in sys.modules.
         return False
 
 
@@ -760,8 +769,7 @@ def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
         if rejection(backend, bundle, options).against or not backend.should(bundle, options).preparable:
             continue
         prepared = _choice(backend, bundle, options, "prepared", choice.device_reason, why)
-        if (
-            prepared.recipe == choice.recipe
-        ):  # otherwise the current engine widens weights that this one would round
+        # With another recipe, the current engine widens weights that the prepared engine would round.
+        if prepared.recipe == choice.recipe:
             choices.append(prepared)
     return choices

@@ -27,19 +27,33 @@ class Capability(StrEnum):
     """A thing that an engine may be able to do.
 
     :attr:`sinew.engine.backend.Backend.capabilities` lists the capabilities of each engine, and
-    :attr:`sinew.engine.engine.Facts.refusals` the capabilities that an open engine lacks with its bundle."""
+    :attr:`sinew.engine.engine.Facts.refusals` the capabilities that an open engine lacks with its bundle.
 
-    GUIDE = "guide"  # continue a running chunk (real-time chunking)
-    BATCH = "batch"  # several observations in one inference
-    STREAM = "stream"  # read and solve at the same time, on two threads
-    ROLL = "roll"  # give each row of a chunk its own denoising time
-    SPEAK = "speak"  # generate text with the language head
-    TWO_PROMPTS = "two prompts"  # read two prompts over the same views (classifier-free guidance)
-    REUSE = "reuse"  # keep results for observations that repeat earlier ones
-    EXCHANGE = "exchange"  # take new weights between two inferences
-    SPLIT = "split"  # solve a context that another machine has read
-    ADAPT = "adapt"  # compute adapters beside the bundle's weights
-    AUDIT = "audit"  # list the operations that a recorded program could not contain
+    Attributes:
+        GUIDE: Continue a running chunk (real-time chunking).
+        BATCH: Compute several observations in one inference.
+        STREAM: Run ``read`` and ``solve`` at the same time, on two threads.
+        ROLL: Denoise each action of a chunk at its own time.
+        SPEAK: Generate text with the language head.
+        TWO_PROMPTS: Read two prompts over the same views (classifier-free guidance).
+        REUSE: Store results for later observations that repeat earlier ones.
+        EXCHANGE: Accept new weights between two inferences.
+        SPLIT: Solve a context that another machine has read.
+        ADAPT: Compute adapters in addition to the bundle's weights.
+        AUDIT: List the operations that a recorded program cannot contain.
+    """
+
+    GUIDE = "guide"
+    BATCH = "batch"
+    STREAM = "stream"
+    ROLL = "roll"
+    SPEAK = "speak"
+    TWO_PROMPTS = "two prompts"
+    REUSE = "reuse"
+    EXCHANGE = "exchange"
+    SPLIT = "split"
+    ADAPT = "adapt"
+    AUDIT = "audit"
 
     @property
     def clause(self) -> str:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from sinew.core import SinewError
 
 FORMS = ("fp32", "bf16", "int8")
-LIMIT = 1 << 30  # bytes of one context, at most
+LIMIT = 1 << 30  # largest accepted size of a context in bytes
 MAX_TENSORS = 4096
 _WHOLE = {torch.bool: "bool", torch.int64: "int64", torch.int32: "int32"}
 _DTYPES = {name: dtype for dtype, name in _WHOLE.items()}
@@ -65,7 +65,7 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
     steps = _growth(leaves, leaves if longer is None else pytree.tree_leaves(longer))
     heads, at = _heads(data, len(leaves))
     kinds: list[tuple[str, list[int]] | None] = []
-    missing: int | None = None  # how many tokens the prompt is shorter than the template's
+    missing: int | None = None  # number of tokens by which the prompt is shorter than the template's prompt
     for number, (head, leaf, grows) in enumerate(zip(heads, leaves, steps, strict=True)):
         if (head is None) != (leaf is None):
             raise SinewError(f"context: tensor {number}: expected {_told(leaf)}, got {head}")
@@ -105,9 +105,6 @@ def _growth(leaves: list[Any], longer: list[Any]) -> list[tuple[int, ...]]:
         () if leaf is None else tuple(more - size for size, more in zip(leaf.shape, other.shape, strict=True))
         for leaf, other in zip(leaves, longer, strict=True)
     ]
-
-
-# ----------------------------------------------------------------------------- forms
 
 
 def _bf16(x: Tensor) -> list[bytes]:

@@ -26,7 +26,8 @@ from sinew.engine.watch import Trace, Watch
 from sinew.models.solvers import Guidance
 from sinew.processing import ModelInputs
 
-Context = Any  # the result of read, which solve takes, in the engine's own arrays
+# The result of Engine.read, which Engine.solve needs. Each engine uses its own type of array.
+Context = Any
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,6 @@ class Engine(ABC):
         Raises :class:`SinewError` for weights that do not fit, and then replaces none."""
         raise self.cannot(Capability.EXCHANGE)
 
-    # ------------------------------------------------------------------------- of language heads
-
     def say_text(
         self,
         inputs: ModelInputs,
@@ -204,8 +203,6 @@ class Engine(ABC):
         returned context is None. The context of the prompt is computed once: each token adds one row to it.
         """
         raise self.cannot(Capability.SPEAK)
-
-    # ------------------------------------------------------------------------- of streams
 
     def renew(self, context: Context, state: np.ndarray) -> Context:
         """Return the context with a newer state, float32 [B, S], if the head reads the state; else the same context."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sinew_client.untrusted import open_regular
 
-WHOLE = 64 << 20  # bytes; files up to this size are hashed entirely
+WHOLE = 64 << 20  # files of up to this many bytes are hashed entirely
 SAMPLES, SAMPLE_BYTES = 1024, 4096
 
 

@@ -56,7 +56,8 @@ class Inpainting:
             output = act(at)
             denoised = self.solver.denoised(at, output, step.time)
             error = ((self.target - denoised) * self.weights).detach()
-            (pull,) = torch.autograd.grad(denoised, at, error.to(denoised.dtype))  # J^T error, [B, H, A]
+            # The result is the product of J^T and the error, [B, H, A].
+            (pull,) = torch.autograd.grad(denoised, at, error.to(denoised.dtype))
         return output.detach() + (g / span) * pull
 
 

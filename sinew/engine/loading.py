@@ -30,7 +30,7 @@ from sinew.models import check_agreement, mismatch, on_meta
 from sinew.models.base import Model
 
 log = logging.getLogger(__name__)
-BLOCK = 1 << 20  # bytes that are checked at once
+BLOCK = 1 << 20  # number of bytes that one step of the check reads
 
 
 def open_model(
@@ -216,9 +216,9 @@ class Placement:
     def _store(self, name: str, layer: Linear | Embedding, coded: Codes | None) -> Store:
         """Return the store of one layer. ``coded`` is the low-bit format of the layer's weight in the bundle; None if
         the bundle stores floats."""
-        if width_of(layer) is None or codes_of(
-            layer
-        ):  # a class of its own; BitNet's arithmetic, whatever the engine
+        # Leave the store of such a layer unchanged: a subclass may compute with its weight in any way, and BitNet fixes
+        # its low-bit format for every engine.
+        if width_of(layer) is None or codes_of(layer):
             return layer.store
         own = torch.float32 if coded else self.tensors[name + WEIGHT].dtype
         computed = self._computed(name, own)

@@ -23,13 +23,15 @@ from sinew.core import machine
 from sinew.engine.fingerprint import fingerprint
 from sinew.engine.prepared import conditions, folder
 
-# An engine is taken for its chunks only if they are this many times as fast; otherwise the order of engines decides.
+# The chunks of an engine must be this many times as fast as the chunks of an engine that comes earlier in ORDER.
+# Otherwise the order decides.
 MARGIN = 1.05
-PRODUCT_MARGIN = 1.5  # the same margin for a small product, which is only a part of a chunk
-TRIES = 10  # measurements of a small product, in turn
-# The rows of the product's activations and the width of its square weight: 75 million multiplications and additions.
+PRODUCT_MARGIN = 1.5  # the same ratio for the small product, which is only one part of a chunk
+TRIES = 10  # number of measurements of each small product
+# The small product multiplies activations [ROWS, WIDTH] by a weight [WIDTH, WIDTH]. This takes 75 million
+# multiplications and additions.
 ROWS, WIDTH = 64, 768
-MAX_RECORD = 1 << 16  # bytes of a file
+MAX_RECORD = 1 << 16  # largest accepted size of a file in bytes
 CHUNKS = "of a chunk"
 PRODUCTS = "of a small product"
 
@@ -180,7 +182,7 @@ def time_products(products: Mapping[str, Callable[[], object]], threads: int) ->
             for name, product in products.items():
                 begin = time.perf_counter()
                 product()
-                if attempt:  # the first call allocates memory
+                if attempt:  # the first call also allocates memory, so its time does not count
                     best[name] = min(best[name], time.perf_counter() - begin)
     finally:
         torch.set_num_threads(before)

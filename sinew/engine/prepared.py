@@ -23,7 +23,7 @@ from sinew.core import machine
 from sinew.engine import proofs
 from sinew.engine.fingerprint import fingerprint
 
-# The libraries that make, run and measure the prepared forms.
+# A stored finding is valid only for the same versions of these libraries, which make, run and measure a prepared form.
 LIBRARIES = ("torch", "onnxruntime", "onnxscript", "onnx", "numpy")
 
 

@@ -22,7 +22,7 @@ from sinew.core import machine
 from sinew.engine.fingerprint import fingerprint
 
 RECORD = Path(__file__).with_name("proofs.json")
-MAX_RECORD = 1 << 22  # bytes of a record
+MAX_RECORD = 1 << 22  # largest accepted size of a record in bytes
 
 
 @cache

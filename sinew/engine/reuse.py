@@ -17,8 +17,9 @@ import numpy as np
 from sinew.engine.watch import Watch
 from sinew.processing import ModelInputs
 
-VIEWS, CONTEXTS = 8, 2  # how many of the newest views and contexts are kept
-LOOK = 4096  # the first bytes, in which most frames differ; they are compared first
+VIEWS, CONTEXTS = 8, 2  # numbers of the newest views and contexts that are stored
+# Two frames are first compared in this many bytes at the start, because most different frames differ there.
+FIRST_BYTES = 4096
 FIELDS = ("camera_mask", "tokens", "token_mask", "pixels")
 
 
@@ -82,7 +83,8 @@ class Reuse:
         """Return the encoding of ``pixels``. Views with the same bytes as earlier ones are not computed again."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):
             return self._encode(pixels)
-        views_before = tuple(self._views)  # a copy, because a stream reads on its own thread
+        # Iterate over a copy, because a stream calls this method on another thread.
+        views_before = tuple(self._views)
         threads, views = key[0], [pixels[:, [view]] for view in range(pixels.shape[1])]
         hits = [
             next((t for n, seen, t in views_before if n == threads and _equal(seen, view)), None)
@@ -95,7 +97,8 @@ class Reuse:
         else:
             encoded = [self._encode(v) if t is None else t for v, t in zip(views, hits, strict=True)]
             whole = self._join(encoded)
-        # Views that were found are added again as the newest, so the views of a camera that stands still stay longest.
+        # Append reused views again as the newest entries. The views of a camera whose picture does not change then stay
+        # in the deque longest.
         self._views.extend((threads, view, tokens) for view, tokens in zip(views, encoded, strict=True))
         return whole
 
@@ -133,4 +136,4 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
-    return np.array_equal(left[:LOOK], right[:LOOK]) and np.array_equal(left, right)
+    return np.array_equal(left[:FIRST_BYTES], right[:FIRST_BYTES]) and np.array_equal(left, right)
