@@ -14,10 +14,10 @@ from sinew.core import BundleError, SinewError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MAX_GROWTH = 64  # characters that normalisation may make of one
-MAX_SPECIAL = 256  # tokens that post-processing may add
+MAX_GROWTH = 64  # largest number of characters that normalisation may make of one character
+MAX_SPECIAL = 256  # largest number of tokens that post-processing may add
 MAX_DEPTH = 32
-MAX_NESTING = 4 * MAX_DEPTH  # containers of its JSON, a list and an object for each of these and more
+MAX_NESTING = 4 * MAX_DEPTH  # largest depth of the JSON; each step is an object in a list
 TRIAL = "Pick up the red cube, then stop.\n" + "a" * 200 + " " * 200 + "1" * 200 + "!" * 200 + "é中"
 
 
@@ -34,7 +34,8 @@ def open_tokenizer(
     Truncation and padding, which a training run may have left in the file, are taken out. Raises ``error`` where the
     text is no tokenizer, where it would multiply its input or draw at random, or where encoding a short text fails.
     """
-    from tokenizers import Tokenizer  # imported here: clients that send token ids need no tokenizers package
+    # Imported here, because clients that send token ids need no tokenizers package.
+    from tokenizers import Tokenizer
 
     try:
         record = tokenizer_record(text)

@@ -12,7 +12,7 @@ from sinew.core import MAX_SIZE
 from sinew.core.fields import Side, within
 from sinew.steps.action_tokens.base import ActionTokens
 
-Array = TypeVar("Array")  # a tensor or an array of whole numbers
+Array = TypeVar("Array")  # a tensor or an array of integers
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sinew.steps.tokenizer import decode, open_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LONGEST = 8 << 20  # characters of a tokenizer; the published one has 0.2 million
+LONGEST = 8 << 20  # largest accepted length of a tokenizer in characters; the published one has 0.2 million
 
 
 @dataclass(frozen=True)

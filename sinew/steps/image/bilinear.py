@@ -34,15 +34,17 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
     lines, wide = frame.reshape(size[0], -1), channels * width
     if len(rows) < len(lines):
         kept = scratch("lines", (len(rows), lines.shape[1]), frame.dtype)
-        lines = lines.take(rows, axis=0, out=kept, mode="clip")  # every index is there; "raise" would buffer
-    taken = scratch("taken", (len(lines), 2 * wide), frame.dtype)  # left neighbours, then right
+        # All indices are valid, and "clip" is faster than "raise", which needs a buffer.
+        lines = lines.take(rows, axis=0, out=kept, mode="clip")
+    taken = scratch("taken", (len(lines), 2 * wide), frame.dtype)  # left neighbours, then right neighbours
     pairs = lines.take(columns, axis=1, out=taken, mode="clip")
     if frame.dtype == np.uint8:
         pairs = np.divide(pairs, np.float32(255), out=scratch("pairs", pairs.shape, np.float32))
     left, right = pairs[:, :wide], pairs[:, wide:]
     left *= left_weight
     right *= column_weight
-    mixed = np.add(left, right, out=scratch("mixed", left.shape, np.float32))  # take copies what has gaps
+    # Write the sum to a contiguous buffer, because take would copy an array with gaps.
+    mixed = np.add(left, right, out=scratch("mixed", left.shape, np.float32))
     upper, lower = (
         mixed.take(which, axis=0, out=scratch(name, (height, wide), np.float32), mode="clip")
         for name, which in (("upper", first_row), ("lower", second_row))

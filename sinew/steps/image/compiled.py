@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Size = tuple[int, int]  # height and width
+Size = tuple[int, int]  # height and width in pixels
 
 
 class Mixing(NamedTuple):
@@ -35,7 +35,7 @@ class Mixing(NamedTuple):
         """Return that of lines of ``size`` pixels: both neighbours of each row and of each column, and the weights."""
         line, wide = 3 * size, 3 * len(columns[0])
         pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
-        wanted = 3 * np.stack(columns)[:, pixel] + colour  # the bytes of a line that each value reads
+        wanted = 3 * np.stack(columns)[:, pixel] + colour  # the byte of a line that each value reads
         starts = np.minimum(wanted[0].reshape(-1, 4)[:, [0, 3]] // 3 * 3, max(line - 8, 0))
         reach = 8 if line >= 8 else 0
         if line >= 16 and (wanted[1, 3::4] - starts[:, 0]).max() < 16:
@@ -73,7 +73,8 @@ class ResizeWeights(NamedTuple):
         """Return those of spans: for each target pixel its first source pixel, and the weights from there on."""
         given = list(spans)
         taps = max(len(weights) for _, weights in given)
-        first = np.array([min(low, size - taps) for low, _ in given], np.int32)  # no tap lies outside
+        # Every tap is inside the image.
+        first = np.array([min(low, size - taps) for low, _ in given], np.int32)
         table = np.zeros((len(given), taps), np.int32 if bits else np.float32)
         for row, begin, (low, weights) in zip(table, first, given, strict=True):
             row[low - begin :][: len(weights)] = weights
@@ -91,7 +92,7 @@ class FrameKernels(NamedTuple):
     jpeg: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 
-in_use: list[FrameKernels] = []  # the kernels in use, at most one entry
+in_use: list[FrameKernels] = []  # one entry, or none if numpy changes the frames
 
 
 def install(kernels: FrameKernels | None) -> None:
@@ -110,7 +111,7 @@ def pixels_lie_together(frame: np.ndarray) -> bool:
     return lies == (3, 3 * frame.itemsize, frame.itemsize) and frame.size > 0 and frame.flags.aligned
 
 
-MOST_KEPT = 16 << 20  # bytes of one buffer; a larger one is given back
+MOST_KEPT = 16 << 20  # bytes; a larger buffer is not kept for the next call
 _kept = threading.local()
 
 

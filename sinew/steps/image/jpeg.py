@@ -20,13 +20,15 @@ from sinew.core.fields import within
 from sinew.steps.image import compiled
 from sinew.steps.image.base import ImageStep
 
-SCALE_BITS = 16  # fixed point of the colour transforms
+SCALE_BITS = 16  # binary places of the colour transforms
 HALF = 1 << (SCALE_BITS - 1)
-FORWARD_BITS, PASS_BITS = 13, 2  # fixed point of the forward transform, and of what its first pass keeps
-# Fractional bits of the inverse transform. The last five are two of its own, and three for its gain of 8.
+# Binary places of the forward transform's constants, and of the values after its first pass.
+FORWARD_BITS, PASS_BITS = 13, 2
+# Binary places of the inverse transform's constants, and the bits that are removed from its result. Two of the five
+# bits belong to the transform and three remove its gain of 8.
 INVERSE_BITS, DESCALE_BITS = 8, 5
 
-LUMA = np.array(  # Annex K of ITU-T T.81, table K.1
+LUMA = np.array(  # table K.1 in Annex K of ITU-T T.81
     [
         [16, 11, 10, 16, 24, 40, 51, 61],
         [12, 12, 14, 19, 26, 58, 60, 55],
@@ -38,7 +40,7 @@ LUMA = np.array(  # Annex K of ITU-T T.81, table K.1
         [72, 92, 95, 98, 112, 100, 103, 99],
     ]
 )
-CHROMA = np.full((8, 8), 99)  # table K.2
+CHROMA = np.full((8, 8), 99)  # table K.2 in the same annex
 CHROMA[:4, :4] = [[17, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66, 99, 99]]
 
 
@@ -77,7 +79,7 @@ def by_numpy(frame: np.ndarray, quality: int) -> np.ndarray:
     chroma = []
     for plane in (cb, cr):
         half = _halve(np.pad(plane, ((0, height % 2), (0, 0)), mode="edge"))
-        # The bottom is extended after the averaging, the right edge was before it.
+        # The bottom edge is extended after the averaging, but the right edge was extended before it, as in libjpeg.
         half = np.pad(half, ((0, -rows % 8), (0, 0)), mode="edge")
         chroma.append(_double(_code(half, chroma_steps, chroma_factors)[:rows, :cols])[:height, :width])
     return _to_rgb(luma, *chroma)
@@ -126,10 +128,11 @@ def _double(plane: np.ndarray) -> np.ndarray:
 def _code(plane: np.ndarray, quant: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Transform, quantise and restore a plane whose sides are multiples of 8: int32 [h, w] in 0 .. 255 to the same."""
     height, width = plane.shape
-    # [v, u, blocks]: what a pass does to a lane is one operation on a long row.
+    # The layout [v, u, blocks] makes each operation of a pass one operation on long rows.
     blocks = (plane - 128).reshape(height // 8, 8, width // 8, 8).transpose(1, 3, 0, 2).reshape(8, 8, -1)
     scaled = _forward(blocks.astype(np.float64)) / (8 * quant[:, :, None])
-    levels = (scaled + np.copysign(0.5, scaled)).astype(np.int32)  # to the nearest, halves away from zero
+    # Round to the nearest integer, halves away from zero.
+    levels = (scaled + np.copysign(0.5, scaled)).astype(np.int32)
     values = _inverse(levels * factors[:, :, None])
     values = values.reshape(8, 8, height // 8, width // 8).transpose(2, 0, 3, 1)
     return values.reshape(height, width)
@@ -180,7 +183,7 @@ def _forward_matrix() -> np.ndarray:
 def _forward(blocks: np.ndarray) -> np.ndarray:
     """Integers as float64 [8, 8, n] -> coefficients times 8, the same. Rows, then columns; exact below 2^53."""
     matrix = _forward_matrix()
-    rows = np.matmul(matrix, blocks)  # over u: [8 v, 8, n]
+    rows = np.matmul(matrix, blocks)  # sums over u: [8 v, 8, n]
     rows = np.floor(rows * 2.0 ** (PASS_BITS - FORWARD_BITS) + 0.5)
     columns = np.matmul(matrix, rows.reshape(8, -1)).reshape(blocks.shape)
     return np.floor(columns * 2.0 ** (-PASS_BITS - FORWARD_BITS) + 0.5)
@@ -191,8 +194,8 @@ def _inverse(c: np.ndarray) -> np.ndarray:
 
     Products keep eight bits and are cut, not rounded: that is what tells this one from the accurate inverse.
     """
-    columns = _butterflies(*c)  # eight of [8 u, n]
-    rows = _butterflies(*np.stack(columns).transpose(1, 0, 2))  # eight of [8 v, n], by u
+    columns = _butterflies(*c)  # eight arrays [8 u, n]
+    rows = _butterflies(*np.stack(columns).transpose(1, 0, 2))  # eight arrays [8 v, n], indexed by u
     return np.clip((np.stack(rows, axis=1) >> DESCALE_BITS) + 128, 0, 255)
 
 

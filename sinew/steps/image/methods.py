@@ -21,17 +21,17 @@ from sinew.steps.image.resample import (
 from sinew.steps.image.tensorflow import resize_lanczos3, to_uint8
 
 Method = Literal[
-    "lanczos3",  # TensorFlow's, antialiased
+    "lanczos3",  # TensorFlow's resize with antialias=True
     "area",  # OpenCV's INTER_AREA
-    "bilinear",  # torch's antialiased kernels of uint8
+    "bilinear",  # torch's resize of uint8 with antialias=True
     "bicubic",
-    "pil_bicubic",  # Pillow's
-    "bilinear_cut",  # torch's antialiased on floats, then cut to uint8
-    "bicubic_round",  # the same, rounded to uint8
+    "pil_bicubic",  # Pillow's BICUBIC
+    "bilinear_cut",  # torch's resize of floats with antialias=True, then truncated to uint8
+    "bicubic_round",  # torch's resize of floats with antialias=True, then rounded to uint8
     "cv_bilinear",  # OpenCV's INTER_LINEAR
-    "area_float",  # torch's adaptive mean of floats
-    "bilinear_float",  # torch's antialiased on floats
-    "bicubic_float",  # the same; it may leave [0, 1]
+    "area_float",  # torch's interpolate of floats with mode="area"
+    "bilinear_float",  # torch's resize of floats with antialias=True
+    "bicubic_float",  # torch's resize of floats with antialias=True; results may be outside [0, 1]
 ]
 
 

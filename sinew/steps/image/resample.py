@@ -18,12 +18,13 @@ from sinew.steps.image import compiled
 from sinew.steps.image.compiled import Mixing, ResizeWeights, Size, scratch
 
 LINEAR_BITS = 11  # binary places of OpenCV's fixed-point weights
-MAX_WEIGHT_BITS = 22  # torch keeps as many bits of a weight as int16 has room for, up to this
-PILLOW_BITS = 22  # 32 less 8 of a pixel and 2 of headroom
+MAX_WEIGHT_BITS = 22  # torch's weights have as many binary places as int16 has room for, at most this many
+# Pillow's 32-bit sums have room for 8 bits of a pixel, 2 bits of headroom and this many places.
+PILLOW_BITS = 22
 
-# Of an axis: both neighbours of each target pixel, and both weights.
+# Both source pixels of each target pixel along one axis, and the weights of both pixels.
 Neighbours = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-Table = Callable[[int, int], Neighbours]  # (size, target) -> neighbours and their weights
+Table = Callable[[int, int], Neighbours]  # (size, target) -> source pixels and weights
 
 
 def resample(image: np.ndarray, passes: Iterable[tuple[int, ResizeWeights]]) -> np.ndarray:
@@ -49,7 +50,8 @@ def _fit(image: np.ndarray, axis: int, taps: ResizeWeights) -> bool:
 
 def by_numpy(image: np.ndarray, axis: int, taps: ResizeWeights) -> np.ndarray:
     """Return one pass, which compiled kernels equal."""
-    if axis == 1 and taps.weights.shape[1] > 6:  # lines are taken faster: it pays to turn the picture
+    # Taking whole lines is faster than taking columns, so turn the image for many taps.
+    if axis == 1 and taps.weights.shape[1] > 6:
         turned = by_numpy(np.ascontiguousarray(image.transpose(1, 0, 2)), 0, taps)
         return np.ascontiguousarray(turned.transpose(1, 0, 2))
     shape = tuple(-1 if each == axis else 1 for each in range(3))
@@ -57,9 +59,6 @@ def by_numpy(image: np.ndarray, axis: int, taps: ResizeWeights) -> np.ndarray:
     for tap, weight in enumerate(taps.weights.T):
         total = total + image.take(taps.first + tap, axis=axis) * weight.reshape(shape)
     return np.clip(total >> taps.bits, 0, 255).astype(np.uint8) if taps.bits else total
-
-
-# ----------------------------------------------------------------------------- OpenCV
 
 
 def resize_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -79,7 +78,8 @@ def resize_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _block_means(image: np.ndarray, down: int, across: int) -> np.ndarray:
-    total = _resized(image, image.shape[0] // down, image.shape[1] // across, _sums)  # exact below 2^24
+    # The sums are exact below 2^24.
+    total = _resized(image, image.shape[0] // down, image.shape[1] // across, _sums)
     if (down, across) == (2, 2):
         return ((total + np.float32(2)) / np.float32(4)).astype(np.uint8)
     return np.rint(total * np.float32(1.0 / (down * across))).astype(np.uint8)
@@ -163,9 +163,6 @@ def _linear_area_taps(size: int, target: int) -> Neighbours:
     return _fixed_point(low, np.maximum(part, np.float32(0)) % np.float32(1), size)
 
 
-# ----------------------------------------------------------------------------- torch
-
-
 def resize_antialias(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
     """uint8 [h, w, C] -> uint8 [height, width, C] as torch's antialiased ``interpolate`` on uint8 tensors.
 
@@ -184,7 +181,7 @@ def resize_pillow(image: np.ndarray, height: int, width: int, method: str) -> np
     """
     if compiled.in_use:
         return _resized(image, height, width, antialias_taps, method, PILLOW_BITS)
-    from PIL import Image  # here: not every policy resizes with it
+    from PIL import Image  # imported here, because only some policies resize with Pillow
 
     by, picture = Image.Resampling[method.upper()], Image.fromarray(image)
     return np.asarray(picture.resize((width, picture.height), by).resize((width, height), by))
@@ -223,7 +220,7 @@ def _spans(size: int, target: int, kernel: Callable[..., np.ndarray], reach: np.
         low = max(int(center - support + half), 0)
         distance = np.arange(low, min(int(center + support + half), size), dtype=real) - center
         values = kernel(np.abs((distance + np.float64(0.5)) * np.float64(inverse)).astype(real))
-        spans.append((low, values / np.add.accumulate(values)[-1]))  # one after the other, as there
+        spans.append((low, values / np.add.accumulate(values)[-1]))  # add the values in order, as ATen does
     return spans
 
 

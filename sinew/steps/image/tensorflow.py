@@ -47,7 +47,8 @@ def _taps(size: int, target: int) -> ResizeWeights:
     index = first[:, None] + np.arange((last - first).max() + 1)
     distance = np.abs((index.astype(F32) + F32(0.5) - centre[:, None]) * shrink)
     weights = np.where(index <= last[:, None], lanczos3(distance), F32(0))
-    weights *= F32(1) / np.add.accumulate(weights, axis=1)[:, -1:]  # one after another
+    # Add the weights in order, as TensorFlow does.
+    weights *= F32(1) / np.add.accumulate(weights, axis=1)[:, -1:]
     return ResizeWeights.of(
         size, ((low, row[: end - low + 1]) for low, end, row in zip(first, last, weights, strict=True))
     )
@@ -89,7 +90,8 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 
     OpenVLA's ``crop_and_resize`` keeps the aspect ratio: both sides of the box are the square root of ``area``.
     """
-    if not compiled.take_bytes(frame) or 1 in (height, width):  # along an axis of one pixel there is no step
+    # An axis of one pixel has no step between positions.
+    if not compiled.take_bytes(frame) or 1 in (height, width):
         return crop_by_numpy(frame, area, height, width)
     mixing, past_y, past_x = crop_mixing(frame.shape[:2], area, (height, width))
     compiled.in_use[0].resize(frame, mixing, out := np.empty((height, width, 3), np.uint8))
@@ -106,7 +108,7 @@ def crop_mixing(size: Size, area: float, target: Size) -> tuple[Mixing, np.ndarr
 
 def crop_by_numpy(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
     """The numpy form of the compiled kernel, equal in every bit."""
-    # ``tf.image.convert_image_dtype(image, uint8, saturate=True)``: x * 255.5, cut
+    # TensorFlow's ``tf.image.convert_image_dtype(image, uint8, saturate=True)`` is x * 255.5, truncated.
     return np.clip(crop_and_resize(frame, area, height, width) * F32(255.5), 0, 255).astype(np.uint8)
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from sinew.core.fields import MAX_TEXT, characters, count, printable
 from sinew.steps.prompt.base import PromptStep, PromptText
 
-MOST = 256  # advantages of a policy; a value function's bins are 201
-MAX_NAME = 64  # characters
-SHOWN = 4  # advantages that `sinew inspect` lists
+MOST = 256  # largest number of advantages of a policy; a value function has 201 bins
+MAX_NAME = 64  # largest length of a name in characters
+SHOWN = 4  # number of advantages that `sinew inspect` lists
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sinew.core import MAX_SAID, MAX_SIZE
 from sinew.core.fields import MAX_TEXT, Side, Tagged, characters, within
 from sinew.steps import registry
 
-MOST_PLACES = 4  # places for the instruction, or for the state, in a prompt
+MOST_PLACES = 4  # largest number of placeholders for the instruction, or for the state, in a prompt
 Written = Annotated[str, characters(1, MAX_TEXT)]  # text that a step writes
 
 
@@ -137,7 +137,7 @@ class PromptRecipe:
     """
 
     max_tokens: Side
-    vocab_size: int  # rows of the model's token table; ids beyond it are refused
+    vocab_size: int
     pad_token_id: int
     steps: tuple[PromptStep, ...] = field(default_factory=lambda: (PromptStep.registered("instruction")(),))
     padding: Literal["longest", "max_length"] = "longest"

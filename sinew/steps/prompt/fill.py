@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from sinew.core.fields import MAX_TEXT, Side, characters, count
 from sinew.steps.prompt.base import PromptStep
 
-MOST = 4096  # texts with a length of their own
+MOST = 4096  # largest number of texts with their own length
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ class AddState(VectorStep):
         return self.state_dims or self.dims
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        assert reference is not None  # it reads the state
+        assert reference is not None  # apply_steps passes the state, because the step reads it
         return part + reference
 
     def inverse(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        assert reference is not None  # it reads the state
+        assert reference is not None  # apply_steps passes the state, because the step reads it
         return part - reference
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ class ComposePose(VectorStep):
         return self.state_dims or self.dims
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        assert reference is not None  # it reads the state
+        assert reference is not None  # apply_steps passes the state, because the step reads it
         return compose(reference, part)
 
     def __str__(self) -> str:

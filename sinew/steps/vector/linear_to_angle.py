@@ -22,7 +22,7 @@ class LinearToAngle(VectorStep):
     no_inverse = "two openings have one angle"
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        with np.errstate(divide="ignore"):  # an opening of zero is beyond the clip
+        with np.errstate(divide="ignore"):  # an opening of zero gives infinity, which is clipped
             sine = (self.horn**2 + part**2 - self.arm**2) / (2 * self.horn * part)
         return np.arcsin(np.clip(sine, -1.0, 1.0))
 

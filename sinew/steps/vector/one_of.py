@@ -21,7 +21,7 @@ class OneOf(VectorStep):
     values: tuple[Finite, ...]
     words: tuple[str, ...] = ()
     kind: Literal["one_of"] = field(default="one_of", kw_only=True, repr=False)
-    monotone = False  # there are no values between two choices
+    monotone = False  # the step has no values between two choices
 
     def problems(self) -> Iterator[str]:
         if len(set(self.values)) < max(1, len(self.values)):

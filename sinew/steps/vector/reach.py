@@ -18,14 +18,14 @@ class Reach(VectorStep):
     dims: tuple[int, ...]
     radius: Annotated[float, FINITE, positive("a distance")]
     kind: Literal["reach"] = field(default="reach", kw_only=True, repr=False)
-    monotone = False  # the other numbers change the result too
+    monotone = False  # each number of the result depends on all numbers
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         far = np.sqrt((part * part).sum(axis=-1, keepdims=True))
         return np.where(far > self.radius, part * (self.radius / np.maximum(far, self.radius)), part)
 
     def inverse(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        return part  # where the step left it, which one of those beyond it was
+        return part  # the original distance of a clipped position is not known
 
     def __str__(self) -> str:
         return f"{spans(self.dims)} within {self.radius:g}"
