@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from sinew.layers.linear import width_of
 
-GROUP, LARGEST, OFFSET = 32, 15, 8  # q4_0: weights that share a scale, the largest code, the code of 0
-BLOCK = 128  # columns whose errors reach those behind the block at once
+# The format q4_0: number of weights that share a scale, the largest code, and the code for 0.
+GROUP, LARGEST, OFFSET = 32, 15, 8
+BLOCK = 128  # columns of a block; the errors of a block reach the later columns in one product
 DAMPING = 0.01  # share of the diagonal's mean that is added to the diagonal
-FACTORS = tuple(np.linspace(0.7, 1.05, 15))  # candidates, relative to the scale that spans a group
-MOST_BYTES = 2 << 30  # most bytes of second moments in memory
-WIDEST = 8192  # inputs of a layer: the moments of more take gigabytes, and their factors minutes
+# Each candidate is a factor of the scale that covers a group's largest weight.
+FACTORS = tuple(np.linspace(0.7, 1.05, 15))
+MOST_BYTES = 2 << 30  # largest size of all second moments in memory at the same time
+WIDEST = 8192  # largest input size of a layer; wider moments need gigabytes, and their factors minutes
 
 
 def second_moments(
@@ -116,7 +118,7 @@ def _factor(moments: Tensor) -> Tensor:
 def _scale(group: Tensor, factor: Tensor) -> Tensor:
     """Return the scales of a group's rows, float32 [channels] that float16 holds, of [channels, 32]."""
     at = group.abs().argmax(dim=1, keepdim=True)
-    whole = group.gather(1, at)[:, 0] / -OFFSET  # q4_0's own: the largest weight is the code 0
+    whole = group.gather(1, at)[:, 0] / -OFFSET  # as in q4_0, the largest weight gets the code 0
     best, least = torch.zeros_like(whole), torch.full_like(whole, torch.inf)
     for share in FACTORS:
         scale = (whole * share).half().float()

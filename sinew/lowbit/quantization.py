@@ -29,7 +29,7 @@ from sinew.lowbit.sources import calibrated_rows, lowbit_sources, plan_formats, 
 from sinew.policy import Policy, open_bundle
 from sinew.processing import ModelInputs
 
-PROVED = 8  # observations of the proof of what will be rounded, at most
+PROVED = 8  # largest number of observations that compare the plan with the reference before rounding
 Input = tuple[ModelInputs, np.ndarray]  # model inputs of one observation, and the solver's noise
 
 
@@ -348,7 +348,7 @@ def paired(
     narrow = Policy(open_bundle(folder), "cpu", engine="onnx")
     got, bound = [narrow.infer(each).actions for each in held], bounds_of(narrow)["actions"]
     errors = [distance(a / spread, b / spread) for a, b in zip(got, wanted, strict=True)]
-    if not max(errors) <= bound:  # NaN is not
+    if not max(errors) <= bound:  # the negation also rejects NaN
         raise SinewError(
             f"--qdq: expected actions within {bound:.0e} of float32 over {len(held)} observations from {origin}, got"
             f" {max(errors):.1e} off; keep components in fp32, or calibrate on more --observations, or on --records"
@@ -435,7 +435,7 @@ def _measured(
         write(Bundle(unmeasured), record, out)
         if BACKENDS[engine].runs_graphs:
             graphs = graphs_folder(Bundle(out))
-            shutil.rmtree(graphs, ignore_errors=True)  # graphs of an earlier run for the same bundle
+            shutil.rmtree(graphs, ignore_errors=True)  # remove graphs of an earlier run for the same bundle
             graphs_folder(Bundle(unmeasured)).rename(graphs)
     return record, rounded
 
@@ -452,9 +452,8 @@ def _calibrated(
     """Return the calibrated q4_0 weights, the number of observations, and how q4_0 was rounded, in words."""
     if not samples.calibration or "q4_0" not in formats.values():
         return {}, 0, ""
-    if (
-        origin == RANDOM
-    ):  # calibration on random frames has a third more error than rounding each weight alone
+    # Calibration on random frames has a third more error than rounding each weight alone.
+    if origin == RANDOM:
         return (
             {},
             0,
@@ -522,7 +521,8 @@ def measure(
         if timings is not None:
             timings.append(watch.timing())
         wanted, got = wanted[:, :width], got[:, :width]
-        size = float(np.linalg.norm(wanted)) or 1.0  # a chunk of zeros, from an invalid token sequence
+        # An invalid token sequence gives a chunk of zeros, so 1.0 prevents a division by zero.
+        size = float(np.linalg.norm(wanted)) or 1.0
         errors.append(float(np.linalg.norm(got - wanted)) / size)
     return errors
 

@@ -47,31 +47,31 @@ def search(
     whole = stored_bytes(opened, {})
     alone: dict[str, dict[str, float]] = {component: {} for component in COMPONENTS}
     times: dict[tuple[str, str], float] = {}
-    # Not where nothing of a component is rounded, or rounding saves nothing
+    # Leave out precisions that round no weight of a component, or that save no bytes.
     kinds = {
         component: [k for k in CANDIDATES[1:] if stored_bytes(opened, {component: k}) < whole]
         for component in COMPONENTS
     }
-    # A budget that no recipe fits is an error before anything is measured.
+    # Report a budget that no recipe fits before anything is measured.
     best(all_points(opened, {c: dict.fromkeys(kinds[c], 0.0) for c in kinds}, defaultdict(float)), limit)
     with scratch.beside(out) as folder:
         trial = folder / "trial.gguf"
         for component in COMPONENTS:
             for kind in kinds[component]:
                 alone[component][kind], stages = measure(opened, {component: kind}, trial)
-                for each, taken in stages.items():  # the other two are as the bundle stores them
+                # The other two components compute as the bundle stores them.
+                for each, taken in stages.items():
                     key = each, kind if each == component else CANDIDATES[0]
                     times[key] = min(taken, times.get(key, taken))
                 tell(
                     f"alone    {component} {kind}: error {alone[component][kind]:.2e}, {times[component, kind]:.1f} ms"
                 )
-        for (
-            component
-        ) in COMPONENTS:  # where nothing else is rounded, its time as it is stored was not measured
+        # The time of a component as it is stored is missing if no other component was rounded.
+        for component in COMPONENTS:
             known = [taken for (each, _), taken in times.items() if each == component]
             times.setdefault((component, CANDIDATES[0]), max(known, default=0.0))
         points = all_points(opened, alone, times)
-        # The front is thinned; this may lie between two of its points
+        # Add the chosen point to the front, because pareto() leaves out points of nearly the same size.
         chosen = best(points, limit, target_ms)
         shown = pareto(points)
         front = sorted([*shown, *([] if chosen in shown else [chosen])], key=lambda point: -point.nbytes)

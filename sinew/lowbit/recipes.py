@@ -14,13 +14,15 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.lowbit.sources import lowbit_sources, plan_formats
 
-CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # precisions of a search; fp32 keeps the stored weights
+# A search tries these precisions. The precision fp32 leaves the stored weights unchanged.
+CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 
 Recipe = Mapping[str, str]
-Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
+# The error of the chunk, and for each component the shortest time of its stage in milliseconds.
+Trial = tuple[float, dict[str, float]]
 Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 

@@ -23,13 +23,14 @@ from sinew.layers.stores.lowbit import dequantize
 from sinew.lowbit.gptq import WIDEST, gptq, portions, second_moments
 from sinew.models import on_meta
 
+# Precision of a recipe -> format of the stored weights.
 STORED = {
     "int8": "int8",
     "int8-rows": "int8",
     "q8_0": "q8_0",
     "q4_0": "q4_0",
-}  # precision of a recipe -> format
-OTHERWISE = "int8"  # where rows do not divide into groups
+}
+OTHERWISE = "int8"  # format of rows that do not divide into groups
 
 
 @dataclass(frozen=True)
