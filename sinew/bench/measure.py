@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROMPT = "pick up the red cube and place it in the bowl"
 SCHEMA = "sinew.bench/1"
-PHASES = 3  # before the steady state, of which each is told too
+PHASES = 3  # phases before the steady state; progress is reported for each
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,12 @@ def measure(
     from sinew.policy import Policy, open_bundle
 
     opened = open_bundle(bundle)
-    chosen = choose(opened, **options)  # mistakes show before torch is imported
+    chosen = choose(opened, **options)  # report invalid options before the slow import of torch
     clock = time.perf_counter
     started = clock()
     if "torch" in BACKENDS[chosen.engine].packages:
-        import_module("sinew.engine.loading")  # torch, whose import is not a part of loading
+        # Import torch now, so that the load time does not contain the import.
+        import_module("sinew.engine.loading")
     imported = clock()
     import_rss = machine.resident_bytes()
     advance("load")
@@ -71,7 +72,7 @@ def measure(
     advance("warm-up")
     observation = observe(policy.spec)
     policy.warm_up()
-    policy.infer({**observation, "seed": 0})  # with the real frame sizes and prompt length
+    policy.infer({**observation, "seed": 0})  # a request with the real frame sizes and prompt length
     warm = clock()
 
     advance("steady state")
@@ -156,7 +157,7 @@ def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list
         prepared, watch = policy.prepare({**observation, "seed": run}), Watch(apart=True)
         policy.engine.run(prepared.inputs.batched(), prepared.noise[None], prepared.steps, watch=watch)
         found.append(watch.timing())
-    return found[1:]  # the first records them
+    return found[1:]  # the first run records the stages, so its time does not count
 
 
 def line_over_steps(
@@ -168,7 +169,7 @@ def line_over_steps(
     The way in which the authors of vla.cpp tell pi0's phases apart (appendix D).
     """
     times: dict[int, list[float]] = {count: [] for count in counts}
-    for count in counts:  # some engines make a program for each number
+    for count in counts:  # some engines make a program for each number of steps
         policy.infer({**observation, "seed": 0, "solver_steps": count})
     for run in range(runs):
         for count, found in times.items():

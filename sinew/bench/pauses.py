@@ -13,7 +13,7 @@ from typing import Any
 
 from sinew.core import SinewError
 
-ROUNDS = 3  # pauses of each length
+ROUNDS = 3  # number of pauses of each length
 MAX_PAUSE_S = 3600.0
 
 
@@ -49,7 +49,7 @@ def after_pauses(
     for pause in pauses:
         samples = []
         for _ in range(ROUNDS):
-            infer()  # the pause follows an answer
+            infer()  # a pause begins after an answer
             time.sleep(pause)
             begin = time.perf_counter()
             infer()
