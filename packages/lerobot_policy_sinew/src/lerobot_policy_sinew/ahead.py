@@ -23,8 +23,8 @@ from lerobot_policy_sinew.rtc import LONGEST, refuse_unguided, said
 
 logger = logging.getLogger(__name__)
 
-HZ = 30.0  # rate of LeRobot's loop if the policy states none, for the wait for a first chunk
-LONGEST_ANSWER = 2.0  # seconds, after which a request has failed and another one is sent
+HZ = 30.0  # control rate in Hz that is assumed if the policy does not state one
+LONGEST_ANSWER = 2.0  # after this many seconds without an answer, a request has failed and is sent again
 
 
 class _Body:
@@ -92,7 +92,7 @@ class Ahead:
             "motion": given,
             "deadline": min(timeout, LONGEST_ANSWER),
             "watchdog": False,
-            "rest": "hold",  # LeRobot's own loop returns the robot
+            "rest": "hold",  # LeRobot's own loop returns the robot to its start pose
         }
         try:
             self._plan = RunPlan.of(described(backend), _Body(), settings, prompt=None)
@@ -115,7 +115,7 @@ class Ahead:
         self._body, self._number = _Body(), 0
         self._loop = Run(self._plan, lambda: self._ask, robot=self._body).loop
         self._last: np.ndarray | None = None
-        self._held: float | None = None  # since when
+        self._held: float | None = None  # time since which the robot holds, seconds; None while it moves
 
     def close(self) -> None:
         """End the request under way; its answer goes nowhere."""

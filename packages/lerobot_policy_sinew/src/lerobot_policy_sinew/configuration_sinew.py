@@ -29,9 +29,10 @@ class SinewConfig(PreTrainedConfig):
     motion: str = ""
     seed: int = -1
     timeout: float = 10.0
-    device: str = "cpu"  # where LeRobot's own tensors are; what computes is elsewhere
+    device: str = "cpu"  # device of LeRobot's own tensors; the Sinew policy computes on its own device
     push_to_hub: bool = False
-    compile_model: bool = False  # LeRobot tells of --use_torch_compile here, which has nothing to compile
+    # This must stay False, because the plugin has no torch model that could be compiled.
+    compile_model: bool = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -11,8 +11,10 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
 NAMES = ("Blocks-v0", "BlocksShove-v0", "Pen-v0")
-OWN = "lerobot_"  # how LeRobot's own keys among a reset's options begin; no task of ours has such names
-MARKERS = ("lerobot_new_rollout",)  # says that an episode begins, which every reset of a task does
+# LeRobot adds keys with this prefix to the options of `reset`. The options of Sinew's tasks never have this prefix.
+OWN = "lerobot_"
+# These keys only state that an episode begins. They are ignored, because each `reset` of a task begins an episode.
+MARKERS = ("lerobot_new_rollout",)
 
 
 @EnvConfig.register_subclass("sinew")
@@ -35,8 +37,8 @@ class SinewEnvConfig(EnvConfig):
         self.features["agent_pos"] = PolicyFeature(type=FeatureType.STATE, shape=state.shape)
         self.features_map = {ACTION: ACTION, "agent_pos": OBS_STATE}
         for camera, box in pixels.items():
-            # Not "pixels/CAMERA", as LeRobot's own environments say: --eval.recording makes columns of a data set of
-            # these names, and takes no slash.
+            # Do not use "pixels/CAMERA" as LeRobot's own environments do. --eval.recording uses these names as columns
+            # of a data set, and column names must not contain a slash.
             key = f"{OBS_IMAGES}.{camera}"
             self.features[key] = PolicyFeature(type=FeatureType.VISUAL, shape=box.shape)
             self.features_map[key] = key
@@ -63,7 +65,7 @@ class Task(gymnasium.Env):
     """
 
     def __init__(self, name: str, render_mode: str = "rgb_array"):
-        import sinew_eval.sim  # noqa: F401 - registers the tasks
+        import sinew_eval.sim  # noqa: F401 - the import registers the tasks
 
         self._env = gymnasium.make(f"sinew/{name}", render_mode=render_mode)
         self._max_episode_steps = self._env.spec.max_episode_steps

@@ -29,8 +29,10 @@ from lerobot_policy_sinew.rtc import AGAIN_S, Continued, said
 
 logger = logging.getLogger(__name__)
 
-LONGEST_NAME = 256  # longest name of a policy in messages
-SLACK = 0.1  # beyond [0, 1], as resizing overshoots; what lies further is 0 to 255 or -1 to 1
+LONGEST_NAME = 256  # longest name of a policy in messages, characters
+# Pixels may be outside [0, 1] by this much, because resizing can overshoot. Values further outside show that the frame
+# has another range, such as 0 to 255 or -1 to 1.
+SLACK = 0.1
 
 
 def opened(config: SinewConfig) -> Policy:
@@ -93,7 +95,8 @@ class SinewPolicy(PreTrainedPolicy):
         self._history, self._steps = History.of(spec.to_dict()), 0
         self._asked = 0
         self._sessions = 0
-        self.register_buffer("_anchor", torch.zeros(()), persistent=False)  # LeRobot asks where a policy is
+        # LeRobot reads the device of a policy from its tensors, so the policy needs at least one tensor.
+        self.register_buffer("_anchor", torch.zeros(()), persistent=False)
 
     @classmethod
     def from_pretrained(cls, pretrained_name_or_path=None, *, config=None, revision=None, **given):
@@ -154,7 +157,8 @@ class SinewPolicy(PreTrainedPolicy):
         and for a chunk of another form than the policy says of itself.
         """
         rtc = self._rtc
-        episode = rtc.episode if rtc is not None else 0  # before the look: a reset may come at any time
+        # Read the episode before the observation, because another thread may call `reset` at any time.
+        episode = rtc.episode if rtc is not None else 0
         seen = self._seen(batch)
         if rtc is None:
             if prev_chunk_left_over is not None:
@@ -230,12 +234,14 @@ class SinewPolicy(PreTrainedPolicy):
             self._asked += 1
             chunk = self.backend.infer(observation).actions
             self._fitted.check(self.backend)
-            if chunk.shape != self._form:  # a server may have taken another policy since it was asked
+            # A server may have replaced its policy after the plugin read the policy's specification.
+            if chunk.shape != self._form:
                 raise ValueError(
                     f"actions: expected {list(self._form)} as the policy {self._called} says of itself,"
                     f" got {list(chunk.shape)}"
                 )
-            if isinstance(self._motion, Relative):  # a robot of LeRobot's takes goals
+            # LeRobot's robots expect goal positions, so convert actions that are relative to the observed state.
+            if isinstance(self._motion, Relative):
                 chunk = self._motion.targets(chunk, newest.state)
             chunks.append(chunk)
         return torch.from_numpy(np.stack(chunks)).to(batch[OBS_STATE].device)
@@ -337,7 +343,8 @@ def _frames(key: str, value: torch.Tensor) -> np.ndarray:
         raise ValueError(f"{key}: expected [B, 3, height, width], got {list(value.shape)}")
     if value.is_floating_point():
         low, high = (value.min().item(), value.max().item()) if value.numel() else (0.0, 0.0)
-        if not (low >= -SLACK and high <= 1 + SLACK):  # neither is NaN: torch's minimum is, where a pixel is
+        # If a pixel is NaN, torch's minimum and maximum are NaN too, and the comparison is False.
+        if not (low >= -SLACK and high <= 1 + SLACK):
             raise ValueError(f"{key}: expected floats in [0, 1], got {low:g} to {high:g}")
         value = (value * 255).round().clamp(0, 255).to(torch.uint8)
     return value.permute(0, 2, 3, 1).contiguous().cpu().numpy()

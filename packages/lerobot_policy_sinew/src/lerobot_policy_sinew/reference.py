@@ -106,7 +106,7 @@ def serve(policy: Reference, port: int) -> None:
     with process.signals():
         process.run(
             Service(Deployment(scheduler, policy.spec, about)),
-            lambda: print(f"ready on {wires[0].address}", flush=True),  # noqa: T201 - for who waits
+            lambda: print(f"ready on {wires[0].address}", flush=True),  # noqa: T201 - scripts wait for this line
         )
 
 

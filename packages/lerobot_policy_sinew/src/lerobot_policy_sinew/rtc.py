@@ -20,9 +20,9 @@ from sinew_client.types import Moment
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 300  # characters of what a server says, in messages
-AGAIN_S = 0.01  # between two looks for a newer observation, as LeRobot's engine sleeps
-SAME_S = 1.0  # after which an observation that stays the same to the bit is what the robot sees
+LONGEST = 300  # longest text of a server in error messages, characters
+AGAIN_S = 0.01  # seconds between two checks for a newer observation, as in LeRobot's own engine
+SAME_S = 1.0  # after this many seconds, an observation that has not changed by a bit counts as new
 
 
 def said(backend: Any) -> Mapping[str, Any]:
@@ -81,7 +81,7 @@ class Continued:
             raise ValueError(
                 "inference.rtc.debug: expected false, got true: the steps of the solver are the server's"
             )
-        self._kind = ""  # kind of the guidance; "" plays chunks one after another
+        self._kind = ""  # kind of the guidance; "" executes one chunk after another without guidance
         if settings.enabled:
             self._kind = "trained" if spec.committed_rows else "no-jacobian"
             refuse_unguided(spec, about, self._kind, "inference.rtc.enabled: expected false, got true")
@@ -160,7 +160,8 @@ class Continued:
 
     def answered(self, chunk: np.ndarray, state: np.ndarray, episode: int) -> bool:
         """Keep a chunk [H, A] for an observation of ``state``; return False for one of an episode before."""
-        goals = isinstance(self._motion, Relative)  # what LeRobot plays of it are targets already
+        # For relative actions, the plugin has already converted the chunk to targets for LeRobot.
+        goals = isinstance(self._motion, Relative)
         targets = chunk if goals else self._motion.targets(chunk, state)
         with self._lock:
             if episode != self.episode:

@@ -46,10 +46,11 @@ __all__ = [
     "connect",
 ]
 
+# These names are imported at first use, because a program that needs only the types does not need protobuf.
 _LATER = {
     "Client": "sinew_client.client",
     "ActionQueue": "sinew_client.episode",
-}  # imported at first use: a program that needs only the types then needs no protobuf
+}
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,9 @@ from sinew_client.protocol import split_address
 
 logger = logging.getLogger("sinew_client")
 
-LEAVING = ("shutting_down", "unhealthy")  # codes of a server that will not answer the next request either
-# Seconds between two attempts to connect to the only address: the first pause is doubled up to the longest.
+# After one of these error codes, the client tries the next address, because this server accepts no more requests.
+LEAVING = ("shutting_down", "unhealthy")
+# A client with a single address waits between two attempts to connect. The pause doubles after each failed attempt.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 
 
@@ -32,9 +33,8 @@ class Addresses:
         if len({policy for _, policy in addresses}) != 1:
             raise ClientError(f"address: expected one or more, of one policy, got {address!r}")
         self.all = tuple(each for each, _ in addresses)
-        self.given = (
-            (address,) if isinstance(address, str) else tuple(address)
-        )  # they include the policy's name
+        # `given` has the addresses as the user wrote them, with the policy's name. `all` has them without that name.
+        self.given = (address,) if isinstance(address, str) else tuple(address)
         self.policy: str = addresses[0][1]
         self.place = 0
         self._places = [place_of(each) for each in self.all]

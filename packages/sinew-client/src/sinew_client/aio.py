@@ -37,7 +37,8 @@ class AsyncClient(BaseClient):
     def _begin(self) -> None:
         self._loop: Any = None
         self._opening: Any = None  # the task that opens a connection
-        self._links: set = set()  # the present connection, and those with requests in progress
+        # The set has the present connection and the older connections that still wait for a reply.
+        self._links: set = set()
 
     def _state(self) -> str:
         return f"{sum(len(link.waiting) for link in self._links)} under way"
@@ -123,15 +124,13 @@ class AsyncClient(BaseClient):
         for link in list(self._links):
             link.end(ClosedError("the client is closed"))
         self._links.clear()
-        await asyncio.sleep(0)  # the loop closes the sockets
+        await asyncio.sleep(0)  # the event loop closes the sockets during this call
 
     async def __aenter__(self) -> AsyncClient:
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
         await self.close()
-
-    # ------------------------------------------------------------------------- socket
 
     async def _drive(self, asking: Asking) -> Any:
         """Carry out the attempts of a request one after the other, and return the result."""
@@ -159,7 +158,8 @@ class AsyncClient(BaseClient):
             opened.
         """
         parts, request_id, connected, end = attempt
-        payload = b"".join(parts)  # a copy, because the caller may overwrite the frames during the wait
+        # Copy the frames now, because the caller may overwrite its buffers while this coroutine waits.
+        payload = b"".join(parts)
         try:
             link = await self._connected(connected)
         except ConnectionLost as error:
@@ -184,7 +184,8 @@ class AsyncClient(BaseClient):
 
         With several addresses, a failure raises ConnectionLost, so that the next address is tried.
         """
-        if self._link is not None:  # let the event loop process a disconnect that has arrived in the meantime
+        if self._link is not None:
+            # Let the event loop run, so that a disconnect that has already arrived is noticed before the request.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         for pause in pauses():
@@ -197,7 +198,8 @@ class AsyncClient(BaseClient):
                 return self._link  # type: ignore[no-any-return]
             if self._closed:
                 raise ClosedError("the client is closed")
-            if isinstance(error, ConnectionLost):  # the address belongs to another program
+            if isinstance(error, ConnectionLost):
+                # Do not try again: the program at this address is not a Sinew server.
                 raise error
             if len(self.addresses) > 1:
                 raise ConnectionLost(f"no server answers at {self.address}") from error
@@ -252,7 +254,7 @@ class AsyncLink(asyncio.BufferedProtocol):
         self.waiting: dict[int, asyncio.Future] = {}
         self._address = address
         self._framing = zmtp.Framing(MAX_REPLY, b"DEALER")
-        self._ready = asyncio.get_running_loop().create_future()  # done when the handshake is complete
+        self._ready = asyncio.get_running_loop().create_future()  # it resolves when the handshake is complete
         self._transport: Any = None
         self._ended = False
 
@@ -310,14 +312,13 @@ class AsyncLink(asyncio.BufferedProtocol):
                 answer.set_exception(error or self._broken())
         if not self._ready.done():
             self._ready.set_exception(error or ConnectionResetError("the server has closed the connection"))
-            self._ready.exception()  # marks the error as retrieved, in case no task waits for it
+            # Read the exception once. Otherwise asyncio logs "exception was never retrieved" if no task waits.
+            self._ready.exception()
         if self._transport is not None:
             self._transport.abort()
 
     def _broken(self) -> ConnectionLost:
         return ConnectionLost(f"the connection to {self._address} broke before the answer came")
-
-    # ------------------------------------------------------------------------- what the loop calls
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -359,7 +360,8 @@ class AsyncLink(asyncio.BufferedProtocol):
             if answer is not None and not answer.done():
                 answer.set_result(payload)
             return
-        try:  # the server could not read the id of the request that it rejects
+        # A reply without an id is an error for a request whose id the server could not read.
+        try:
             protocol.decode_reply(payload, 0)
         except ClientError as error:
             refusal = error

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from sinew_client.errors import SinewError
 
-MAX_KEYS = 1 << 16  # characters
+MAX_KEYS = 1 << 16  # largest size of a key file, characters
 KEY_VARIABLE = "SINEW_API_KEY"
-ROBOT, METRICS, ADMIN = ROLES = ("robot", "metrics", "admin")  # roles in lines ``role:key`` of a key file
+# A line ``role:key`` of a key file gives the key one of these roles.
+ROBOT, METRICS, ADMIN = ROLES = ("robot", "metrics", "admin")
 
 
 def role_and_key(line: str) -> tuple[str, str]:
@@ -47,7 +48,8 @@ def keys_in(path: Path) -> tuple[str, ...]:
             text = file.read(MAX_KEYS)
         keys = tuple(filter(None, map(str.strip, text.splitlines())))
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error  # strerror has no path; the message names it already
+        # `strerror` is the reason without the path, because the message below already names the path.
+        why = getattr(error, "strerror", None) or error
         raise SinewError(f"--api-key-file {path}: {why}") from error
     if not keys:
         raise SinewError(f"--api-key-file {path}: the file is empty")

@@ -24,12 +24,12 @@ from sinew_client.types import ActionChunk, PolicySpec
 
 logger = logging.getLogger("sinew_client")
 
-MOST_WARNINGS = 100  # different warnings of a server that are logged, each once
+MOST_WARNINGS = 100  # the client logs at most this many different warnings of a server, each once
 
 
-# (parts, request id, connected, end): one request to the present address. ``connected`` is the deadline of the
-# connection and ``end`` that of the answer, both of ``time.monotonic()``. The client sends the reply's bytes into the
-# generator, or None at ``end``, or throws ConnectionLost.
+# An attempt is one request to the present address: (parts, request id, connected, end). ``connected`` is the deadline
+# for the connection and ``end`` the deadline for the answer, both in seconds of ``time.monotonic()``. For each attempt,
+# the client sends the reply's bytes into the generator. It sends None if ``end`` has passed, or throws ConnectionLost.
 Attempt = Tuple[Sequence, int, float, float]
 Asking = Generator[Attempt, Optional[bytes], Any]
 
@@ -63,14 +63,15 @@ class BaseClient:
         self.max_age = max_age
         self.limits = limits
         self.max_rows = max_rows
-        self._warned: set = set()  # warnings that were logged
-        self._ids = itertools.count(1)  # a server answers with id 0 if it could not read the id
+        self._warned: set = set()  # warnings that were logged already
+        # Request ids start at 1, because a server that cannot read a request's id answers with id 0.
+        self._ids = itertools.count(1)
         self._spec: PolicySpec | None = None  # specification of the connected server's policy
-        self._answered = 0  # deployment number in the newest answer; 0: not stated
-        self.deployment = 0  # deployment number in the newest metadata
+        self._answered = 0  # deployment number in the newest answer; 0 if the server states no number
+        self.deployment = 0  # deployment number in the newest metadata; 0 if the server states no number
         self._link: Any = None
         self._closed = False
-        self._unreached = ""  # reason of the last failure to connect
+        self._unreached = ""  # the reason why the last attempt to connect failed
         self._begin()
 
     @property
@@ -91,9 +92,8 @@ class BaseClient:
     def __repr__(self) -> str:
         state = "closed" if self._closed else self._state()
         extra = "" if self.jpeg_quality is None else f", JPEG {self.jpeg_quality}"
-        key = (
-            ", with a key" if self.api_key else ""
-        )  # never the key itself, because this text appears in logs
+        # Do not include the key itself, because this text appears in logs.
+        key = ", with a key" if self.api_key else ""
         kind = type(self).__name__
         return f"<sinew_client.{kind} {self.address}, {state}, timeout {self.timeout:g} s{extra}{key}>"
 
@@ -102,9 +102,9 @@ class BaseClient:
 
     def _connecting(self, error: Exception | None) -> None:
         """Store the reason why connecting failed, for the final message; clear it after a success."""
-        number = (
-            getattr(error, "errno", None) or 0
-        )  # asyncio writes its own texts, and a resolver's error numbers are negative
+        # Prefer the system's text for an error number, because asyncio writes longer texts of its own. Errors of name
+        # resolution have negative numbers without such a text.
+        number = getattr(error, "errno", None) or 0
         text = os.strerror(number) if number > 0 else getattr(error, "strerror", None)
         self._unreached = "" if error is None else text or str(error)
 
@@ -114,8 +114,6 @@ class BaseClient:
     def _forget(self) -> None:
         """Drop the connection, so that the next request opens a new one."""
         raise NotImplementedError
-
-    # ------------------------------------------------------------------------- requests and replies
 
     def _encoded(self, observation: Mapping[str, Any], request_id: int) -> list:
         return protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
@@ -148,7 +146,7 @@ class BaseClient:
     def _said(self, reply: Any) -> dict:
         """Return the description in a server's reply; {} if there is none."""
         found = protocol.decode_metadata(reply) if reply.metadata else {}
-        if reply.deployment:  # only replies to METADATA have it
+        if reply.deployment:  # only replies to METADATA have a deployment number
             self.deployment = reply.deployment
             self._heard(self._answered)
         return found
@@ -183,8 +181,6 @@ class BaseClient:
         payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy, report)
         return self._asking([payload], request_id, timeout)
 
-    # ------------------------------------------------------------------------- rules
-
     def _asking(self, parts: Sequence, request_id: int, timeout: float | None) -> Asking:
         """Return the reply of the present server, or of the next server that replies.
 
@@ -194,10 +190,12 @@ class BaseClient:
         addresses = self._addresses
         count = len(addresses.all)
         if self.retries or count > 1:
-            parts = protocol.kept(parts)  # a copy: a second attempt must send the frames of the call
+            # Copy the frames now, so that a second attempt sends the same frames even if the caller overwrites them.
+            parts = protocol.kept(parts)
         for retry in range(self.retries, -1, -1):
             end = time.monotonic() + limit
-            for others in range(count - 1, -1, -1):  # number of addresses that this round has not tried yet
+            # `others` is the number of addresses that this round has not tried yet.
+            for others in range(count - 1, -1, -1):
                 if self._closed:
                     raise ClosedError("the client is closed")
                 place, begin = addresses.place, time.monotonic()

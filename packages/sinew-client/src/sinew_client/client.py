@@ -77,8 +77,6 @@ class Client(BaseClient):
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------------------- requests
-
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
@@ -288,8 +286,6 @@ class Client(BaseClient):
     def __exit__(self, *exc_info) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------- socket
-
     def _drive(self, asking: Asking) -> Any:
         """Carry out the attempts of a request, one after the other, and return the result."""
         self._after_fork()
@@ -317,7 +313,8 @@ class Client(BaseClient):
             if self._link is not None and not self._link.stands:
                 self._forget()
             if self._link is None:
-                parts = protocol.kept(parts)  # connecting takes time, and the camera may overwrite its frames
+                # Copy the frames, because connecting takes time and the camera may overwrite its buffers meanwhile.
+                parts = protocol.kept(parts)
                 self._link = self._connect(connected)
             if self._link is not None:
                 answer = self._link.ask(self._placed(parts, self._link, end), end)
@@ -328,7 +325,8 @@ class Client(BaseClient):
             lost.__cause__ = error
             return lost
         finally:
-            if answer is None:  # also on KeyboardInterrupt: a late reply must not answer a later call
+            # Close the connection also after KeyboardInterrupt, so that a late reply cannot answer a later call.
+            if answer is None:
                 self._forget()
         return answer
 
@@ -372,7 +370,8 @@ class Client(BaseClient):
                 link = Link(self._addresses.host_and_port, end)
                 self._connecting(None)
                 return link
-            except ConnectionLost:  # the address belongs to another program
+            except ConnectionLost:
+                # Do not try again: the program at this address is not a Sinew server.
                 raise
             except OSError as error:
                 self._connecting(error)
@@ -391,5 +390,6 @@ class Client(BaseClient):
         """In a forked child: drop the parent's connection, so that the next request opens the child's own."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
-            self._lock = threading.Lock()  # another thread of the parent may have held the old one
+            # Create a new lock, because another thread of the parent process may have locked the old one.
+            self._lock = threading.Lock()
             self._forget()

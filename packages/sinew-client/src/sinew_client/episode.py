@@ -26,7 +26,7 @@ class Ensembled:
 
     def __init__(self, coefficient: float):
         self.coefficient = coefficient
-        self._chunks: deque[np.ndarray] = deque()  # remaining actions of each chunk, oldest chunk first
+        self._chunks: deque[np.ndarray] = deque()  # the remaining actions of each chunk, oldest chunk first
 
     def row(self, chunk: np.ndarray) -> np.ndarray:
         """Return the averaged action of this control step, float32 [D].
@@ -34,7 +34,7 @@ class Ensembled:
         Args:
             chunk: float32 [H, D], computed from this step's observation.
         """
-        # Imported here, because it imports the whole control loop, which other policies do not need.
+        # Import the function here, because its package is the whole control loop, which most policies do not need.
         from sinew_client.control.blend import ensemble
 
         self._chunks.append(np.asarray(chunk, np.float32))

@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from typing import Collection, Iterable, Iterator
 
-ONE_WORD = 0.6  # smallest similarity of a word and its misspelling; difflib's default for names
+ONE_WORD = 0.6  # smallest similarity (0 to 1) between a word and its misspelling, the default of difflib
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -35,7 +35,7 @@ def _is_slip(name: str, known: str, words: Collection[str]) -> bool:
     """
     left, right = _words(name), _words(known)
     if "".join(left) == "".join(right):
-        return True  # only the separators differ
+        return True  # the names differ only in their separators
     return len(left) == len(right) and all(
         a == b
         or (
@@ -86,7 +86,7 @@ class ObservationError(SinewError):
             known: The keys that are allowed.
             expected: The message's text for the allowed keys; "" lists them.
         """
-        # A key of another type may have any length, so only short numbers are written out.
+        # The key may be an object of any size. Print it only if it is a text or a short number.
         short = isinstance(key, int) and key.bit_length() < 64
         name = key[:100] if isinstance(key, str) else str(key) if short else type(key).__name__
         names = list(known)
@@ -119,7 +119,7 @@ class ClientError(SinewError):
     code = ""
 
 
-class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N818 - reads as the sentence it is
+class InvalidObservation(ClientError, ObservationError, ValueError):  # noqa: N818 - the name without "Error" is part of the public interface
     """The observation cannot be encoded into a message. Nothing was sent."""
 
     code = "bad_observation"

@@ -7,12 +7,13 @@ from typing import Any
 
 from sinew_client.errors import ConnectionLost, LateChunk, RequestTimeout
 
-# Requests that a server did not compute, for a reason of normal operation.
+# With these codes, a server reports that it did not compute a request, for a reason that is part of normal operation.
 UNCOMPUTED = ("busy", "cancelled", "deadline", "shutting_down", "superseded")
-# Errors that every observation of this robot will get, because the policy, the robot or the key is wrong.
+# With these codes, all further requests of this robot will fail too, because the policy, the robot or the key is wrong.
 PERMANENT = ("bad_observation", "bad_request", "missing_package", "unauthorized", "unknown_policy")
 
-# Limits of servers' errors: number of kinds, characters of a kind, and characters of a text.
+# The report stores at most KINDS kinds of errors. A kind has at most LONGEST_KIND characters, and the text of an error
+# at most LONGEST_TEXT characters.
 KINDS, LONGEST_KIND, LONGEST_TEXT = 100, 64, 1000
 
 

@@ -11,7 +11,8 @@ from sinew_client.types import PolicySpec, VectorSpec
 if TYPE_CHECKING:
     from sinew_client.policy import Policy
 
-# The parts to which a running loop was fitted, and the parts that give its commands their meaning.
+# TAKEN names the parts of a policy's description that a running loop relies on. COMMANDS names the parts that determine
+# the meaning of its commands.
 TAKEN = ("cameras", "state", "action", "control_hz", "embodiment", "motion")
 COMMANDS = ("action", "control_hz", "embodiment", "motion")
 
@@ -77,7 +78,7 @@ class Fitted:
             described = form(server.spec, self._parts)
         except ClientError as error:
             if self._form is None and type(error) is ClientError:
-                return  # a server without a description, such as vla.cpp's
+                return  # the server sends no description (for example vla.cpp), so there is nothing to compare
             raise
         where = getattr(server, "address", "what answers")
         if getattr(server, "exchanged", False):

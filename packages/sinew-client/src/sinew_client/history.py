@@ -31,7 +31,8 @@ class History:
     """
 
     def __init__(self, moments: int = 1, stride: int = 1, padding: str = "repeat"):
-        if problem := history_problem(moments, stride):  # the numbers come from a server
+        # Check the numbers, because they come from a server.
+        if problem := history_problem(moments, stride):
             raise ClientError(f"policy.{problem}")
         if padding not in ("repeat", "mask"):
             raise ClientError(f"policy.history_padding: expected repeat or mask, got {padding!r}")

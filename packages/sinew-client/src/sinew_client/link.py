@@ -20,14 +20,15 @@ from typing import Any
 from sinew_client import tls, zmtp
 from sinew_client.errors import ClientError, ConnectionLost
 
-MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred million
+MAX_REPLY = 1 << 30  # largest reply in bytes; the context of a large policy has several hundred million bytes
 MAX_TURNS = 64  # largest number of buffers that are read between two requests
-MAX_PARTS = 512  # parts in one system call; the kernel's limit is 1,024
-LONGEST_S = 1e6  # longest wait in seconds
-_CREDENTIALS = struct.Struct("3i")  # process, user and group, in the form of SO_PEERCRED
-# poll() is preferred, because select() supports no descriptor above 1,023.
+MAX_PARTS = 512  # largest number of parts in one call of sendmsg; the limit of Linux is 1,024
+LONGEST_S = 1e6  # longest wait for a socket, seconds
+_CREDENTIALS = struct.Struct("3i")  # the socket option SO_PEERCRED returns process, user and group
+# Prefer poll(), because select() does not support file descriptors above 1,023.
 _SELECTOR = getattr(selectors, "PollSelector", selectors.SelectSelector)
-KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # not all systems have all three
+# These TCP options detect a silent peer after 10 + 3 * 5 = 25 seconds. Some systems do not have all three options.
+KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 def place_of(address: str) -> tuple:
@@ -68,8 +69,9 @@ def unconnected(family: int, kind: int, protocol: int, address: Any) -> socket.s
     connection = socket.socket(family, kind, protocol)
     local = isinstance(address, tuple) and (address[0].startswith("127.") or address[0] == "::1")
     if local and hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError):  # some systems have the option but not this value
-            # The option is set before the connection, because a connection that begins with BBR stays paced.
+        # Ignore errors, because some systems have the option but not the value "reno".
+        with contextlib.suppress(OSError):
+            # Set the option before connecting. A connection that begins with BBR is paced even after a change.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     return connection
 
@@ -167,10 +169,9 @@ class Link:
     """
 
     def __init__(self, place: tuple, end: float, kind: bytes = b"REQ"):
-        self._unsent: collections.deque = (
-            collections.deque()
-        )  # messages to send; the first may be sent in part
-        self.frames: Any = None  # frames in memory that both ends share (shared.py)
+        # These messages are not sent yet. A part of the first message may be sent already.
+        self._unsent: collections.deque = collections.deque()
+        self.frames: Any = None  # the memory for frames that client and server share (shared.py)
         self._socket = connected(place, end)
         try:
             self._socket = secured(self._socket, place, end)
@@ -223,7 +224,8 @@ class Link:
             OSError: The connection broke.
             ConnectionLost: The reply is not valid.
         """
-        opening = zmtp.head(0, more=True) + zmtp.head(sum(map(len, parts)))  # the empty frame of a REQ socket
+        # In ZeroMQ, a request of a REQ socket begins with an empty frame.
+        opening = zmtp.head(0, more=True) + zmtp.head(sum(map(len, parts)))
         if not self._send([opening, *parts], end, beside):
             return None
         while (message := self._next()) is None:
@@ -280,8 +282,6 @@ class Link:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    # ------------------------------------------------------------------------- parts
-
     def _next(self) -> zmtp.Message | None:
         try:
             return self._framing.next()
@@ -313,7 +313,7 @@ class Link:
         pending = (
             [memoryview(b"".join(parts))] if len(parts) > MAX_PARTS else [memoryview(each) for each in parts]
         )
-        gather = getattr(self._socket, "sendmsg", None)  # some systems, and TLS sockets, have no sendmsg
+        gather = getattr(self._socket, "sendmsg", None)  # TLS sockets and some systems do not have sendmsg
         while pending:
             try:
                 sent = gather(pending, beside) if gather else self._socket.send(pending[0])

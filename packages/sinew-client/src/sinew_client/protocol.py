@@ -18,14 +18,13 @@ from sinew_client.robot_report import RobotReport
 from sinew_client.types import MOST_TOGETHER, WORDS, ActionChunk, Moment, Observation, Timing
 from sinew_client.untrusted import UntrustedError, parse_json, shown
 
-CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
+# These fields state how the policy continues the actions in the field ``previous`` (real-time chunking).
+CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")
 CONDITION_KEYS = ("advantage", "guidance_scale")
-OBSERVATION_KEYS = (
-    *(each.name for each in fields(Observation)),
-    "deadline_ms",
-)  # the last is a field of the request
+# "deadline_ms" is a field of the request and not of the observation. Users may add it to the dict of an observation.
+OBSERVATION_KEYS = (*(each.name for each in fields(Observation)), "deadline_ms")
 
-# Limits of an answer: number of actions, if the policy states no number, and numbers of an action.
+# An answer has at most MAX_ROWS actions, unless the policy states a number. An action has at most MAX_DIM numbers.
 MAX_ROWS, MAX_DIM = 1024, 1024
 
 _KNOWN = frozenset(OBSERVATION_KEYS)
@@ -123,9 +122,10 @@ def infer_parts(
         request.previous.extend(floats("previous", observation["previous"], 2).reshape(-1).tolist())
     for key, value in observation.items():
         if key in _SCALARS and value is not None:
-            # Values are often numpy scalars, and protobuf 3.20 does not accept all of them.
+            # Convert numpy scalars to Python numbers, because protobuf 3.20 does not accept all types of numpy scalars.
             value = value.item() if isinstance(value, np.generic) else value
-            if key == "text_tokens" and not value:  # in a message, 0 is the same as an absent value
+            # Reject 0, because a protobuf message cannot distinguish 0 from an absent value.
+            if key == "text_tokens" and not value:
                 raise InvalidObservation(key, "1 or more", str(value))
             _assign(key, setattr, request, key, value)
 
@@ -152,7 +152,8 @@ def infer_all_parts(
             if observation.get("deadline_ms") is not None:
                 raise InvalidObservation("deadline_ms", "no deadline for one of several observations", "one")
             single = infer_parts(observation, 0, jpeg_quality)
-            # These frames never go to shared memory, because the lengths of the enclosing fields include their bytes.
+            # Convert each FrameHead to plain bytes, so that its frame is not moved to shared memory. The length of the
+            # enclosing field includes the bytes of the frame, so the frame must stay in the message.
             inner = [bytes(part) if isinstance(part, FrameHead) else part for part in single]
         except InvalidObservation as error:
             raise InvalidObservation(
@@ -223,11 +224,11 @@ def _moments(observation: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], lis
 
 def with_frames(request, frames: Iterable[tuple[str, Any]], jpeg_quality: int | None = None) -> list:
     """Return a request with frames, in parts. Raises :class:`InvalidObservation` for an invalid frame."""
-    # The frames are appended here by hand, because protobuf would copy them: its serializer takes 0.4 ms for two frames
-    # of 224 x 224.
+    # Append the frames by hand, because protobuf would copy them. Its serializer needs 0.4 ms for two frames of
+    # 224 x 224 pixels.
     parts, encoded = [request.SerializeToString()], {}  # type: ignore[var-annotated]
     for name, frame in frames:
-        # Observation steps may share a frame, such as the picture of a goal.
+        # Encode each frame once, because several observation steps may share a frame, such as a goal image.
         if id(frame) not in encoded:
             encoded[id(frame)] = _encode_frame(str(name), frame, jpeg_quality)
         parts += encoded[id(frame)]
@@ -332,11 +333,8 @@ def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
         ClientError: The reply is not valid.
         UnsafeChunk: The actions must not be executed: there are too many numbers, or a number is not finite.
     """
-    count, horizon, dim = (
-        len(reply.actions),
-        reply.horizon,
-        reply.dim,
-    )  # checked before the array is allocated
+    # Check the counts before an array of this size is allocated.
+    count, horizon, dim = len(reply.actions), reply.horizon, reply.dim
     if count != horizon * dim or not (least <= horizon and dim >= 1):
         raise ClientError(f"the reply holds {count} numbers for {horizon} actions of {dim} dimensions")
     if horizon > max_rows or dim > MAX_DIM:
@@ -390,7 +388,7 @@ def check_limits(chunk: ActionChunk, limits) -> None:
     for each in (low, high):
         if each.ndim and each.shape != chunk.actions.shape[1:]:
             raise ClientError(f"limits: expected {chunk.actions.shape[1]} numbers, got {_describe(each)}")
-    within = (chunk.actions >= low) & (chunk.actions <= high)  # a NaN limit allows no action
+    within = (chunk.actions >= low) & (chunk.actions <= high)  # comparisons with a NaN limit are False
     outside = np.argwhere(~within)
     if outside.size:
         row, dim = outside[0]
@@ -465,7 +463,8 @@ class FrameHead(bytes):
     frame: tuple
 
 
-@functools.lru_cache(maxsize=64)  # a robot's frames have the same few sizes
+# Cache the results, because the frames of a robot have only a few different sizes.
+@functools.lru_cache(maxsize=64)
 def image_head(encoding: int, height: int, width: int, length: int, offset: int | None = None) -> bytes:
     """Return the bytes of a field ``images`` before ``length`` bytes of data.
 
@@ -506,12 +505,13 @@ def floats(name: str, value, *ndim: int) -> np.ndarray:
     """Return numbers as float32 with one of ``ndim`` dimensions. Raises :class:`InvalidObservation`."""
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError) as error:  # ragged
+    except (TypeError, ValueError) as error:  # the rows of a ragged sequence have different lengths
         raise InvalidObservation(name, "numbers", str(type(value))) from error
     if array.dtype.kind not in "fiub":
         raise InvalidObservation(name, "numbers", _describe(array))
     if array.dtype != np.float32:
-        with np.errstate(over="ignore"):  # a number may become infinite, and the server rejects it
+        # Numbers that are too large for float32 become infinite here. The server rejects them.
+        with np.errstate(over="ignore"):
             array = array.astype(np.float32)
     if array.ndim not in ndim:
         expected = " or ".join(map(str, ndim))

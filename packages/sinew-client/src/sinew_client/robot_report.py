@@ -13,12 +13,12 @@ from sinew_client.untrusted import shown
 
 STATES = ("starting", "moves", "holds", "paused", "aligning", "human", "returning", "ended")
 LIMITS = ("range", "velocity", "acceleration", "jerk", "jump", "workspace")
-MAX_BYTES = 8192  # largest size of a message, bytes
-MAX_TEXT = 160  # characters of a name or reason
-MAX_COUNTS = 12  # reasons, or limits, that are counted separately
+MAX_BYTES = 8192  # largest size of a report, bytes
+MAX_TEXT = 160  # longest name or reason, characters
+MAX_COUNTS = 12  # a report has at most this many counts; the last one is the sum of all others
 MAX_POINTS = 64  # largest number of points of an arm
 FARTHEST = 1e3  # largest coordinate of a point, metres
-LARGEST = 1 << 53  # largest number
+LARGEST = 1 << 53  # largest number in a report
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RobotReport:
             if len(data) > MAX_BYTES:
                 raise ValueError(f"{len(data)} bytes")
             message.ParseFromString(bytes(data))
-        except (DecodeError, ValueError) as error:  # a text that is not UTF-8 raises ValueError
+        except (DecodeError, ValueError) as error:  # protobuf raises ValueError for texts that are not UTF-8
             raise RequestError(
                 f"report: expected a Report of at most {MAX_BYTES} bytes, got {error}"
             ) from None
@@ -80,7 +80,7 @@ class RobotReport:
         for each in message.DESCRIPTOR.fields:
             name, value = each.name, getattr(message, each.name)
             if each.containing_oneof is not None and not message.HasField(name):
-                continue  # an absent value means that it is unknown
+                continue  # an absent value means that the robot does not know the value
             values[name] = value
             if isinstance(value, str):
                 _text(name, value)

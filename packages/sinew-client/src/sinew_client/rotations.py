@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 TINY = 1e-12
-FLAT = 1e-3  # a direction is only noise if its length, or the sine of its angle, is smaller
+FLAT = 1e-3  # shorter vectors, and angles with a smaller sine, do not determine a direction
 
 
 def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
@@ -67,7 +67,8 @@ def from_vector(x: np.ndarray) -> np.ndarray:
     cross = np.zeros((*x.shape[:-1], 3, 3))
     cross[..., 0, 1], cross[..., 0, 2], cross[..., 1, 2] = -x[..., 2], x[..., 1], -x[..., 0]
     cross -= np.swapaxes(cross, -1, -2)
-    one_minus_cos = 0.5 * np.sinc(angle / (2 * np.pi)) ** 2  # (1 - cos a) / a^2, finite at zero
+    # This equals (1 - cos a) / a^2, but it is finite at a = 0.
+    one_minus_cos = 0.5 * np.sinc(angle / (2 * np.pi)) ** 2
     return np.eye(3) + np.sinc(angle / np.pi) * cross + one_minus_cos * (cross @ cross)
 
 
@@ -110,8 +111,9 @@ def to_quaternion(matrix: np.ndarray) -> np.ndarray:
     m = matrix
     trace = m[..., 0, 0] + m[..., 1, 1] + m[..., 2, 2]
     diagonal = np.stack([m[..., 0, 0], m[..., 1, 1], m[..., 2, 2]], axis=-1)
-    # Four candidates, each 4 q_i q. The candidate of the largest component is the most accurate (Shepperd 1978).
-    squares = np.concatenate([1 + trace[..., None], 1 + 2 * diagonal - trace[..., None]], axis=-1)  # 4 q_i^2
+    # There are four candidates: 4 q_i q for each component q_i of the quaternion. The candidate with the largest q_i is
+    # the most accurate (Shepperd 1978). `squares` has 4 q_i^2.
+    squares = np.concatenate([1 + trace[..., None], 1 + 2 * diagonal - trace[..., None]], axis=-1)
     antisymmetric = np.stack(
         [m[..., 2, 1] - m[..., 1, 2], m[..., 0, 2] - m[..., 2, 0], m[..., 1, 0] - m[..., 0, 1]], axis=-1
     )

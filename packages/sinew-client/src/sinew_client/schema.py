@@ -68,7 +68,8 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
                 field.type_name = f".{package}.{type_name}"
             else:
                 field.type = getattr(kinds, "TYPE_" + type_name.upper())
-            if label == "optional":  # proto3 describes an optional field as a oneof with one field
+            # A descriptor of proto3 describes an optional field as a oneof with a single field.
+            if label == "optional":
                 field.proto3_optional = True
                 field.oneof_index = len(message.oneof_decl)
                 message.oneof_decl.add(name="_" + name)
@@ -78,11 +79,11 @@ def file_descriptor(messages: dict[str, dict[str, Any]] = MESSAGES, package: str
 def classes(file: Any) -> dict[str, Any]:
     """Return the message classes of a ``FileDescriptorProto`` by name. They have their own pool."""
     pool = descriptor_pool.DescriptorPool()
-    # The C++ implementation of protobuf 3.20 accepts a file only in serialised form.
+    # The C++ implementation of protobuf 3.20 accepts a file descriptor only as serialised bytes.
     pool.AddSerializedFile(file.SerializeToString())
-    factory = getattr(
-        message_factory, "GetMessageClass", None
-    )  # protobuf 4.22 and later; version 5 removed MessageFactory.GetPrototype
+    # Protobuf 4.22 and later have GetMessageClass. Older releases have only MessageFactory.GetPrototype, which
+    # protobuf 5 removed.
+    factory = getattr(message_factory, "GetMessageClass", None)
     factory = factory or message_factory.MessageFactory(pool).GetPrototype
     names = (each.name for each in file.message_type)
     return {name: factory(pool.FindMessageTypeByName(f"{file.package}.{name}")) for name in names}

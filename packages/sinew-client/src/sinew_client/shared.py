@@ -23,19 +23,20 @@ try:
     import fcntl
     import socket
 
-    PASSED = socket.CMSG_SPACE(struct.calcsize("i"))  # bytes of ancillary data for one descriptor
+    PASSED = socket.CMSG_SPACE(struct.calcsize("i"))  # size of the ancillary data for one descriptor, bytes
     _CLOEXEC = socket.MSG_CMSG_CLOEXEC
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    # A C library before glibc 2.27, and a Python that was built for it, lack these functions.
+    # Python does not have these names if it was built for a C library older than glibc 2.27.
     AVAILABLE = hasattr(os, "memfd_create") and hasattr(os, "MFD_ALLOW_SEALING")
-except (ImportError, AttributeError):  # not Linux
+except (ImportError, AttributeError):  # systems other than Linux do not have these modules and constants
     AVAILABLE = False
 
 SHARED, SENT = "shared memory", "in the message"
-# The header before the first frame has this many bytes; eight of them hold the generation. Frames begin at multiples.
+# The file begins with a header of 64 bytes, whose first eight bytes are the generation number. Each frame begins at a
+# multiple of 64 bytes.
 HEADER = ALIGN = 64
-# Smallest size in bytes of a request's frames for shared memory. Frames that fit into a socket's buffer (usually 208
-# KiB) are as fast in the message.
+# If the frames of a request have fewer bytes than this, they are sent in the message. For frames that fit into the
+# buffer of a socket (usually 208 KiB), shared memory is not faster.
 LEAST = 1 << 18
 _GENERATION = struct.Struct("<Q")
 
@@ -74,12 +75,13 @@ class SharedFrames:
         except ServerError as error:
             self.state = f"{SENT}: the server rejected it: {error}"
         finally:
-            os.close(self._descriptor)  # the server has received its own descriptor
+            os.close(self._descriptor)  # the server has its own copy of the descriptor
 
     def placed(self, parts: Sequence) -> list:
         """Copy the raw frames of a request into the file. Return the request's parts with positions in their place."""
         self._generation += 1
-        _GENERATION.pack_into(self._map, 0, 0)  # a reader of the last frames detects that they are gone
+        # Set the generation to 0 first, so that a server that still reads the last frames detects the change.
+        _GENERATION.pack_into(self._map, 0, 0)
         at, results, places = HEADER, [], {}  # type: ignore[var-annotated]
         for part in parts:
             if room(head := results[-1] if results else b"", part):
@@ -138,16 +140,15 @@ class ReceivedFrames:
         self._bytes = np.empty(0, np.uint8)
         try:
             self.state = self._open(descriptor, limit)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # the descriptor is not a memory file, or no address space is free
+        # These errors mean that the descriptor is not a memory file, or that no address space is free.
+        except (OSError, ValueError) as error:
             self.state = f"{SENT}: expected a sealed file of memory, got one that says {error}"
         finally:
             os.close(descriptor)
 
     def _open(self, descriptor: int, limit: int) -> str:
-        # A read from any other file, or from a file that may shrink, could end this process.
+        # Accept only a memory file whose size is sealed. Reading beyond the end of a file that has become smaller would
+        # kill this process with SIGBUS.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
             return f"{SENT}: the shared memory is not sealed against shrinking"
         about = os.fstat(descriptor)
@@ -204,5 +205,6 @@ def receive(made: Any, buffer: memoryview, limit: int) -> tuple[int, ReceivedFra
     frames = None
     for _, _, data in beside:
         for (descriptor,) in struct.iter_unpack("i", data):
-            frames = ReceivedFrames(descriptor, limit)  # the last descriptor is used, and all are closed
+            # ReceivedFrames closes each descriptor. If there are several descriptors, only the last one is used.
+            frames = ReceivedFrames(descriptor, limit)
     return count, frames

@@ -12,12 +12,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-Array = TypeVar("Array")  # a tensor, or an array of an engine without torch
+Array = TypeVar("Array")  # a torch tensor, or an array of an engine that does not use torch
 
-LARGEST_BETA = 0.999  # largest beta of "squaredcos_cap_v2"
-# Smallest beta of "linear". A smaller beta is zero noise in single precision, and steps divide by the noise.
+LARGEST_BETA = 0.999  # upper limit of each beta in the schedule "squaredcos_cap_v2" of diffusers
+# This is the smallest beta of the schedule "linear". With a smaller beta, the noise would be 0 in single precision, and
+# the solver divides by the noise.
 LEAST_BETA = 2.0**-24
-SMALLEST_VARIANCE = 1e-20  # smallest variance of DDPM's noise, before its root is taken
+SMALLEST_VARIANCE = 1e-20  # lower limit of the variance of the noise that DDPM adds, as in diffusers
 MAX_LEVELS = 100_000
 
 
@@ -237,13 +238,13 @@ class Solver:
         if self.kind == "table":
             return [Step(*row) for row in self.table]
         span = self.end - self.start
-        # k / n, not k * (1 / n): GR00T and Evo-1 compute their time buckets from exactly this quotient.
+        # Compute k * span / n in this order. GR00T and Evo-1 derive integer time buckets from exactly this quotient,
+        # and k * (span / n) would be rounded differently.
         times = [self.start + k * span / count for k in range(count)]
         if self.kind == "euler":
             return [Step(time, 1.0, span / count) for time in times]
-        shares = [
-            (time - self.end) / -span for time in [*times[1:], self.end]
-        ]  # share of the noise after each step
+        # `shares` is the share of the noise in x after each step.
+        shares = [(time - self.end) / -span for time in [*times[1:], self.end]]
         return [Step(time, 0.0, 1.0 - part, fresh=part) for time, part in zip(times, shares)]
 
     def times(self, count: int) -> list[float]:
@@ -260,5 +261,5 @@ class Solver:
         return x + (self.end - time) * output if self.kind == "euler" else output
 
 
-FLOW = Solver()  # openpi's and LeRobot's convention: t = 1 is noise, t = 0 are actions
+FLOW = Solver()  # the convention of openpi and LeRobot: t = 1 is noise, and t = 0 are the actions
 SINGLE = Solver("single", noise="zeros")

@@ -22,10 +22,11 @@ from sinew_client.form import Fitted
 from sinew_client.link import Link
 from sinew_client.tls import check_key_is_private
 
-# Messages that may wait to be sent. Further messages are dropped, because they would be old when they are sent.
+# At most this many messages wait to be sent. Further messages are dropped, because they would be too old when they are
+# sent.
 UNSENT = 4
-UNREAD = 256  # windows that are read in one call
-LINGER_S = 0.05  # seconds for the last message of a stream to leave
+UNREAD = 256  # one call of `windows` reads at most this many messages
+LINGER_S = 0.05  # `close` waits at most this many seconds until the last message is sent
 OPTIONS = ("rtc", "interpolation", "solver_steps", "seed", "text_tokens")
 
 
@@ -108,7 +109,7 @@ class StreamLink:
         policy: Mapping[str, Any] | None = None,
     ):
         self.max_rows, self._fitted = max_rows, None if policy is None else Fitted(policy)
-        self._deployment = 0  # deployment number of the policy that passed the comparison
+        self._deployment = 0  # deployment number of the policy that was compared with the robot's policy
         self._addresses = Addresses(address)
         self.rate, self.session = rate, session
         self.connect_timeout, self.timeout = connect_timeout, timeout
@@ -120,11 +121,11 @@ class StreamLink:
         self._ids = itertools.count(1)
         self.sent = self.dropped = self.errors = 0
         self.error, self.label, self.faults = "", "", Faults()
-        self._ends = False  # True if the stream must be ended before the next sample
-        self._asked: float | None = None  # time of the first sample since the last received message
+        self._ends = False  # True if the present stream must be ended before the next sample is sent
+        self._asked: float | None = None  # time of the first sample after the last received message, seconds
         self._closed = False
         self._link: Link | None = None  # the open connection; the thread that opened it closes it
-        self._changed = threading.Condition()  # guards the link, and signals its changes
+        self._changed = threading.Condition()  # locks `_link`, and signals its changes to the other thread
         self._thread = threading.Thread(target=self._keep_connected, name="sinew-stream", daemon=True)
         self._thread.start()
 
@@ -205,7 +206,7 @@ class StreamLink:
                 self.dropped += 1
                 return False
             if link.unsent:
-                self._changed.notify_all()  # the thread sends the rest
+                self._changed.notify_all()  # the stream's own thread sends the remaining bytes
         self.sent += 1
         if self._asked is None:
             self._asked = monotonic()
@@ -224,7 +225,8 @@ class StreamLink:
                 self._note(ConnectionLost(f"{self.present} has replaced its policy; connecting again"))
                 with self._changed:
                     if self._link is not None:
-                        self._lose(self._link, self.error)  # the next connection compares the policies first
+                        # Drop the connection, because the next connection compares the new policy with the old one.
+                        self._lose(self._link, self.error)
                 break
             self.label = window.label or self.label
             decoded.append(window)
@@ -287,7 +289,7 @@ class StreamLink:
             if link is not None:
                 link.shut()
             self._changed.notify_all()
-        self._thread.join(LINGER_S)  # the thread may still try to connect; it ends after that
+        self._thread.join(LINGER_S)  # a thread that still tries to connect ends after this attempt
 
     def _end(self) -> bytes:
         end = schema.PredictRequest(
@@ -295,8 +297,6 @@ class StreamLink:
         )
         payload: bytes = end.SerializeToString()
         return payload
-
-    # ------------------------------------------------------------------------- connection
 
     def _lose(self, link: Link, why: str) -> None:
         """Drop a connection, and change to the next address if there is one. The caller has the lock."""
@@ -314,12 +314,13 @@ class StreamLink:
             place = self._addresses.place
             try:
                 link = Link(self._addresses.host_and_port, monotonic() + patience, b"DEALER")
-            except OSError as error:  # also ConnectionLost, if the address belongs to another program
+            # ConnectionLost is a subclass of OSError. It means that the program at the address is not a Sinew server.
+            except OSError as error:
                 with self._changed:
                     if isinstance(error, ConnectionLost):
                         self.error = str(error)
                     self._addresses.move(place, str(error))
-                    if self._addresses.place == 0:  # all addresses have been tried
+                    if self._addresses.place == 0:  # wait only after all addresses have been tried
                         self._changed.wait_for(lambda: self._closed, next(waits))
                 continue
             try:

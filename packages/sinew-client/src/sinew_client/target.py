@@ -25,7 +25,8 @@ from sinew_client.policy import Policy
 from sinew_client.untrusted import named
 
 ADDRESS, MODEL_SERVER, EXPERT, LOCAL = "address", "model-server", "expert", "local"
-GROUP = "sinew.targets"  # entry points: kind -> a function (place, **options) that returns an open policy
+# An entry point of this group has the name of a kind. It is a function (place, **options) that returns an open policy.
+GROUP = "sinew.targets"
 _MODEL_SERVER, _HUB = "vla-eval://", "hf://"
 
 
@@ -115,7 +116,7 @@ class Target:
 def _opener(kind: str) -> Any:
     """Return the function that opens a kind of policy; None if no installed package has one."""
     points = metadata.entry_points()
-    # Python before 3.10 returns a mapping of groups.
+    # Before Python 3.10, entry_points() returns a dict from the groups to their entry points.
     group = points.get(GROUP, ()) if isinstance(points, dict) else points.select(group=GROUP)
     return next((point.load() for point in group if point.name == kind), None)
 

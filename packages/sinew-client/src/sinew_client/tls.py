@@ -17,11 +17,12 @@ from typing import Any, Sequence
 from sinew_client.errors import ClientError
 
 ALLOW_VARIABLE = "SINEW_ALLOW_UNENCRYPTED_KEY"
-# First byte of a TLS connection, which begins with a handshake record (RFC 8446, 5.1). ZMTP begins with 0xff.
+# A TLS connection begins with a handshake record, whose first byte has this value (RFC 8446, section 5.1). A ZMTP
+# connection without TLS begins with 0xff.
 FIRST_BYTE = b"\x16"
-MAX_PIECE = (
-    1 << 16
-)  # bytes that one call encrypts, so that a reply to a slow peer is encrypted piece by piece
+# One call encrypts at most this many bytes, so that a reply to a slow peer is encrypted only as far as the peer
+# accepts.
+MAX_PIECE = 1 << 16
 
 
 class TlsSocket(ssl.SSLSocket):
@@ -30,7 +31,7 @@ class TlsSocket(ssl.SSLSocket):
     Thread-safe: OpenSSL allows one call at a time for each connection.
     """
 
-    sendmsg = None  # type: ignore[assignment] # TLS sends one buffer at a time
+    sendmsg = None  # type: ignore[assignment] # a TLS socket can only send one buffer at a time
     lock: Any
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
@@ -83,7 +84,7 @@ def is_loopback(host: str | None) -> bool:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return host.lower() == "localhost"
-    # For ::ffff:127.0.0.1, Python before 3.13 returns is_loopback False.
+    # Before Python 3.13, is_loopback is False for IPv4 addresses inside IPv6, such as ::ffff:127.0.0.1.
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
 

@@ -16,11 +16,11 @@ from typing import Any, Iterable, Mapping, Sequence
 from sinew_client.errors import ClientError
 from sinew_client.untrusted import named
 
-MOST_SHOWN = 8  # largest number of names in a message
-LONGEST_SHOWN = 200  # characters of a name in a message
-# Matches the folders of a path that begins at the root, a drive or the home folder. The path may be inside a longer
-# text: a quote, a bracket, a comma, an equals sign or a blank must precede it. So `tcp://host` and `sinew/Blocks-v0` do
-# not match.
+MOST_SHOWN = 8  # an error message lists at most this many names
+LONGEST_SHOWN = 200  # longest name in an error message, characters
+# This pattern matches the folders of a path that begins at the root, a drive or the home folder. The path may be inside
+# a longer text, after a quote, a bracket, a comma, an equals sign or a blank. So the pattern does not match texts such
+# as `tcp://host` and `sinew/Blocks-v0`.
 _FOLDERS = re.compile(
     r"""(?<![^\s'"=,(\[])((?:ipc://|file:(?://)?)?)(?:~[\\/]|(?:[A-Za-z]:)?[\\/](?=[^\s\\/]))(?:[^'"=,\\/\n]+[\\/])*"""
 )

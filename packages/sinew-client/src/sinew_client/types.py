@@ -14,9 +14,7 @@ from sinew_client.errors import ClientError, ObservationError
 from sinew_client.solver import FLOW, NoiseLevels, Solver
 from sinew_client.untrusted import shown
 
-MOST_TOGETHER = 64  # largest number of observations in a message
-
-# ----------------------------------------------------------------------------- specification
+MOST_TOGETHER = 64  # largest number of observations in one request
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class RealTimeChunking:
     mode: Literal["guided", "trained"] = "guided"
 
 
-MAX_HISTORY = 16  # largest number of observation steps in an observation
+MAX_HISTORY = 16  # largest number of observation steps in an observation with a history
 MAX_HISTORY_STEPS = 1024  # largest number of control steps between the oldest and the newest observation
 
 
@@ -261,12 +259,10 @@ class PolicySpec:
         return spec
 
 
-# ----------------------------------------------------------------------------- observation and action
-
 RTC = ("guided", "no-jacobian", "ramp", "trained")
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 OTHERS_WORDS = {"task": "prompt", "instruction": "prompt", "language_instruction": "prompt"}
-WORDS = ("subtask", "question", "text_only", "text_tokens")  # fields that request text
+WORDS = ("subtask", "question", "text_only", "text_tokens")  # fields that request text from the language head
 
 
 @dataclass(frozen=True)
@@ -469,15 +465,13 @@ class ActionChunk:
         return f"<ActionChunk {', '.join([rows, f'{self.timing.total_ms:.1f} ms', f'seed {self.seed}', *beside])}>"
 
 
-# ----------------------------------------------------------------------------- decoding
-
 _FORMS: Any = {
     "str": (str, "a text"),
     "int": (int, "a whole number"),
     "float": ((int, float), "a number"),
     "bool": (bool, "true or false"),
 }
-_MOST = 10_000  # entries of one list or map that a server may send
+_MOST = 10_000  # a list or map from a server may have at most this many entries
 
 
 def _built(path: str, kind: Any, given: Any) -> Any:
@@ -510,7 +504,7 @@ def _read(path: str, form: str, given: Any) -> Any:
             raise ClientError(f"{path}: expected {what}, got {shown(given)}")
         try:
             return float(given) if form == "float" else given
-        except OverflowError:  # a whole number beyond float64
+        except OverflowError:  # the integer is too large for float64
             raise ClientError(f"{path}: expected a number of float64, got {shown(given)}") from None
     if form.startswith("Literal["):
         known = [word.strip(" \"'") for word in form[len("Literal[") : -1].split(",")]
@@ -521,9 +515,8 @@ def _read(path: str, form: str, given: Any) -> Any:
         inner = form[len("tuple[") : -1]
         if not isinstance(given, (list, tuple)) or len(given) > _MOST:
             raise ClientError(f"{path}: expected a list of at most {_MOST}, got {shown(given)}")
-        kinds = (
-            [inner[: -len(", ...")]] * len(given) if inner.endswith(", ...") else inner.split(", ")
-        )  # the type of a row of numbers lists each element
+        # The annotation is either tuple[T, ...] for any length, or lists the type of each element.
+        kinds = [inner[: -len(", ...")]] * len(given) if inner.endswith(", ...") else inner.split(", ")
         if len(kinds) != len(given):
             raise ClientError(f"{path}: expected a list of {len(kinds)}, got {len(given)}")
         return tuple(_read(f"{path}[{at}]", kinds[at], each) for at, each in enumerate(given))

@@ -19,19 +19,21 @@ import numpy as np
 from sinew_client.untrusted import shown
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-PEERS = {  # socket type -> socket types that may connect to it
+# For each socket type, the socket types that may connect to it.
+PEERS = {
     b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
     b"REQ": (b"ROUTER", b"REP"),
     b"DEALER": (b"ROUTER",),
 }
 
-INPUT = 1 << 14  # bytes of a connection's input buffer: handshakes, heads of frames, small frames
-MAX_COMMAND = 1024  # bytes
-KEPT_FRAMES = 10  # stored frames of a message: the ids of proxies, the empty frame, and the request
-MAX_FRAMES = 1024  # the connection ends if a message has more frames
+INPUT = 1 << 14  # size of a connection's input buffer for handshakes, frame headers and small frames, bytes
+MAX_COMMAND = 1024  # largest ZMTP command, bytes
+# At most this many frames of a message are stored: the ids of proxies, an empty frame and the request.
+KEPT_FRAMES = 10
+MAX_FRAMES = 1024  # if a message has more frames than this, the connection ends
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
-_DROPPED = memoryview(bytearray(1 << 16))  # dropped bytes are received into this buffer
+_DROPPED = memoryview(bytearray(1 << 16))  # bytes that are not stored are received into this buffer
 
 Frame = Union[bytes, memoryview]
 
@@ -69,17 +71,19 @@ class Framing:
     def __init__(self, limit: int, kind: bytes = b"ROUTER"):
         self.limit = limit
         self.kind = kind
-        self.ready = False  # True after the handshake
+        self.ready = False  # True after the handshake is complete
         self.replies: list[bytes] = [GREETING]
         self._greeted = False
         self._input = memoryview(bytearray(INPUT))
-        self._start = self._end = 0  # the part of the input that is not parsed yet
+        self._start = self._end = 0  # the bytes of the input buffer that are not parsed yet
         self._flags = 0
-        self.left = 0  # missing bytes of the present frame; until they arrive, ``next`` returns None
-        self._body: memoryview | None = None  # body of the present frame; None if it is dropped
+        # This is the number of missing bytes of the present frame. Until they arrive, ``next`` returns None.
+        self.left = 0
+        self._body: memoryview | None = None  # body of the present frame; None if its bytes are not stored
         self._filled = 0
         self._frames: list[Frame] = []
-        self._kept = self._count = self._size = 0  # present message: stored bytes, frames, all bytes
+        # Of the present message: stored bytes, number of frames, and bytes of all frames.
+        self._kept = self._count = self._size = 0
 
     @property
     def arriving(self) -> int:
@@ -126,7 +130,7 @@ class Framing:
     def next(self) -> Message | None:
         """Return the next complete message; None if there is none. Raises :class:`ZmtpError`."""
         while not self.left:
-            if self._filled:  # a frame that arrived in pieces is complete
+            if self._filled:  # a frame that arrived in several pieces is now complete
                 message = self._end_frame(self._body)
             elif not self._greeted:
                 if not self._greet():
@@ -142,8 +146,6 @@ class Framing:
             if message is not None:
                 return message
         return None
-
-    # ------------------------------------------------------------------------- parts
 
     def _greet(self) -> bool:
         have = self._input[self._start : self._end]
@@ -195,7 +197,9 @@ class Framing:
             self._body = None
         elif here == size:
             self._body = memoryview(bytes(part))
-        else:  # memory is taken only when it is written to, so the head of a frame reserves none
+        else:
+            # The system allocates the pages of this array only when bytes are written. So a peer that states a large
+            # frame and sends no data does not use memory.
             self._body = np.empty(size, np.uint8).data
             self._body[:here] = part
         return True
@@ -225,14 +229,13 @@ class Framing:
                 expected = b" or ".join(PEERS[self.kind][:2]).decode()
                 raise ZmtpError(f"its socket is a {kind[:20]!r}, and {expected} is expected")
             self.ready = True
-        elif name == b"ERROR":  # the body is one string after its length
+        elif name == b"ERROR":  # the body is the length of a text in one byte, and the text
             raise ZmtpError(f"it refuses the connection: {shown(body[1:].decode('ascii', 'replace'), 300)}")
         elif not self.ready:
             raise ZmtpError(f"its command is {name[:20]!r}")
         elif name == b"PING" and len(self.replies) < KEPT_FRAMES:
-            self.replies.append(
-                _command(b"PONG", body[2:18])
-            )  # the context after the time to live, at most 16 bytes
+            # A PING has a time to live (2 bytes) and a context of at most 16 bytes, which the PONG returns.
+            self.replies.append(_command(b"PONG", body[2:18]))
 
 
 def message(frames: Sequence[Frame]) -> bytes:

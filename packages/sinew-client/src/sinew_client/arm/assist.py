@@ -24,7 +24,8 @@ from sinew_client.faults import Faults
 
 logger = logging.getLogger(__name__)
 
-SET_BACK_S = 10.0  # a frame that is older than the last one by more seconds means that the clock was set back
+# If a frame is older than the previous frame by more than this, the clock was set back and stored times are invalid.
+SET_BACK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -112,18 +113,18 @@ class Assist:
         self._near, self.rule, self.hz = near, rule, hz
         self._motion, self._clock = motion or Motion(), clock
         self._far = Requester(far, deadline)
-        self._answered = float("-inf")  # time of the far policy's last answer
-        # Time and state of the last frame that was sent to the far policy.
+        self._answered = float("-inf")  # time of the far policy's last answer, seconds
+        # This pair is the time and the state of the last frame that was sent to the far policy.
         self._sent: tuple[float, np.ndarray | None] = (0.0, None)
-        self._followed: _Followed | None = None  # the far policy's chunk
-        self._last: _Followed | None = None  # the chunk that the last answer came from
-        self._now = float("-inf")  # time of the last observation
+        self._followed: _Followed | None = None  # the far policy's chunk, while the robot follows it
+        self._last: _Followed | None = None  # the chunk, near or far, that `answer` returned last
+        self._now = float("-inf")  # time of the last observation, seconds
         self._draws = 0
         self._dim = 0  # width of the near policy's actions
         self._lock = threading.Lock()
-        self.asked: Counter = Counter()  # reason -> requests
-        self.failed: Counter = Counter()  # reason -> requests without an answer
-        self.faults = Faults()  # failures that are errors
+        self.asked: Counter = Counter()  # number of requests to the far policy, by reason
+        self.failed: Counter = Counter()  # number of requests without an answer, by reason
+        self.faults = Faults()  # the failures that count as errors, and not as normal operation
         self.answered = self.late = self.near_chunks = self.far_chunks = 0
 
     def __call__(self) -> Call:
@@ -156,8 +157,9 @@ class Assist:
         """Return the chunk for an observation, float32 [H, D]: the far policy's rows while they last."""
         now = float(observation.get("time") or self._clock())
         state = observation.get("state")
-        with self._lock:  # an abandoned call may still run at the same time as the next one
-            if now < self._now - SET_BACK_S:  # the clock was set back, so the stored times are meaningless
+        # The lock is necessary: an abandoned call may still run in its thread when the next call begins.
+        with self._lock:
+            if now < self._now - SET_BACK_S:
                 self._answered, self._followed, self._last = float("-inf"), None, None
             self._now = now
             self._poll(now)

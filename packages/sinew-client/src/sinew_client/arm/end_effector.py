@@ -32,12 +32,14 @@ from sinew_client.rotations import (
 )
 from sinew_client.untrusted import named, shown
 
-LARGEST = sys.float_info.max  # a Python integer may be larger, and cannot become a float
-USUAL_VELOCITY = math.pi  # velocity limit of a joint, per second, if neither description nor options have one
-SOFT = 0.01  # weight of a rotation that is only approached
-INVOLVED = 0.3  # smallest share of a joint that the message about a singular pose names
-SLACK = 1e-5  # radians or metres
-_FORMS: dict[str, tuple[int, Any, Any]] = {  # form -> count of numbers, function to a matrix, function back
+LARGEST = sys.float_info.max  # a larger Python integer cannot be converted to a float
+# A joint has this velocity limit in rad/s (or m/s), if neither the robot's file nor the options state one.
+USUAL_VELOCITY = math.pi
+SOFT = 0.01  # weight of the rotation error for rotation "near", where the position has priority
+INVOLVED = 0.3  # a joint with at least this share of a singular motion is named in the message
+SLACK = 1e-5  # tolerance of the velocity check, radians or metres per control step
+# Each form has the count of its numbers, a function that converts the numbers to a matrix, and the inverse function.
+_FORMS: dict[str, tuple[int, Any, Any]] = {
     "xyz": (3, None, None),
     "rpy": (3, from_rpy, to_rpy),
     "rotvec": (3, from_vector, to_vector),
@@ -45,9 +47,10 @@ _FORMS: dict[str, tuple[int, Any, Any]] = {  # form -> count of numbers, functio
     "wxyz": (4, lambda x: from_quaternion(np.roll(x, -1)), lambda m: np.roll(to_quaternion(m), 1)),
     "rot6d": (6, from_6d, to_6d),
     "gripper": (1, None, None),
-    "joints": (0, None, None),  # the count is the robot's
+    "joints": (0, None, None),  # the robot determines the count
 }
-_NAMED = {  # names of a pose's numbers in bundles
+# Bundles use these names for the numbers of each form.
+_NAMED = {
     "xyz": ("x", "y", "z"),
     "rpy": ("roll", "pitch", "yaw"),
     "rotvec": ("rx", "ry", "rz"),
@@ -316,7 +319,7 @@ class KnownArm:
                 """ --robot-options '{"use_degrees": true}'"""
             )
         self._radians = np.where(chain.slides, 1.0, math.pi / 180 if unit == "deg" else 1.0)
-        self._seen: np.ndarray | None = None  # all numbers of the last observed state
+        self._seen: np.ndarray | None = None  # the last observed state, with all its numbers
 
     def observe(self) -> dict[str, Any]:
         observation = dict(self._robot.observe())
@@ -414,9 +417,11 @@ class EndEffector(KnownArm):
                 f"rotation: expected at least 6 joints for exact, {chain.base} to {chain.tip} has {size}; near brings"
                 " the tip to its place with the rotation as near as it can be"
             )
-        self._now: np.ndarray | None = None  # joints observed since the last command or hold
-        self._sent: np.ndarray | None = None  # joints of the last command, None after a hold
-        self._kept: np.ndarray | None = None  # the tip's rotation at the first command, for rotation "keep"
+        # These are the observed joints. A command sets them to None until the robot is observed again.
+        self._now: np.ndarray | None = None
+        self._sent: np.ndarray | None = None  # joints of the last command; None after a hold
+        # This is the tip's rotation at the first command, for rotation "keep".
+        self._kept: np.ndarray | None = None
 
     @property
     def motion(self) -> dict[str, Any] | None:
@@ -436,8 +441,6 @@ class EndEffector(KnownArm):
             f"kinematics: {len(chain.joints)} joints from {chain.base} to {chain.tip}; action {_text(self.action)},"
             f" state {_text(self.state)}; rotation {self.rotation}{usual}"
         )
-
-    # ------------------------------------------------------------------------- the robot's methods
 
     def facts(self) -> RobotFacts:
         """Return the facts about the robot itself, except that its numbers are poses and it bounds its own speed."""
@@ -478,7 +481,8 @@ class EndEffector(KnownArm):
         seen = dict(self._robot.observe())
         observation = {**seen, "state": self._encoded(seen["state"])}
         did = observation.pop("action", None)
-        if did is not None and not any(part.offset for part in self.action):  # another driver's command
+        # A watched robot also reports the command of its driver. Delta actions cannot be derived from that command.
+        if did is not None and not any(part.offset for part in self.action):
             whole = self._checked(did)
             tip = self.chain.forward(self._of(whole))
             observation["action"] = self._written(self.action, whole, tip.place, tip.turn)
@@ -511,8 +515,6 @@ class EndEffector(KnownArm):
     def hold(self) -> None:
         self._sent = self._now = None
         self._robot.hold()
-
-    # ------------------------------------------------------------------------- poses
 
     def _checked(self, state: Any) -> np.ndarray:
         numbers = np.asarray(state, np.float64)
@@ -554,7 +556,8 @@ class EndEffector(KnownArm):
 
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the joints from which a command starts, and all numbers of the robot."""
-        if self._now is None and self.needs_state:  # not observed in this step, so no loop drives the robot
+        # A control loop observes the robot before such a command. Without a loop, observe the robot here.
+        if self._now is None and self.needs_state:
             sense = facts_of(self._robot).sense
             try:
                 self._encoded(sense() if sense is not None else self._robot.observe()["state"])
@@ -605,7 +608,7 @@ class EndEffector(KnownArm):
                 f"the least singular value is {after.least:.2g}, expected at least {self.options.singular:g}",
             )
         fastest = np.abs(joints - start) / self._period
-        # Commands are rounded to float32, so the way from one command to the next may be longer by SLACK.
+        # Rounding to float32 can make the step between two commands a little longer, so SLACK is allowed.
         over = np.flatnonzero(fastest > self._velocity + SLACK / self._period)
         if len(over):
             at = int(over[np.argmax(fastest[over] / self._velocity[over])])

@@ -19,10 +19,10 @@ from sinew_client.errors import ClientError
 from sinew_client.rotations import from_quaternion, from_rpy, from_vector, to_vector
 from sinew_client.untrusted import read_text
 
-MAX_FILE = 1 << 24  # bytes of a robot's description
-MAX_TURN = 0.4  # largest step of a joint in an iteration, radians or metres
+MAX_FILE = 1 << 24  # largest URDF or MJCF file, bytes
+MAX_TURN = 0.4  # largest step of a joint in one iteration of inverse kinematics, radians or metres
 ITERATIONS = 60
-DAMPING = 1e-9  # constant part of the damping, as a share of the squared reach; the error adds its own part
+DAMPING = 1e-9  # smallest damping of inverse kinematics, as a fraction of the squared reach of the arm
 
 
 class KinematicsError(ClientError, ValueError):
@@ -142,7 +142,7 @@ class Chain:
         turns = np.broadcast_to(turn, (*shape[:-1], 3, 3)).reshape(-1, 3, 3)
         scale = np.array([1.0] * 3 + [length] * 3)
         least, unit = DAMPING * self.reach**2, np.eye(size)
-        pending = np.arange(len(flat))  # indices of the poses that are not reached yet
+        pending = np.arange(len(flat))  # indices of the poses that the arm has not reached yet
         for _ in range(ITERATIONS):
             now = flat[pending]
             tip = self.forward(now)
@@ -152,9 +152,8 @@ class Chain:
             stuck = ((now <= self.low) & (pull < 0.0)) | ((now >= self.high) & (pull > 0.0))
             damping = 0.5 * (error**2).sum(-1) + least
             step = np.zeros_like(now)
-            for _again in range(
-                2
-            ):  # the second pass leaves out joints that the first one brings to an end of the range
+            # The first pass may move joints to an end of their range. The second pass then solves without these joints.
+            for _again in range(2):
                 jacobian = np.where(stuck[:, None, :], 0.0, jacobian)
                 normal = np.swapaxes(jacobian, -1, -2) @ jacobian + damping[:, None, None] * unit
                 step = np.linalg.solve(normal, np.where(stuck, 0.0, pull)[..., None])[..., 0]
@@ -216,9 +215,6 @@ def _error(place: np.ndarray, turn: np.ndarray, tip: Tip) -> np.ndarray:
     return np.concatenate([place - tip.place, to_vector(turn @ np.swapaxes(tip.turn, -1, -2))], axis=-1)
 
 
-# ----------------------------------------------------------------------------- descriptions of robots
-
-
 @dataclass(frozen=True)
 class _Joint:
     """One joint of a description, or a fixed connection (kind "fixed"), with its frame in the parent's frame."""
@@ -256,7 +252,7 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
             f"{path}: expected a description without a document type; remove <!DOCTYPE> and <!ENTITY> from the file"
         )
     try:
-        root = ElementTree.fromstring(text)  # noqa: S314 - without entities, and its size is bounded
+        root = ElementTree.fromstring(text)  # noqa: S314 - the text has no entities and a limited size
     except ElementTree.ParseError as error:
         raise KinematicsError(f"{path}: {error}") from error
     if root.tag not in ("robot", "mujoco"):
@@ -270,7 +266,8 @@ def read_chain(path: Path, tip: str = "", base: str = "") -> Chain:
 
 def _urdf(root: Any, tip: str, base: str) -> tuple[list[_Joint], str, str]:
     """Return the joints between two links, from the base to the tip, and the links' names."""
-    above = {}  # link -> the joint that it hangs from, and the joint's parent link
+    # For each link, `above` has the joint that carries the link, and the parent link of this joint.
+    above = {}
     for joint in root.findall("joint"):
         parent, child = (joint.find(end) for end in ("parent", "child"))
         if parent is None or child is None:
@@ -355,9 +352,8 @@ def _mjcf_body(model: Any, at: int) -> list[_Joint]:
         low, high = joint.range if model.jnt_limited[number] else (-math.inf, math.inf)
         anchor, away = joint.pos.copy(), float(model.qpos0[model.jnt_qposadr[number]])
         joints.append(_Joint(joint.name, kind, anchor, np.eye(3), joint.axis.copy(), low, high))
-        back = (
-            -away * joint.axis if kind == "prismatic" else np.zeros(3)
-        )  # MJCF's zero may differ from position 0
+        # An MJCF body is drawn at the joint position `qpos0`, which may differ from 0. Move the body back by it.
+        back = -away * joint.axis if kind == "prismatic" else np.zeros(3)
         turn = from_vector(-away * joint.axis) if kind == "revolute" else np.eye(3)
         joints.append(_Joint("", "fixed", back, turn, np.zeros(3)))
         joints.append(_Joint("", "fixed", -anchor, np.eye(3), np.zeros(3)))

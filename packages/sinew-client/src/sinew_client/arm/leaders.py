@@ -12,8 +12,10 @@ from sinew_client.control.authority import LeaderError
 from sinew_client.control.robots import lerobot_choice, lerobot_config
 from sinew_client.modules import load_named
 
-SHARE = 0.1  # share of the way to the robot's position that a leader with motors moves in each control step
-ALIGN_SPEED = 60.0  # its largest speed, units per second: degrees, or hundredths of half a joint's range
+# While a leader with motors aligns itself with the robot, each control step moves it by this fraction of the distance.
+SHARE = 0.1
+# The largest speed of this motion, per second. The unit is LeRobot's: degrees, or -100 to 100 over a joint's range.
+ALIGN_SPEED = 60.0
 
 
 class LeRobotLeader:
@@ -52,7 +54,8 @@ class LeRobotLeader:
         self._stiff = False
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # an unplugged leader cannot be released
+        # Ignore errors: the motors of an unplugged leader cannot be released.
+        with contextlib.suppress(Exception):
             self.free()
         self.teleoperator.disconnect()
 
@@ -62,7 +65,7 @@ class LeRobotLeader:
             self._stiff = True
         at = np.array(self.read(), np.float64)
         if not np.all(np.isfinite(at)):
-            return  # the motors are not moved from an unknown position
+            return  # the leader's position is unknown, so its motors must not move
         away = np.where(np.isnan(position), at, position) - at
         goal = at + np.clip(SHARE * away, -self._most, self._most)
         self.teleoperator.send_feedback(dict(zip(self._names, map(float, goal))))

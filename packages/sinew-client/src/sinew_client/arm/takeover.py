@@ -23,8 +23,9 @@ from sinew_client.control.safety import Limits, RowsError, checked_rows
 
 logger = logging.getLogger(__name__)
 
-ALIGN_SHARE = 0.05  # default distance between leader and robot at a take-over, as a fraction of the range
-SILENCE_S = 0.2  # seconds without a command of the leader, after which the leader is aligned again
+# By default, leader and robot may differ by this fraction of each joint's range at a take-over.
+ALIGN_SHARE = 0.05
+SILENCE_S = 0.2  # after this many seconds without a command, the leader must be aligned with the robot again
 
 
 class Takeover(LoopListener):
@@ -74,8 +75,8 @@ class Takeover(LoopListener):
                     f" range in the limits from which {ALIGN_SHARE:g} could be taken"
                 )
             self._near[self._placed] = ALIGN_SHARE * span[self._placed]
-        self.apart = ""  # why the leader is not aligned yet
-        self._said: set[str] = set()  # reasons of the leader's failures that were logged
+        self.apart = ""  # the reason why the leader is not aligned yet
+        self._said: set[str] = set()  # failures of the leader that were logged already
         self._pressed = bool(getattr(leader, "wanted", False))
 
     def attach(self, loop: Loop) -> None:
@@ -109,7 +110,8 @@ class Takeover(LoopListener):
         lost = controller.driver != HUMAN and (here is None or np.any(np.isnan(here)))
         if lost and (observation is not None or loop.observe(step, loop.now) is not None):
             here = loop.observer.position()
-        if isinstance(loop.robot, ShadowListener):  # the robot's observation contains the driver's command
+        # A shadowed robot is only watched: its observation contains the command of its driver, who is the leader here.
+        if isinstance(loop.robot, ShadowListener):
             loop.observe(step, loop.now)
         last = controller.followed
         followed = None if last is None else (max(0, step - last[0] - 1) / loop.settings.hz, last[1])
@@ -168,9 +170,8 @@ class Takeover(LoopListener):
 
     def _left(self, row: np.ndarray | None, followed: tuple[float, np.ndarray] | None) -> bool:
         """Return True if the leader may have left the position to which the robot has followed it."""
-        if followed is None or isinstance(
-            self.leader, ShadowListener
-        ):  # a shadowed leader is at the robot's position
+        # A shadowed leader reports the robot's own commands, so it is always at the robot's position.
+        if followed is None or isinstance(self.leader, ShadowListener):
             return False
         seconds, last = followed
         return seconds > SILENCE_S or (row is not None and bool(np.any(np.abs(row - last) > self._near)))
@@ -189,7 +190,7 @@ class Takeover(LoopListener):
             return checked_rows([row], self._dim, 1, what="the leader's row")[0], ""
         except RowsError as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
+        except Exception as error:  # noqa: BLE001 - after any error of the leader, the robot holds
             reason = f"the leader failed: {type(error).__name__}: {error!s:.200}"
         if reason not in self._said and len(self._said) < 100:
             logger.warning("%s", reason)
@@ -217,5 +218,5 @@ class Takeover(LoopListener):
             return
         try:
             method(*values)
-        except Exception as error:  # noqa: BLE001 - the robot holds, whatever a leader raises
+        except Exception as error:  # noqa: BLE001 - after any error of the leader, the robot holds
             self.apart = f"the leader could not be aligned: {type(error).__name__}: {error!s:.200}"

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from sinew_client.control.trajectory import Node, Trajectory
     from sinew_client.control.windows import StreamController
 
+# For each public name, the module of this package that defines it.
 _HOMES = {
     "AS_IS": "defaults",
     "Absolute": "motion",
@@ -113,7 +114,7 @@ _HOMES = {
     "parse_rule": "replan",
     "repeat": "journal",
     "watched": "journal",
-}  # name -> the module below this package that defines it
+}
 __all__ = [
     "AS_IS",
     "METHODS",
@@ -186,7 +187,8 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING:  # a type checker would accept any name
+# Type checkers must not see `__getattr__`, because they would then accept any name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

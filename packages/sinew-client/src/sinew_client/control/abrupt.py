@@ -10,7 +10,7 @@ import numpy as np
 from sinew_client.control.authority import POLICY
 from sinew_client.control.controller import Command
 
-KEPT = 5  # reported changes for each number of a command
+KEPT = 5  # the report lists at most this many changes for each number of a command
 
 
 class AbruptMoves:
@@ -28,7 +28,7 @@ class AbruptMoves:
         self.names = tuple(names) or tuple(map(str, range(dim)))
         self._last: Command | None = None  # the last command that was not a hold
         self._pace = np.zeros(dim)
-        self._before = ""  # reason of the hold before this command
+        self._before = ""  # the reason of the hold before this command; "" if there was no hold
         self._squares, self._count = np.zeros(dim), 0
         self._largest: list[list[tuple[float, int, float, str, tuple[str, ...]]]] = [[] for _ in range(dim)]
 

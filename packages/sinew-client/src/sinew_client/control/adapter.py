@@ -17,9 +17,9 @@ from sinew_client.control.adapter_file import KEY, AdapterError, CameraEncoder, 
 from sinew_client.control.motion import parse_motion
 from sinew_client.untrusted import UntrustedError, read_bytes
 
-LARGEST = 16 << 20  # largest size of a file, bytes
-WIDEST = 1 << 12  # largest width of the network
-_EPS = 1e-5  # epsilon of layer norm
+LARGEST = 16 << 20  # largest size of an adapter file, bytes
+WIDEST = 1 << 12  # largest number of units in a layer of the network
+_EPS = 1e-5  # epsilon of the layer norm
 
 
 class Adapter:
@@ -69,8 +69,6 @@ class Adapter:
         for name, expected, got in facts:
             if expected != got:
                 raise AdapterError(f"edge adapter of {form.policy}: {name}: expected {expected}, got {got}")
-
-    # ------------------------------------------------------------------------- what it computes
 
     def see(self, images: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the features of one observation, float32 [F].

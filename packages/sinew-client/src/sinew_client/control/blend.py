@@ -80,7 +80,8 @@ def parse_fusion(text: str) -> Fusion:
     )
 
 
-# The aggregate functions of LeRobot's asynchronous client (async_inference/configs.py).
+# These are the aggregate functions of LeRobot's asynchronous client (async_inference/configs.py). The numbers are the
+# weight of the new action. The old action has the rest of the weight.
 AGGREGATES: dict[str, Fusion] = {
     "weighted_average": Fusion(0.7, 0.7),
     "latest_only": Fusion(),
@@ -88,13 +89,15 @@ AGGREGATES: dict[str, Fusion] = {
     "conservative": Fusion(0.3, 0.3),
 }
 
-# Temporal ensemble of ACT (Zhao et al. 2023, section IV-B): w_i = exp(-m i), where i = 0 is the oldest; m = 0.01.
+# This is m of the weights w_i = exp(-m i) of ACT's temporal ensemble (Zhao et al. 2023, section IV-B). The oldest chunk
+# has i = 0.
 ENSEMBLE_DECAY = 0.01
 
 SCHEDULES = ("exp", "linear", "ones", "zeros")
 
 
-# Adaptive ensemble of CogACT (Li et al. 2024, section 3.4): w_i = exp(alpha cos(row_i, newest row)); alpha = 0.1
+# This is alpha of the weights w_i = exp(alpha cos(action_i, newest action)) of CogACT's adaptive ensemble (Li et al.
+# 2024, section 3.4).
 COSINE_ALPHA = 0.1
 
 
@@ -117,7 +120,7 @@ def ensemble(
         every = np.stack([np.asarray(row, np.float64) for row in rows])
         sizes = np.linalg.norm(every, axis=1)
         exponents = alpha * (every @ every[-1]) / (sizes * sizes[-1] + 1e-7)
-    weights = np.exp(exponents - exponents.max())  # the largest weight is 1, so nothing overflows
+    weights = np.exp(exponents - exponents.max())  # the largest weight is 1, so exp cannot overflow
     offsets = np.stack([np.asarray(row, np.float64) - newest for row in rows])
     return (newest + (weights / weights.sum()) @ offsets).astype(np.float32)
 
@@ -145,7 +148,7 @@ def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -
         return (rows < start).astype(np.float64)
     weights = np.clip((start - 1 - rows) / (end - start + 1) + 1, 0.0, 1.0)
     if schedule == "exp":
-        # The quotient of two exponentials is 1 at weight 1, but some processors round it to more than 1.
+        # At weight 1 the exact quotient is 1, but some processors round it to a number above 1.
         weights = np.minimum(weights * np.expm1(weights) / (np.e - 1), 1.0)
         weights[:start] = 1.0
     return np.where(rows < end, weights, 0.0)

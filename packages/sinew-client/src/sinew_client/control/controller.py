@@ -23,11 +23,10 @@ logger = logging.getLogger(__name__)
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
 HALTED = "the last chunk expected the robot elsewhere"
-REASONS, OTHER = (
-    100,
-    "other reasons",
-)  # reasons contain servers' messages, so this limits how many are counted
-AHEAD_S = 0.1  # seconds by which a frame's time may be ahead of the clock
+# At most REASONS different reasons of holds are counted, because reasons can contain any text of a server. Further
+# reasons are counted as OTHER.
+REASONS, OTHER = 100, "other reasons"
+AHEAD_S = 0.1  # a frame's time may be ahead of the clock by this many seconds
 UNKNOWN = "the state is not known"
 UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
 
@@ -78,8 +77,8 @@ class BaseController:
     """
 
     continuous = False
-    needs_state = False  # True if each command needs the state of its control step
-    starting = STARTING  # reason of the hold before the first answer
+    needs_state = False  # True if a command cannot be computed without the state of the same control step
+    starting = STARTING  # the reason of a hold before the first answer
 
     def __init__(
         self,
@@ -93,29 +92,29 @@ class BaseController:
         self.trajectory, self.motion, self.delay, self.guard = trajectory, motion, delay, guard
         self.dim, self.max_rows = dim, max_rows
         self.paused = False
-        self.held: Counter = Counter()  # reason -> control steps
-        self.clipped: Counter = Counter()  # "joint.limit" -> commands
+        self.held: Counter = Counter()  # number of control steps with a hold, by reason
+        self.clipped: Counter = Counter()  # number of commands that a limit changed, by "joint.limit"
         self.clipped_commands = 0
-        self.ages: Counter = Counter()  # control steps since the frame -> executed rows
-        self.faults = Faults()  # answers that failed or could not be executed
-        self.unanswered = 0  # requests without an answer since the last answer
+        self.ages: Counter = Counter()  # number of executed actions, by their age in control steps
+        self.faults = Faults()  # the answers that failed or could not be executed
+        self.unanswered = 0  # number of requests that failed since the last answer
         self.listeners: list[Callable[[str, dict], None]] = []
-        self._fault = ""  # reason of the hold until the next answer
+        self._fault = ""  # the reason why the robot holds until the next answer
         self._chunk = -1
         self._step: int | None = None  # step of the last command
         self.driver = POLICY
-        self.shadow = False  # True if the policy plans without driving, for a comparison
+        self.shadow = False  # True if the policy only plans, and its plan is compared with another driver
         self.handed = AuthorityChange()
-        self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)  # the newest command of the leader
-        # Step and content of the leader's last command that was sent, or the position at which it was aligned.
+        # The leader's newest command: control step, command [D] or None, and the reason if there is no command.
+        self._led: tuple[int, np.ndarray | None, str] = (-1, None, SILENT)
+        # The control step and the numbers of the last command that followed the leader. After an alignment, the numbers
+        # are the robot's position.
         self.followed: tuple[int, np.ndarray] | None = None
         self._before = self.followed
-        # A pose, and the sum of the commands since the state last differed from this pose. The second attribute is
-        # the value before the last command.
+        # A pose, and the sum of the commands that were sent while the state stayed at this pose. If the robot did not
+        # execute its last command, `_ahead_before` restores the earlier value.
         self._ahead: tuple[np.ndarray, np.ndarray] | None = None
         self._ahead_before = self._ahead
-
-    # ------------------------------------------------------------------------- overridden by subclasses
 
     @property
     def chunks(self) -> int:
@@ -228,8 +227,6 @@ class BaseController:
         """Forget the plan and the request in progress."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------- events
-
     def pause(self) -> None:
         """Hold from the next command on. The plan is dropped, and answers in progress are ignored."""
         self._tell("pause", {})
@@ -263,7 +260,8 @@ class BaseController:
     def stands(self, position: np.ndarray | None) -> None:
         """Set the position of the standing robot, in the numbers of a command. Unknown numbers are NaN."""
         self._tell("stands", {"position": position})
-        if position is None:  # the robot did not execute its last command
+        # Without a position, the robot did not execute its last command, so that command does not count.
+        if position is None:
             self._ahead = self._ahead_before
         if self.guard is not None:
             self.guard.start(position)
@@ -285,8 +283,6 @@ class BaseController:
         if self.driver != POLICY:
             self.driver = ALIGNING if self.shadow else POLICY
 
-    # ------------------------------------------------------------------------- a human drives
-
     def take_over(self, step: int, shadow: bool = False) -> None:
         """Hold from this step on, until the leader has the robot's position (:meth:`aligned`).
 
@@ -301,7 +297,8 @@ class BaseController:
     def aligned(self, step: int) -> None:
         """Follow a leader from this step on."""
         self._tell("aligned", {"step": step})
-        if self.followed is None:  # otherwise a human drove before the realignment, and still drives
+        # With `followed` set, the human drove before this realignment too, so the driver has not changed.
+        if self.followed is None:
             self.handed.changed(HUMAN)
         self.driver, self.followed = HUMAN, None
 
@@ -343,11 +340,9 @@ class BaseController:
         try:
             target = self.motion.reached(row, state) if self.needs_state else row
             command = self._bounded(step, target, state, 0, -1, -1, row)
-        except ValueError as error:  # the motion cannot read the state
+        except ValueError as error:  # the state does not have the numbers that the motion needs
             command = Command(step, None, str(error))
         return replace(command, by=self.driver, wanted=policy_command, seam=False)
-
-    # ------------------------------------------------------------------------- commands
 
     def command(self, step: int, state: np.ndarray | None = None) -> Command:
         """Return the command of this step.
@@ -419,7 +414,8 @@ class BaseController:
             The limits of acceleration may carry the robot past a position at which it should turn.
             """
             reached, here = self.motion.reached(row, state), self._pose(limits, state)
-            ends = np.fmin(low, here), np.fmax(high, here)  # a robot that is outside may move back
+            # A robot that is already outside may stay there and move back, so its position extends the workspace.
+            ends = np.fmin(low, here), np.fmax(high, here)
             slack = 4.0 * np.spacing(np.maximum(np.abs(reached), np.abs(inside)))
             return not np.any((reached < ends[0] - slack) | (reached > ends[1] + slack))
 
@@ -517,7 +513,7 @@ class Controller(BaseController):
     ):
         super().__init__(player.trajectory, player.motion, player.delay, guard, dim, max_rows)
         self.smoothing = smoothing
-        self._reached: np.ndarray | None = None  # the target of the last command
+        self._reached: np.ndarray | None = None  # the target of the last command, float32 [D]
         self.player, self.max_age, self.finish = player, max_age, finish
         self.needs_state = player.motion.needs_state
 
@@ -528,8 +524,6 @@ class Controller(BaseController):
     @property
     def request(self) -> ChunkRequest | None:
         return self.player.request
-
-    # ------------------------------------------------------------------------- events
 
     def wants_chunk(self, step: int) -> bool:
         asks = self.driver == POLICY or self.shadow
@@ -615,8 +609,6 @@ class Controller(BaseController):
         self.player.failed()
         self.player.restart()
 
-    # ------------------------------------------------------------------------- commands
-
     def _planned(self, step: int, state: np.ndarray | None) -> Command:
         node = self.player.take(step)
         if self.paused:
@@ -638,7 +630,7 @@ class Controller(BaseController):
         target = node.row if self.smoothing is None else self.smoothing.next(node, self.trajectory)
         try:
             command = self._bounded(step, target, state, age, node.chunk, node.index)
-        except ValueError as error:  # the width of the state has changed
+        except ValueError as error:  # the state now has another number of values
             self.player.restart(step)
             self._fault = str(error)
             return Command(step, None, self._fault)
@@ -662,10 +654,8 @@ class Controller(BaseController):
             return None
         try:
             return self.motion.command(node.row, state)
-        except ValueError:  # a state that the policy cannot use does not stop the human
+        except ValueError:  # the policy cannot use this state, but the human may continue to drive
             return None
-
-    # ------------------------------------------------------------------------- start of the filter
 
     def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
         super().resume(position, moved)

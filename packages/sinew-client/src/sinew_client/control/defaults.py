@@ -14,11 +14,13 @@ from sinew_client.control.replan import parse_rule
 
 AUTO = "auto"
 HANDOVER = AUTO
-# The next chunk is requested after a quarter of a chunk: 8 of 32 actions, 6 of 24 actions. Longer open loops fail more
-# often: in the tasks blocks and shove from 16 of 32 actions on, in the task pen from 8 of 24 actions on.
+# By default the next chunk is requested when a quarter of the chunk has been executed, such as 8 of 32 actions. If the
+# robot executes more actions before the next request, it fails more often. In the simulated tasks "blocks" and "shove"
+# this begins at 16 of 32 actions, in the task "pen" at 8 of 24 actions.
 REPLAN = "queue:0.75"
 
-AS_IS: Mapping[str, Any] = {"kind": "as is"}  # actions are sent unchanged, even if the policy states a motion
+# With this motion, the loop sends actions unchanged, even if the policy states another motion.
+AS_IS: Mapping[str, Any] = {"kind": "as is"}
 WAITS, GOES_ON = "freeze", "aligned"
 
 
@@ -111,9 +113,9 @@ def choose(
         reason += "; set --motion to let the robot continue during a request"
     timed = parse_handover(name).timed
     if motion is None and kind == "offsets" and (refined or not timed):
-        effective = (
-            None  # a chunk that is executed from its first action needs no motion, and an adapter has its own
-        )
+        # Without a motion the loop sends the actions unchanged. That is right for delta actions here, because the chunk
+        # is executed from its first action on, or an edge adapter converts the actions itself.
+        effective = None
     if blend is not None and handover == AUTO and not refined and replan == REPLAN:
         return Choice(
             name,
@@ -146,7 +148,9 @@ def unlike_chunking(handover: str, policy: Mapping[str, Any] | None) -> str:
     follows = f"--handover rtc:no-jacobian:{stated['schedule']}:{stated['max_guidance_weight']:g}"
     if trained:
         follows = "--handover rtc:trained"
-    elif 0 < horizon < size:  # the loop's guidance ends before the last actions, by as many as it executes
+    elif 0 < horizon < size:
+        # The loop guides all actions except the last N, where N is the number of actions it executes per chunk. So
+        # this N gives the checkpoint's execution horizon.
         follows += f" --replan {size - horizon}"
     return (
         f"the checkpoint was made for real-time chunking (rtc_config: {stated.get('mode', 'guided')}, {horizon}"
@@ -159,7 +163,7 @@ def _unlike_checkpoint(replan: str, policy: Mapping[str, Any] | None) -> str:
     rows, size = int((policy or {}).get("n_action_steps") or 0), int((policy or {}).get("chunk_size") or 0)
     try:
         same = not 0 < rows <= size or parse_rule(replan).horizon(size) == rows
-    except ValueError:  # the loop's settings report the invalid rule
+    except ValueError:  # `Settings` rejects the invalid rule later, with a message
         same = True
     if same:
         return ""

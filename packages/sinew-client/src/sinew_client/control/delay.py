@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-WINDOW = 10  # requests that count, as in Black et al. 2025
+WINDOW = 10  # number of recent requests in the estimate, as in Black et al. 2025 (arXiv 2506.07339)
 
 
 class DelayEstimate:

@@ -117,7 +117,8 @@ class RobotFacts:
         """Number of successful and of finished episodes. None for a count that is not a whole number."""
         if self.episodes is None:
             return None, None
-        # Successes are read first: an episode ends before it is counted as a success.
+        # Another thread may count an episode between the two reads. A robot counts it as finished first and as a
+        # success afterwards. Read the successes first, so that they never exceed the finished episodes.
         successes, finished = self.episodes.successes, self.episodes.finished
         return _whole(successes), _whole(finished)
 

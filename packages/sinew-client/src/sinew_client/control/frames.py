@@ -10,10 +10,10 @@ from sinew_client.protocol import need_pillow
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-QUALITY = 90  # JPEG quality that "auto" chooses
-SLOW_MS = 50.0  # a network is slow if a request spends more time on it, without the server's own time
-LOOKS = 5  # number of answers before a choice
-GAIN = 0.8  # JPEG stays if it takes less than this share of the raw frames' time
+QUALITY = 90  # JPEG quality of the encoding "auto", 1 to 95
+SLOW_MS = 50.0  # the network is slow if a request needs longer than this in addition to the server's own time
+LOOKS = 5  # number of answers that are measured before "auto" chooses an encoding
+GAIN = 0.8  # "auto" stays with JPEG if it takes less than this fraction of the time of raw frames
 
 
 class Frames:
@@ -38,7 +38,7 @@ class Frames:
             raise ValueError(f"frames: expected raw, auto or a JPEG quality from 1 to 95, got {wanted!r}")
         if wanted != "raw":
             need_pillow()
-        # JPEG quality of the next request; None sends raw frames.
+        # This is the JPEG quality of the next request. None sends raw frames.
         self.quality = int(wanted) if wanted.isdecimal() else None
         self.why = "chosen by the user" if self.quality is not None else f"fewer than {LOOKS} answers yet"
         self._auto, self._looks, self._raw_ms = wanted == AUTO, self.quality is None, 0.0

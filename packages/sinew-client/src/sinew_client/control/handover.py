@@ -12,13 +12,8 @@ from sinew_client.control.blend import AGGREGATES, COSINE_ALPHA, ENSEMBLE_DECAY,
 from sinew_client.control.trajectory import Node, Trajectory
 
 METHODS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc")
-GUIDANCE = (
-    "",
-    "guided",
-    "no-jacobian",
-    "ramp",
-    "trained",
-)  # "" is "trained" if the policy was, else "guided"
+# "" chooses "trained" for a policy that was trained to continue an action prefix, else "guided".
+GUIDANCE = ("", "guided", "no-jacobian", "ramp", "trained")
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class Handover:
         """The fields of a request that state how to continue the running chunk."""
         if not self.guidance:
             return {}
-        if self.guidance == "trained":  # the trained continuation has no weights
+        if self.guidance == "trained":  # this guidance has neither a schedule nor a weight
             return {"rtc": self.guidance}
         return {"rtc": self.guidance, "schedule": self.schedule, "beta": self.beta}
 

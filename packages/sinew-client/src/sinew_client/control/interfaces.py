@@ -60,14 +60,14 @@ class Robot(Protocol):
         """
 
 
-class NoObservation(Exception):  # noqa: N818 - a state of the robot, not a fault of the program
+class NoObservation(Exception):  # noqa: N818 - this exception reports a state of the robot, and not an error of the program
     """Raised by ``observe`` if there is no valid observation, for example because a camera stopped sending frames.
 
     The robot holds, with the text as the reason, until there is a valid observation.
     """
 
 
-class NoCommand(Exception):  # noqa: N818 - a state of the robot, not a fault of the program
+class NoCommand(Exception):  # noqa: N818 - this exception reports a state of the robot, and not an error of the program
     """Raised by ``act`` if it did not send a command, for example because a pose is out of reach.
 
     The robot holds until there is a fresh chunk.
@@ -82,7 +82,7 @@ class NoCommand(Exception):  # noqa: N818 - a state of the robot, not a fault of
         self.reason = reason
 
 
-class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
+class Stopped(Exception):  # noqa: N818 - a robot raises this exception to end the loop
     """Raised by ``observe`` or ``act`` to end the run."""
 
 

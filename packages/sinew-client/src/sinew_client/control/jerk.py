@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-MAX_STOP = 2000  # longest stop, in control steps; a step that needs a longer one is not safe
-_PARTS = 12  # candidates in each pass of the search for the furthest safe step
+MAX_STOP = 2000  # longest stop in control steps; a step is unsafe if the robot needs longer to stop after it
+_PARTS = 12  # number of candidates in each pass of the search for the largest safe step
 _LOOKS = 3
 
 
@@ -65,7 +65,8 @@ def stopped(
     for _ in range(MAX_STOP):
         if not (u.any() or a.any()):
             return place, fits
-        a = stop(u, a, bounds.push, bounds.jerk)  # the last change is -u, so that u and a end at exactly 0
+        # In the last step of a stop the change is exactly -u, so u and a become exactly 0.
+        a = stop(u, a, bounds.push, bounds.jerk)
         u = u + a
         place = place + u
         fits &= (place >= bounds.low) & (place <= bounds.high) & (np.abs(u) <= bounds.fastest)
@@ -96,7 +97,7 @@ def next_step(
     reached = fits[1] & (tried[1] == exact)
     forward = wanted > ends[0]
     furthest = np.where(forward, np.maximum(highest, brake), np.minimum(lowest, brake))
-    # A number that cannot stop before its goal brakes. So does a number that was outside its limits from the start.
+    # A joint brakes if it cannot stop before its goal, or if it was outside its limits from the start.
     near, far = np.where(reached, tried[1], brake), furthest
     if reached.all():
         return tried[1]
@@ -106,7 +107,8 @@ def next_step(
         ends, fits = stopped(at + steps, steps, steps - u, bounds)
         fits &= np.where(forward, ends <= wanted, ends >= wanted)
         fits[0] = True
-        last = np.cumprod(fits, axis=0).sum(axis=0) - 1  # the safe steps are contiguous
+        # Candidates are ordered by size, and all candidates up to the largest safe one are safe. Find its index.
+        last = np.cumprod(fits, axis=0).sum(axis=0) - 1
         near = np.where(reached, near, np.take_along_axis(steps, last[None], 0)[0])
         far = np.take_along_axis(steps, np.minimum(last + 1, _PARTS)[None], 0)[0]
     return near
@@ -133,14 +135,15 @@ class JerkLimit:
         ``last`` is the last command as it was sent. Range and velocity count from it.
         """
         bounds = self._bounds
+        # A robot that is already outside its range may stay there and move back, so its position extends the range.
         ends = (
             np.minimum(bounds.low, np.minimum(self._at, last)),
             np.maximum(bounds.high, np.maximum(self._at, last)),
-        )  # a robot outside its range may move back
+        )
         step = next_step(self._at, self._u, self._a, wanted, replace(bounds, low=ends[0], high=ends[1]))
         at = np.where(step == wanted - self._at, wanted, self._at + step)
         self._next = at, step, step - self._u
-        # The last command was rounded, and so is this one: velocity counts between the two.
+        # Both commands are rounded to float32. Check the velocity limit with the rounded commands.
         sent = np.clip(at, last - bounds.fastest, last + bounds.fastest).astype(np.float32)
         far = np.abs(sent.astype(np.float64) - last) > bounds.fastest
         return np.where(far, np.nextafter(sent, last.astype(np.float32)), sent)

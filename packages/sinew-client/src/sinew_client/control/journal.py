@@ -28,11 +28,12 @@ from sinew_client.untrusted import TornLineError, UntrustedError, open_regular, 
 logger = logging.getLogger(__name__)
 
 SCHEMA = "sinew.control/1"
-TORN = "torn"  # marks a file whose last line is incomplete
-MAX_LINE = 1 << 24  # bytes of an event; a chunk of 8,192 rows of 80 numbers
+TORN = "torn"  # the event that stands for an incomplete last line
+MAX_LINE = 1 << 24  # bytes of a line, enough for a chunk of 8,192 actions with 80 numbers each
 MAX_STEP = 1 << 53
-# Largest difference of a command that is repeated on another machine, as a share of the command's largest number. The
-# sums have up to 2^16 terms in float32, and errors of either sign add like a random walk: 2^8 roundings of 2^-24.
+# On another machine, a repeated command may differ by this fraction of the command's largest number. The sums have up
+# to 2^16 terms in float32. Rounding errors of either sign add up like a random walk, so the error of such a sum is
+# about 2^8 times the rounding error of one term, 2^-24.
 TOLERANCE = 2.0**-16
 
 
@@ -47,7 +48,7 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("x", encoding="utf-8")  # never overwrite the log of another run
+            self._file = path.open("x", encoding="utf-8")  # mode "x" never overwrites the log of another run
         except OSError as error:
             there = isinstance(error, FileExistsError)
             why = "the file already exists; choose a new name" if there else error.strerror
@@ -66,7 +67,8 @@ class Journal:
         """Write all queued events."""
         self._events.put(None)
         self._thread.join()
-        with contextlib.suppress(OSError):  # the thread has logged the error, such as a full disk
+        # Ignore errors such as a full disk, because the writing thread has logged them already.
+        with contextlib.suppress(OSError):
             self._file.close()
 
     def _run(self) -> None:
@@ -79,7 +81,8 @@ class Journal:
                 if writes:
                     self._file.write(json.dumps(event, default=_plain) + "\n")
                     if self._events.empty():
-                        self._file.flush()  # so that the log is complete if the process is killed
+                        # Flush, so that the log has every event until now even if the process is killed.
+                        self._file.flush()
             except (OSError, TypeError) as error:
                 logger.warning("the journal ends: %s", error)
                 writes = False
@@ -89,9 +92,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Command):
         return asdict(value)
     if isinstance(value, np.ndarray):
-        return (
-            value.tolist()
-        )  # a float32 becomes the double of the same value, which reads back to the same bits
+        # `tolist` converts float32 to Python floats of exactly the same value, so reading gives the same bits.
+        return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} does not go into a journal")
@@ -173,7 +175,7 @@ def repeat(path: Path) -> Repeated:
                     rounded += 1
         except JournalError:
             raise
-        except Exception as error:  # the order or the widths of the events are not those of a controller
+        except Exception as error:  # events in a wrong order or with wrong widths can raise any exception
             raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error!s:.300}") from error
     if moves is None:
         raise JournalError(f"{path}: empty")
@@ -198,7 +200,7 @@ def watched(path: Path) -> MotionFit | None:
         return watch.fit()
     except JournalError:
         raise
-    except Exception as error:  # the order or the widths of the events are not those of a controller
+    except Exception as error:  # events in a wrong order or with wrong widths can raise any exception
         raise JournalError(f"{path}: {type(error).__name__}: {error!s:.300}") from error
 
 
@@ -206,7 +208,7 @@ def _read(path: Path) -> Iterator[Any]:
     """Yield the numbered lines of a file, each a valid event; :data:`TORN` for an incomplete last line."""
     number = 0
     try:
-        # An invalid chunk is logged with its numbers, so the numbers may be infinite.
+        # Allow infinite numbers, because invalid chunks are logged too, with all their numbers.
         for number, event in read_jsonl(path, MAX_LINE, finite=False):
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 raise UntrustedError("an object with an event", shown(event), f"line {number}")
@@ -337,13 +339,8 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
     "hand_back": {"step": _step},
     "returns": {"step": _step},
 }
-_OPTIONAL = (
-    "kind",
-    "moved",
-    "time",
-    "by",
-    "wanted",
-)  # older logs lack these fields; only streams have a time
+# Older logs do not have these fields. Only the logs of streams have "time".
+_OPTIONAL = ("kind", "moved", "time", "by", "wanted")
 
 
 def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
@@ -358,12 +355,12 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
     elif kind == "arrived":
         controller.arrived(event["step"], np.array(event["actions"], np.float32))
     elif kind == "window":
-        from sinew_client.streams import StreamWindow  # imported here, because it needs more than numpy
+        # Import the module here, because it needs protobuf. All other events need only numpy.
+        from sinew_client.streams import StreamWindow
 
         rows = np.array(event["rows"], np.float32)
-        rows = (
-            rows if rows.size else rows.reshape(0, controller.dim)
-        )  # a window that arrived too late has no rows left
+        # A window that arrived too late has no waypoints left. JSON does not store the width of such an empty array.
+        rows = rows if rows.size else rows.reshape(0, controller.dim)
         times = event["sample_time"], event["frame_time"]
         controller.arrived(event["step"], StreamWindow(event["first"], rows, *times))
     elif kind == "refined":
@@ -395,7 +392,8 @@ def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
         controller.hand_back(event["step"])
     elif kind == "returns":
         controller.returns(event["step"])
-    return None  # all other events are for readers of the log and do not change the controller
+    # All other events are information for the reader of the log. They do not change the controller.
+    return None
 
 
 def _array(values: Any) -> np.ndarray | None:
@@ -414,7 +412,8 @@ def _near(then: Any, now: Any, tolerance: float) -> bool:
     if not tolerance or then is None or now is None or np.shape(then) != np.shape(now):
         return False
     then, now = np.asarray(then, np.float64), np.asarray(now, np.float64)
-    return bool(np.abs(then - now).max() <= tolerance * np.abs(then).max())  # False for NaN
+    # The comparison is False if one of the numbers is NaN.
+    return bool(np.abs(then - now).max() <= tolerance * np.abs(then).max())
 
 
 def _arithmetic() -> dict[str, str]:

@@ -122,8 +122,6 @@ class Loop:
         for listener in (*listeners, HoldLog()):
             listener.attach(self)
 
-    # ------------------------------------------------------------------------- from any thread
-
     def stop(self) -> None:
         """End after the present tick. The robot holds. A second call also ends the return to the rest pose."""
         self.at_once, self.stopped = self.stopped, True
@@ -134,7 +132,7 @@ class Loop:
         if not self.controller.paused:
             self.source.cancel()
             self.controller.pause()
-            self.last_row = None  # somebody may move the robot during the pause
+            self.last_row = None  # a person may move the robot during the pause
 
     @between_ticks
     def resume(self) -> None:
@@ -155,7 +153,8 @@ class Loop:
         if prompt == self.prompt:
             return
         self._instruct(prompt)
-        # Limits still count from the last command, because the answer may arrive before the robot was held.
+        # `moved` is False here: the limits still start at the last command, because the robot has not been moved and
+        # the next answer may arrive before the robot holds.
         if not (self.controller.continuous or self.controller.paused):
             self.source.cancel()
             self.controller.fault(self.next_step, self.controller.starting)
@@ -175,8 +174,6 @@ class Loop:
             listener.restarted()
         if prompt:
             self._instruct(prompt)
-
-    # ------------------------------------------------------------------------- the loop
 
     def run(self, steps: int | None = None) -> Cadence:
         """Run the loop. The robot holds at the end, even after an error. Call it again to continue.
@@ -208,7 +205,8 @@ class Loop:
                 while goes_on():
                     self.tick(self.pace.next())
         finally:
-            with contextlib.suppress(Stopped):  # the robot may raise Stopped again at its last hold
+            # A robot that has ended the run may raise Stopped again when it is held.
+            with contextlib.suppress(Stopped):
                 self.robot.hold()
 
     def report(self) -> Cadence:
@@ -246,14 +244,12 @@ class Loop:
             self.robot.hold()
         elif self.settings.substeps == 1:
             if command.by == POLICY:
-                # The time is recorded before the command is sent, because ``act`` may take long.
+                # Record the time before the command is sent, because ``act`` may take a long time.
                 self.controller.leaves(command, elapsed(self.pace, step, self.settings.hz))
             self._act(command, command.row)
         else:
             self._act(command, interpolate(self.last_row, command.row, (part + 1) / self.settings.substeps))
         self.watchdog.sent()
-
-    # ------------------------------------------------------------------------- a control step
 
     def observe(self, step: int, now: float) -> dict[str, Any] | None:
         """Observe the robot.
@@ -293,11 +289,12 @@ class Loop:
         if not self.returning and self.controller.wants_chunk(step) and self.source.ready(now):
             observation = self._ask(step, now, observation)
             if not self.controller.continuous:
-                self._poll(step, now)  # a source in this process may have answered already
+                # Poll again, because a source in this process may have answered already.
+                self._poll(step, now)
         for listener in self.listeners:
             try:
                 listener.before(step, observation)
-            except NoObservation as reason:  # noqa: PERF203 - the other listeners still run
+            except NoObservation as reason:  # noqa: PERF203 - the other listeners must still be called
                 self.hold(step, str(reason))
         lost = self.controller.wants_position(step)
         if observation is None and (lost or (self._facts.needs_state() and self.controller.due(step))):
@@ -349,7 +346,7 @@ class Loop:
 
     def _decide(self, step: int) -> None:
         """Make the command of a control step."""
-        # Commands that depend on the state need a valid state of this very step.
+        # If commands depend on the state, pass the state only if it was observed in this control step.
         of_step = not self.controller.needs_state or self.observer.step == step
         command = self.controller.command(step, self.observer.state if of_step else None)
         if self.last_row is None and command.row is not None:

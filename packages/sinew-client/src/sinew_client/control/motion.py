@@ -277,7 +277,8 @@ def parse_motion(values: Mapping[str, Any] | None) -> Motion:
         }
         for value in options.values():
             if isinstance(value, int):
-                float(value)  # an integer beyond float64 would raise in the loop later
+                # Convert now, because an integer too large for float64 would raise OverflowError inside the loop later.
+                float(value)
         return kinds[kind](**columns, **options)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"motion: {error!s:.300}") from error
@@ -312,6 +313,7 @@ def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.nda
     action itself.
     """
     share = np.float32(part)
-    if last is None or share >= 1.0:  # float32 may round the share up to 1, and the sum beyond the action
+    # At the end of the step, return the action itself, because rounding in the sum below could exceed it.
+    if last is None or share >= 1.0:
         return row
     return (last + (row - last) * share).astype(np.float32)

@@ -9,18 +9,17 @@ from typing import Any, Mapping
 
 import numpy as np
 
-LEAST_SPANS = 20  # moves between two frames that a fit needs
-LEAST_EXPLAINED = 0.8  # share of the state's movement that the commands must explain
-SAME_SCALE = (
-    0.2  # largest relative difference of the columns' scales; delta actions of one kind share a scale
-)
-MOST_PULL = (
-    0.25  # largest pull towards a position, per move; commands that are positions have a pull of nearly 1
-)
-KEPT_SPANS = 2000  # number of the newest moves that are stored
-BELIEVED = (
-    0.8  # share of the moves that a fit uses, those with the smallest errors: a blocked arm does not move
-)
+# In this module, a move is the robot's change of state between two frames.
+LEAST_SPANS = 20  # a fit needs at least this many moves
+LEAST_EXPLAINED = 0.8  # the commands must explain at least this fraction of the state's movement
+# The scales of all columns may differ by this fraction, because all delta actions of a robot have the same scale.
+SAME_SCALE = 0.2
+# With delta actions, a move does not depend on its start. If the state moves towards a fixed position by more than this
+# fraction of the distance, the commands are positions. Real positions give a fraction near 1.
+MOST_PULL = 0.25
+KEPT_SPANS = 2000  # the newest moves are stored, at most this many
+# A fit uses this fraction of the moves, those with the smallest errors, because a blocked arm does not follow commands.
+BELIEVED = 0.8
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,31 @@ class MotionWatch:
     """
 
     def __init__(self) -> None:
-        self._spans: deque = deque(maxlen=KEPT_SPANS)  # (state [S], its change [S], sum of the commands [D])
-        self._state: np.ndarray | None = (
-            None  # state at the last frame; None if the robot may have been moved since
-        )
-        self._rows: list[tuple[int, np.ndarray]] = []  # step and row of each command since the last frame
-        self._ends: list[np.ndarray] = []  # lowest and highest number of each column in a single command
+        # Each move is (state [S] before it, change of the state [S], sum of its commands [D]).
+        self._spans: deque = deque(maxlen=KEPT_SPANS)
+        # This is the state at the last frame. None means that a person may have moved the robot since then.
+        self._state: np.ndarray | None = None
+        self._rows: list[
+            tuple[int, np.ndarray]
+        ] = []  # control step and numbers of each command since the last frame
+        self._ends: list[
+            np.ndarray
+        ] = []  # two arrays [D]: the smallest and the largest number of each column so far
 
     def put(self, event: str, values: Mapping[str, Any]) -> None:
         """Take an event of a controller."""
         if event == "command":
             command = values["command"]
-            plain = isinstance(command, Mapping)  # a command of a decision log
+            # Commands are mappings in a decision log, and objects in a running loop.
+            plain = isinstance(command, Mapping)
             step, row = (command["step"], command["row"]) if plain else (command.step, command.row)
             if row is not None and self._state is not None:
                 self._rows.append((step, np.asarray(row, np.float64)))
         elif event == "ask":
             state = values["state"]
             self._frame(values["frame"], None if state is None else np.asarray(state, np.float64))
-        elif event in ("fault", "failed", "pause", "resume"):  # somebody may have moved the robot
+        # After these events, forget the last state, because a person may have moved the robot.
+        elif event in ("fault", "failed", "pause", "resume"):
             self._state, self._rows = None, []
 
     def fit(self) -> MotionFit | None:
@@ -115,20 +120,18 @@ def fit_offsets(
     for column, number in np.ndindex(shape):
         scales[column, number], explained[column, number] = _line(sums[:, column], changes[:, number])
     visited: set[tuple[int, int]] = set()
-    while (
-        leading := _leading(explained) - visited
-    ):  # least squares is slow, so only pairs with a good fit are tested
+    # Least squares is slow, so test only pairs with a good fit. A rejected pair lets the next best pair lead.
+    while leading := _leading(explained) - visited:
         visited |= leading
         for column, number in leading:
             residuals = np.square(changes[:, number] - scales[column, number] * sums[:, column])
             if _pull(sums, changes[:, number], states[:, number], _best(residuals)) >= MOST_PULL:
-                explained[column, number] = (
-                    0.0  # the move depends on its start, so these commands are positions
-                )
+                # The moves depend on their start, so the commands are positions and not delta actions.
+                explained[column, number] = 0.0
     pairs = [
         (column, number)
         for column, number in sorted(_leading(explained))
-        # Two numbers may go up and down together, so this column must also be the best one for the number.
+        # Two numbers of the state may move together, so this column must also explain the number best.
         if explained[:, number].argmax() == column and scales[column, number] > 0
     ]
     if not pairs:

@@ -46,7 +46,7 @@ class Observer:
         self.age = 0.0
         self.fault = ""
         self.ages = SourceAges()
-        self._state_age = 0.0  # age of the newest state, seconds
+        self._state_age = 0.0  # age of the newest state when it was observed, seconds
         self._stale = math.inf if settings.fusion else settings.stale
 
     def look(self, step: int, now: float) -> bool:
@@ -74,8 +74,9 @@ class Observer:
         else:
             observation["time"] = float_of(stated)
             self.age = now - observation["time"]
-            age = self.pace.now() - observation["time"]  # ``observe`` may have taken long
-        # In a stream the age of the frame has no limit here (``_stale`` is infinite).
+            # Read the clock again, because ``observe`` may have taken a long time.
+            age = self.pace.now() - observation["time"]
+        # For a stream ``_stale`` is infinite, so the age of the frame has no limit here.
         reason = frame_fault(age, self._stale)
         looked = self.pace.now()
         images = observation.get("images", {})

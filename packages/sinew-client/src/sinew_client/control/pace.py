@@ -9,7 +9,7 @@ from typing import Callable
 
 logger = logging.getLogger(__name__)
 
-KEPT = 100_000  # latenesses of ticks that are remembered
+KEPT = 100_000  # number of ticks whose lateness is stored
 
 
 class Pace:
@@ -35,10 +35,10 @@ class Pace:
     ):
         self.period, self.now, self.sleep = period, now, sleep
         self.late = self.skipped = self.ticks = self.set_back = 0
-        self.lateness: deque[float] = deque(maxlen=KEPT)  # seconds after a tick was due
+        self.lateness: deque[float] = deque(maxlen=KEPT)  # how late each tick began, seconds
         self._start: float | None = None
         self._number = -1
-        self._seen = float("-inf")  # the latest time of the clock
+        self._seen = float("-inf")  # the last time that was read from the clock, seconds
 
     @property
     def real(self) -> bool:
@@ -51,10 +51,12 @@ class Pace:
             self._start = self.now()
         self._number += 1
         wait = self._wait()
-        while wait > 0:  # a sleep may end early
+        # Repeat the sleep, because a sleep may end early.
+        while wait > 0:
             self.sleep(min(wait, self.period))
             wait = self._wait()
-        behind = 0.0 - wait  # 0 - 0 is 0, while -wait would show a tick in time as -0
+        # Subtract from 0.0 instead of writing -wait, because -wait would be -0.0 for a tick in time.
+        behind = 0.0 - wait
         if behind >= self.period:
             missed = int(behind / self.period)
             self.skipped += missed

@@ -13,8 +13,8 @@ from sinew_client.modules import load_named
 logger = logging.getLogger(__name__)
 
 SLOWEST, FASTEST = 0.01, 10.0  # Hz
-LONGEST = 4096  # characters of an instruction
-# (instruction, newest observation) -> a new instruction, or None to keep the present one
+LONGEST = 4096  # longest instruction, characters
+# A plan is called with the instruction and the newest observation. It returns a new instruction, or None for no change.
 Plan = Callable[[str, Mapping[str, Any]], "str | None"]
 
 

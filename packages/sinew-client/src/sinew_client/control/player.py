@@ -66,12 +66,12 @@ class Player:
         self.handover, self.rule, self.future, self.refine = handover, rule, future, refine
         self.speed = speed
         self.committed_rows = committed_rows if handover.as_trained else 0
-        self.stopping = False  # the action prefix ends before the answer in progress can arrive
+        self.stopping = False  # True if the action prefix will end before the answer can arrive
         self.motion = motion or Motion()
         self.delay = DelayEstimate()
         self.trajectory = Trajectory()
         self.request: ChunkRequest | None = None  # the request in progress
-        self.halted = False  # the robot stands still because a chunk expected another position
+        self.halted = False  # True if the robot stands still because a chunk expected another position
         self.halts = 0
         self.chunks = 0
         self._asked = 0  # control step of the last request
@@ -79,9 +79,9 @@ class Player:
         self._known: list[PlacedChunk] = []  # chunks with remaining actions, newest last
         self.size = 0  # number of actions in the newest chunk
         self._disagreement: float | None = None
-        self._fresh = True  # True while the robot stands still, since step _stopped
+        self._fresh = True  # True while the robot stands still; `_stopped` is the step in which it stopped
         self._stopped = 0
-        self._again = False  # the last request was not answered
+        self._again = False  # True if the last request was not answered, so that the next one is due at once
 
     @property
     def waiting(self) -> bool:
@@ -108,7 +108,7 @@ class Player:
                 self.stopping = True
                 self.trajectory.cut(frame + self.committed_rows)
                 coming = coming[: self.committed_rows]
-            # After the last of the coming actions the robot stops, so the delay counts no further.
+            # The robot stops after its last action, so the delay is at most the number of coming actions.
             delay = min(behind + self.delay.steps, len(coming))
             if self.future and len(coming) and state is not None:
                 fields["state"] = self.motion.roll(state, coming[behind : max(delay, behind)])
@@ -116,7 +116,8 @@ class Player:
                 fields.update(
                     previous=self.motion.rows(coming, state),
                     delay=delay,
-                    # The guidance ends at H - horizon. It must not end before the last action that is executed.
+                    # The policy guides the actions before H - horizon. The guidance must not end before the last
+                    # action that the robot will have executed when the answer arrives.
                     horizon=max(0, min(max(self.rule.horizon(self.size), delay), self.size - delay)),
                     **self.handover.continuation,
                 )
@@ -129,7 +130,8 @@ class Player:
         assert request is not None, "a chunk without a request"
         self.request = None
         self.delay.add(step - request.step)
-        # Number of actions whose step has passed. While the robot stood still, it executed none, so those stay.
+        # `passed` is the number of the chunk's first actions that are skipped, because their control step has passed.
+        # Steps in which the robot stood still do not count.
         passed = max(0, self._stopped - request.frame) if self._fresh else step - request.frame
         origin = step - passed if self.handover.timed else step
         targets = self.motion.targets(actions, request.state)

@@ -14,9 +14,9 @@ from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.pace import Pace
 from sinew_client.control.watchdog import Watchdog
 
-KEPT = 100_000  # ages that are stored of each source
-LISTED = 8  # limits of single joints that a report lists
-MAX_SOURCES = 64  # sources whose ages are stored
+KEPT = 100_000  # largest number of ages that are stored for each source
+LISTED = 8  # with more limits than this, a report groups the joints by the kind of limit
+MAX_SOURCES = 64  # largest number of sources (cameras and the state) whose ages are stored
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0  # seconds between two reports
 TIMEOUT_S = 1.0  # time limit of a report, seconds
-LAST_S = 0.3  # time limit of the last report, seconds, because the end of a run waits for it
-RECENT = 10  # number of reports over which rates and ages are computed
+# The last report has this time limit in seconds. The limit is short, because the end of a run waits for this report.
+LAST_S = 0.3
+RECENT = 10  # rates and ages in a report are computed over this many reports
 
 
 class Reporter:
@@ -110,7 +111,7 @@ class Reporter:
         )
 
     def _note(self) -> tuple[float, int, dict[int, int]]:
-        # dict() copies the counts in one step, although the loop changes them in another thread.
+        # The loop changes the counts in another thread. dict() copies them in one step that no thread can interrupt.
         self._recent.append((time.monotonic(), self._loop.steps, dict(self._loop.controller.ages)))
         return self._recent[-1]
 
@@ -138,7 +139,8 @@ def _points(facts: RobotFacts) -> tuple[float, ...]:
     points = facts.points() if facts.points is not None else None
     if points is None or np.shape(points)[1:] != (3,) or len(points) > MAX_POINTS:
         return ()
-    return tuple(np.ravel(points).tolist()) if np.all(np.abs(points) < FARTHEST) else ()  # NaN is not
+    # The comparison is False for NaN, so unknown points are not sent either.
+    return tuple(np.ravel(points).tolist()) if np.all(np.abs(points) < FARTHEST) else ()
 
 
 def _in_force(limits: Any) -> tuple[str, ...]:

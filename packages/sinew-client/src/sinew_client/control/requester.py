@@ -13,12 +13,14 @@ from sinew_client.faults import kind_of
 
 logger = logging.getLogger(__name__)
 
-FIRST_WAIT, LONGEST_WAIT = 0.05, 0.5  # seconds between a failure and the next attempt
-ABANDONED = 4  # calls that may hang beyond their deadline; with more, new requests wait
-FIRST_PATIENCE, LONGEST_PATIENCE = 10.0, 600.0  # seconds after which a hanging call is abandoned
-LONGEST_REASON = 400  # characters
+# After a failure, the next request waits this many seconds. Each further wait is twice as long, up to the longest.
+FIRST_WAIT, LONGEST_WAIT = 0.05, 0.5
+ABANDONED = 4  # if this many calls hang beyond their deadline, new requests wait
+FIRST_PATIENCE, LONGEST_PATIENCE = 10.0, 600.0  # seconds until the oldest hanging call no longer counts
+LONGEST_REASON = 400  # longest reason of a failure, characters
 
-Call = Callable[[Mapping[str, Any], float], Any]  # (observation, time limit in seconds) -> actions
+# A call gets an observation and a time limit in seconds, and returns actions.
+Call = Callable[[Mapping[str, Any], float], Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Requester:
         deadline: Seconds until a request has failed. The call gets the same number as its time limit.
     """
 
-    continuous = False  # each observation gets one answer
+    continuous = False  # each observation gets exactly one answer
 
     def __init__(self, connect: Callable[[], Call], deadline: float):
         self._connect, self.deadline = connect, deadline
@@ -60,11 +62,10 @@ class Requester:
         self._answer: SimpleQueue | None = None
         self._sent = 0.0
         self._wait, self._not_before = FIRST_WAIT, float("-inf")
-        self._hanging: dict[
-            _Worker, float
-        ] = {}  # worker with a hanging call -> time at which it was abandoned
+        # For each worker with a hanging call, the time at which the call was abandoned (seconds of the caller's clock).
+        self._hanging: dict[_Worker, float] = {}
         self._patience, self._lock = FIRST_PATIENCE, threading.Lock()
-        self._now = float("-inf")  # the latest time of the clock
+        self._now = float("-inf")  # the last time that the caller passed, seconds
         self.failures = 0
 
     @property
@@ -86,7 +87,7 @@ class Requester:
             if self._worker is None:
                 self._worker = _Worker(self._connect, self._left)
             self._worker.put(observation, self.deadline, self._answer)
-        except (RuntimeError, MemoryError) as error:  # the system cannot start a thread
+        except (RuntimeError, MemoryError) as error:  # the operating system cannot start a thread
             self._answer.put(_failed(error))
 
     def poll(self, now: float) -> Outcome | None:
@@ -126,7 +127,7 @@ class Requester:
     def _abandon(self) -> None:
         """Leave the worker with its hanging call. The next request opens a new connection on a new thread."""
         self._answer = None
-        if self._worker is None:  # the system could not start a thread
+        if self._worker is None:  # the operating system could not start a thread
             return
         with self._lock:
             self._hanging[self._worker] = self._now
@@ -185,7 +186,7 @@ class _Worker:
                 try:
                     call = call or self._connect()
                     outcome = Outcome(call(observation, deadline))
-                except BaseException as error:  # noqa: BLE001 - the robot holds, whatever a call raises
+                except BaseException as error:  # noqa: BLE001 - after any error of the call, the robot holds
                     outcome = _failed(error)
                 if outcome.reason:
                     _close(call)
@@ -206,7 +207,7 @@ def _failed(error: BaseException) -> Outcome:
     reason = f"{type(error).__name__}: {text}"
     if isinstance(error, ClientError):
         return Outcome(reason=reason, kind=kind)
-    if isinstance(error, SinewError):  # an error of a policy in this process
+    if isinstance(error, SinewError):  # a policy in this process raised the error
         return Outcome(reason=text or kind or type(error).__name__, kind=kind)
     logger.error("the request failed", exc_info=error)
     return Outcome(reason=f"internal error: {reason}", kind=kind)

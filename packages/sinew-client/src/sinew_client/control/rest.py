@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOLD, FIRST = "hold", "first"
-SETTLE_S = 0.5  # seconds of holding before the return begins: the arm comes to rest, and its state is checked
-# Seconds after which the robot is held if it has no valid state, or if it does not reach the pose at the end.
+SETTLE_S = 0.5  # the robot holds this many seconds before the return, so that the arm comes to rest
+# The return ends after this many seconds without a valid state, and if the robot does not arrive at the pose in time.
 PATIENCE_S = 1.0
 # A return takes at least 3 s, as in LeRobot. A joint takes at least 10 s to cross its whole range.
 LEAST_S, RANGE_S = 3.0, 10.0
-FREE_S = 5.0  # least duration in seconds if a joint has neither a range nor a speed limit
-MARGIN = 0.5  # share of each limit of velocity, acceleration, jerk and jump that the return uses
-# Peaks of the path 10 u^3 - 15 u^4 + 6 u^5 over u from 0 to 1: its first, second and third derivative.
+FREE_S = 5.0  # shortest duration of a return in seconds, if a joint has neither a range nor a speed limit
+MARGIN = 0.5  # the return uses at most this fraction of each limit of velocity, acceleration, jerk and jump
+# The path is 10 u^3 - 15 u^4 + 6 u^5 for u from 0 to 1. These are the largest values of its first three derivatives.
 PEAKS = (1.875, 5.7735, 60.0)
-# Shares of the length of the way. If the state stays the same bit for bit over a tenth of the way, the sensor is
-# frozen. An arm whose motors lag by 0.2 s is behind by 0.13 at the fastest point of the shortest return, so an arm that
-# is behind by a quarter is blocked. An arm within a tenth of the pose has arrived.
+# All three numbers are fractions of the length of the path. The sensor is frozen if the state does not change by a bit
+# while the commands cover 0.1 of the path. The arm is blocked if it is more than 0.25 behind its command: motors with
+# a lag of 0.2 s are behind by at most 0.13, at the fastest point of the shortest return. The arm has arrived if it is
+# within 0.1 of the pose.
 FROZEN_SHARE, BEHIND_SHARE, ARRIVED_SHARE = 0.1, 0.25, 0.1
-# Names of a rotation's numbers. Linear interpolation between two rotations may turn the long way round.
+# Numbers with these names belong to a rotation. Linear interpolation between two rotations may turn the long way round.
 _ROTATION = frozenset(
     (
         "roll",
@@ -200,16 +201,18 @@ class RestPose(LoopListener):
         own = None if settings.limits is None or not dim else Limits.parse(settings.limits, dim)
         self._limits = [each for each in (own, also) if each is not None]
         self.outcome: dict[str, Any] = {}
-        self._first: np.ndarray | None = None  # the state before the first command
+        self._first: np.ndarray | None = None  # the first observed state of the run
         self._row: np.ndarray | None = None  # the newest command
-        # The newest state, and the smallest and largest target that was sent since this state last changed.
+        # `_state` is the newest state. `_swept` has the smallest and the largest target that were sent since `_state`
+        # last changed, each [D].
         self._state: np.ndarray | None = None
         self._swept: tuple[np.ndarray, np.ndarray] | None = None
         self._goes = False
         self._begin()
 
     def _begin(self) -> None:
-        # Seconds of holding at the start, without a state, and short of the pose; and the share of the path so far.
+        # These are the seconds in which the robot has held at the start, had no state, and was near the pose but had
+        # not arrived. `_part` is the fraction of the path's time that has passed.
         self._settled = self._blind = self._late = self._part = 0.0
         self._start = self._goal = self._way = np.zeros(0)
         self._slack = self._seconds = self._taken = 0.0
@@ -218,8 +221,6 @@ class RestPose(LoopListener):
     @property
     def observes(self) -> bool:  # type: ignore[override]
         return self._goes
-
-    # ------------------------------------------------------------------------- while the policy drives
 
     def observed(self, step: int, observation: Mapping[str, Any]) -> None:
         state = self.loop.observer.state.copy()
@@ -244,15 +245,13 @@ class RestPose(LoopListener):
     def report(self) -> dict[str, Any]:
         return {"rest": self.outcome}
 
-    # ------------------------------------------------------------------------- the return
-
     def go(self) -> None:
         """Return the robot, or hold it where it is. Call this after the run, in the loop's thread.
 
         A second :meth:`Loop.stop` ends the return at once. Nothing that the robot raises leaves this method.
         """
         loop = self.loop
-        if self._row is None:  # the robot never got a command, so it has not moved
+        if self._row is None:  # the robot has not moved, because it never got a command
             return
         self.outcome = {}
         if reason := self._stays():
@@ -271,7 +270,8 @@ class RestPose(LoopListener):
             logger.exception("the robot failed on its way to its %s", self._name())
             self._ends(f"the robot failed: {type(error).__name__}: {error!s:.200}")
         finally:
-            if self._goes:  # a signal without a handler, such as KeyboardInterrupt, ended the return
+            # A signal without a handler (KeyboardInterrupt) can end the return before the pose is reached.
+            if self._goes:
                 self._ends("it was stopped")
             loop.returning = False
             if loop.controller.driver == RETURNING:
@@ -340,10 +340,11 @@ class RestPose(LoopListener):
         if not posed.any():
             return "nothing tells where its commands lead (motion absolute, relative or offsets)"
         here = self._pose()
-        # Start at the last command so that the arm does not sag: a motor under load is a little below its command.
+        # Start the path at the last command and not at the observed position. A motor under load is a little below its
+        # command, so the arm would sag if the path began at the observed position.
         sent = loop.last_row if motion.placed(dim).any() else None
         start = np.where(posed, here if sent is None else np.asarray(sent, np.float64), self._row)
-        assert self._first is not None  # a command needs a request, and a request observes the robot
+        assert self._first is not None  # the robot was observed before its first command
         goal = self._pose(self._first) if self.rest == FIRST else np.asarray(self.rest, np.float64)
         if goal.shape != start.shape or not np.all(np.isfinite(goal[posed])):
             return "its first pose is not known"

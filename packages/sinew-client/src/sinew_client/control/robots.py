@@ -174,15 +174,14 @@ class LeRobotArm:
                     f"cameras: the policy requires {camera}; the robot has {', '.join(known) or 'none'}"
                     + (f". Map it with --rename {new}={camera}{whose}" if known else "")
                 )
-        # LeRobot's own arms use the suffix .pos for goal positions in actions, and for positions in the state.
+        # In LeRobot's own arms, the suffix ".pos" marks a goal position in an action and a position in the state.
         absolute = all(name.endswith(".pos") for name in self.joints)
         self.motion = {"kind": "absolute"} if absolute else None
         degrees = getattr(getattr(robot, "config", None), "use_degrees", None)
         self.joint_unit = "" if degrees is None else "deg" if degrees else "of -100 to 100"
         self._last: dict[str, float] | None = None
-        self._free = (
-            True  # True if the motors may be switched off: the robot has not moved, or is at its rest pose
-        )
+        # True if the motors may be switched off, because the robot has not moved or is at its rest pose.
+        self._free = True
 
     def observe(self) -> dict[str, Any]:
         taken = time.monotonic()
@@ -273,7 +272,8 @@ def match_joints(
     lost = [name for name, other in zip(wanted, matches) if not other]
     spare = [name for name in had if name not in matches]
     if lost or spare or len(set(matches)) < len(matches):
-        # With several unmatched joints, no pair is shown: it would be a guess, and copying it would swap joints.
+        # Show a complete option only if exactly one joint is left on each side. Any other pair would be a guess, and a
+        # user who copies a wrong guess would swap two joints.
         example = f"for each of {', '.join(lost or wanted)}: --rename-joint NEW=JOINT, NEW the robot's"
         if len(lost) == len(spare) == 1:
             example = f"such as --rename-joint {spare[0]}={lost[0]}"
@@ -331,7 +331,8 @@ def open_lerobot(
         raise
     except UnknownTypeError as error:
         raise RobotError(f"lerobot: {error}") from error
-    except Exception as error:  # drivers raise any type, for example without a servo, a calibration or a port
+    # A driver can raise any type of exception, for example if a servo or a calibration is missing.
+    except Exception as error:
         raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
     return arm
 
@@ -345,7 +346,7 @@ def lerobot_config(made: Any, options: Mapping[str, Any]) -> Any:
         ValueError: A field is not valid. The message names it.
     """
     register_cameras(options)
-    draccus = importlib.import_module("draccus")  # the library of LeRobot's configurations
+    draccus = importlib.import_module("draccus")  # LeRobot reads its configurations with draccus
     try:
         return draccus.decode(made, dict(options))
     except draccus.utils.DraccusException as error:
@@ -369,7 +370,7 @@ def register_cameras(options: Mapping[str, Any]) -> None:
         for camera, fields in value.items():
             kind = fields.get("type") if isinstance(fields, Mapping) else None
             if not isinstance(kind, str):
-                continue  # LeRobot's own message names this camera
+                continue  # LeRobot itself rejects this camera later, with a message that names the camera
             package = importlib.import_module("lerobot.cameras")
             try:
                 lerobot_choice(package, package.CameraConfig, kind)
@@ -377,7 +378,8 @@ def register_cameras(options: Mapping[str, Any]) -> None:
                 raise ValueError(f"cameras.{camera}.type: {error}") from error
 
 
-PLUGINS = ("lerobot_robot_", "lerobot_camera_", "lerobot_teleoperator_")  # prefixes of LeRobot's plugins
+# The package names of LeRobot's plugins begin with one of these prefixes.
+PLUGINS = ("lerobot_robot_", "lerobot_camera_", "lerobot_teleoperator_")
 
 
 class UnknownTypeError(KeyError):
@@ -405,7 +407,7 @@ def _problem_of(plugin: str) -> str:
     """Import a plugin. Return the reason if the import failed, else ""."""
     try:
         importlib.import_module(plugin)
-    except Exception as error:  # noqa: BLE001 - any error of a plugin; the robot may need another plugin
+    except Exception as error:  # noqa: BLE001 - a broken plugin must not stop a robot that does not need the plugin
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -442,7 +444,7 @@ def lerobot_choice(package: Any, base: Any, kind: str) -> Any:
     if broken:
         others = "; ".join(f"{name}: {why}" for name, why in broken.items())
         raise ImportError(f"expected one of {types}, got {kind!r}; these could not be imported: {others}")
-    plugin = f"lerobot_{package.__name__.rpartition('.')[2].removesuffix('s')}_"  # one of PLUGINS
+    plugin = f"lerobot_{package.__name__.rpartition('.')[2].removesuffix('s')}_"
     raise UnknownTypeError(
         f"expected one of {types}, got {kind!r}; a type of your own comes with an installed package named"
         f" {plugin}NAME"
@@ -504,7 +506,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
             " something else"
         )
     for what in ("state", "action"):
-        dim = policy[what].get("dim")  # None if the policy's numbers are poses
+        dim = policy[what].get("dim")  # the dimension is None if the policy's numbers are poses
         if dim is not None and len(each[what]) != int(dim):
             raise RobotError(f"robot: joints: expected {dim} names of its {what}, got {len(each[what])}")
     if not (given or policy["state"].get("names") or policy["action"].get("names")):
@@ -573,7 +575,8 @@ class Ordered:
     def observe(self) -> dict[str, Any]:
         seen = dict(self._robot.observe())
         observation = {**seen, "state": np.asarray(seen["state"])[self._states]}
-        if seen.get("action") is not None:  # another driver's command
+        # A watched robot also reports the command of its driver. Reorder this command too.
+        if seen.get("action") is not None:
             place = np.argsort(self._actions)
             observation["action"] = np.asarray(seen["action"])[place]
         return observation

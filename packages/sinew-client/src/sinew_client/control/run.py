@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sinew_client.control.adapter import Adapter
 
 Sources = Union[Source, Callable[[], Call]]
-# Settings that follow from the policy. A user cannot choose the first two.
+# These settings are derived from the policy. A user cannot choose the first two of these settings.
 FOLLOWS = ("committed_rows", "refine", "chunk_size")
 
 
@@ -126,7 +126,7 @@ class RunPlan:
             choice = choose(way, motion, policy, edge is not None, facts.motion, replan)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        # A stream has no late chunks. Its motion only gives the robot's position before the first command.
+        # A stream sends waypoints unchanged. Its motion only gives the robot's position before the first command.
         played = (motion or stated(policy) or facts.motion) if continuous else choice.motion
         measured = motion or stated(policy) or facts.motion
         given_limits = chosen.pop("limits", None)
@@ -153,7 +153,8 @@ class RunPlan:
             edge.check(policy, resolved.hz)
         resolved.check_start(dim, state.get("dim"))
         if dim:
-            resolved.controller(dim)  # raises for settings that do not fit, before anything moves
+            # Create a controller once, so that settings that do not fit raise an error before the robot moves.
+            resolved.controller(dim)
         return cls(
             policy,
             robot,

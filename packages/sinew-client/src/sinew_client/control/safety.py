@@ -15,7 +15,7 @@ from sinew_client.errors import ClientError, did_you_mean
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.untrusted import named, read_json, read_toml, shown
 
-MAX_DIM = 8192  # numbers in a command
+MAX_DIM = 8192  # largest count of numbers in a command
 RATES = ("velocity", "acceleration", "jerk", "jump")
 _BOX = ("workspace_low", "workspace_high")
 _NAMES = ("low", "high", *RATES, *_BOX, "still")
@@ -51,7 +51,8 @@ def checked_rows(
     if not fits:
         width = f"{dim} numbers" if dim else "numbers"
         raise RowsError(f"{what}: expected {least} to {most} rows of {width}, got shape {list(rows.shape)}")
-    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are rejected below
+    # Numbers that are too large for float32 become infinite here. The check below rejects them.
+    with np.errstate(over="ignore"):
         rows = np.asarray(rows, np.float32)
     if not np.all(np.isfinite(rows)):
         raise RowsError(f"{what} is not finite")
@@ -185,7 +186,7 @@ class Limits:
         """
         try:
             read = read_toml if path.suffix == ".toml" else read_json
-            table = read(path, finite=False)  # an infinite limit is no limit
+            table = read(path, finite=False)  # infinity is allowed, and means that there is no limit
         except (OSError, ValueError) as error:
             raise LimitsError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
         if isinstance(table, dict) and isinstance(table.get("limits"), dict):
@@ -255,7 +256,7 @@ def _vector(value: Any, dim: int, field: str, sign: int) -> np.ndarray:
         if not all(isinstance(x, kinds) and not isinstance(x, bool) for x in values):
             raise TypeError("no number")
         vector = np.array([sign * math.inf if x is None else float(x) for x in values], np.float64)
-    except (TypeError, OverflowError) as error:  # a whole number of 400 digits is no float
+    except (TypeError, OverflowError) as error:  # a number of 400 digits is too large for a float
         raise LimitsError(f"{field}: expected numbers, got {shown(value)}") from error
     if np.isnan(vector).any():
         raise LimitsError(f"{field}: expected numbers, got NaN")
@@ -301,7 +302,9 @@ class Guard:
 
     def __init__(self, limits: Limits | None, period: float, still: np.ndarray | None = None):
         self.limits, self.period = limits, period
-        if limits is not None:  # commands are float32, so a limit of 0.1 is the float32 number nearest to 0.1
+        if limits is not None:
+            # Round the limits to float32 like the commands. Otherwise a command of exactly 0.1 could exceed a limit of
+            # 0.1, because the float32 number nearest to 0.1 is a little larger than 0.1.
             self._low, self._high = (_sent(end) for end in (limits.low, limits.high))
             other = np.full(limits.dim, np.nan) if still is None else still
             self._still = _sent(np.where(np.isnan(limits.still), other, limits.still))
@@ -311,8 +314,10 @@ class Guard:
                 limits.jerk * period**3,
             )  # fmt: skip
             self._smooth = JerkLimit(bounds.take(self._jerky))
-        self._last = np.zeros(0)  # last command, float64 [D] with values of float32; unknown numbers are NaN
-        self.before: np.ndarray | None = None  # position before the last command, float32 [D]; unknown: NaN
+        # The last command, float64 [D] but rounded to float32. Unknown numbers are NaN.
+        self._last = np.zeros(0)
+        # The position before the last command, float32 [D]. Unknown numbers are NaN.
+        self.before: np.ndarray | None = None
         self.start(None)
 
     @property
@@ -334,9 +339,8 @@ class Guard:
             return
         fits = position is not None and np.shape(position) == (self.limits.dim,)
         at = _sent(np.asarray(position)) if fits else np.full(self.limits.dim, np.nan)
-        self._last = np.where(
-            np.isfinite(at), at, np.nan
-        )  # never the previous position, which may be wrong now
+        # Do not keep the previous position for unknown numbers, because the robot may have been moved.
+        self._last = np.where(np.isfinite(at), at, np.nan)
         self.held()
 
     def held(self) -> None:
@@ -347,7 +351,7 @@ class Guard:
 
     def skipped(self) -> None:
         """Record that nothing was sent for a while: the robot stays at the last command, with velocity 0."""
-        self._step = np.zeros(len(self._last))  # change of position by the last command
+        self._step = np.zeros(len(self._last))  # change of each number by the last command
         if self.limits is not None:
             self._smooth.rest(self._last[self._jerky])
 
@@ -382,14 +386,12 @@ class Guard:
             )
         if not self.known:
             return Verdict(None, UNPLACED)
-        last = np.where(
-            np.isnan(self._last), requested, self._last
-        )  # numbers that have only a range do not need the last command
+        # Numbers with an unknown last command have only a range as a limit, which does not depend on the last command.
+        last = np.where(np.isnan(self._last), requested, self._last)
         allowed, clipped = self._allowed(requested, last, self.limits)
         jumps = np.abs((requested if said is None else said) - last) > self.limits.jump
-        jumps |= (
-            np.abs(allowed - last) > self.limits.jump
-        )  # a clipped command may bring a robot that is outside its range far back
+        # Check the clipped command too: it may move a robot that is far outside its range back by a large step.
+        jumps |= np.abs(allowed - last) > self.limits.jump
         if jumps.any():
             names = _named([("jump", jumps)], self.limits)
             return Verdict(None, "too far from the last command: {}".format(", ".join(names)), names)
@@ -401,7 +403,7 @@ class Guard:
         self._last = allowed.astype(np.float64)
         self._step = self._last - last
         self._smooth.sent()
-        # A command that no limit changed is sent bit for bit.
+        # If no limit changed the command, send exactly the requested numbers.
         return Verdict(allowed if clipped else row, "", clipped)
 
     def _allowed(
@@ -411,15 +413,16 @@ class Guard:
         inside = np.clip(requested, self._low, self._high)
         move = inside - last
         fastest = limits.velocity * self.period
-        push = limits.acceleration * self.period**2  # largest difference of two successive steps
-        # The largest steps up and down after which the robot can still brake before the end of its range, if possible.
+        push = limits.acceleration * self.period**2  # largest change from one step to the next
+        # These are the largest steps up and down after which the robot can still brake before the end of its range. If
+        # braking in time is no longer possible, the robot brakes as fast as its acceleration limit allows.
         up = np.maximum(_braking(self._high - last, push), self._step - push)
         up = np.minimum(np.minimum(fastest, self._step + push), up)
         down = np.minimum(-_braking(last - self._low, push), self._step + push)
         down = np.maximum(np.maximum(-fastest, self._step - push), down)
         slow, smooth = np.clip(move, -fastest, fastest), np.clip(move, down, up)
         hits = [("range", inside != requested), ("velocity", slow != move), ("acceleration", smooth != slow)]
-        # Numbers that no limit changed keep the requested command, without the rounding of last + step.
+        # For numbers that no limit changed, send the requested command itself, because last + step would be rounded.
         sent = np.where(smooth == move, inside, last + smooth).astype(np.float32)
         went = sent.astype(np.float64) - last
         sent = np.where((went > 0) & (went > up), np.nextafter(sent, np.float32(-np.inf)), sent)
@@ -436,7 +439,8 @@ class Guard:
         jerky, requested = self._jerky, inside.astype(np.float32)
         sent = sent.copy()
         sent[jerky] = self._smooth.towards(inside[jerky], last[jerky])
-        reached = jerky & (sent == requested)  # the requested number is sent, so no other limit changed it
+        # If the requested number itself is sent, no limit has changed it, so remove it from the list of hits.
+        reached = jerky & (sent == requested)
         hits = [hits[0], *((name, mask & ~reached) for name, mask in hits[1:])]
         named = np.any([mask for _, mask in hits], axis=0)
         return sent, [*hits, ("jerk", jerky & ~reached & ~named)]

@@ -42,7 +42,8 @@ class Servers:
         self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
         self.frames = frames or Frames()
         self.fitted = Fitted(policy, parts)
-        self.present = self.addresses[0]  # the server that answered last; before an answer, the first one
+        # The address of the server that answered last. Before the first answer, it is the first address.
+        self.present = self.addresses[0]
 
     def __call__(self) -> Call:
         return Call(self)

@@ -22,7 +22,7 @@ from sinew_client.errors import ClientError
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.untrusted import named, shown
 
-LARGEST_CHUNK = 8192  # largest number of actions in a chunk; bundles have the same limit
+LARGEST_CHUNK = 8192  # largest number of actions in a chunk, the same limit as in bundles
 _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("handover", "replan", "fusion", "filter"), (str,)),
     **dict.fromkeys(("motion", "limits"), (Mapping, type(None))),
@@ -31,7 +31,7 @@ _KINDS: Mapping[str, tuple] = {
     **dict.fromkeys(("finish", "future", "watchdog"), (bool,)),
     **dict.fromkeys(("substeps", "committed_rows", "refine", "chunk_size"), (Integral,)),
 }
-# Settings of requests for chunks. A stream sends no such requests, so it rejects these settings.
+# These settings are only for requested chunks. They are rejected for a stream, which does not request chunks.
 _OF_CHUNKS = (
     "handover", "replan", "max_age", "finish", "future", "substeps", "committed_rows", "refine", "filter", "speed"
 )  # fmt: skip
@@ -118,7 +118,8 @@ class Settings:
             value = getattr(self, name)
             if not (value is None and name in ("max_age", "skew")):
                 _above_zero(name, value)
-                object.__setattr__(self, name, float(value))  # numpy's numbers cannot be written into a log
+                # Convert numpy numbers to float, because JSON cannot write numpy numbers into the decision log.
+                object.__setattr__(self, name, float(value))
         delay = self.camera_delay
         if isinstance(delay, bool) or not isinstance(delay, Real) or not 0 <= delay < self.stale:
             raise SettingsError(
@@ -318,7 +319,8 @@ def check_start(limits: Limits, motion: Motion, state_dim: int | None = None) ->
     if lost.any():
         missing = ", ".join(limits.name(int(joint)) for joint in np.flatnonzero(lost))
         needs = ", ".join(f"limits.{name}" for name in RATES if np.isfinite(getattr(limits, name)).any())
-        if placed[lost].all():  # the motion is absolute, but the state has another number of entries
+        # The motion is absolute here, but the state and the command have different counts of numbers.
+        if placed[lost].all():
             columns = list(range(limits.dim))
             raise SettingsError(
                 f"{needs}: the robot's position before its first command is unknown: a command has {limits.dim} numbers"

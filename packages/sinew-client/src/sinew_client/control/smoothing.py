@@ -14,7 +14,7 @@ import numpy as np
 
 from sinew_client.control.trajectory import Node, Trajectory
 
-MAX_LAG = 64.0  # largest lag of a filter, in control steps
+MAX_LAG = 64.0  # largest lag that a filter may have, in control steps
 
 
 @dataclass(frozen=True)

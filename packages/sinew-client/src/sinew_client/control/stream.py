@@ -69,8 +69,10 @@ class Stream:
 
     def __init__(self, link: LinkProtocol):
         self.link, self.frames = link, 0
-        self._come: deque[Outcome | None] = deque()  # outcomes of one poll of the link; None marks its end
-        self._told, self._kinds = 0, Counter()  # type: ignore[var-annotated]  # count and kinds of the yielded errors
+        # These outcomes arrived at the last poll of the link. None marks their end.
+        self._come: deque[Outcome | None] = deque()
+        # `_told` is the number of errors that this source has reported, and `_kinds` counts their kinds.
+        self._told, self._kinds = 0, Counter()  # type: ignore[var-annotated]
 
     @property
     def failures(self) -> int:
@@ -131,7 +133,7 @@ class Watching:
 
     def __init__(self, robot: Any, camera_hz: float, now: Callable[[], float] = time.monotonic):
         self.robot, self._period, self._now = robot, 1.0 / camera_hz, now
-        self._due = float("-inf")  # time at which the next frame must be sent
+        self._due = float("-inf")  # time at which the next frame must be sent, seconds
         self.act, self.hold = robot.act, robot.hold
         self._facts = facts_of(robot)
 
@@ -150,17 +152,18 @@ class Watching:
             seen = self.robot.observe()
             state = seen["state"]
         now = self._now()
-        # No frame is due yet. A wait longer than a period means that the clock was set back.
+        # Return only the state if no frame is due yet. If the wait is longer than a period, the clock was set back, so
+        # send a frame at once.
         if now < self._due - 1e-6 and self._due - now <= self._period:
             return {"state": state}
+        # If the robot has no frame now, `_due` stays unchanged, so that the next call tries again.
         try:
-            seen = (
-                self.robot.observe() if seen is None else seen
-            )  # a missing frame stays due until it is there
+            seen = self.robot.observe() if seen is None else seen
         except NoObservation as reason:
             return {"state": state, "blind": str(reason)}
         following = self._due + self._period
-        self._due = following if following > now else now + self._period  # missed frames are not sent later
+        # Skip the frames whose time has passed already. Sending several frames at once would not help the policy.
+        self._due = following if following > now else now + self._period
         return {**seen, "state": state}
 
 

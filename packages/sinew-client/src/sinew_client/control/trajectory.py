@@ -12,7 +12,8 @@ import numpy as np
 
 from sinew_client.control.blend import Fusion
 
-HISTORY = 64  # committed actions that stay readable, because the chunk of an old frame begins among them
+# This many commands of past steps stay readable, because a request with an old frame also sends the actions since it.
+HISTORY = 64
 
 
 class Node(NamedTuple):
@@ -42,17 +43,18 @@ class Trajectory:
     """
 
     def __init__(self, history: int = HISTORY) -> None:
-        self._history = history  # number of committed actions that stay readable
+        self._history = history  # number of past commands that stay readable
         self._nodes: dict[int, Node] = {}
         self._commanded: dict[int, np.ndarray] = {}
-        self._next = 0  # the first step that is not committed
+        self._next = 0  # the first control step whose action is not committed
 
     def put(self, nodes: Iterable[Node]) -> None:
         """Write actions, except those whose step is already committed."""
         for node in nodes:
             if node.step >= self._next:
                 self._nodes[node.step] = node
-                # The reader may have committed the step since the check above. It would then never remove the entry.
+                # The reader thread may have committed the step after the check above. The reader would then never
+                # remove the new entry, so remove it here.
                 if node.step < self._next:
                     self._nodes.pop(node.step, None)
 
@@ -95,7 +97,8 @@ class Trajectory:
         """
         if step < self._next:
             raise ValueError(f"step {step} has been committed, the next one is {self._next}")
-        self._next = step + 1  # commit first, so that no writer changes the action after it is read
+        # Commit the step before reading its action, so that no writer can change the action afterwards.
+        self._next = step + 1
         node = self._nodes.get(step)
         for old in list(self._nodes):
             if old <= step:
@@ -105,7 +108,7 @@ class Trajectory:
     def commanded(self, step: int, row: np.ndarray) -> None:
         """Record the command that was sent in ``step``: the action after the limits, or the hold."""
         self._commanded[step] = row
-        # This deletes one command, or several after skipped steps.
+        # Delete the commands that are too old: usually one, or several if control steps were skipped.
         while (oldest := next(iter(self._commanded))) <= step - self._history:
             del self._commanded[oldest]
 

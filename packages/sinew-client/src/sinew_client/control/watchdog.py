@@ -11,8 +11,8 @@ from sinew_client.control.facts import facts_of
 
 logger = logging.getLogger(__name__)
 
-PERIODS = 2.0  # periods without a command or a hold, after which the robot is held
-LEAST_S = 0.01  # shortest time limit in seconds, because a thread cannot wait precisely for shorter times
+PERIODS = 2.0  # the watchdog holds the robot after this many periods without a command or a hold
+LEAST_S = 0.01  # shortest time limit in seconds, because a thread cannot measure a shorter wait precisely
 
 
 class Watchdog:
@@ -46,10 +46,11 @@ class Watchdog:
         self.limit = max(PERIODS * period, LEAST_S)
         self.holds = self.failures = 0
         self.longest = 0.0
-        self._lock = threading.Lock()  # the thread keeps it while it decides on a hold and sends the hold
-        self._due = 0.0  # time at which the robot must be held
-        self._last: float | None = None  # time of the robot's last command or hold
-        self._held = False  # True if the watchdog held the robot since the last claim
+        # The watchdog's thread locks this while it decides on a hold and sends the hold.
+        self._lock = threading.Lock()
+        self._due = 0.0  # time at which the watchdog holds the robot, seconds
+        self._last: float | None = None  # time of the last command or hold, seconds
+        self._held = False  # True if the watchdog has held the robot since the last `claim`
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -65,7 +66,7 @@ class Watchdog:
     def __exit__(self, *exc_info: Any) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(1.0)  # with a time limit, because a hold may never return
+            self._thread.join(1.0)  # wait at most 1 s, because a robot's `hold` may never return
 
     def claim(self) -> bool:
         """Reserve the robot for a command or a hold. Return True if the watchdog held it since the last claim."""

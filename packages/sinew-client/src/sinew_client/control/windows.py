@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_REASON = 400  # characters
-WINDOWS = 256  # number of windows whose sample and frame are stored
-PREFIXES = 10_000  # number of prefixes whose ages are stored
-MAX_DELAY = 1000  # waypoints; a longer delay, measured in a stall, would put the next windows out of reach
+LONGEST_REASON = 400  # longest logged reason of a failure, characters
+WINDOWS = 256  # the controller stores the times of this many newest windows
+PREFIXES = 10_000  # number of action prefixes whose ages are stored for the report
+# The estimated delay is at most this many waypoints. After a stall, a larger estimate would make the next windows begin
+# too far in the future.
+MAX_DELAY = 1000
 NO_WINDOW, OUT_OF_NODES, OLD_FRAME, BLIND = (
     "no window yet",
     "out of nodes",
@@ -75,12 +77,13 @@ class StreamController(BaseController):
         self.reactions = Reactions()
         self.newest: StreamWindow | None = None
         self.prefix_ages: list[float] = []
-        self._about: OrderedDict = OrderedDict()  # number of a window, by arrival -> the window
+        # The newest windows are stored by their number, which counts the windows in the order of arrival.
+        self._about: OrderedDict = OrderedDict()
         self._asked = -1  # control step of the newest sample
-        self._time = -math.inf  # time of the newest sample
-        self._world = -math.inf  # frames up to this time belong to an earlier episode
-        self._blind = (-1, "")  # the step without a usable observation, and the reason
-        self._failing = ""  # the last error since the last window with a new frame
+        self._time = -math.inf  # time of the newest sample, seconds since the first tick
+        self._world = -math.inf  # windows from frames up to this time belong to an earlier episode
+        self._blind = (-1, "")  # the last control step without a usable observation, and the reason
+        self._failing = ""  # the last error; "" after a window from a new frame
 
     @property
     def chunks(self) -> int:
@@ -89,8 +92,6 @@ class StreamController(BaseController):
     @property
     def said(self) -> str:
         return "" if self.newest is None else self.newest.said
-
-    # ------------------------------------------------------------------------- events
 
     def wants_chunk(self, step: int) -> bool:
         return not self.paused
@@ -134,7 +135,8 @@ class StreamController(BaseController):
         self.windows += 1
         self.unanswered = 0
         if self.newest is not None and answer.sample_time < self.newest.sample_time:
-            return True  # a window of a replaced stream never overwrites newer waypoints
+            # This window belongs to a stream that was replaced. It must not overwrite newer waypoints.
+            return True
         self.delay.add(min(step - int(answer.sample_time * self.hz + 1e-6), MAX_DELAY))
         if answer.frame_time > self._world:
             self._put(answer, rows)
@@ -212,8 +214,6 @@ class StreamController(BaseController):
         fused = self.trajectory.fused(nodes, self._fusion)
         self.trajectory.cut(window.step)
         self.trajectory.put(fused)
-
-    # ------------------------------------------------------------------------- commands
 
     def _planned(self, step: int, state: np.ndarray | None) -> Command:
         node = self.trajectory.take(step)

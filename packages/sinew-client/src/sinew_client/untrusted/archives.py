@@ -20,20 +20,19 @@ from sinew_client.untrusted.arrays import parse_npy
 from sinew_client.untrusted.files import open_regular
 from sinew_client.untrusted.words import UntrustedError, named, reason
 
-MAX_ARRAYS = 128  # arrays of one file; sixteen observation steps of six cameras have 96
+MAX_ARRAYS = 128  # largest number of arrays in a file; 16 observation steps of 6 cameras have 96 arrays
 MAX_ENTRIES = 1 << 12
-MAX_UNPACKED = 256 << 20  # bytes of all entries of one file
-MAX_DIRECTORY = 1 << 18  # bytes; the directory of 64 arrays is far smaller
-STEP = 1 << 18  # bytes that are unpacked at once
-DENSEST = 1032  # largest number of bytes that deflate unpacks from one byte
-STORED, DEFLATED = (
-    0,
-    8,
-)  # LZMA and bzip2 are not allowed, because they allocate as much memory as the file states
-_ENCRYPTED = 1  # bit of the flags
+MAX_UNPACKED = 256 << 20  # largest total size of all unpacked entries of a file, bytes
+# The directory of an archive has at most this many bytes. The directory of 64 arrays is much smaller.
+MAX_DIRECTORY = 1 << 18
+STEP = 1 << 18  # number of bytes that are unpacked in one step
+DENSEST = 1032  # the compression method deflate unpacks one byte to at most this many bytes
+# Allow only these compression methods. LZMA and bzip2 allocate as much memory as the file states.
+STORED, DEFLATED = 0, 8
+_ENCRYPTED = 1  # this bit of an entry's flags means that the entry is encrypted
 
-# An encrypted entry raises RuntimeError. A zip version that Python does not support raises its subclass
-# NotImplementedError.
+# Reading a damaged archive can raise any of these exceptions. RuntimeError is raised for an encrypted entry, and its
+# subclass NotImplementedError for a zip version that Python does not support.
 _NOT_READ = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, MemoryError),
     *(zlib.error, struct.error),
@@ -66,7 +65,7 @@ class Archive:
         methods: tuple[int, ...] = (STORED, DEFLATED),
         paths: bool = True,
     ):
-        import zipfile  # imported here, because a control loop reads no archives
+        import zipfile  # imported here, because a control loop does not need this module
 
         self._failures = (*_NOT_READ, zipfile.BadZipFile)
         self._file = open_regular(path)
@@ -185,7 +184,7 @@ class Npz:
     """
 
     def __init__(self, path: Path | str, *, max_arrays: int = MAX_ARRAYS, max_unpacked: int = MAX_UNPACKED):
-        # The names of arrays are only keys, and no files are written, so any name is allowed.
+        # Allow any name, because the names of arrays are only keys of a dict. No files with these names are written.
         self._archive = Archive(path, max_entries=max_arrays, max_unpacked=max_unpacked, paths=False)
 
     def __enter__(self) -> Npz:

@@ -17,9 +17,9 @@ from sinew_client.untrusted.files import read_bytes
 from sinew_client.untrusted.words import UntrustedError
 
 MAX_DIMENSIONS = 8
-MAX_HEADER = 4096  # bytes; numpy writes 118 bytes for all arrays that a robot sends
-MAX_EXTENT = 1 << 40  # bytes, with empty axes counted as one
-MAX_ARRAY = 256 << 20  # bytes of a file
+MAX_HEADER = 4096  # largest header of a .npy file, bytes; numpy writes 118 bytes for usual arrays
+MAX_EXTENT = 1 << 40  # largest size of an array in bytes, where an axis of length 0 counts as length 1
+MAX_ARRAY = 256 << 20  # largest .npy file, bytes
 
 _NUMBER = re.compile(r"[<>|=]?(?:b1|[ui][1248]|f[248])")
 _TEXT = re.compile(r"[<>=]?U[0-9]{1,7}")
@@ -78,15 +78,15 @@ def raw_array(data: memoryview, dtype: str, shape: Sequence[int], order: str = "
     extent = expected = item.itemsize
     for side in shape:
         extent, expected = extent * max(1, side), expected * side
-    if extent > MAX_EXTENT:  # numpy's own limit, also for empty arrays
+    # Count an axis of length 0 as 1, as numpy does: numpy also rejects huge shapes of arrays without elements.
+    if extent > MAX_EXTENT:
         raise UntrustedError("a shape that can be", f"{list(shape)}"[:200])
     if expected != len(data) or item.itemsize == 0:
         text = " x ".join(map(str, shape)) or "1"
         raise UntrustedError(f"{expected} bytes ({text} {item})", f"{len(data)}")
     flat = np.frombuffer(data, item) if len(data) else np.empty(0, item)
-    if (
-        item.kind == "U" and flat.size
-    ):  # numpy accepts any numbers as text, and code that reads such text may crash
+    # Check the code points, because numpy accepts any numbers as text, and code that reads such text may crash.
+    if item.kind == "U" and flat.size:
         points = flat.view(f"{item.byteorder}u4")
         if points.max() > 0x10FFFF or ((points >= 0xD800) & (points < 0xE000)).any():
             raise UntrustedError("Unicode text", "code points that are no characters")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sinew_client.untrusted.words import UntrustedError
 
-MAX_BYTES = 1 << 18  # bytes of a file that is written by hand: settings, limits, contracts
-BLOCK = 1 << 24  # bytes that are read at once
+MAX_BYTES = 1 << 18  # largest file that people write by hand, such as settings and limits, bytes
+BLOCK = 1 << 24  # number of bytes that one call of `read` requests
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -42,11 +42,11 @@ def open_lock(path: Path | str) -> io.FileIO:
 
 
 def _descriptor(path: Path | str, flags: int) -> int:
-    for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):  # not every system has all of these flags
+    for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):  # some systems do not have all three flags
         flags |= getattr(os, name, 0)
     try:
         number = os.open(path, flags, 0o666)
-    except ValueError as error:  # the path has a NUL or half a character
+    except ValueError as error:  # the path contains a NUL character or a lone surrogate
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     try:
         mode = os.fstat(number).st_mode
@@ -70,7 +70,8 @@ def read_bytes(path: Path | str, max_bytes: int = MAX_BYTES) -> bytes:
         pieces, remaining = [], max_bytes + 1
         if os.fstat(file.fileno()).st_size > max_bytes:
             remaining = 0
-        while remaining:  # the stated size is not reliable: it is 0 for files in /proc, and other files grow
+        # Read until the end and do not rely on the stated size. It is 0 for files in /proc, and a file may grow.
+        while remaining:
             piece = file.read(min(remaining, BLOCK))
             if not piece:
                 break

@@ -12,14 +12,14 @@ from typing import Any
 
 from sinew_client.untrusted.words import UntrustedError
 
-MAX_DEPTH = 12  # containers inside containers
-MAX_VALUES = 1 << 14  # values of one message: containers, keys and leaves
-MAX_TEXT = 1 << 18  # bytes of one text
-MAX_TEXTS = (
-    1 << 22
-)  # bytes of all texts in a message; Python may store each character of a text in four bytes
+MAX_DEPTH = 12  # largest depth of lists and maps inside lists and maps
+MAX_VALUES = 1 << 14  # largest number of values in a message; lists, maps and keys count as values too
+MAX_TEXT = 1 << 18  # longest text, bytes
+# All texts of a message together have at most this many bytes. Python may need four bytes of memory for each of them.
+MAX_TEXTS = 1 << 22
 
-_NUMBERS = {  # first byte -> format, bytes
+# For each first byte, the format of the number (module struct) and its size in bytes.
+_NUMBERS = {
     0xCA: (">f", 4),
     0xCB: (">d", 8),
     0xCC: (">B", 1),
@@ -32,7 +32,8 @@ _NUMBERS = {  # first byte -> format, bytes
     0xD3: (">q", 8),
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # first byte -> bytes of the length that follows
+# For each first byte, the size in bytes of the length that follows it.
+_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _TEXT = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ARRAY = {0xDC: 2, 0xDD: 4}
 _MAP = {0xDE: 2, 0xDF: 4}
@@ -70,9 +71,10 @@ class _Reader:
     def __init__(self, buffer: memoryview, max_values: int, max_depth: int, max_text: int, max_texts: int):
         self.buffer = buffer
         self.at, self.end = 0, len(buffer)
-        self.max_values = self.values = max_values  # ``values`` counts down the values that are still allowed
+        # ``values`` counts down: it is the number of further values that are allowed.
+        self.max_values = self.values = max_values
         self.max_depth, self.max_text, self.max_texts = max_depth, max_text, max_texts
-        self.texts = 0  # bytes of all texts so far
+        self.texts = 0  # total size of all texts that were read, bytes
 
     def value(self, depth: int) -> Any:
         self.values -= 1
@@ -107,9 +109,8 @@ class _Reader:
             return self.map(self.length(_MAP[first]), depth)
         if first in _CONSTANTS:
             return _CONSTANTS[first]
-        raise UntrustedError(
-            "plain types", f"type 0x{first:02x}"
-        )  # an extension type, or the unused first byte 0xc1
+        # The value is an extension type, or begins with 0xc1, which MessagePack does not use.
+        raise UntrustedError("plain types", f"type 0x{first:02x}")
 
     def array(self, count: int, depth: int) -> list[Any]:
         return [self.value(depth + 1) for _ in range(count)]

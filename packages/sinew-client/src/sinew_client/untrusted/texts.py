@@ -12,18 +12,21 @@ from typing import Any, Iterator
 from sinew_client.untrusted.files import MAX_BYTES, decode, open_regular, read_bytes, read_text
 from sinew_client.untrusted.words import UntrustedError, reason
 
-MAX_DEPTH = 64  # containers inside containers
-MAX_VALUES = 1 << 20  # values of a JSON text: containers, keys and leaves
-MAX_TOKENIZER_VALUES = 1 << 23  # values of a tokenizer; the largest vocabularies with merges have 2.5 million
-MAX_NODES = 10_000  # nodes of a YAML file, where each alias counts with its whole value
-MAX_SCALAR = 1 << 14  # characters of one value, because YAML parses 1:00:00 (of any length) as one number
-MAX_LINE = 1 << 24  # bytes of a line of JSON
-MAX_LINES = 1 << 22  # lines of one file
-DIGITS = 4300  # digits of an integer, as in Python 3.11; older versions need minutes for a megabyte of digits
+MAX_DEPTH = 64  # largest depth of lists and objects inside lists and objects
+MAX_VALUES = 1 << 20  # largest number of values in a JSON text; lists, objects and keys count as values too
+# A tokenizer file has at most this many values. The largest known tokenizer has 2.5 million.
+MAX_TOKENIZER_VALUES = 1 << 23
+MAX_NODES = 10_000  # largest number of values in a YAML file; each alias counts all values that it repeats
+# A YAML value has at most this many characters, because YAML parses text like 1:00:00 of any length as one number.
+MAX_SCALAR = 1 << 14
+MAX_LINE = 1 << 24  # longest line of a file of JSON lines, bytes
+MAX_LINES = 1 << 22  # largest number of lines in a file
+# An integer has at most this many digits, as in Python 3.11. Older versions need minutes to read a million digits.
+DIGITS = 4300
 
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _WHOLE = re.compile(r"\d" * 8 + f"{{{DIGITS - 6},}}")
-# Matches the parts of a TOML file that are no keys: texts and comments.
+# This pattern matches the texts and comments of a TOML file, in which dots do not separate parts of a key.
 _TOML_TEXT = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*(?:"""|\Z)'
     r"|'''(?:[^']|'(?!''))*(?:'''|\Z)"
@@ -36,9 +39,6 @@ _TOML_TEXT = re.compile(
 
 class TornLineError(UntrustedError):
     """The last line of a file is incomplete: the writer was killed, or the disk was full."""
-
-
-# ----------------------------------------------------------------------------- JSON
 
 
 def parse_json(
@@ -61,7 +61,8 @@ def parse_json(
     """
     text = data if isinstance(data, str) else decode(data)
     marks = text.count(",") + text.count(":") + text.count("[") + text.count("{")
-    if marks >= max_values:  # some of these marks may be inside texts
+    # If there are many marks, count them again outside texts.
+    if marks >= max_values:
         plain = _STRING.sub("", text)
         if sum(map(plain.count, ",:[{")) >= max_values:
             raise UntrustedError(f"at most {max_values} values", "more")
@@ -73,7 +74,7 @@ def parse_json(
         raise UntrustedError(f"at most {max_depth} levels of containers", "more") from None
     except ValueError as error:
         raise UntrustedError("JSON", f"text that is not JSON ({reason(error)})") from None
-    # An escape can be half a character (a surrogate), which cannot be printed.
+    # An escape such as \ud800 can be a lone surrogate (half a character), which cannot be encoded or printed.
     halves = not text.isascii() or "\\ud" in text or "\\uD" in text
     check_values(value, max_depth=max_depth, finite=finite, texts=halves)
     return value
@@ -173,9 +174,6 @@ def read_jsonl(
             yield number, value
 
 
-# ----------------------------------------------------------------------------- TOML
-
-
 def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> dict[str, Any]:
     """Return the tables of a TOML text. The caller bounds its length.
 
@@ -187,10 +185,11 @@ def parse_toml(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) ->
         import tomllib
     except ImportError:
         try:
-            import tomli as tomllib  # Python before 3.11
+            import tomli as tomllib  # Python before 3.11 has no tomllib
         except ImportError:
             raise ValueError("TOML needs Python 3.11 or the package tomli; JSON works everywhere") from None
-    # The library's time grows with the square of the number of parts of a dotted key: a.a.a of 256 kB takes hours.
+    # Limit the number of parts of a dotted key such as a.b.c, because the parser's time grows with its square. A key of
+    # 256 kB would need hours.
     if any(line.count(".") > 4 * max_depth for line in _TOML_TEXT.sub("", text).splitlines()):
         raise UntrustedError(f"keys of at most {4 * max_depth} parts in a line", "more")
     if sys.version_info < (3, 11) and _WHOLE.search(text):
@@ -216,9 +215,6 @@ def read_toml(
         ValueError: this Python has no reader of TOML.
     """
     return parse_toml(read_text(path, max_bytes), max_depth=max_depth, finite=finite)
-
-
-# ----------------------------------------------------------------------------- YAML
 
 
 def read_yaml(path: Path | str, max_bytes: int = MAX_BYTES, *, finite: bool = True) -> Any:
@@ -247,9 +243,8 @@ def parse_yaml(text: str, *, finite: bool = True) -> Any:
         raise
     except RecursionError:
         raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more") from None
-    except (
-        Exception
-    ) as error:  # for unknown tags, YAML's constructors raise KeyError, AttributeError and other errors
+    # For unknown tags, the constructors of PyYAML raise KeyError, AttributeError and other errors.
+    except Exception as error:
         raise UntrustedError("YAML of plain values", f"another text ({reason(error)})") from error
     check_values(value, finite=finite)
     return value
@@ -265,15 +260,15 @@ def _load(yaml: Any, text: str) -> Any:
             self.count, self.depth = self.count + 1, self.depth + 1
             if self.count > MAX_NODES:
                 raise UntrustedError(f"at most {MAX_NODES} values", "more")
-            if (
-                self.depth > MAX_DEPTH + 1
-            ):  # one more level than the containers: a value inside the last container
+            # The plain values inside the deepest list or map are one level deeper than their container.
+            if self.depth > MAX_DEPTH + 1:
                 raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more")
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node
 
-        def fetch_flow_collection_start(self, kind: Any) -> None:  # the scanner runs before the composer
+        # Check flow collections such as [[[ here too, because the scanner reads them before `compose_node` is called.
+        def fetch_flow_collection_start(self, kind: Any) -> None:
             if self.flow_level >= MAX_DEPTH:
                 raise UntrustedError(f"at most {MAX_DEPTH} levels of containers", "more")
             super().fetch_flow_collection_start(kind)
@@ -308,6 +303,7 @@ def _size(yaml: Any, node: Any, known: dict[int, int]) -> int:
         else:
             if len(node.value) > MAX_SCALAR:
                 raise UntrustedError(f"values of at most {MAX_SCALAR} characters", str(len(node.value)))
-            node.value.encode()  # raises UnicodeEncodeError for half a character, which cannot be printed
+            # This raises UnicodeEncodeError for a lone surrogate (half a character), which cannot be printed.
+            node.value.encode()
         size = known[id(node)] = 1 + sum(_size(yaml, part, known) for part in parts)
     return size

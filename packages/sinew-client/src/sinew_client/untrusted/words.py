@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Iterator
 
-SHOWN = 80  # characters of a value in a message
-GOT = 300  # characters of a parser's message
+SHOWN = 80  # longest value in an error message, characters
+GOT = 300  # longest message of a parser inside an error message, characters
 
 
 class UntrustedError(ValueError):
@@ -50,7 +50,8 @@ def _pieces(value: Any, most: int) -> Iterator[str]:
         yield repr(value[: most + 1])
     elif isinstance(value, bool) or value is None or isinstance(value, float):
         yield repr(value)
-    elif isinstance(value, int):  # Python raises an error for the repr of long integers
+    # Print the size of a very long integer and not its digits, because repr() of such an integer raises ValueError.
+    elif isinstance(value, int):
         yield repr(value) if value.bit_length() < 4 * most else f"a number of {value.bit_length()} bits"
     elif isinstance(value, (list, tuple)):
         first, last = "[]" if isinstance(value, list) else "()"

@@ -19,9 +19,8 @@ class HoldLog(LoopListener):
         if isinstance(loop.pace, SimulatedPace):
             return
         if command.reason and command.reason != loop.reason:
-            usual = (
-                command.reason == LATE and loop.controller.held[LATE] > 1
-            )  # `freeze` holds before every chunk
+            # Chunk merging `freeze` holds before every chunk, so only the first of these holds is a warning.
+            usual = command.reason == LATE and loop.controller.held[LATE] > 1
             level = logging.INFO if usual else logging.WARNING
             details = [each.detail for each in loop.listeners if each.detail]
             why = loop.observer.fault if command.reason == UNKNOWN else "; ".join(details)

@@ -14,7 +14,7 @@ from sinew_client.control.listeners.listener import LoopListener
 from sinew_client.control.motion import Motion, state_of
 from sinew_client.control.player import ChunkRequest
 
-KEPT = 100_000  # control steps of an agreement
+KEPT = 100_000  # largest number of control steps that are compared
 
 
 class ShadowListener:
@@ -67,10 +67,11 @@ class ShadowAgreement(LoopListener):
     def __init__(self, names: tuple[str, ...] = ()):
         self._names = names
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
-        self._did: dict[int, np.ndarray] = {}  # control step -> the driver's command
-        self._said: list[tuple[np.ndarray, np.ndarray]] = []  # steps [H] of a chunk, and its rows [H, D]
+        self._did: dict[int, np.ndarray] = {}  # the driver's command [D], by control step
+        # Each entry is a chunk: the control steps [H] of its actions, and the actions [H, D].
+        self._said: list[tuple[np.ndarray, np.ndarray]] = []
         self._rows = 0  # number of actions in all stored chunks
-        self.missing = 0  # control steps without an action of the policy
+        self.missing = 0  # number of control steps for which the policy had no action
 
     def attach(self, loop: Any) -> None:
         super().attach(loop)
