@@ -34,7 +34,7 @@ from sinew_client.tls import is_loopback
 from sinew.core import SinewError
 
 OPEN = ("/healthz", "/metrics")
-POLICIES = "/v1/policies"  # path before the name of a policy, also for WebSockets
+POLICIES = "/v1/policies"  # path prefix of a policy's name, for HTTP and WebSockets
 
 
 class UnauthorizedError(SinewError):
@@ -58,9 +58,6 @@ class PortAddress(Protocol):
     def hosts(self) -> Sequence[str]: ...
     @property
     def origins(self) -> Collection[str]: ...
-
-
-# ----------------------------------------------------------------------------- keys
 
 
 def check_key(key: str | bytes | None, keys: Sequence[str], role: str = ROBOT) -> None:
@@ -114,9 +111,6 @@ def key_in(headers: Mapping[str, str]) -> str:
     return key_of(headers.get("Authorization", "")) or headers.get("X-API-Key", "")
 
 
-# ----------------------------------------------------------------------------- web pages
-
-
 def refused_page(
     method: str, path: str, headers: Mapping[str, str], place: PortAddress, keyed: bool = False
 ) -> str | None:
@@ -146,7 +140,7 @@ def refused_page(
     if origin is None or allowed:
         return None
     if origin.partition("://")[2] == host:
-        return None  # the page is this server's own page
+        return None  # the request comes from this server's own page
     return f"Origin: requests from web pages are refused, got {origin[:80]!r}; see --allow-origin"
 
 

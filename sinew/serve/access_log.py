@@ -37,7 +37,7 @@ class _AccessFile(_Lossy, WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # the file cannot be opened
+        except OSError:  # the log file cannot be opened
             self.handleError(record)
 
 
@@ -64,7 +64,8 @@ def access_logging(path: str | None) -> Iterator[None]:
         yield
     finally:
         access.removeHandler(handler)
-        with contextlib.suppress(OSError):  # the disk may still be full, which was logged
+        # The disk may still be full. The failed writes were logged before.
+        with contextlib.suppress(OSError):
             handler.close()
         access.propagate, access.disabled = before[:2]
         access.setLevel(before[2])

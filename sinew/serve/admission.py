@@ -27,8 +27,10 @@ class Admission:
         self.size, self.per_client = size, per_client
         self.count = 0
         self._waiting: dict[Hashable, list[ServingJob]] = {}  # client -> its waiting requests
-        self.newest: dict[Hashable | None, ServingJob] = {}  # the waiting request of each session
-        self._members: Counter[RequestGroup] = Counter()  # waiting observations of each message with several
+        # The waiting request of each session.
+        self.newest: dict[Hashable | None, ServingJob] = {}
+        # Message with several observations -> number of its waiting requests.
+        self._members: Counter[RequestGroup] = Counter()
 
     def __iter__(self) -> Iterator[ServingJob]:
         return (job for jobs in self._waiting.values() for job in jobs)

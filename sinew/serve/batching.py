@@ -21,16 +21,20 @@ from sinew.serve.job import ServingJob
 from sinew.serve.served import ServedPolicy
 
 LARGEST = 16  # largest batch that "auto" tries
-GAIN = 1.1  # throughput ratio to single requests that "auto" requires; with a smaller ratio it computes no batches
-GROWTH = 1.05  # throughput ratio that "auto" requires of each doubling of the batch
-TRIALS = 3  # measurements of each size, before serving begins
-LONGEST_S = 2.0  # "auto" tries no larger size after a batch that takes longer
-OLD_S = 60.0  # a cost that is older is measured again when possible
-# While other clients are active, a batch of one message costs at most this multiple of one of its observations. A robot
-# waits for such a batch and then for its own inference. The sum, 2.25, is near the factor 2 of SECURITY.md.
+# Least throughput of the best batch relative to single requests. With a smaller gain, "auto" computes no batches.
+GAIN = 1.1
+GROWTH = 1.05  # least throughput gain of each doubling of the batch size, for "auto"
+TRIALS = 3  # number of measurements of each size, before serving begins
+LONGEST_S = 2.0  # seconds; "auto" tries no larger batch after a batch that takes longer
+OLD_S = 60.0  # seconds after which a measured cost is outdated and is measured again
+# Largest cost of a batch of one message while other clients are active, relative to the cost of one
+# observation. A robot may wait for such a batch (1.25) and then for its own inference (1). The sum, 2.25, is
+# close to the factor 2 of SECURITY.md.
 CROWDED = 1.25
-MAX_KEYS = 512  # kinds of batches whose costs are stored; clients choose the number of steps, which is part of the kind
-MIX = 0.2  # weight of the newest measurement
+# Largest number of batch kinds whose costs are stored. It is limited because clients choose a part of the kind, the
+# number of solver steps.
+MAX_KEYS = 512
+MIX = 0.2  # weight of the newest measurement in the running mean
 
 
 @dataclass(slots=True)
@@ -106,7 +110,8 @@ def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]
     best = {}
     for size in sizes:
         times: list[float] = []
-        for _ in range(1 + TRIALS):  # the first trial also allocates memory
+        # Run one trial more, because the first trial also allocates memory.
+        for _ in range(1 + TRIALS):
             start = time.perf_counter()
             policy.run_batch([prepared] * size)
             times.append(time.perf_counter() - start)
@@ -128,7 +133,7 @@ class Batcher:
         self.limit = limit or LARGEST
         self._auto = limit is None
         self.reason = "asked for"
-        self.busy = ""  # other programs that computed while batches were timed
+        self.busy = ""  # other programs that used the machine while batches were timed
         self.costs = costs or Costs()
 
     def calibrate(self, policy: ServedPolicy) -> None:
@@ -212,7 +217,8 @@ class Batcher:
             chosen = fit[:size]
             if self._breaks([first, *beside, *waiting], chosen, now):
                 continue
-            if not self.costs.measured(kind, size):  # computing this batch measures its cost
+            # Choose a batch without a recent cost, because computing the batch measures its cost.
+            if not self.costs.measured(kind, size):
                 return chosen
             waited = self._sum(line, chosen)
             if waited <= least:
@@ -242,8 +248,8 @@ class Batcher:
     def _breaks(self, line: Sequence[ServingJob], chosen: Sequence[ServingJob], now: float) -> bool:
         """Return True if a request misses a deadline with the batch, but meets it with one request after another."""
         together = self.costs.surely(line[0].kind, len(chosen)) or 0.0
-        alone = 0.0  # end of each request, if they are computed one after another
-        behind = together  # end of each request that is not in the batch
+        alone = 0.0  # seconds until the end of each request, if all requests are computed one after another
+        behind = together  # seconds until the end of each request that is computed after the batch
         members = set(map(id, chosen))
         for job in line:
             own = self._alone(job, line[0])

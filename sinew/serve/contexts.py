@@ -35,7 +35,7 @@ class ContextPolicy(ServedPolicy):
     def __init__(self, policy: Callable[[], Policy], form: str):
         self._policy, self.form = policy, form
         self.digest = fingerprint(policy().bundle.path)
-        self._known = weakref.ref(policy())  # the policy with this digest
+        self._known = weakref.ref(policy())  # weak reference to the policy with this digest
 
     @property
     def spec(self) -> PolicySpec:

@@ -67,20 +67,22 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
         host: The shared resources of the server; None creates them for this policy.
     """
     host = host or PolicyHost()
-    host.supervisor.watch(policy.problem)  # reports changes of the mapped weight files
+    # The policy reports a change of its memory-mapped weight files as a problem.
+    host.supervisor.watch(policy.problem)
     batch = None if bounds.max_batch == "auto" else bounds.max_batch
     scheduler = host.start(policy, bounds.queue, batch, bounds.keep_warm_s)
     about = describe(policy)
     runs = about["server"]
     logger.info(
-        "engine %s, %s (%s), device %s (%s)",  # the engine's reason is in the greeting
+        "engine %s, %s (%s), device %s (%s)",  # transport/greeting.py prints the reason for the engine
         *(runs[name] for name in ("engine", "dtype", "dtype_reason", "device", "device_reason")),
     )
     if scheduler.batcher is not None:
         about["server"] |= scheduler.batcher.describe()
         level = logging.WARNING if scheduler.batcher.busy else logging.INFO
         logger.log(level, "batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
-    safety = None  # the actions of a recording were sent to a robot before
+    # A recording needs no limits, because its actions were sent to a robot before.
+    safety = None
     adapters: dict[str, Safety | None] = {}
     if isinstance(policy, Policy):
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
@@ -104,13 +106,14 @@ def deploy(policy: Policy | Replay, bounds: ServingLimits, host: PolicyHost | No
     )
 
 
-# The method of chunk merging of clients that do not request real-time chunking.
+# Clients that do not request real-time chunking merge chunks by this method, without latency compensation.
 NO_COMPENSATION = "naive"
 
 
 def _bounds(processor: Processor, safety: Safety) -> dict[str, Any]:
     """Describe a policy's actions for clients: their limits and scale, from the policy's statistics."""
-    if processor.adapter:  # the policy's own notes are logged when it is loaded
+    # The notes of the base policy are logged when the policy is loaded, so log only the notes of adapters here.
+    if processor.adapter:
         for note in statistics.notes(processor.spec, processor.recipe):
             logger.warning("adapter %s: %s", processor.adapter, note)
     if (blend := processor.spec.temporal_ensemble) is not None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SHARE = 0.5  # share of the time that all streams may compute while a request computes or waits
-THREADS = 256  # number of threads whose last turns are stored
+SHARE = 0.5  # fraction of the time that all streams together may compute while a request computes or waits
+THREADS = 256  # largest number of threads whose last turn is stored
 CREDIT_S = 0.02  # seconds of computing time that the streams may save up
 
-# Returns the ready requests of a scheduler, in the order of their turns.
+# A function that returns the ready requests of a scheduler, in the order of their turns.
 Waiting = Callable[[], Sequence[Any]]
 
 
@@ -47,12 +47,12 @@ class DeviceLock:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # Time since which requests compute or wait without a break; None while there are none.
+        # Time since which there has always been a request that computes or waits. None while there are no requests.
         self._since: float | None = None
-        self._used = 0.0  # seconds that streams have computed since this time
-        self.yielding = 0  # threads of streams that wait for their share
+        self._used = 0.0  # seconds that streams have computed since `_since`
+        self.yielding = 0  # number of stream threads that wait for their share of the time
         self._changed = threading.Condition()
-        self._line: deque[_InLine] = deque()  # the computing thread is the first
+        self._line: deque[_InLine] = deque()  # the waiting threads in their order; the first thread computes
         self._usual: dict[int, float] = {}  # thread -> seconds of its last turn
         self._members: dict[object, Waiting] = {}
 
@@ -65,7 +65,7 @@ class DeviceLock:
     def __exit__(self, *_exc_info: object) -> None:
         thread = threading.get_ident()
         with self._changed:
-            # The place is missing if an exception ended the thread while others had its turn.
+            # This thread has no place in the line if an exception ended it while other threads computed.
             if self._line and (place := self._line[0]).thread == thread:
                 self._line.popleft()
                 if len(self._usual) >= THREADS:
@@ -81,7 +81,8 @@ class DeviceLock:
         Returns:
             The seconds that the others took.
         """
-        if len(self._line) < 2:  # checked without the lock, because it happens between all steps
+        # Check the length without the lock first, because this method runs between all steps of an inference.
+        if len(self._line) < 2:
             return 0.0
         with self._changed:
             place, now = self._line[0], self._clock()
@@ -99,7 +100,7 @@ class DeviceLock:
         try:
             while self._line[0] is not place:
                 self._changed.wait()
-        except BaseException:  # the thread is ended from outside, and the others continue
+        except BaseException:  # an exception from outside ends this thread, and the other threads continue
             self._line.remove(place)
             self._left()
             raise

@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-REMEMBERED = 1024  # number of stored accounts; a forgotten owner returns as a new owner
-ACTIVE_S = 5.0  # seconds after its last request for which an owner counts as active
+REMEMBERED = 1024  # largest number of stored accounts; an owner without an account counts as new
+ACTIVE_S = 5.0  # seconds after its last request during which an owner counts as active
 
 
 @dataclass(slots=True)
@@ -60,10 +60,10 @@ class FairQueue(Generic[T]):
         self._lock = threading.Lock()
         self._lines: dict[Hashable, deque[T]] = {}
         self._accounts: OrderedDict[int, _Account] = OrderedDict()  # hash of an owner -> its account
-        self._served = 0.0  # the virtual time at which the newest turn began
-        self._new = 0.0  # the common virtual time of all new owners
+        self._served = 0.0  # virtual time at which the newest turn began
+        self._new = 0.0  # common virtual time of all new owners
         self._turns = 0
-        self._signals: SimpleQueue[None] = SimpleQueue()  # one signal per item, and at the end
+        self._signals: SimpleQueue[None] = SimpleQueue()  # one signal per item, and one per reader at the end
         self._ended = False
 
     def put(self, owner: Hashable, *items: T) -> None:
@@ -89,9 +89,8 @@ class FairQueue(Generic[T]):
         """
         waited = False
         while True:
-            with (
-                self._lock
-            ):  # checked before the signal, because a killed thread may have taken a signal but no item
+            # Check the lines before the signals, because a killed thread may have taken a signal without its item.
+            with self._lock:
                 if self._lines:
                     item = self._take(self._first())
                     break
@@ -102,9 +101,9 @@ class FairQueue(Generic[T]):
             except Empty:
                 raise TimeoutError from None
             waited = True
-        if (
-            not waited
-        ):  # remove the item's own signal, but never another item's, for which another thread may wait
+        # The item was taken without its signal, so remove one signal. After a wait the signal is already
+        # removed, and another signal may belong to an item for which another thread waits.
+        if not waited:
             with contextlib.suppress(Empty):
                 self._signals.get_nowait()
         return item
@@ -160,7 +159,8 @@ class FairQueue(Generic[T]):
         while lines:
             used, line = lines.popleft()
             items.append(line.popleft())
-            if line:  # after the owners that have used as much
+            # Insert the owner after all owners that have used as much.
+            if line:
                 lines.insert(sum(other <= used for other, _ in lines), (used, line))
         return items
 

@@ -13,7 +13,7 @@ from sinew.processing.safety import Safety
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
 from sinew.serve.request import Outcome, Request
 
-Check = Callable[[], None]  # raises an error once no client waits for the result
+Check = Callable[[], None]  # a function that raises an error if no client waits for the result any more
 
 
 class Answering(Protocol):
@@ -199,10 +199,11 @@ class ServingJob:
         if deployment is None:
             self.decoded = Decoded(observation, None, (), budget.borrowed)
             return observation
-        # An unknown adapter is rejected later.
+        # An unknown adapter is rejected later. Until then, the limits of the base policy apply.
         safety = deployment.adapters.get(observation.adapter, deployment.safety)
         self.decoded = Decoded(observation, safety, deployment.changed, budget.borrowed)
-        # This check raises for a state beyond its limits. It is last, so that the log has the observation then.
+        # Check the state after `decoded` is set. The check raises an error for a state outside its limits, and then
+        # the log needs the observation.
         if safety is not None:
             self.decoded.warnings += tuple(safety.check(observation))
         return observation

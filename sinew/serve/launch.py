@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RUNTIME_BYTES = 250_000_000  # memory of the interpreter and torch, the same number as in `sinew perf fit`
+# Bytes of memory of the interpreter and torch, the same number as in `sinew perf fit`.
+RUNTIME_BYTES = 250_000_000
 
 
 def loader(
@@ -59,9 +60,8 @@ def loader(
     rename_cameras(opened.manifest.spec, options["rename"])
     beside = open_adapters(opened, adapters)
     choose(opened, threads=threads, adapters=beside, **chosen_by(options))
-    path = (
-        exported_graphs(opened) or opened.path
-    )  # only the path: the memory map of an open bundle would outlive the policy
+    # Keep only the path. A reference to the open bundle would keep its memory map after the policy is replaced.
+    path = exported_graphs(opened) or opened.path
 
     def load() -> Policy:
         logger.info("loading %s", path)
@@ -95,13 +95,15 @@ def swapper(
     def opened(source: str) -> Policy:
         load = loader(Path(source), options, threads)
         choice = choose(open_bundle(source), threads=threads, **chosen_by(options))
-        # Other engines start their own threads while they load, and these threads would keep the low priority.
+        # Load the other engines at normal priority: they start their own threads during loading, and these threads
+        # would keep the low priority.
         if choice.engine not in ("eager", "plan") or choice.options.device != "cpu":
             return load()
 
         def tried() -> Policy:
             policy = load()
-            policy.infer(policy.dummy_observation())  # reads the weights and compiles, before the warm-up
+            # Read the weights and compile at low priority now, so that the warm-up is short.
+            policy.infer(policy.dummy_observation())
             return policy
 
         return machine.beside_others(tried)
@@ -189,7 +191,8 @@ class ServerLaunch:
                 recorder.close()
 
     def _run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
-        begun: WeakSet[Scheduler] = WeakSet()  # weak, so that it does not keep a replaced policy alive
+        # Weak references, so that this set does not keep a replaced policy in memory.
+        begun: WeakSet[Scheduler] = WeakSet()
         try:
             from sinew.serve.deploy import PolicyHost, deploy
             from sinew.serve.service import Service
@@ -219,7 +222,8 @@ class ServerLaunch:
                 if (work := self.faster(service.swapper.budget)) is not None:
                     service.preparing = Preparer(service, work)
             then = ready(policy)
-            del policy, deployment  # the service owns them, until they are replaced
+            # From here on only the service refers to the policy, so that a hot-swap frees its memory.
+            del policy, deployment
             with self.answering(), compiling():
                 return process.run(service, then)
         except KeyboardInterrupt:

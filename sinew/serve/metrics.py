@@ -29,15 +29,17 @@ from sinew.serve.request import Outcome
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
-# Bounds of the histograms in seconds: from a small policy on a large GPU to a large policy on two cores.
+# Upper bounds of the histogram buckets in seconds, from a small policy on a large GPU to a large policy on
+# two CPU cores.
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.033, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STAGES = ("queue", "preprocess", "vision", "prefix", "text", "head", "postprocess")
-ABOUT = ("version", "engine", "device", "dtype", "hardware")  # labels of ``sinew_info``
-SESSION_S = 30.0  # a session without a request for more seconds counts as ended
-MAX_SESSIONS = 10_000  # number of stored sessions, limited because clients choose their names
+ABOUT = ("version", "engine", "device", "dtype", "hardware")  # labels of the metric ``sinew_info``
+SESSION_S = 30.0  # seconds without a request after which a session counts as ended
+MAX_SESSIONS = 10_000  # largest number of stored sessions, because clients choose the names
 
 
-disable_created_metrics()  # otherwise each counter gets a second series with the start time
+# Without this call, each counter exports a second series with its start time.
+disable_created_metrics()
 
 
 class KeptRecords(Collector):
@@ -125,8 +127,9 @@ class Metrics:
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)
-        self.outcomes: Tally[str] = Tally()  # outcomes of all protocols so far
-        self._answered: deque[tuple[str, Outcome, float, bool, str]] = deque()  # not counted yet
+        self.outcomes: Tally[str] = Tally()  # outcome -> number of requests of all protocols
+        # Answers that are not counted yet.
+        self._answered: deque[tuple[str, Outcome, float, bool, str]] = deque()
         self._counting = threading.Lock()
         self._lock = threading.Lock()
         self._heard: dict[Hashable, float] = {}
@@ -145,7 +148,8 @@ class Metrics:
 
     def count(self) -> None:
         """Count the stored answers. The reply to the robot is sent before, so no robot waits for this."""
-        with self._counting:  # a reader waits for counts in progress
+        # A reader of the metrics waits until the counting in progress is finished.
+        with self._counting:
             while self._answered:
                 self._count(*self._answered.popleft())
 
@@ -177,7 +181,8 @@ class Metrics:
         """Record a request of a session."""
         now = time.monotonic()
         with self._lock:
-            self._heard.pop(name, None)  # the newest session is the last entry
+            # Move the session to the end, because the sessions are sorted by their last request.
+            self._heard.pop(name, None)
             self._heard[name] = now
             while len(self._heard) > MAX_SESSIONS or now - next(iter(self._heard.values())) > SESSION_S:
                 del self._heard[next(iter(self._heard))]
@@ -191,7 +196,8 @@ class Metrics:
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format, ``CONTENT_TYPE``."""
         self.count()
-        metadata = self._metadata()  # description of the policy in use, after any hot-swap
+        # Read the description each time, because a hot-swap may have changed the policy.
+        metadata = self._metadata()
         server, policy = (metadata.get(part, {}) for part in ("server", "policy"))
         self._about.info(
             {name: str(server.get(name, "")) for name in ABOUT}

@@ -15,7 +15,7 @@ from sinew.processing.safety import Safety
 from sinew.serve.decode.frames import pixel_limit
 from sinew.serve.scheduler import Scheduler
 
-DEFAULT = "default"  # name of the first policy, which answers requests without a policy's name
+DEFAULT = "default"  # name of the first policy, which answers requests without a policy name
 MAX_NAME = 64  # characters
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -82,7 +82,7 @@ class Policies:
         self._lock = threading.Lock()
         self._deployed = {DEFAULT: first}
         self._leaving: list[Scheduler] = []
-        self._past: dict[str, int] = {}  # counts of the schedulers that have ended
+        self._past: dict[str, int] = {}  # counter -> its sum over the schedulers that have ended
         self._watching: list[Callable[[Scheduler], None]] = []
 
     def watch(self, left: Callable[[Scheduler], None]) -> None:

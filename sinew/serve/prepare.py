@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 END_S = 3.0  # seconds from SIGTERM to SIGKILL
 RETRY_S = 1.0  # seconds between two attempts while another change of the policies is in progress
-MOST_LINE = 1 << 16  # largest number of characters in a line of the process
-# Environment of the process. Torch reads these variables only when it is imported.
+MOST_LINE = 1 << 16  # most characters of one output line of the process
+# Environment of the process: one thread. Torch reads these variables only when it is imported.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
@@ -174,8 +174,6 @@ class Preparer:
         self._thread.join(max(0.0, timeout - END_S))
         return not self._thread.is_alive()
 
-    # ------------------------------------------------------------------------- on the thread
-
     def _run(self) -> None:
         work = self._work
         try:
@@ -188,7 +186,8 @@ class Preparer:
             if result is None or self._stopping.is_set():
                 return
             finding, need = result
-            self._work = replace(work, engine=finding.engine)  # the fastest of all engines that were timed
+            # The process may have measured that another engine is the fastest.
+            self._work = replace(work, engine=finding.engine)
             if not finding.taken:
                 self._say("refused", finding.why, logging.INFO)
                 return
@@ -250,7 +249,8 @@ class Preparer:
             try:
                 record = parse_json(line)
             except UntrustedError:
-                continue  # output of a library
+                # A library has printed this line.
+                continue
             if not isinstance(record, dict):
                 continue
             if "progress" in record:
@@ -339,7 +339,8 @@ class Preparer:
         finding = EngineFinding(
             work.engine, work.against, False, why, device=work.device, threads=work.threads
         )
-        with contextlib.suppress(OSError):  # the folder may not be writable; then the next start tries again
+        # If the folder is not writable, the next start prepares the engine again.
+        with contextlib.suppress(OSError):
             finding.keep(work.bundle)
         return finding
 
@@ -369,7 +370,9 @@ def compiling_frames() -> Iterator[None]:
         if (status := child.wait()) == 0:
             frame_kernels.take_kept_resize.cache_clear()
             frame_kernels.take_kept_resize()
-        elif status == 1:  # the compilation failed; other codes mean that it was ended with the server
+        elif status == 1:
+            # Status 1 means that the compilation failed. Other codes mean that the process was ended
+            # with the server.
             logger.warning("numpy resizes frames: no kernels were compiled; `sinew doctor` prints the reason")
 
     threading.Thread(target=take, name="sinew-frames", daemon=True).start()
@@ -379,8 +382,9 @@ def compiling_frames() -> Iterator[None]:
         child.terminate()
         if child.stdin is not None:
             child.stdin.close()
-        # The process runs at the lowest priority, so on a busy machine it may get no time to end. The server does not
-        # wait for its end: the signal stays pending, and the end of standard input ends the process too.
+        # The process runs at the lowest priority, so on a busy machine it may get no CPU time to end.
+        # The server does not wait longer: the signal stays pending, and the end of standard input ends
+        # the process too.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(END_S)
 

@@ -19,13 +19,14 @@ from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.5  # seconds for which the stop waits for the running stage
+GRACE_S = 1.5  # seconds that a stop waits for the running stage of an inference
 END_S = 15.0  # seconds from the first signal to the end of the process, even if threads hang
-PREPARED_S = 5.0  # seconds for which the stop waits until the preparing process has removed its files
+PREPARED_S = 5.0  # seconds that a stop waits until the preparing process has removed its files
 TEND_S = 0.5  # seconds between two checks of the server's health
-HOPELESS = 70  # exit code of a server that ends itself, so that its supervisor starts another one
+HOPELESS = 70  # exit code of a server that cannot answer any more, so that its supervisor starts it again
 DESCRIPTORS = 8192  # file descriptors that a server requests from the system
-RESERVED = 128  # descriptors that are not connections: weights, records, wake-up calls, listening sockets
+# File descriptors that are not connections: weights, records, wake-up calls, listening sockets.
+RESERVED = 128
 
 
 class Process:
@@ -35,7 +36,7 @@ class Process:
         self.wires = wires
         self._stop = threading.Event()
         self._running = False
-        self._signal = ""  # the signal that ends the process
+        self._signal = ""  # name of the signal that ends the process
         self.hopeless: str | None = None
 
     def run(self, service: Service, on_ready: Callable[[], None]) -> bool:
@@ -48,11 +49,13 @@ class Process:
         """
         self._running = True
         gc.collect()
-        gc.freeze()  # loaded objects stay, and searching them for garbage would delay a request now and then
+        # Exclude the loaded objects from garbage collection. They are never freed, and scanning them would delay a
+        # request now and then.
+        gc.freeze()
         for wire in self.wires:
             wire.start(service)
         on_ready()
-        preparing = service.preparing  # prepares a faster form of the present policy
+        preparing = service.preparing  # object that prepares a faster form of the present policy
         if preparing is not None:
             preparing.start()
         while not self._stop.wait(TEND_S):
@@ -116,7 +119,8 @@ def end_for_sure() -> None:
 
     The timer is a thread that does not need the interpreter.
     """
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error may not be a file
+    # Standard error may not be a file with a descriptor.
+    with contextlib.suppress(ValueError, OSError, AttributeError):
         faulthandler.dump_traceback_later(END_S, exit=True, file=sys.stderr)
 
 
@@ -125,7 +129,8 @@ def tell_of_crashes() -> None:
 
     SIGBUS arrives if a file of weights is truncated while it is read. Python itself would print nothing.
     """
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error may not be a file
+    # Standard error may not be a file with a descriptor.
+    with contextlib.suppress(ValueError, OSError, AttributeError):
         faulthandler.enable(sys.stderr)
 
 

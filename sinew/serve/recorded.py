@@ -68,7 +68,8 @@ class RecordedPolicy(OpenPolicy):
             SinewError: The recorded policy's error.
         """
         self._refuse_closed()
-        # A copy, because a camera may write its next frame into the same memory before this one is on disk.
+        # Copy the observation, because a camera may write its next frame into the same memory before this frame
+        # is on disk.
         seen = copy.deepcopy(given.observation(observation, self.spec))
         outcome: ActionChunk | SinewError
         try:

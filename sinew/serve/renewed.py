@@ -14,9 +14,8 @@ logger = logging.getLogger(__name__)
 _quiet = RateLimitedLog(logger)
 
 Read = TypeVar("Read")
-Keys = (
-    str | Callable[[], tuple[str, ...]]
-)  # one key, "" for no key; or a function that returns the keys of a file
+# One key, "" for no key, or a function that returns the keys of a file.
+Keys = str | Callable[[], tuple[str, ...]]
 
 
 class ReloadedFile(Generic[Read]):
@@ -30,7 +29,8 @@ class ReloadedFile(Generic[Read]):
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Read]):
         self._paths, self._read = paths, read
-        self._seen = self._stamps()  # before the first read, so that a change during the read is detected
+        # Read the time stamps before the content, so that a change during the read is detected.
+        self._seen = self._stamps()
         self._value = read()
 
     def __call__(self) -> Read:

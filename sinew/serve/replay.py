@@ -37,10 +37,11 @@ from sinew.records.recorder import check_array, moments_in, open_record, read_me
 from sinew.serve.policies import DEFAULT
 from sinew.serve.served import ServedPolicy
 
-MAX_SESSIONS = (
-    10_000  # sessions whose position in the recording is stored, limited because clients choose their names
-)
-# Bytes of all actions, which are in memory: 50 x 26 numbers ten times a second for over five hours.
+# Largest number of sessions whose position in the recording is stored. It is limited because clients
+# choose the names.
+MAX_SESSIONS = 10_000
+# Largest size of all actions in bytes, because they are in memory. This is enough for over five hours of ten chunks
+# of 50 x 26 numbers per second.
 MAX_BYTES = 1 << 30
 MAX_MS = 3.6e6  # longest recorded inference, ms
 MATCHED = "the request's session, then the order of requests; other sessions get the first recorded one"
@@ -114,7 +115,8 @@ class Replay(OpenPolicy, ServedPolicy):
         )
         self.threads, self.threads_reason, self.device = 0, "nothing is computed", "none"
         self._lock = threading.Lock()
-        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # (adapter, session) -> next chunk
+        # (adapter, session) -> number of the next chunk.
+        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def __repr__(self) -> str:
         sessions = ", ".join(map(repr, self.sessions))
@@ -216,7 +218,8 @@ class Replay(OpenPolicy, ServedPolicy):
         sessions = self.adapters[adapter]
         answers = sessions.get(session) or next(iter(sessions.values()))
         with self._lock:
-            place = self._places.pop((adapter, session), 0)  # the newest session is the last entry
+            # Move the session to the end, so that the oldest session is removed first.
+            place = self._places.pop((adapter, session), 0)
             self._places[adapter, session] = place + 1
             while len(self._places) > MAX_SESSIONS:
                 self._places.popitem(last=False)

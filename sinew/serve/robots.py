@@ -22,13 +22,14 @@ from sinew_client.robot_report import STATES, RobotReport
 
 from sinew.serve.metrics import SESSION_S
 
-MAX_ROBOTS = 32  # number of stored reports
-# Reasons of holds that have their own label in metrics. All other reasons contain messages of servers and drivers.
+MAX_ROBOTS = 32  # largest number of stored reports
+# Hold reasons with their own label in the metrics. All other reasons contain free text of servers and drivers, and
+# share the label "other".
 REASONS = (PAUSED, STARTING, STARVED, LATE, NO_WINDOW, OUT_OF_NODES, OLD_FRAME)
 GAUGES = ("rate_hz", "rows_hz", "row_age_seconds")
 PLAIN = ("rate_hz", "rows_hz", "steps", "late", "clipped_commands", "failed_requests", "takeovers")
 LABELS = {"row_age_seconds": ["quantile"], "held_steps": ["reason"], "episodes": ["outcome"]}
-Key = tuple[str, str, str, int]  # wire, client, session, run
+Key = tuple[str, str, str, int]  # (protocol, client, session, random number of the run)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Robots(Collector):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.Lock()
-        self._robots: dict[Key, Reported] = {}  # the newest report is the last entry
+        self._robots: dict[Key, Reported] = {}  # reports by robot, the oldest report first
 
     def put(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
         """Store a report. If there is no free place, the peer with most reports loses its oldest one.

@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 PER_CLIENT = 2  # largest number of waiting requests of one client
 DRAIN_S = 0.01  # seconds between two checks whether all requests are answered
-FAILURES = 3  # unexpected failures in a row, after which the policy is tried with its own observation
-DECODERS = 2  # threads that decode, so that a large picture of one client does not block the others
-QUICK = 2.0  # an inference may be interrupted by another one if it costs at least this multiple of the other
-HICCUP = (
-    2.0  # a turn is charged at most this multiple of its usual cost, because a machine may stall in any turn
-)
-AHEAD = 256 << 20  # bytes of decoded frames without an answer; beyond this, decoding waits for answers
+FAILURES = 3  # unexpected failures in a row after which the policy is tried with its own observation
+DECODERS = 2  # number of decode threads, so that a large picture of one client does not block the others
+# An inference lets another inference run in between if it costs at least this multiple of the other.
+QUICK = 2.0
+# A turn is charged at most this multiple of its usual cost, because the machine may stall during any turn.
+HICCUP = 2.0
+AHEAD = 256 << 20  # bytes of decoded frames without an answer, beyond which decoding waits
 
 
 class _Turn:
@@ -103,16 +103,18 @@ class Scheduler:
         self.costs = Costs()
         self.batcher = None if max_batch == 1 else Batcher(max_batch, self.costs)
         self.policy = policy
-        self._broken: str | None = None  # reason why the policy fails even with its own observation
-        self._failures = 0  # unexpected failures in a row
+        # Reason why the policy fails even with its own observation; None if it works.
+        self._broken: str | None = None
+        self._failures = 0  # number of unexpected failures in a row
         self.device_lock, self._workers = device_lock, workers
-        # The event is set when a request has arrived since the last wait.
+        # `_arrived` is set when a request has arrived since the last wait.
         self._keep_warm_s, self._arrived = keep_warm_s, threading.Event()
         self.supervisor = supervisor or Supervisor()
         self._quiet = RateLimitedLog(logger)
         self._received: FairQueue[ServingJob] = FairQueue()
         self._ready: FairQueue[ServingJob] = FairQueue(key=lambda job: job.accepted)
-        self._lock = threading.Lock()  # guards all attributes below, and the order of submit and stop
+        # This lock guards all attributes below, and the order of submit() and stop().
+        self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)  # signals that there may be room for more decoded frames
         self._ahead = 0  # bytes of decoded frames without an answer
         self._admission = Admission(queue_size, per_client)
@@ -120,7 +122,8 @@ class Scheduler:
         self._stopping = self._draining = False
         self._running: list[ServingJob] = []
         self._decoding: set[ServingJob] = set()
-        self._warming = threading.Lock()  # the thread that warms the policy up takes it and keeps it
+        # The first thread that acquires this lock warms the policy up, and never releases the lock.
+        self._warming = threading.Lock()
         self._warm = threading.Event()
         self._warm_up_error: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -139,7 +142,7 @@ class Scheduler:
         for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
         try:
-            # With a timeout, so that signal handlers run during the wait, also on Windows.
+            # Wait with a timeout, so that signal handlers run during the wait, also on Windows.
             while not self._warm.wait(0.2):
                 pass
             if self._warm_up_error is not None:
@@ -180,7 +183,8 @@ class Scheduler:
             idle = not self._admission.count and not self._running and job.together is None
             job.home, job.on_done = self, on_done
             self._admission.enter(job)
-            # If nothing can overlap, the inference thread decodes the request, which saves a change of threads.
+            # If the scheduler is idle, the inference thread decodes the request itself, which saves
+            # a thread switch.
             (self._ready if idle else self._received).put(job.connection, job)
             self._arrived.set()
         if older is not None:
@@ -251,9 +255,8 @@ class Scheduler:
             gathering = [job for job in self._admission if job.together is not None]
         for job in busy:
             job.cancel.set()
-        for (
-            job
-        ) in gathering:  # some jobs are in no queue, because they wait for the other jobs of their message
+        # Some jobs are in no queue, because they wait for the other jobs of their message.
+        for job in gathering:
             self._abandon(job, ShuttingDownError())
         for queue, threads in ((self._received, DECODERS), (self._ready, self._workers)):
             for job in queue.drain():
@@ -273,8 +276,6 @@ class Scheduler:
             busy = [*self._decoding, *self._running, *self._admission]
         for job in busy:
             self._finish(job, ShuttingDownError())
-
-    # ------------------------------------------------------------------------- threads
 
     def _decode_loop(self) -> None:
         while (job := self._received.get()) is not None:
@@ -308,7 +309,8 @@ class Scheduler:
 
     def ready(self, decoded: list[ServingJob]) -> None:
         """Queue decoded requests of one client for inference."""
-        with self._lock:  # otherwise, stop() could empty the queue just before the requests enter it
+        # Without the lock, stop() could empty the queue just before the requests enter it.
+        with self._lock:
             if waiting := [each for each in decoded if each.waiting and not self._stopping]:
                 self._ready.put(waiting[0].connection, *waiting)
 
@@ -333,7 +335,7 @@ class Scheduler:
             return
         while (job := self._next_ready()) is not None:
             with self.device_lock or contextlib.nullcontext():
-                # The first request may have been replaced while others computed. Then its successor has its turn.
+                # A newer request may have replaced this one while others computed. Then take the next request.
                 jobs: list[ServingJob] = []
                 while job is not None and not self._begin(job, jobs):
                     job = self._ready.next()
@@ -344,7 +346,8 @@ class Scheduler:
     def _next_ready(self) -> ServingJob | None:
         """Wait for the next request. If ``keep_warm_s`` is set, keep the policy warm during the wait."""
         while True:
-            # A new event before the wait. A request that arrives after it ends the run that keeps the policy warm.
+            # Create a new event before the wait. A request that arrives after this line ends the inference that
+            # keeps the policy warm.
             arrived = self._arrived = threading.Event()
             try:
                 return self._ready.get(self._keep_warm_s)
@@ -387,7 +390,8 @@ class Scheduler:
         outcomes: list[Outcome] = []
         try:
             outcomes = self._run(first, jobs)
-        finally:  # all requests of the inference are answered, even if an exception ends this thread
+        finally:
+            # Answer all requests of the inference, even if an exception ends this thread.
             with self._lock:
                 outcomes = outcomes or [SinewError("internal error") for _ in jobs]
                 self._running = [job for job in self._running if job not in jobs]
@@ -447,7 +451,8 @@ class Scheduler:
         if all(isinstance(each, ActionChunk) for each in outcomes):
             self.costs.learn(alike, count, seconds)
         for index, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True)):
-            if isinstance(outcome, ActionChunk):  # without dataclasses.replace, which is slower
+            # Create the chunk directly, because dataclasses.replace is slower.
+            if isinstance(outcome, ActionChunk):
                 decode_s = 0.0 if job.prepared is None else job.prepared.seconds
                 queue_ms = 1e3 * (begun - job.accepted - decode_s)
                 timing = Timing(**(vars(outcome.timing) | {"queue_ms": queue_ms}))
@@ -468,7 +473,8 @@ class Scheduler:
         Then the other policies of this device have their turn.
         """
         now = time.perf_counter()
-        for job in turn.jobs:  # a sign of life, because the turn may take long if others compute in between
+        # Restart the time limit of the jobs, because the turn may take long if others compute in between.
+        for job in turn.jobs:
             job.begun = now
         if self._ready.waits and not self._stopping:
             own = turn.seconds()
@@ -545,8 +551,6 @@ class Scheduler:
         if job.deadline is not None and (late := time.perf_counter() - job.deadline) > 0:
             raise DeadlineError(f"the deadline passed {1e3 * late:.1f} ms before the request's turn came")
 
-    # ------------------------------------------------------------------------- places in the queue
-
     def _make_place(self, new: ServingJob) -> list[ServingJob]:
         """Remove and return the requests that must make room for a new request. The caller has the lock.
 
@@ -567,7 +571,7 @@ class Scheduler:
         """Remove a request from the waiting ones. Return False if it was not waiting. The caller has the lock."""
         if not self._admission.leave(job):
             return False
-        # The request is also removed from its queue, so that it keeps no memory until its turn, which may never come.
+        # Remove the request from its queue too, so that it uses no memory until its turn, which may never come.
         _ = self._received.remove(job.connection, job) or self._ready.remove(job.connection, job)
         return True
 
@@ -587,7 +591,8 @@ class Scheduler:
             self._ahead, job.size = self._ahead - job.size, 0
         if job.together is not None:
             release(job.together.ended(job))
-        # An outcome's traceback may refer to the job, and a reference cycle would keep the job's frames in memory.
+        # Remove the callback from the job before the call. An outcome's traceback may refer to the job, and the
+        # reference cycle would keep the job's frames in memory.
         on_done, job.on_done = job.on_done, None
         if answered or on_done is None:
             return
@@ -604,8 +609,6 @@ class Scheduler:
             return bare(error)
         self._quiet.error("a request failed unexpectedly", error)
         return SinewError(f"internal error ({type(error).__name__}); the server's log has the details")
-
-    # ------------------------------------------------------------------------- signs of life
 
     def _problem(self) -> str | None:
         """Return a sentence if no request can be answered, else None."""

@@ -36,8 +36,8 @@ from sinew.serve.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 access_log = logging.getLogger("sinew.access")
 
-STREAMED = "stream"  # key of ``Service.uses``
-MAX_SESSION = 128  # characters of a session's name, which is stored for a while
+STREAMED = "stream"  # entry of ``Service.uses`` for streams
+MAX_SESSION = 128  # largest number of characters of a session's name, because the names are stored
 
 
 class UnhealthyError(SinewError):
@@ -46,7 +46,7 @@ class UnhealthyError(SinewError):
     code = "unhealthy"
 
 
-# A listener takes a job, its outcome, and the seconds since the request's arrival.
+# A listener is a function of a job, its outcome, and the seconds since the request's arrival.
 Listener = Callable[[ServingJob, Outcome, float], None]
 
 
@@ -73,16 +73,14 @@ class Service:
         self.supervisor = first.scheduler.supervisor
         self.policies = Policies(first)
         self.deadline_ms = deadline_ms
-        self.swapper: Any = (
-            None  # loads, replaces and unloads policies (serve/swap.py); None if policies cannot change
-        )
-        # Prepares a faster form of the first policy (serve/prepare.py); None without preparation.
+        # Loads, replaces and unloads policies (serve/swap.py). None if policies cannot change.
+        self.swapper: Any = None
+        # Prepares a faster form of the first policy (serve/prepare.py). None without preparation.
         self.preparing: Any = None
-        self.uses: set[str] = (
-            set()
-        )  # functions that robots have used besides plain chunks: values of ``rtc``, STREAMED
+        # Functions that robots have used in addition to plain chunks: values of ``rtc``, and STREAMED.
+        self.uses: set[str] = set()
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), self.about)
-        self.robots = Robots()  # reports of robots
+        self.robots = Robots()  # the newest report of each robot
         self.metrics.add(self.robots)
         self.metrics.add(PolicyIdentities(self.policies.identities))
         self._listeners: tuple[Listener, ...] = ()
@@ -92,8 +90,6 @@ class Service:
         self.metrics.add(KeptRecords(self.records))
         self._started = time.monotonic()
         self._stopping = False
-
-    # ------------------------------------------------------------------------- inference
 
     def submit(self, job: ServingJob, on_done: Callable[[Outcome], None]) -> ServingJob:
         """Queue the job of a request, and return it.
@@ -117,7 +113,8 @@ class Service:
                     raise UnhealthyError(stuck)
                 try:
                     deployment.scheduler.submit(job, partial(self._answer, job, on_done))
-                except ShuttingDownError:  # the server stops, or the policy has just been replaced
+                except ShuttingDownError:
+                    # The server stops, or the policy has just been replaced. Then try the new policy.
                     if deployment is self.policies.get(request.policy):
                         raise
         except SinewError as error:
@@ -197,9 +194,9 @@ class Service:
                 raise outcome
             return outcome
         finally:
-            del (
-                outcome
-            )  # an error refers to this frame; a reference back would be a cycle that keeps the request
+            # Delete the local name, because an error's traceback refers to this frame and the reference cycle would
+            # keep the request in memory.
+            del outcome
 
     async def outcomes(
         self, message: WireMessage, decode: Callable[[WireMessage, PixelBudget], Observation], **about: Any
@@ -228,8 +225,6 @@ class Service:
         self.check_session(session)
         self.policies.get(policy).scheduler.policy.reset(session)
 
-    # ------------------------------------------------------------------------- the first policy
-
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler of the first policy, which answers requests without a policy's name."""
@@ -251,8 +246,6 @@ class Service:
         if deployment.changed:
             more["changed"] = list(deployment.changed)
         return deployment.metadata | more
-
-    # ------------------------------------------------------------------------- keys, health and records
 
     def authorize(self, key: str | bytes | None, role: str = access.ROBOT) -> None:
         """Raise :class:`UnauthorizedError` unless ``key`` allows ``role``, or the server has no keys."""

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-STUCK_S = 60.0  # a stage that runs for more seconds is treated as one that never ends
-RESTARTS = 3  # largest number of restarts of a thread within RESTARTS_S; then it stays dead
+STUCK_S = 60.0  # seconds after which a running stage is treated as one that never ends
+RESTARTS = 3  # largest number of restarts of a thread within RESTARTS_S; after that, the thread stays dead
 RESTARTS_S = 60.0  # seconds
 
 
@@ -32,7 +32,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._dead: list[str] = []
         self._checks: list[Callable[[], str | None]] = []
-        self._since: float | None = None  # time at which the first of the present problems was detected
+        self._since: float | None = None  # time of the first of the present problems; None without problems
 
     def thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
         """Start a daemon thread that runs ``run`` to its end. If an exception ends it, ``run`` is called again."""
@@ -77,7 +77,7 @@ class Supervisor:
         while True:
             try:
                 run()
-            except BaseException:  # no caller could handle the error of a thread
+            except BaseException:  # catch every error, because no caller could handle the error of a thread
                 now = time.monotonic()
                 ended.append(now)
                 while now - ended[0] > RESTARTS_S:

@@ -67,7 +67,7 @@ class Swapper:
     ):
         self._service, self._open, self._need = service, open, need
         self._first, self._budget, self._why = source, budget, why
-        # Name -> memory. The memory of the first policy is computed on request.
+        # Name -> memory of the policy. The memory of the first policy is computed when the budget is first checked.
         self._needs: dict[str, MemoryNeed] = {}
         self._forms = Forms()
         self._changing = threading.Lock()
@@ -165,7 +165,8 @@ class Swapper:
         old.drain()
         self._service.policies.retired(old)
         del old
-        # Objects from the start of the server are frozen (process.py). The old policy's may be freed now.
+        # The objects from the start of the server are excluded from garbage collection (process.py). Include them
+        # once, so that the objects of the old policy are freed.
         frozen = gc.get_freeze_count()
         gc.unfreeze()
         gc.collect()
@@ -175,7 +176,8 @@ class Swapper:
     def _check_budget(self, need: MemoryNeed) -> None:
         if self._budget is None:
             return
-        if DEFAULT not in self._needs:  # computed here, because the computation takes seconds
+        # Compute the memory of the first policy only now, because the computation takes seconds.
+        if DEFAULT not in self._needs:
             self._needs[DEFAULT] = self._need(self._first)
         free = self._budget - sum(each.total for each in self._needs.values())
         if need.total > free:
@@ -243,7 +245,8 @@ class Forms:
             for key, text in differences.items()
             if key.partition(".")[0] not in accepted and key not in accepted
         ]:
-            remedy = '"accept" names what the robots are prepared for'  # first, because long messages are cut
+            # The remedy is at the beginning, because long messages are cut at the end.
+            remedy = '"accept" names what the robots are prepared for'
             raise RequestError(f"source ({remedy}): {'; '.join(refused)}")
         return tuple(differences.values())
 

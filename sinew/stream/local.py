@@ -15,7 +15,7 @@ from sinew.stream.loops import Loops
 from sinew.stream.session import Session, StateSample
 from sinew.stream.windows import Window
 
-UNREAD = 256  # windows that wait; older ones are dropped
+UNREAD = 256  # largest number of waiting windows; older windows are dropped
 
 
 class LocalLink:
@@ -69,8 +69,6 @@ class LocalLink:
         self._loops.remove(self.session)
         self._loops.stop()
 
-    # ------------------------------------------------------------------------- what the loops call
-
     def window(self, window: Window) -> None:
         times = 1e3 * window.prefix_age, 1e3 * window.sensor_age, 1e3 * window.head_s
         where = window.step, window.rows, window.sample_time, window.frame_time
@@ -81,4 +79,6 @@ class LocalLink:
         if kind := kind_of(error):
             self.faults.add(kind, str(error))
         self.error = str(error)
-        self.errors += 1  # last: the robot's loop, on another thread, looks at what it counts
+        # Increase the counter last. The robot's loop, on another thread, reads `error` and `faults` when
+        # the counter changes.
+        self.errors += 1

@@ -22,10 +22,11 @@ from sinew.stream.windows import Window
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.5  # longest wait without a call
-BURST_S = 0.1  # seconds by which samples and frames may be early, as a network delivers them in bursts
-QUICK = 4  # so many times as dear is a run that a cheaper one comes between
-READ, RUN = 0, 1  # the slow loop and the fast one
+IDLE_S = 0.5  # longest wait of a loop, seconds
+BURST_S = 0.1  # seconds by which samples and frames may be early, because networks deliver them in bursts
+# A run may interrupt another run that costs at least this many times as much.
+QUICK = 4
+READ, RUN = 0, 1  # indices of the slow loop (prefixes) and of the fast loop (head runs)
 
 
 class WindowListener(Protocol):
@@ -58,9 +59,8 @@ class _Stream:
     owner: Hashable
     turns: tuple[Pausable, Pausable]
     gone: bool = False
-    due: list[float] = field(
-        default_factory=lambda: [0.0, 0.0]
-    )  # when the next run of each loop is due by the rate
+    # Time at which the next run of each loop is due, by the stream's rate.
+    due: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def wanted(self, which: int) -> bool:
         return self.session.wants_run if which == RUN else self.session.wants_prefix
@@ -74,7 +74,7 @@ class _Stream:
         self.due[which] = max(self.due[which], now) + self._period(which)
 
     def _period(self, which: int) -> float:
-        # A run for each sample, and one for each prefix.
+        # The head runs once for each sample and once for each prefix, so twice in a period.
         return 0.5 / self.session.rate if which == RUN else 1.0 / self.session.rate
 
 
@@ -95,19 +95,23 @@ class Loops:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._threads, self._start, self._clock = threads, start or _daemon, clock
-        self._lock = threading.Condition()  # guards everything below
+        self._lock = threading.Condition()  # this lock guards all attributes below
         self._streams: dict[Session, _Stream] = {}
+        # For each loop: owner -> cost of its runs.
         self._spent: tuple[dict[Hashable, float], dict[Hashable, float]] = (
             {},
             {},
-        )  # cost by owner, for each loop
-        self._least = [0.0, 0.0]  # cost of the owner that ran last, for each loop
-        # In each loop, with those that came between last
+        )
+        self._least = [0.0, 0.0]  # for each loop: cost of the owner that ran last
+        # For each loop: the streams that compute now. The last stream has interrupted the streams before it.
         self._busy: tuple[list[_Stream], list[_Stream]] = ([], [])
-        self._news = (threading.Event(), threading.Event())  # for the slow and the fast loop
+        # One event for the slow loop and one for the fast loop. New input sets both.
+        self._news = (threading.Event(), threading.Event())
         self._running: list[threading.Thread] = []
         self._ended = False
-        self._told = ""  # the last error whose traceback is in the log: the next run may well raise it again
+        # The last error whose traceback was logged. The next run may raise the same error, which is
+        # not logged again.
+        self._told = ""
         self._failures = RateLimitedLog(logger)
 
     def add(
@@ -165,11 +169,14 @@ class Loops:
     def _loop(self, which: int) -> None:
         import torch
 
-        torch.get_num_threads()  # or the first product here sets this thread's pool to what another thread set last
-        torch.set_num_threads(self._threads[which])  # the pool belongs to this thread
+        # Initialise torch's threads on this thread first. Otherwise, the first matrix product would set this
+        # thread's pool to the size that another thread has set last.
+        torch.get_num_threads()
+        torch.set_num_threads(self._threads[which])  # each thread has its own pool
         news = self._news[which]
         while not self._ended:
-            news.clear()  # before the look, so that nothing that comes after it is missed
+            # Clear the event before the check, so that no later event is missed.
+            news.clear()
             wait = self._next(which)
             if wait is None:
                 self._work(which)
@@ -188,7 +195,8 @@ class Loops:
                         ready.append(stream)
             if not ready:
                 return wait
-            for stream in ready:  # an idle owner gains no credit
+            # An owner without runs gains no credit.
+            for stream in ready:
                 spent[stream.owner] = max(spent.get(stream.owner, 0.0), self._least[which])
             chosen = min(ready, key=lambda each: spent[each.owner])
             if not busy:
@@ -196,7 +204,7 @@ class Loops:
             busy.append(chosen)
             spent[chosen.owner] += chosen.session.run_cost if which == RUN else 1.0
             chosen.take(which, now)
-            # Streams of one owner, too, one after the other
+            # Move the stream to the end, so that the streams of one owner also take turns.
             self._streams[chosen.session] = self._streams.pop(chosen.session)
         return None
 
@@ -224,7 +232,8 @@ class Loops:
             turn.pause()
             while self._next(RUN) is None:
                 self._work(RUN)
-                turn.begin()  # the time before belonged to another stream
+                # Count the time from now on, because the time before belongs to another stream.
+                turn.begin()
             if stream.gone:
                 raise CancelledError("the stream has ended")
 
@@ -247,7 +256,8 @@ class Loops:
                 SinewError(f"internal error ({type(error).__name__}); the log has the details")
             )
         finally:
-            turn.pause()  # what failed has taken its time, too
+            # Count the time of a failed run too.
+            turn.pause()
 
 
 def _daemon(name: str, run: Callable[[], None]) -> threading.Thread:

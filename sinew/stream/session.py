@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Images = Mapping[str, np.ndarray]
 
-MIN_RATE, MAX_RATE = 0.1, 2000.0  # nodes per second
-MAX_TIME = 1e9  # seconds of a robot's clock
-AHEAD_S = 0.1  # seconds by which a frame may be newer than its sample, as robots read them in any order
+MIN_RATE, MAX_RATE = 0.1, 2000.0  # lowest and highest rate, nodes per second
+MAX_TIME = 1e9  # largest time of a robot's clock, seconds
+AHEAD_S = 0.1  # seconds by which a frame may be newer than its sample, because robots read them in any order
 OLDEST_S = 10.0  # largest age of a frame at the robot's first tick, seconds
 INTERPOLATIONS = ("linear", "hold")
 GUIDANCE = (*RTC[:3], "none")
@@ -161,11 +161,9 @@ class Session:
         self._frame: _Frame | None = None
         self._sample: StateSample | None = None
         self._prefix: StreamPrefix | None = None
-        self._swapped: float  # written with a prefix
+        self._swapped: float  # time at which the present prefix came into use
         self._seen: tuple[Any, str] | None = None  # frame and prompt of the newest prefix
-        self._used: tuple[Any, ...] = ()  # prefix and sample of the last run
-
-    # ------------------------------------------------------------------------- the robot's side
+        self._used: tuple[Any, ...] = ()  # prefix and sample of the last head run
 
     def push_frame(self, images: Images | Callable[[], Images], taken: float) -> None:
         """Take a frame.
@@ -181,7 +179,8 @@ class Session:
         """
         newest = MAX_TIME if self._sample is None else self._sample.time + AHEAD_S
         oldest = -OLDEST_S if self._frame is None else max(-OLDEST_S, self._frame.time - AHEAD_S)
-        if not oldest <= taken <= newest:  # NaN too
+        # This condition also rejects NaN.
+        if not oldest <= taken <= newest:
             raise ObservationError(
                 "frame_time",
                 f"seconds of the robot's clock, from {oldest:g}, as times do not go back, to {newest:g}",
@@ -196,7 +195,8 @@ class Session:
         A delay beyond ``MAX_DELAY`` is clipped to it: an answer tells the robot the present delay, and without
         answers its estimate would never fall.
         """
-        if not 0 <= sample.time < MAX_TIME:  # NaN too
+        # This condition also rejects NaN.
+        if not 0 <= sample.time < MAX_TIME:
             raise ObservationError(
                 "time", f"seconds of the robot's clock, from 0 to {MAX_TIME:g}", f"{sample.time:g}"
             )
@@ -209,7 +209,8 @@ class Session:
             )
         if sample.delay < 0:
             raise ObservationError("delay", "0 nodes or more", f"{sample.delay}")
-        self.policy.processor.state(sample.state)  # refused now and not on the fast loop
+        # Check the state now, because the fast loop must not reject it later.
+        self.policy.processor.state(sample.state)
         self.samples += 1
         self._sample = replace(sample, delay=min(sample.delay, MAX_DELAY))
 
@@ -238,8 +239,6 @@ class Session:
     def anew(self) -> Session:
         """Return an empty session with the same settings."""
         return Session(self.policy, self.settings, self.prompt, self._clock)
-
-    # ------------------------------------------------------------------------- the two loops
 
     @property
     def wants_prefix(self) -> bool:
@@ -321,7 +320,7 @@ class Session:
         begun = self._clock()
         self._used = (prefix, sample)
         processor = self.policy.processor
-        # Relative actions are relative to the state that the model saw, and not to where the robot went meanwhile.
+        # Delta actions are relative to the state that the model has read, even if the robot has moved since then.
         seen = sample.state if self.policy.facts.head_reads_state else prefix.state
         state = processor.state(seen)
         context = self._engine.renew(prefix.context, processor.model_state(state)[None])

@@ -69,7 +69,8 @@ class SplitCalls:
 
     def __init__(self, policy: Policy, address: str, api_key: str = ""):
         self._policy, self._address, self._key = policy, address, api_key
-        self._template = template_of(policy)  # takes seconds, and does not change with a connection
+        # Compute the template once, because it takes seconds and is the same for every connection.
+        self._template = template_of(policy)
 
     def __call__(self) -> PolicyCall:
         client = Client(self._address, api_key=self._key)

@@ -23,7 +23,7 @@ from sinew.stream.text import SILENT, StreamedText
 
 ROLLING = "gradual flow matching"
 CHUNKS = "whole chunks"
-HISTORY = 1024  # nodes that the server remembers to have handed out: two seconds at 480 Hz
+HISTORY = 1024  # number of sent nodes that the server remembers: two seconds at 480 Hz
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Rolling:
         self._engine, self._solver = engine, solver
         self._rng = np.random.default_rng(seed)
         self.rows, self.width = shape
-        self._x: np.ndarray | None = None  # [H, A], and once there is one:
+        # Rows of the window with their noise [H, A]; None before the first run.
+        self._x: np.ndarray | None = None
+        # Noise level of each row, and number of the first node. Both exist after the first run.
         self._levels: np.ndarray
         self._origin: int
 
@@ -149,7 +151,7 @@ class Chunks:
         from sinew.engine.guidance import guide
 
         solver, place = self._processor.spec.solver, self._engine.place
-        guidance, started = guide([options], solver, noise[None], place)  # a batch of one
+        guidance, started = guide([options], solver, noise[None], place)  # guide() takes a batch
         return self._engine.solve(context, started, steps, guidance, Watch(between=pause))[0]
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
@@ -182,7 +184,8 @@ class Chunks:
     def _continuation(self, state: Any, frame_time: float, origin: int) -> Continuation | None:
         if self.guidance == "none":
             return None
-        known = self._handed.rows_from(max(0, round(frame_time * self.rate)))  # nodes from the frame on
+        # The sent nodes from the time of the frame on.
+        known = self._handed.rows_from(max(0, round(frame_time * self.rate)))
         spec = self._processor.spec
         count = int((len(known) - 1) * self.hz / self.rate) + 1 if len(known) else 0
         if not count:

@@ -97,7 +97,8 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
     """Run the bridge until a signal, or a manager's shutdown, and print its report as one line of JSON."""
     if given.lifecycle and given.steps is not None:
         raise ClientError("--steps: cannot be combined with --lifecycle, whose manager ends the node")
-    contract(given)  # where it says nothing good, before a topic is made
+    # Read the contract first, so that an invalid contract is rejected before any topic is created.
+    contract(given)
     transport = served = opened(given.transport, ros)
     recorded, driver, goals = None, None, Goals() if given.action else None
 
@@ -110,9 +111,8 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
         elif not given.lifecycle:
             raise ClientError("ended by a signal before the robot was driven")
 
-    with handled(
-        (signal.SIGINT, signal.SIGTERM), lambda *_: end()
-    ):  # until the transport is closed, and a recording complete
+    # Handle signals until the transport is closed and the recording is complete.
+    with handled((signal.SIGINT, signal.SIGTERM), lambda *_: end()):
         try:
             for flag in ("lifecycle", "action"):
                 if getattr(given, flag) and not hasattr(served, "serve"):
@@ -128,7 +128,8 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
                     lambda topics: Bridge(contract(given), topics, managed=True, goals=goals),
                     goals,
                 )
-                if ended.is_set():  # its services answer before it is known here
+                # A manager may have ended the node before `driver` was assigned.
+                if ended.is_set():
                     driver.stop()
                 if goals is not None:
                     served.act(ACTION, ACTION_KIND, goals)
@@ -139,7 +140,8 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
                 if goals is not None:
                     goals.open(bridge)
                     served.act(ACTION, ACTION_KIND, goals)
-                if (begin := getattr(transport, "begin", None)) is not None:  # a bag
+                # Only a bag has `begin`: it starts to play.
+                if (begin := getattr(transport, "begin", None)) is not None:
                     begin(bridge.stop)
                 bridge.run(given.steps)
         finally:

@@ -21,10 +21,9 @@ from sinew_ros.messages import time_of
 if TYPE_CHECKING:
     from sinew_ros.goals import Goals
 
-KEPT_S = 10  # seconds after a goal's end for which its result is available, as in rcl_action
-NONE, REJECTED, UNKNOWN_GOAL, TERMINATED = range(
-    4
-)  # what came of a call to cancel: action_msgs/srv/CancelGoal
+KEPT_S = 10  # seconds for which the result of a finished goal stays available, as in rcl_action
+# Return codes of action_msgs/srv/CancelGoal.
+NONE, REJECTED, UNKNOWN_GOAL, TERMINATED = range(4)
 CANCEL_GOAL = "action_msgs/srv/CancelGoal"
 Reply = Callable[[Mapping[str, Any]], None]
 
@@ -35,7 +34,7 @@ class _Held:
     def __init__(self, server: ActionServer, message: Any, stamp: float):
         self.goal, self.id, self.stamp = message.goal, bytes(message.goal_id.uuid), time_of(stamp)
         self.status, self.result = ACCEPTED, None
-        self.over = 0.0  # time.monotonic() of its end
+        self.over = 0.0  # time.monotonic() at the end of the goal
         self.waiting: list[Reply] = []
         self._server = server
 
@@ -56,7 +55,7 @@ class ActionServer:
     def __init__(self, transport: Any, name: str, kind: str, actor: Goals):
         self._actor, self._now = actor, transport.now
         self._lock = threading.RLock()
-        self._goals: dict[bytes, _Held] = {}  # in the order of their acceptance
+        self._goals: dict[bytes, _Held] = {}  # goal id -> goal, oldest first
         below = f"{name}/_action/"
         self.feedback = transport.publisher(f"{below}feedback", f"{kind}_FeedbackMessage")
         self._publish = transport.publisher(f"{below}status", "action_msgs/msg/GoalStatusArray", LATCHED)
@@ -89,7 +88,8 @@ class ActionServer:
             return
         with self._lock:
             self._tell()
-            if held.status == ACCEPTED:  # and not to be cancelled already
+            # A call to cancel may have arrived since the reply. Such a goal stays CANCELING.
+            if held.status == ACCEPTED:
                 held.status = EXECUTING
                 self._tell()
         self._actor.begin(held)
@@ -99,10 +99,13 @@ class ActionServer:
         before = (int(stamp.sec), int(stamp.nanosec))
         with self._lock:
             self._expire()
-            if any(asked) and before == (0, 0):  # exactly one
+            # A call with an id and without a stamp cancels one goal.
+            if any(asked) and before == (0, 0):
                 found = [self._goals[asked]] if asked in self._goals else []
                 code = NONE if found else UNKNOWN_GOAL
-            else:  # all, or all until a moment, and one beside them
+            else:
+                # A call without an id cancels all goals. A call with a stamp cancels all goals up to that time and
+                # the goal with the id.
                 found = [
                     each for each in self._goals.values()
                     if each.id == asked or before == (0, 0) or tuple(each.stamp.values()) <= before

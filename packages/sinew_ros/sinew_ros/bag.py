@@ -20,7 +20,7 @@ from sinew_client import ClientError
 logger = logging.getLogger(__name__)
 
 STORAGES = ("mcap", "sqlite3")
-DEFINITIONS = {  # definitions that rosbags lacks
+DEFINITIONS = {  # message definitions that the package rosbags does not include
     "interbotix_xs_msgs/msg/JointGroupCommand": "string name\nfloat32[] cmd",
     "interbotix_xs_msgs/msg/JointSingleCommand": "string name\nfloat32 cmd",
     "control_msgs/msg/GripperCommand": "float64 position\nfloat64 max_effort",
@@ -29,7 +29,7 @@ DEFINITIONS = {  # definitions that rosbags lacks
     "bond/msg/Status": "std_msgs/Header header\nstring id\nstring instance_id\nbool active\n"
     "float32 heartbeat_timeout\nfloat32 heartbeat_period",
 }
-WAITING = 256  # messages that a disk may be behind
+WAITING = 256  # most messages that wait for the disk; further messages are not recorded
 Take = Callable[[Any], None]
 
 
@@ -122,17 +122,17 @@ class Recorded:
         self._transport, self._store, self.path = transport, types(), path
         if path.exists():
             raise ClientError(f"--record: expected a folder that does not exist yet, got {path}")
-        self._waiting: queue.Queue = queue.Queue(
-            WAITING
-        )  # (time in ns, topic, type, message), None at the end
-        self.written: Counter = Counter()  # topic -> messages
+        # Entries are (time in ns, topic, type, message). None ends the thread.
+        self._waiting: queue.Queue = queue.Queue(WAITING)
+        self.written: Counter = Counter()  # topic -> number of messages
         self.failed = 0
         self._thread = threading.Thread(target=self._write, args=(storage,), daemon=True)
         self._thread.start()
 
     def subscribe(self, topic: str, kind: str, quality: str, callback: Take) -> None:
         def take(message: Any) -> None:
-            callback(message)  # first: the robot does not wait for a recording
+            # Call the robot's callback first, so that the robot does not wait for the recording.
+            callback(message)
             self._put(topic, kind, message)
 
         self._transport.subscribe(topic, kind, quality, take)

@@ -19,7 +19,9 @@ from sinew_ros.messages import time_of
 logger = logging.getLogger(__name__)
 
 TOPIC, KIND = "/bond", "bond/msg/Status"
-PERIOD_S, TIMEOUT_S = 0.25, 4.0  # a manager waits two seconds for the first heartbeat
+# Seconds between two heartbeats, and seconds of silence that end the bond. The period is short, because a lifecycle
+# manager waits only 2 s for the first heartbeat.
+PERIOD_S, TIMEOUT_S = 0.25, 4.0
 
 
 class Bond:
@@ -31,7 +33,7 @@ class Bond:
 
     def __init__(self, transport: Any, name: str, broken: Callable[[str], None]):
         self._name, self._broken = name, broken
-        self._own, self._sister = "", ""  # instances
+        self._own, self._sister = "", ""  # instance ids of the node's half and of the manager's half
         self._heard, self._patience, self._left = 0.0, TIMEOUT_S, False
         self._over = threading.Event()
         self._say = transport.publisher(TOPIC, KIND)
@@ -61,7 +63,8 @@ class Bond:
         if message.active and not self._sister:
             self._sister = message.instance_id
             logger.info("the manager keeps a bond")
-        if message.instance_id != self._sister:  # an earlier bond
+        # The message belongs to an earlier bond of the manager.
+        if message.instance_id != self._sister:
             return
         self._heard, self._patience = time.monotonic(), message.heartbeat_timeout
         self._left = not message.active

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STRING, BOOL, STATUS = "std_msgs/msg/String", "std_msgs/msg/Bool", "diagnostic_msgs/msg/DiagnosticArray"
-NODE = "sinew_policy"  # its name
-# Qualities of service: best effort and few, reliable, and reliable with the newest one for whoever comes later
+NODE = "sinew_policy"  # name of the ROS node
+# Quality-of-service profiles. SENSOR is best effort with a short queue. COMMAND is reliable. LATCHED is
+# reliable, and a late subscriber receives the newest message.
 SENSOR, COMMAND, LATCHED = "sensor", "command", "latched"
 
 
@@ -79,7 +80,8 @@ class Bridge:
         key = key_from_environment()
         with Client(list(contract.servers), timeout=timeout, api_key=key) as client:
             policy = client.metadata()["policy"]
-        PolicySpec.from_dict(policy)  # raises for what is no description
+        # Raise an error if the server's description of the policy is invalid.
+        PolicySpec.from_dict(policy)
         contract.check(policy)
         publish = [transport.publisher(output.topic, output.type) for output in contract.outputs]
         robot: Any = TopicRobot(contract, publish, transport.now)
@@ -90,8 +92,9 @@ class Bridge:
             logger.info("%s", robot.text())
         chosen = {name: value for name, value in settings.to_dict().items() if name not in FOLLOWS}
         if settings.limits is None and (settings.motion or {}).get("kind") == "offsets":
-            chosen["limits"] = {}  # the policy's limits are those of offsets, and topics may carry positions
-        # A goal brings its own instruction.
+            # The policy's limits apply to delta actions, but the topics may carry positions.
+            chosen["limits"] = {}
+        # Each goal of the action contains its own instruction, so the contract needs no prompt.
         prompt = contract.prompt or (None if goals is not None and not policy.get("default_prompt") else "")
         try:
             plan = RunPlan.of(policy, robot, chosen, prompt=prompt)
@@ -104,22 +107,24 @@ class Bridge:
         servers = Servers(
             contract.servers,
             key,
-            without=("time",),  # the time is of another clock, and only the loop reads it
+            # Do not send `time`: it is ROS time, and only the control loop uses it.
+            without=("time",),
             max_rows=max(MAX_ROWS, plan.settings.chunk_size),
             policy=policy,
         )
         self._reporter = partial(Reporter, where=servers, api_key=key, name="ROS 2")
-        # A refused first request holds the robot, and the node's status has the reason.
+        # If the server rejects the first request, the robot holds, and the status topic publishes the reason.
         self.driving = Run(
             plan, servers, server=servers, listeners=[CommandListener(self._watch)], hold_refused=True
         )
         self.loop = self.driving.loop
-        self.ended = False  # the loop is over, and the robot holds
+        self.ended = False  # True after the loop has ended and the robot holds
         self._enabled = contract.start and not managed
         if not self._enabled:
             self.loop.pause()
-        self._chunk: int | None = None  # whose rows the trajectory topics have
-        self._target: np.ndarray | None = None  # target of the last command, in the numbers of a trajectory
+        self._chunk: int | None = None  # number of the chunk that was last published on the trajectory topics
+        # Target of the last command, as one point of the planned trajectory.
+        self._target: np.ndarray | None = None
         self._reason = ""
         self._status = transport.publisher(contract.names["status"], STATUS)
         for camera in contract.cameras:
@@ -136,7 +141,8 @@ class Bridge:
 
     def enable(self, on: bool) -> None:
         """Begin, or hold until told to begin again; what is said once more changes nothing."""
-        if on == self._enabled:  # what was said last, and not what the loop has come to do of it
+        # Compare with the last request and not with the loop's state, because the loop reacts later.
+        if on == self._enabled:
             return
         self._enabled = on
         logger.warning("%s", "goes on" if on else "pauses")
@@ -170,7 +176,9 @@ class Bridge:
         self.robot.paused = self.loop.controller.paused
         if self._goals is not None:
             self._goals.saw(command, self.loop.controller.paused)
-        if self.contract.kinematics is not None:  # its poses become joints one by one
+        # EndEffector converts each pose to joint angles when the pose is executed, so no joint trajectory
+        # exists in advance.
+        if self.contract.kinematics is not None:
             return
         if command.row is None:
             self._halt()
@@ -188,8 +196,6 @@ class Bridge:
         if self._chunk is not None and self._target is not None:
             self.robot.follow(self._target[None])
         self._chunk = None
-
-    # ------------------------------------------------------------------------- for people
 
     def report(self) -> dict[str, Any]:
         """Return counts and ages of every topic, what was published, and the cadence of the loop."""

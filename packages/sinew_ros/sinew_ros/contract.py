@@ -21,7 +21,7 @@ IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
 JOINT_STATE, ARRAY = "sensor_msgs/msg/JointState", "std_msgs/msg/Float64MultiArray"
 TRAJECTORY = "trajectory_msgs/msg/JointTrajectory"
 GROUP, SINGLE = "interbotix_xs_msgs/msg/JointGroupCommand", "interbotix_xs_msgs/msg/JointSingleCommand"
-# Actions that take one number and a constant: the constant's name in a contract
+# ROS actions of grippers -> the contract's field for their constant: maximum effort, or speed.
 GOALS = {"control_msgs/action/GripperCommand": "effort", "franka_msgs/action/Move": "speed"}
 CAMERA_TYPES = (IMAGE, COMPRESSED)
 ACTION_TYPES = (TRAJECTORY, JOINT_STATE, ARRAY, GROUP, SINGLE, *GOALS)
@@ -139,7 +139,8 @@ class Contract:
             ("state", self.states, self.state_dim),
             ("action", self.outputs, self.action_dim),
         ):
-            if self.kinematics is not None:  # whose policy says poses
+            # The policy outputs poses, so its sizes differ from the number of joints.
+            if self.kinematics is not None:
                 continue
             if int(policy[where]["dim"]) != dim:
                 names = [joint for part in parts for joint in part.joints]
@@ -155,7 +156,8 @@ def read(path: Path) -> Contract:
     try:
         given = read_yaml(path)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error  # without the path, which is said
+        # Use strerror, because the text of an OSError repeats the path.
+        why = getattr(error, "strerror", None) or error
         raise ContractError(f"{path}: {why}") from error
     return parse(given, path.parent)
 
@@ -237,7 +239,8 @@ def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Setting
         _Fields("control.motion", motion)
     if isinstance(substeps, bool) or not isinstance(substeps, int):
         raise ContractError(f"control.substeps: expected a whole number, got {shown(substeps)}")
-    # A launch file ends its nodes within seconds, and other nodes may move the robot then.
+    # By default the robot holds at the end and does not move to its rest pose. A launch file stops its nodes within
+    # seconds, and other nodes may move the robot at that time.
     given["rest"] = control.get("rest", HOLD)
     control.end()
     return Settings(hz, limits=limits, motion=motion, substeps=substeps, stale=stale, **given)
@@ -448,7 +451,8 @@ class _Fields:
     def vector(self, key: str, default: float, size: int) -> np.ndarray:
         value = self.get(key, default)
         values = value if isinstance(value, list) else [value] * size
-        # Compared as they are: a whole number of 400 digits is no float, and isfinite() knows no such number.
+        # Compare the values before the conversion: an integer of 400 digits does not fit into a float, and
+        # math.isfinite() would raise OverflowError.
         numbers = all(
             isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e30 for x in values
         )

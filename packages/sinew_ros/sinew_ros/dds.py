@@ -25,8 +25,8 @@ from sinew_ros.bridge import COMMAND, LATCHED, NODE, SENSOR
 from sinew_ros.goals import Goals
 
 logger = logging.getLogger(__name__)
-READER_S = 1.0  # longest time for which a reply waits for its caller's reader
-CYCLONE = b"\x01\x10"  # with which its GUIDs begin (RTPS: the vendor)
+READER_S = 1.0  # longest time that a reply waits until DDS has announced the caller's reader
+CYCLONE = b"\x01\x10"  # vendor id of CycloneDDS, with which its GUIDs begin (RTPS)
 
 
 class Dds:
@@ -191,7 +191,8 @@ class Dds:
                 continue
             for sample in reader.take(64):
                 if getattr(sample, "sample_info", None) is not None and not sample.sample_info.valid_data:
-                    continue  # a writer that left
+                    # The sample only announces that a writer has disconnected.
+                    continue
                 try:
                     callback(sample)
                 except Exception:
@@ -209,7 +210,7 @@ def _wait_for_reader(calls: Any, replies: Any, call: Any) -> None:
     """
 
     def participants(handles: list[int], of: Callable[[int], Any]) -> list[Any]:
-        # An endpoint that leaves between the two questions has no description.
+        # An endpoint that disconnects between the two calls has no description.
         return [endpoint.participant_key for each in handles if (endpoint := of(each)) is not None]
 
     caller = calls.get_matched_publication_data(call.sample_info.publication_handle)

@@ -1,4 +1,4 @@
-# No `from __future__ import annotations`: cyclonedds evaluates the types of the fields.
+# This file does not use `from __future__ import annotations`, because cyclonedds evaluates the types of the fields.
 """The message types that the bridge uses, as DDS structures: what rmw_cyclonedds and rmw_fastrtps put on the wire.
 
 Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), lifecycle_msgs,
@@ -135,7 +135,8 @@ class DiagnosticArray(IdlStruct, typename="diagnostic_msgs.msg.dds_.DiagnosticAr
     status: sequence[DiagnosticStatus] = field(default_factory=list)
 
 
-# Services: what rmw_cyclonedds sends, whose calls begin with the caller (guid) and the number of its call (seq).
+# Services in the format of rmw_cyclonedds: each call begins with the caller's id (guid) and the
+# call's number (seq).
 
 
 @dataclass
@@ -210,7 +211,7 @@ def _half(name, member="structure_needs_at_least_one_member", kind=uint8, defaul
     return dataclass(new_class(short.replace("_", ""), (IdlStruct,), {"typename": typename}, fill))
 
 
-# Actions: the services and topics of their goals.
+# Actions: the types of the services and topics that transport goals.
 
 
 @dataclass
@@ -343,7 +344,7 @@ SERVICES = {
     ),
 }
 
-# ROS's name -> structure
+# Name of the type in ROS -> structure.
 TYPES = {
     "std_msgs/msg/String": String,
     "std_msgs/msg/Bool": Bool,

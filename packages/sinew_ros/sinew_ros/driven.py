@@ -10,7 +10,8 @@ from sinew_client.control.loop import Loop
 
 from sinew_ros.contract import Contract
 
-HOLDS_S = 1.0  # and three periods, within which a loop that is told to pause does
+# A paused loop must hold the robot within this many seconds plus three control periods.
+HOLDS_S = 1.0
 
 
 class DrivenRobot(Protocol):
@@ -38,7 +39,8 @@ def hold(driven: DrivenRobot, failed: Callable[[], bool] = lambda: False) -> Non
     driven.enable(False)
     loop, begun = driven.loop, driven.loop.steps
     end = time.monotonic() + HOLDS_S + 3 * driven.contract.settings.period
-    while loop.steps < begun + 2 and not driven.ended:  # the one that was under way, and one that holds
+    # Wait for two control steps: the step in progress, and one step that holds.
+    while loop.steps < begun + 2 and not driven.ended:
         if failed() or time.monotonic() > end:
             raise RuntimeError("the loop did not hold in time")
         time.sleep(0.002)

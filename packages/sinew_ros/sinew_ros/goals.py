@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 INACTIVE = "the node is not active"
 NAME, KIND = "/sinew/run_policy", "sinew_msgs/action/RunPolicy"
-# Of action_msgs/msg/GoalStatus
+# Status values of action_msgs/msg/GoalStatus.
 UNKNOWN, ACCEPTED, EXECUTING, CANCELING, SUCCEEDED, CANCELED, ABORTED = range(7)
-# Of RunPolicy.action: the outcomes of a goal, and its status after each
+# Outcomes of a goal in RunPolicy.action, each with its text and the status of the goal afterwards.
 SUCCESS, CANCEL, TIME_LIMIT, HOLD_LIMIT, PREEMPTED, ENDED = range(1, 7)
 OUTCOMES = {
     SUCCESS: ("succeeded", SUCCEEDED),
@@ -58,9 +58,11 @@ class Run:
         self.goal, self.settings = goal, settings
         self.time_limit = _seconds(goal.goal.time_limit) or settings.time_limit
         self.hold_limit = _seconds(goal.goal.hold_limit) or settings.hold_limit
-        self.over, self.still = threading.Event(), threading.Event()  # it has ended; and the robot holds
+        # `over` is set when the goal has ended, and `still` when the robot holds afterwards.
+        self.over, self.still = threading.Event(), threading.Event()
         self.outcome, self.message = 0, ""
-        self._failed, self._period = failed, 0.0  # requests of goals before; seconds
+        # Number of failed requests before this goal, and the control period in seconds.
+        self._failed, self._period = failed, 0.0
         self._lock = threading.Lock()
         self._steps = self._held = self._chunks = 0
         self._chunk = -1
@@ -144,7 +146,7 @@ class Goals:
         self._bridge: DrivenRobot | None = None
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
-        self.count: Counter = Counter()  # outcome, or "refused" -> goals
+        self.count: Counter = Counter()  # outcome, or "refused" -> number of goals
 
     def open(self, bridge: DrivenRobot) -> None:
         """Take goals for a bridge, which stands still until there is one."""
@@ -163,8 +165,6 @@ class Goals:
         """Wait for the result of the last goal to be told, for a moment."""
         if self._thread is not None:
             self._thread.join(2.0)
-
-    # ------------------------------------------------------------------------- from the transport's threads
 
     def wants(self, goal: Any) -> bool:
         """Return whether a goal may run; why not is logged, since an action's refusal has no words."""
@@ -196,7 +196,8 @@ class Goals:
                 self._run.end(PREEMPTED, "a newer goal")
             self._run = run
             self._thread = threading.Thread(target=self._drive, args=(run, bridge, before), daemon=True)
-        if bridge is None:  # shut since it was wanted
+        # shut() was called after the goal had been accepted.
+        if bridge is None:
             run.end(ENDED, INACTIVE)
         self._thread.start()
 
@@ -213,18 +214,15 @@ class Goals:
             if self._run is not None and self._run.feedback()["command"]:
                 self._run.end(SUCCESS, "said so")
 
-    # ------------------------------------------------------------------------- from the loop
-
     def saw(self, command: Command, paused: bool) -> None:
         """Count a control step of the loop for the goal that runs."""
         if (run := self._run) is not None and not paused:
             run.saw(command)
 
-    # ------------------------------------------------------------------------- a thread for each goal
-
     def _drive(self, run: Run, bridge: DrivenRobot | None, before: threading.Thread | None) -> None:
         if before is not None:
-            before.join()  # what it does to the robot is done
+            # Wait for the end of the previous goal, so that only one goal commands the robot.
+            before.join()
         try:
             if bridge is not None and not run.over.is_set():
                 run.begin(bridge.contract.settings.period)

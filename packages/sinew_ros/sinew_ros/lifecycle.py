@@ -36,7 +36,7 @@ STATES = {
     14: "deactivating",
     ERROR: "errorprocessing",
 }
-# What may be asked: number -> (label, from which state, the state while it is done)
+# Transitions that a manager can request: number -> (label, start state, state during the transition).
 ASKED = {
     1: ("configure", UNCONFIGURED, 10),
     2: ("cleanup", INACTIVE, 11),
@@ -46,7 +46,8 @@ ASKED = {
     6: ("shutdown", INACTIVE, SHUTTING_DOWN),
     7: ("shutdown", ACTIVE, SHUTTING_DOWN),
 }
-# What follows by itself: the state while it is done -> (number of its success, where that and a failure lead)
+# Ends of transitions: state during the transition -> (number of the success, state after success,
+# state after failure).
 FOLLOWS = {
     10: (10, INACTIVE, UNCONFIGURED),
     11: (20, UNCONFIGURED, INACTIVE),
@@ -175,11 +176,13 @@ class Managed:
             except ClientError as error:
                 logger.warning("%s failed: %s", ASKED[found[0]][0], error)
                 self._go(done + 1)
-            except Exception as error:  # whatever it is, the manager is told by the state
+            except Exception as error:  # the manager reads every error from the node's state
                 logger.exception("%s", ASKED[found[0]][0])
-                self._error = self._error or error  # the loop's own, where that is why nothing could be done
+                # Keep an error of the loop, because it may be the cause of this error.
+                self._error = self._error or error
                 self._go(done + 2)
-                self._go(61)  # nothing is mended here
+                # Transition 61 is the failure of error processing: this node does not repair errors.
+                self._go(61)
                 self._leave()
                 self._ended.set()
             else:

@@ -13,8 +13,8 @@ import numpy as np
 
 from sinew_ros.contract import ARRAY, GOALS, GROUP, JOINT_STATE, SINGLE, TRAJECTORY, Output
 
-MAX_COMPRESSED = 32 << 20  # bytes of one compressed picture
-# encoding -> (bytes per pixel, which of them are red, green and blue); sensor_msgs/image_encodings.hpp
+MAX_COMPRESSED = 32 << 20  # largest compressed picture, bytes
+# Encoding -> (bytes per pixel, positions of the red, green and blue bytes), from sensor_msgs/image_encodings.hpp.
 ENCODINGS = {
     "rgb8": (3, (0, 1, 2)),
     "bgr8": (3, (2, 1, 0)),
@@ -88,9 +88,6 @@ def bytes_of(data: Any) -> bytes:
     if isinstance(data, np.ndarray):
         return data.astype(np.uint8, copy=False).tobytes()
     return bytes(data)
-
-
-# ----------------------------------------------------------------------------- what goes out
 
 
 def time_of(seconds: float) -> dict[str, int]:

@@ -11,9 +11,9 @@ from sinew_client.control import NoObservation
 
 from sinew_ros.messages import Refused, stamp
 
-AHEAD = 0.1  # seconds that a stamp may be in the future: clocks of two machines differ a little
-KEPT = 10_000  # ages that are remembered
-REASONS = 32  # most different reasons
+AHEAD = 0.1  # seconds that a stamp may be in the future, because the clocks of two machines differ
+KEPT = 10_000  # number of message ages that are stored for the percentiles
+REASONS = 32  # largest number of different reasons that are counted separately
 
 
 class Newest:
@@ -44,11 +44,11 @@ class Newest:
         self.ages: deque[float] = deque(maxlen=KEPT)  # seconds from exposure to use
         self.arrivals: deque[float] = deque(maxlen=64)
         self._lock = threading.Lock()
-        self._message: Any = None  # not read yet
+        self._message: Any = None  # the newest message, if it was not read yet
         self._value: Any = None
-        self._taken = 0.0  # when the newest was exposed, in seconds of the loop's clock
-        self._seen = 0.0  # the same for what was read last
-        self._stamp = 0.0  # the same by the clock of stamps
+        self._taken = 0.0  # exposure time of the newest message, in seconds of the loop's clock
+        self._seen = 0.0  # exposure time of the value that was read last, in seconds of the loop's clock
+        self._stamp = 0.0  # exposure time of the newest message, in seconds of ROS time
         self._any = False
 
     def put(self, message: Any, now: float, clock: float) -> None:
@@ -74,7 +74,7 @@ class Newest:
         if message is not None:
             try:
                 self._value, self._seen = self._read(message), taken
-            except Refused as reason:  # the one before is still there
+            except Refused as reason:  # the previous value stays in use
                 with self._lock:
                     self._drop(str(reason))
             else:
@@ -109,7 +109,8 @@ class Newest:
             raise Refused("stamped in the future")
         if clock - exposed > self.max_age:
             raise Refused(f"older than {self.max_age:g} s when it arrived")
-        # A clock that was set back, as at the beginning of another bag, makes the last stamp one of the future.
+        # If the clock was set back, for example at the start of another bag, the last stamp is in the future. Then
+        # accept an older stamp.
         if self._any and exposed <= self._stamp <= clock + AHEAD:
             raise Refused("not newer than the one before")
         return exposed

@@ -62,7 +62,8 @@ class Rclpy:
             self.node,
             made,
             name,
-            execute_callback=lambda _: made.Result(),  # each goal has its own
+            # rclpy requires this argument, but `accepted` starts each goal with its own callback.
+            execute_callback=lambda _: made.Result(),
             goal_callback=lambda goal: GoalResponse.ACCEPT if actor.wants(goal) else GoalResponse.REJECT,
             handle_accepted_callback=accepted,
             cancel_callback=lambda handle: (
@@ -125,7 +126,8 @@ class RclpyGoal:
         """Wait for the end; return the result."""
         status, fields = await self._end
         {SUCCEEDED: handle.succeed, CANCELED: handle.canceled, ABORTED: handle.abort}[status]()
-        self._executor.create_task(self._told.set)  # behind this task, which sends the result
+        # Run this after the present task, which sends the result.
+        self._executor.create_task(self._told.set)
         return _filled(self._made.Result(), fields)
 
 

@@ -44,25 +44,20 @@ class TopicRobot:
             )
             for part in contract.states
         ]
-        self.published: Counter = Counter()  # topic -> messages
-        self.paused = False  # set by whoever runs the loop
+        self.published: Counter = Counter()  # topic -> number of published messages
+        self.paused = False  # True while the loop is paused; the bridge sets it
         self.joints = [joint for output in contract.outputs for joint in output.joints]
         self._columns = _columns(contract)
-        self._goals: dict[
-            str, tuple[Any, Any]
-        ] = {}  # topic -> the newest numbers, and those that were sent last
+        # Topic -> (newest values, values of the last goal that was sent).
+        self._goals: dict[str, tuple[Any, Any]] = {}
         self._last: np.ndarray | None = None  # the last command, float32 [D]
         self._held = False
-
-    # ------------------------------------------------------------------------- from the transport's threads
 
     def camera(self, name: str, message: Any) -> None:
         self.cameras[name].put(message, time.monotonic(), self._clock())
 
     def state(self, index: int, message: Any) -> None:
         self.states[index].put(message, time.monotonic(), self._clock())
-
-    # ------------------------------------------------------------------------- from the loop
 
     def observe(self) -> dict[str, Any]:
         """Return the newest pictures and the state, in the policy's order and units. Raises NoObservation."""
@@ -117,8 +112,6 @@ class TopicRobot:
                 self.published[output.topic] += 1
                 sent = part
             self._goals[output.topic] = (part, sent)
-
-    # ------------------------------------------------------------------------- for people
 
     def report(self) -> dict[str, Any]:
         """Return counts of every topic: received, used, replaced, dropped by reason, ages in ms, rate in Hz."""

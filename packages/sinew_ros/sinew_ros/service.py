@@ -45,7 +45,7 @@ class ChunkService:
         try:
             response = self._answer(request)
             self.answered += 1
-        except Exception as error:  # whatever it is: the caller waits, and so do those after it
+        except Exception as error:  # the caller waits for a response, whatever the error is
             self.failed += 1
             code = "" if isinstance(error, ServerError) else f" [{type(error).__name__}]"
             expected = isinstance(error, (ClientError, messages.Refused))

@@ -41,7 +41,7 @@ def rendered(page: str) -> str | None:
     file = next((each for each in paths if each.is_file()), None)
     if file is None:
         return None
-    from markdown_it import MarkdownIt  # installed with rich
+    from markdown_it import MarkdownIt  # the package rich depends on this package
 
     text = NOTE.sub(_note, file.read_text("utf-8"))  # own file: in an installed package
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)

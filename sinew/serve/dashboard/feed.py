@@ -29,18 +29,18 @@ from sinew.serve.job import Answering, ServingJob
 from sinew.serve.policies import DEFAULT
 from sinew.serve.service import Service
 
-VIEWERS = 8  # most viewers at once; each takes a connection and a few kilobytes
-KEPT = 256  # most answers that are kept between two messages to the viewers
-BY_HAND = (
-    "dashboard"  # the session of requests that a person makes on the page; they do not count as a robot's
-)
-PICTURES_S = 0.1  # least seconds between two pictures of a camera
-SHARE = 0.02  # the pause is longer if making pictures would take more than this share of the cores
-MAX_TEXT = 300  # most characters of a prompt, a name or an error on the page
-MAX_NUMBERS = 1 << 14  # most numbers of a chunk that are shown, as its first actions
+VIEWERS = 8  # largest number of viewers at once; each viewer takes a connection and a few kilobytes
+KEPT = 256  # largest number of answers that are stored between two messages to the viewers
+# Session of the requests that a person makes on the page. They do not count as requests of a robot.
+BY_HAND = "dashboard"
+PICTURES_S = 0.1  # shortest time between two pictures of a camera, seconds
+# Largest fraction of the CPU cores that making pictures may use. The pause between two pictures grows accordingly.
+SHARE = 0.02
+MAX_TEXT = 300  # longest prompt, name or error on the page, characters
+MAX_NUMBERS = 1 << 14  # largest number of values of a chunk that are shown; they come from its first actions
 JPEG_QUALITY = 85
 TIMES = (*(field.name for field in fields(Timing) if field.name != "step_ms"), "head_ms")
-NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # no frames yet
+NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # value of ``_frames`` before the first frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,9 @@ class Feed:
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
         self.history = HourHistory()
-        self.wiring: Wiring | None = (
-            None  # compares robots with the training data; None if the bundle has no record of it
-        )
-        self._deployment: Answering | None = None  # the policy whose answers are shown
+        # Compares robots with the training data. None if the bundle has no record of its training data.
+        self.wiring: Wiring | None = None
+        self._deployment: Answering | None = None  # deployment of the policy whose answers are shown
         self._following = False
         self._lock = threading.Lock()
         self._viewers = {"answers": 0, "pictures": 0}
@@ -125,7 +124,8 @@ class Feed:
         self._answers: deque[Answer] = deque(maxlen=KEPT)
         self._frames: tuple[int, Mapping[str, Any]] = NOTHING
         self._pictures = AnswerPictures(0, {}, 0.0)
-        self._making = threading.Lock()  # several viewers may request the same pictures at once
+        # Only one thread makes pictures, because several viewers may request the same pictures at once.
+        self._making = threading.Lock()
         self._share = SHARE * machine.cores().logical
         self._bells: tuple[Callable[[], None], ...] = ()
 
@@ -147,13 +147,12 @@ class Feed:
         if request.policy in ("", DEFAULT):
             wire, client, session, seen = request.wire, request.client, job.session, job.observation
             limit = None if job.deadline is None else job.deadline - request.arrived
-            if (
-                job.deployment is not None and job.deployment is not self._deployment
-            ):  # the policy was exchanged
+            # A hot-swap may have replaced the policy.
+            if job.deployment is not None and job.deployment is not self._deployment:
                 self._show(job.deployment)
             self.put(wire, client, session, seen, outcome, seconds, limit)
             answered = isinstance(outcome, ActionChunk) and session != BY_HAND
-            # The training record of the base does not apply to an adapter.
+            # Skip requests for an adapter, because the training record describes the base policy.
             if seen is None or seen.adapter:
                 return
             if self.viewers and answered and (wiring := self.wiring) is not None:
@@ -231,7 +230,8 @@ class Feed:
         finally:
             with self._lock:
                 self._viewers[what] -= 1
-                if not any(self._viewers.values()):  # without a viewer, nothing is kept
+                # Without viewers, no answers and frames are stored.
+                if not any(self._viewers.values()):
                     self._answers.clear()
                     self._frames, self._pictures = NOTHING, AnswerPictures(0, {}, 0.0)
 
@@ -278,9 +278,8 @@ class Feed:
         recipe = self.image
         if recipe is None:
             return frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
-        pixels = prepare_frame(frame, recipe)[
-            :3
-        ]  # [3, H, W]; models with two encoders have the same frame twice
+        # The first three channels, [3, H, W]. Models with two image encoders have the same frame twice.
+        pixels = prepare_frame(frame, recipe)[:3]
         mean, std = (np.asarray(v[:3], np.float32)[:, None, None] for v in (recipe.mean, recipe.std))
         return ((pixels * std + mean) * 255).round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
 
@@ -298,9 +297,8 @@ def plain(values: np.ndarray) -> Any:
     with np.errstate(all="ignore"):
         scale = 10.0 ** (5 - np.floor(np.log10(np.abs(numbers))))
         rounded = np.round(numbers * scale) / scale
-    rounded = np.where(
-        np.isfinite(rounded), rounded, numbers
-    )  # zero, and numbers that are too small to be scaled
+    # Keep zeros, and numbers that are too small to be scaled.
+    rounded = np.where(np.isfinite(rounded), rounded, numbers)
     if np.isfinite(rounded).all():
         return rounded.tolist()
     rounded = rounded.astype(object)

@@ -17,14 +17,15 @@ from sinew_client.untrusted import parse_json
 
 from sinew.core import SinewError
 
-SILENT_S = 8.0  # longest silence; the server sends its health every two seconds
-LONGEST = 1 << 22  # most bytes of one event
-LAST, MOST_SESSIONS = 240, 32  # numbers of answers and sessions that are kept
-RATE_S = 10.0  # seconds over which rates are counted
+SILENT_S = 8.0  # seconds without an event before the connection ends; the server sends its health every 2 s
+LONGEST = 1 << 22  # largest event, bytes
+# Number of answers whose latency is stored, and largest number of sessions.
+LAST, MOST_SESSIONS = 240, 32
+RATE_S = 10.0  # seconds over which rates are computed
 
 
-# ----------------------------------------------------------------------------- the shapes of events
-# These classes have the fields that are shown. A newer server may send more fields, an older server fewer.
+# The shapes of events. These classes have the fields that are shown. A newer server may send more fields, and an
+# older server may send fewer.
 
 
 class _Action(TypedDict, total=False):
@@ -147,7 +148,7 @@ class ServerSeen:
         Raises :class:`SinewError` for an event that is invalid or cannot be drawn.
         """
         if event not in _SHAPES:
-            return  # an event of a newer server
+            return  # a newer server may send other events
         try:
             msgspec.convert(record, _SHAPES[event])
             self.problem = ""
@@ -155,7 +156,8 @@ class ServerSeen:
                 self.about = record
             elif event == "health":
                 self.health = record
-                if "engine" in record and self.about.get("server"):  # the policy may have been exchanged
+                # A hot-swap may have replaced the policy, so update its description.
+                if "engine" in record and self.about.get("server"):
                     now = {
                         name: record[name]
                         for name in ("identity", "engine", "engine_reason")
@@ -164,8 +166,10 @@ class ServerSeen:
                     self.about = {**self.about, "server": {**self.about["server"], **now}}
             else:
                 self._answer(record)
-            show(self)  # drawn inside the try, so that a missing field becomes a SinewError
-        except (ValueError, ArithmeticError) as error:  # msgspec's are ValueErrors; chunks of ragged rows
+            # Draw inside the try block, so that a missing field becomes a SinewError.
+            show(self)
+        except (ValueError, ArithmeticError) as error:
+            # msgspec raises ValueError, and so does numpy for a chunk whose rows have different lengths.
             raise SinewError(
                 f"{self.address}: expected {event} of a Sinew server, got {error!s:.300}"
             ) from None
@@ -179,7 +183,8 @@ class ServerSeen:
         self.missed += bool(record["missed"])
         key = record["wire"], record["client"], record["session"]
         session = self.sessions.pop(key, None) or SessionRow(*key[:2])
-        self.sessions[key] = session  # the newest session is last
+        # Move the session to the end, so that the oldest session is removed first.
+        self.sessions[key] = session
         while len(self.sessions) > MOST_SESSIONS:
             del self.sessions[next(iter(self.sessions))]
         session.times.append(time.monotonic())
@@ -188,7 +193,8 @@ class ServerSeen:
         session.missed += bool(record["missed"])
         if record["outcome"] == "ok":
             session.answers += 1
-            self.last = record if "actions" in record else self.last  # each message has one chunk's numbers
+            # A message contains the numbers of only one chunk.
+            self.last = record if "actions" in record else self.last
             self.milliseconds.append(record["ms"])
         else:
             session.refused += 1

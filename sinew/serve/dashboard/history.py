@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-SPAN_S = 10  # seconds of one point
-SPANS = 360  # number of points in an hour
-RATIO = 1.1  # ratio of a bin's end to its beginning
+SPAN_S = 10  # length of one point, seconds
+SPANS = 360  # number of points, which cover an hour
+RATIO = 1.1  # ratio of a histogram bin's upper bound to its lower bound
 
 
 @dataclass
@@ -60,7 +60,8 @@ class HourHistory:
                 span.refused += 1
                 return
             span.answers += 1
-            if not math.isfinite(ms):  # counted, but without a latency
+            # Count the answer without a latency.
+            if not math.isfinite(ms):
                 return
             span.most = max(span.most, ms)
             span.bins[math.floor(math.log(max(ms, 1e-3), RATIO))] += 1

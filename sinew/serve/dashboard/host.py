@@ -17,9 +17,11 @@ class Host:
     """
 
     def __init__(self) -> None:
-        self._cores = machine.cores().logical  # read once, because it takes a millisecond
-        self._own: tuple[float, float] | None = None  # seconds of the clock, seconds of processors
-        self._all: tuple[int, int] | None = None  # all ticks, busy ticks
+        # The number is read once, because reading it takes a millisecond.
+        self._cores = machine.cores().logical
+        # Time of the last call, and CPU time of this process at that time, in seconds.
+        self._own: tuple[float, float] | None = None
+        self._all: tuple[int, int] | None = None  # all CPU ticks and the busy CPU ticks at the last call
 
     def look(self) -> dict[str, Any]:
         """Return ``cores`` and ``memory``, and if they are known ``cpu`` (the busy share of all cores) and
@@ -44,7 +46,8 @@ def _ticks() -> tuple[int, int] | None:
     """Return all ticks of all processors and the ticks that were not idle, since the machine was started (Linux)."""
     try:
         text = STAT.read_text()  # own file: of the operating system
-        words = text.split("\n", 1)[0].split()[1:9]  # proc(5): user nice system idle iowait irq softirq steal
+        # Columns in proc(5): user nice system idle iowait irq softirq steal.
+        words = text.split("\n", 1)[0].split()[1:9]
     except OSError:
         return None
     numbers = [int(word) for word in words]

@@ -26,17 +26,17 @@ from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
-EVENTS_S = 0.1  # least seconds between two messages
+EVENTS_S = 0.1  # shortest time between two messages, seconds
 HEALTH_S = 2.0  # seconds between two events of the server's health
-PATIENCE_S = 0.5  # most seconds that a message waits for a gap between two requests
-BEHIND = 16  # most unread messages of a viewer; older messages are dropped
+PATIENCE_S = 0.5  # longest time that a message waits for a gap between two requests, seconds
+BEHIND = 16  # largest number of unread messages of a viewer; older messages are dropped
 
 
 class Outbox:
     """The unread messages of one viewer, at most ``behind``."""
 
     def __init__(self, behind: int) -> None:
-        self.ended = False  # True once no more messages will come
+        self.ended = False  # True after the last message
         self._messages: deque[bytes] = deque(maxlen=behind)
         self._some = asyncio.Event()
 
@@ -133,8 +133,6 @@ class Broadcast:
     def _left(self) -> None:
         """Clean up when the last viewer has gone."""
 
-    # ------------------------------------------------------------------------- when
-
     async def _news(self, told: int) -> None:
         """Wait until a message is due, and if possible until just after a reply, or until nothing is computed."""
         after_a_reply = await self._listen(self._patience(), told)
@@ -162,7 +160,7 @@ class Broadcast:
         """Wake the loop if it waits for answers. This runs on the scheduler's threads."""
         if self._listening:
             self._listening = False
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._rung.set)
 
 
@@ -172,7 +170,8 @@ class HealthBroadcast(Broadcast):
     def __init__(self, service: Service, feed: Feed):
         super().__init__(service, feed)
         self._host = Host()
-        self._health: tuple[float, int, bytes] = (float("-inf"), 0, b"")  # time, number of the policy, event
+        # (Time, number of the deployment, encoded event) of the last health event.
+        self._health: tuple[float, int, bytes] = (float("-inf"), 0, b"")
 
     def health(self) -> bytes:
         """Return the event of the server's health with the present policy. An event is at most :data:`HEALTH_S` old."""
@@ -216,17 +215,19 @@ class HealthBroadcast(Broadcast):
 class Pictures(Broadcast):
     """The events ``frames``: the cameras of the newest answer as JPEG files, made on the loop's thread pool."""
 
-    behind = 1  # only the newest pictures matter
+    behind = 1  # viewers need only the newest pictures
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:
         return await asyncio.get_running_loop().run_in_executor(None, self._pictures, told)
 
     def _begin(self) -> int:
-        return 0  # the last frames are shown at once
+        # A new viewer receives the last frames at once.
+        return 0
 
     def _pictures(self, told: int) -> tuple[int, bytes, float]:
         found = self._feed.pictures()
-        if found.number == told:  # the answer had no frames, or the rate does not allow newer ones yet
+        # No newer answer has frames, or the rate does not allow newer pictures yet.
+        if found.number == told:
             return told, b"", max(EVENTS_S, found.until - time.perf_counter())
         files = {name: base64.b64encode(file).decode() for name, file in found.files.items()}
         message = encoded("frames", {"number": found.number, "cameras": files}) if files else b""
@@ -273,6 +274,6 @@ def encoded(event: str, record: Any) -> bytes:
     """Return a server-sent event. Raises :class:`SinewError` for a record that cannot be written as JSON."""
     try:
         text = json.dumps(record, allow_nan=False, separators=(",", ":"))
-    except ValueError as error:  # the record has NaN: raised, not ignored
+    except ValueError as error:  # the record contains NaN or infinity
         raise SinewError(f"event {event}: {error}") from None
     return f"event: {event}\ndata: {text}\n\n".encode()

@@ -17,7 +17,7 @@ from sinew.serve.dashboard.openapi import describe
 from sinew.serve.service import Service
 from sinew.serve.transport.routes import Guard, Handler
 
-STALLED_S = 10.0  # the connection of a viewer that reads nothing for so long is ended
+STALLED_S = 10.0  # seconds after which the connection of a viewer that reads nothing is closed
 PAGES = {
     "": ("page.html", "text/html"),
     "page.js": ("page.js", "text/javascript"),
@@ -110,8 +110,6 @@ class Dashboard:
 
         return answer
 
-    # ------------------------------------------------------------------------- events
-
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send server-sent events: ``about`` once, ``answers`` after new answers, ``health`` every two seconds."""
         with self.feed.viewer():
@@ -121,9 +119,8 @@ class Dashboard:
     async def _pictures(self, request: web.Request) -> web.StreamResponse:
         """Send server-sent events ``frames``: every camera as JPEG, at most ten times a second."""
         with self.feed.viewer("pictures"):
-            return await self._stream(
-                request, self._frames, b":\n\n"
-            )  # a comment, so that the headers are sent now
+            # The first message is an empty comment, so that the headers are sent now.
+            return await self._stream(request, self._frames, b":\n\n")
 
     async def _stream(self, request: web.Request, news: Broadcast, first: bytes) -> web.StreamResponse:
         """Send messages until the server ends, or until the viewer leaves or reads nothing for too long."""

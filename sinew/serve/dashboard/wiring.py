@@ -15,20 +15,19 @@ from sinew.bundle.schema import Manifest
 from sinew.checks.wiring import Finding, WiringWatch, findings
 from sinew.core import Observation
 
-EVERY = 5  # one request in so many is used
-LOOKS = 30  # used requests from which a session is judged
-SESSIONS = 32  # most sessions, the newest ones
-SHOWN = 6  # most findings of a session
-MAX_TEXT = 300  # most characters of a text
+EVERY = 5  # one in this many answered requests of a session is used
+LOOKS = 30  # number of used requests after which a session is judged
+SESSIONS = 32  # largest number of sessions; the newest sessions are stored
+SHOWN = 6  # largest number of findings of a session
+MAX_TEXT = 300  # longest text on the page, characters
 
 
 @dataclass
 class _Session:
     asked: int = 0
     running: WiringWatch = field(default_factory=lambda: WiringWatch(exact=False))
-    full: WiringWatch | None = (
-        None  # has all its observations, and is judged when a viewer receives the result
-    )
+    # The observations of a complete round. They are judged when a viewer receives the result.
+    full: WiringWatch | None = None
     found: list[Finding] = field(default_factory=list)
 
 

@@ -43,7 +43,7 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
     ):
         raise ObservationError(name, f"a shape of at most {MAX_NDIM} sizes", _shown(shape))
     expected = math.prod(shape) * kind.itemsize
-    # numpy refuses an empty array whose other sizes would be too large
+    # numpy rejects an empty array whose other sizes are too large.
     fits = expected or math.prod(n or 1 for n in shape) <= 1 << 40
     if expected != len(data) or not fits:
         raise ObservationError(name, f"{expected} bytes ({list(shape)} x {kind})", f"{len(data)} bytes")
@@ -63,9 +63,6 @@ def _kind(text: str) -> np.dtype[Any] | None:
     except (TypeError, ValueError, SyntaxError):
         return None
     return kind if kind in _DTYPES else None
-
-
-# ----------------------------------------------------------------------------- msgpack
 
 
 def unpack(payload: bytes | bytearray | memoryview) -> Any:
@@ -90,7 +87,8 @@ def _decoded(node: Any) -> Any:
             if not isinstance(value, (int, float, bool)):
                 raise ObservationError("number", "a number", type(value).__name__)
             return value
-        if node.get("nd") is True and node.get("data") is not None:  # the form of vLLM's messages
+        # vLLM's clients send arrays in this form.
+        if node.get("nd") is True and node.get("data") is not None:
             return array("array", node.get("data"), node.get("type"), node.get("shape"))
         return {key: _decoded(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -117,13 +115,11 @@ def dump_npy(array: np.ndarray) -> bytes:
     array = np.ascontiguousarray(array)
     shape = f"({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
     header = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
-    padded = header.ljust(-(-(len(header) + 11) // 64) * 64 - 11) + "\n"  # data begins at a multiple of 64
+    # Pad the header, so that the data begins at a multiple of 64 bytes, as in numpy's own files.
+    padded = header.ljust(-(-(len(header) + 11) // 64) * 64 - 11) + "\n"
     return b"".join(
         (b"\x93NUMPY\x01\x00", len(padded).to_bytes(2, "little"), padded.encode(), array.tobytes())
     )
-
-
-# ----------------------------------------------------------------------------- JSON
 
 
 def from_json_numpy(tree: Any, depth: int = 6) -> Any:

@@ -16,15 +16,17 @@ from PIL import Image
 from sinew.core import MAX_SIZE, ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
-MIN_BUDGET = 16 << 20  # pixels that one request may have in all its frames, for any cameras
-# A request may also have this many times the pixels of the policy's cameras: a robot's frames may be four times as wide
-# and high.
+MIN_BUDGET = 16 << 20  # number of pixels that all frames of one request may have together for every policy
+# Largest number of pixels of a request, relative to the pixels of the policy's cameras. A robot's frames may be
+# four times as wide and high as the policy's frames.
 BUDGET_FACTOR = 16
-# Most scans of a JPEG file. Progressive files have about ten scans, and each scan takes work for every pixel.
+# Largest number of scans of a JPEG file, because each scan takes work for every pixel. Progressive files have
+# about ten scans.
 MAX_SCANS = 32
-BLOCK = 1 << 14  # bytes of a file that are decoded between two checks whether the client still waits
+BLOCK = 1 << 14  # bytes of a file that are decoded between two checks for a disconnected client
 
-# Pillow's modes of 8-bit JPEG and PNG files. 16-bit modes are missing, because their conversion would clip values.
+# Pillow's modes of 8-bit JPEG and PNG files. 16-bit modes are not allowed, because their conversion
+# would clip values.
 _MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"})
 
 
@@ -94,9 +96,10 @@ def compressed_frame(
     if scans > MAX_SCANS:
         raise ObservationError(name, f"a JPEG file of at most {MAX_SCANS} scans", f"{scans}")
     try:
-        with warnings.catch_warnings():  # Pillow warns about large images; here the budget limits them
+        # Disable Pillow's warning about large images, because the budget limits their size.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            # This reads only the header.
+            # Image.open() reads only the header.
             image = Image.open(_Watched(data, budget.check), formats=("JPEG", "PNG"))
         width, height = image.size
         if size is not None and (height, width, image.mode) != (*size, "RGB"):

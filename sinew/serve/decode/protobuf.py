@@ -6,10 +6,11 @@ import numpy as np
 
 from sinew.core import RequestError
 
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types; groups (3, 4) are not in proto3
-MAX_FIELDS = 512  # most fields of a message; a request has about fifteen besides images and their names
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of Protobuf; proto3 has no groups (3, 4)
+# Largest number of fields of a message; a request has about 15, plus its images and their names.
+MAX_FIELDS = 512
 
-Field = tuple[int, int, int, int, int]  # number, wire type, value or length, start, end
+Field = tuple[int, int, int, int, int]  # (field number, wire type, value or length, start, end)
 
 
 def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
@@ -26,7 +27,7 @@ def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
                 raise RequestError(f"request: expected at most {MAX_FIELDS} fields, got more")
             start, tag, value = at, buffer[at], 0
             at += 1
-            if tag > 0x7F:  # a field number above 15
+            if tag > 0x7F:  # the field number is above 15, so the tag has a second byte
                 second = buffer[at]
                 if second < 0x80:
                     tag, at = tag & 0x7F | second << 7, at + 1

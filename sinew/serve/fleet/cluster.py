@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "policy"
 WATCH_S = 1.0  # seconds between two checks of the replicas
-ABOUT_S = 120.0  # seconds in which a policy must first answer
-# Bytes of the object store of a cluster that this module starts. Observations pass through the object store.
+ABOUT_S = 120.0  # seconds within which the replicas of a new policy must describe the policy
+# Size in bytes of the object store of a cluster that this module starts. Observations pass through this store.
 OBJECT_STORE = 256 << 20
 SCALING = "sinew.serve.fleet.scaling:by_queue_age"
 
@@ -42,9 +42,10 @@ SCALING = "sinew.serve.fleet.scaling:by_queue_age"
 def libraries(alone: bool = False) -> tuple[Any, Any]:
     """Return the modules ray and ray.serve. ``alone`` is True for a cluster on this machine alone. Raises
     MissingPackageError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends no usage statistics
-    # Ray reads these settings when it is imported. The first setting holds on Linux too: it binds ports to loopback.
-    # The second setting requires a token.
+    # Do not let Ray send usage statistics.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray reads these settings when it is imported. The first setting binds its ports to loopback, also on
+    # Linux. The second setting requires a token.
     if alone:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -117,8 +118,6 @@ class Fleet:
         self._changing = threading.Lock()
         self._forms = Forms()
         self._service: Service | None = None
-
-    # ------------------------------------------------------------------------- the cluster
 
     def start(self) -> dict[str, Deployment]:
         """Join or start a cluster, and return the policies once each of them has a replica that answers."""
@@ -216,8 +215,6 @@ class Fleet:
         fleet = {"source": config.source, "replicas": msgspec.to_builtins(config.replicas)}
         return about.metadata | {"server": about.metadata["server"] | {"fleet": fleet}}
 
-    # ------------------------------------------------------------------------- signs of life
-
     def _watch(self) -> None:
         while not self._ended.wait(WATCH_S):
             try:
@@ -230,8 +227,6 @@ class Fleet:
                 deployment = None if status is None else status.deployments.get(DEPLOYMENT)
                 states = {} if deployment is None else deployment.replica_states
                 policy.replicas = sum(int(count) for state, count in states.items() if str(state) in _ALIVE)
-
-    # ------------------------------------------------------------------------- changes
 
     def bind(self, service: Service) -> None:
         """Give this fleet the service whose policies :meth:`load` and :meth:`unload` change."""

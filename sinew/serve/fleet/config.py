@@ -12,7 +12,7 @@ from sinew.core import SinewError
 from sinew.core.extras import MissingPackageError
 from sinew.serve.policies import DEFAULT, check_name
 
-LARGEST = 1e6  # largest number in a file
+LARGEST = 1e6  # largest number in a configuration file
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=LARGEST)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=LARGEST)]
@@ -115,5 +115,6 @@ def parse(found: Any, what: str = "fleet") -> FleetConfig:
     """Return the configuration in plain maps and lists. Raises SinewError with the name of a wrong field."""
     try:
         return msgspec.convert(found, FleetConfig)
-    except (ValueError, OverflowError, RecursionError) as error:  # msgspec's are ValueErrors
+    except (ValueError, OverflowError, RecursionError) as error:
+        # msgspec raises ValueError for a wrong field.
         raise SinewError(f"{what}: {error!s:.300}") from None

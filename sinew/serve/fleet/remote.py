@@ -19,13 +19,14 @@ from sinew.serve.service import UnhealthyError
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # seconds between two checks whether the client has disconnected
-TRIES = 4  # attempts of one request; a dying replica loses at most one request
+TRIES = 4  # largest number of attempts for one request
 PAUSE_S = 0.05  # seconds before the next attempt
+# Error codes after which another replica may answer the request.
 _AGAIN = (
     "unhealthy",
     "shutting_down",
     "busy",
-)  # error codes after which another replica may answer the request
+)
 
 
 class Response(Protocol):

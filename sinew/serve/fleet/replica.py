@@ -17,7 +17,7 @@ from sinew.serve.limits import ServingLimits
 from sinew.serve.request import Request
 from sinew.serve.service import Service
 
-MIX = 0.1  # weight of the newest inference in the mean that replicas report
+MIX = 0.1  # weight of the newest inference in the mean duration that replicas report
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,8 @@ class Replica:
 
     def __init__(self, config: dict[str, Any]):
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger("sinew.access").setLevel(
-            logging.WARNING
-        )  # the gateway has an access log if the user wants one
+        # The gateway writes the access log, if the user has enabled it.
+        logging.getLogger("sinew.access").setLevel(logging.WARNING)
         self._config = policy_config = msgspec.convert(config, PolicyConfig)
         import sinew
 
@@ -94,7 +93,8 @@ class Replica:
         """Return the chunk, or the error as a record. Cancelling the call abandons the request."""
         begun = time.perf_counter()
         try:
-            # The gateway has queued robots fairly. Here, each request counts as its own connection.
+            # The gateway has already ordered the requests of the robots fairly, so each request counts as its
+            # own connection here.
             chunk = await self._service.infer(
                 Request("ray", lambda _budget: observation, connection=object(), arrived=begun)
             )

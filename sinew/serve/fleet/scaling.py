@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-INFERENCE, TARGET = "inference_ms", "target_ms"  # the names of the measurements of replicas
+INFERENCE, TARGET = "inference_ms", "target_ms"  # names of the measurements that replicas report
 
 
 def by_queue_age(context: Any) -> tuple[float, dict[str, Any]]:

@@ -15,8 +15,8 @@ from sinew.serve.access import POLICIES, UnauthorizedError, is_loopback
 from sinew.serve.service import Service
 from sinew.serve.transport.routes import Guard, read_body
 
-MAX_SOURCE = 4096  # characters, the longest path on Linux
-MAX_BODY = 1 << 16  # bytes of a request
+MAX_SOURCE = 4096  # longest source, characters: the longest path on Linux
+MAX_BODY = 1 << 16  # largest request, bytes
 
 
 def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
@@ -59,9 +59,10 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
         except (
             BundleError,
             ConvertError,
-        ) as error:  # an error of the requested policy, not of the one in use
+        ) as error:
+            # The error is about the requested policy, not about the policy in use.
             raise RequestError(str(error)) from None
-        except OSError as error:  # the name is too long for the disk, or the disk is full
+        except OSError as error:  # the path is too long, or the disk is full
             raise RequestError(f"source: {error.strerror or error}") from None
         return web.json_response(report)
 

@@ -17,7 +17,7 @@ from sinew.serve.transport.ledger import SWEEP_S, Account, MemoryLedger
 
 logger = logging.getLogger(__name__)
 
-# The bytes of a client's WebSocket control frame before its payload: two bytes of header, four bytes of mask.
+# Bytes of a client's WebSocket control frame before its payload: two bytes of header and a mask of four bytes.
 CONTROL_HEADER = 6
 
 
@@ -91,8 +91,6 @@ class Connection(Account, asyncio.Protocol):
         if not self.arriving:
             self.since = None
 
-    # ------------------------------------------------------------------------- asyncio's calls
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
@@ -105,9 +103,8 @@ class Connection(Account, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._all is not None
-        if (
-            self not in self._all.ledger.open
-        ):  # the server closed it, and asyncio has not reported its end yet
+        if self not in self._all.ledger.open:
+            # The server has closed this connection, and asyncio has not reported its end yet.
             return
         self._all.ledger.arrived(self, len(data), self._all.now())
         self._inner.data_received(data)

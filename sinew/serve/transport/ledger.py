@@ -14,12 +14,13 @@ from sinew.core.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-HELD_REQUESTS = 8  # the memory of all unanswered requests, in requests of the largest size
-# A stranger is a connection that has never sent an accepted request. All strangers together may take this fraction of
-# the memory: one part in four.
+# Memory for all unanswered requests together, as a multiple of the largest request.
+HELD_REQUESTS = 8
+# A stranger is a connection that has not sent an accepted request yet. All strangers together may use one part in
+# STRANGERS_SHARE of the memory.
 STRANGERS_SHARE = 4
-STRANGER_IDLE_S = 1.0  # a full server first closes strangers that have been silent for this long
-IDLE_S = 60.0  # then the server closes other connections that have been silent for this long
+STRANGER_IDLE_S = 1.0  # seconds of silence after which a full server closes a stranger
+IDLE_S = 60.0  # seconds of silence after which a full server closes any other connection
 SWEEP_S = 0.5  # seconds between two checks for slow connections
 
 
@@ -50,7 +51,7 @@ class Account:
         return self.arriving + self.waiting + self.kept
 
 
-A = TypeVar("A", bound=Account)  # a transport's own class of accounts
+A = TypeVar("A", bound=Account)  # the transport's own class of accounts
 
 
 class MemoryLedger(Generic[A]):
@@ -134,8 +135,6 @@ class MemoryLedger(Generic[A]):
             assert each.since is not None
             if now - each.since > self.limit_s:
                 self._close(each, f"no whole request within {self.limit_s:g} s")
-
-    # ------------------------------------------------------------------------- parts
 
     def _count(self, account: A, size: int) -> None:
         if account in self.open:

@@ -21,12 +21,11 @@ from sinew.serve.renewed import ReloadedFile
 
 logger = logging.getLogger(__name__)
 
-ARRIVAL_S = 10.0  # seconds in which a request must arrive; robots are faster
+ARRIVAL_S = 10.0  # seconds within which a request must arrive completely; robots need much less
 CERTIFICATE = r"(?s)-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----"
-TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # a year of two digits is in this century
-AUTHORITY = (
-    rb"\x06\x03\x55\x1d\x13(\x01\x01\xff)?\x04.\x30.\x01\x01\xff"  # basicConstraints, CA:TRUE (RFC 5280)
-)
+TIMES = rb"[\x17\x18][\x0d\x0f](\d{12,14})Z"  # times in a DER certificate; a year of two digits is in this century
+# The extension basicConstraints with CA:TRUE in a DER certificate (RFC 5280).
+AUTHORITY = rb"\x06\x03\x55\x1d\x13(\x01\x01\xff)?\x04.\x30.\x01\x01\xff"
 KEY = r"-----BEGIN (?!ENCRYPTED)[A-Z ]*PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYPTED)"
 
 
@@ -96,7 +95,8 @@ class Listen:
         if self.host in ("*", ""):
             return "0.0.0.0"  # noqa: S104 - the user requested all interfaces
         addresses = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
-        addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)  # clients try 127.0.0.1 for localhost
+        # Prefer IPv4, because clients use 127.0.0.1 for localhost.
+        addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
         return str(addresses[0][4][0])
 
     def tcp_socket(self) -> socket.socket:
@@ -109,7 +109,7 @@ class Listen:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, self.port), family=family, backlog=self.max_connections)
         except OSError as error:
-            # The error numbers of the resolver differ from the system's.
+            # The error numbers of the name resolver differ from the error numbers of the system.
             why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
             raise AddressError(f"cannot listen on {self.host}:{self.port}: {why}") from error
         listener.setblocking(False)
@@ -127,7 +127,8 @@ class Listen:
             if os.path.lexists(self.path):
                 self._take_away()
             listener.bind(self.path)
-            Path(self.path).chmod(0o600)  # before a client can connect
+            # Set the mode before listen(), so that no other user can connect.
+            Path(self.path).chmod(0o600)
             listener.listen(self.max_connections)
         except OSError as error:
             listener.close()
@@ -160,7 +161,8 @@ class Listen:
             connection.context = newest()
 
         context = newest()
-        context.sni_callback = choose  # called in every handshake, also if the client sends no server name
+        # OpenSSL calls this function in every handshake, also if the client sends no server name.
+        context.sni_callback = choose
         return context
 
     def _tls_context(self) -> ssl.SSLContext:
@@ -175,9 +177,8 @@ class Listen:
         try:
             context.load_cert_chain(cert, self.tls_key)
         except (OSError, ValueError) as error:
-            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(
-                error
-            )  # NO_CERTIFICATE: the key has another algorithm
+            # NO_CERTIFICATE means that the key has another algorithm than the certificate.
+            other = "MISMATCH" in str(error) or "NO_CERTIFICATE" in str(error)
             why = "the key is another certificate's" if other else error
             raise SinewError(f"TLS: {', '.join(files)}: {why}") from error
         if (end := _end(cert)) < time.strftime("%Y%m%d%H%M%S", time.gmtime()):

@@ -18,8 +18,8 @@ from sinew.serve.service import Service
 from sinew.serve.transport.connections import connection_of
 
 JSON = "application/json"
-PING_S = 20.0  # seconds between pings; a WebSocket that does not answer is closed
-MAX_REASON = 123  # most bytes of the reason in a close frame (RFC 6455)
+PING_S = 20.0  # seconds between two pings; a WebSocket whose client does not answer is closed
+MAX_REASON = 123  # longest reason in a close frame, bytes (RFC 6455)
 _STATUS = {
     "bad_request": 400,
     "bad_observation": 400,
@@ -33,7 +33,8 @@ _STATUS = {
     "deadline": 504,
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Guard = Callable[[Handler], Handler]  # puts a handler behind the server's key and answers errors
+# A function that lets a handler check the server's key and answer errors.
+Guard = Callable[[Handler], Handler]
 
 
 class Routes(Protocol):

@@ -43,15 +43,16 @@ from sinew.serve.transport.routes import (
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 1.0  # seconds in which the last answers are sent
-STOP_S = 4.0  # seconds in which the event loop must end
+CLOSE_S = 1.0  # seconds within which the last answers are sent
+STOP_S = 4.0  # seconds within which the event loop must end
+# Errors that mean that no further connection can be opened.
 NO_ROOM = (
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOBUFS,
     errno.ENOMEM,
-)  # errors if no connection can be opened any more
-PENDING = 2  # most waiting observations of one connection; openpi's clients send one at a time
+)
+PENDING = 2  # largest number of waiting observations of one connection; openpi's clients send one at a time
 
 
 class WebServer:
@@ -88,8 +89,8 @@ class WebServer:
         self._open: set[web.WebSocketResponse] = set()
         self._make_page = page
         self.page: Page | None = None  # None until the server has started
-        self._front: Handler | None = None  # the handler of the page at /
-        # Decodes observations that are kept without computing a chunk.
+        self._front: Handler | None = None  # handler of the page at /; None without a page
+        # A thread that decodes observations that are stored without computing a chunk.
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="sinew-web-decode")
 
     def start(self, service: Service) -> None:
@@ -102,7 +103,7 @@ class WebServer:
 
     def stop(self) -> None:
         if self._thread is not None and self._ended is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has already ended
+            with contextlib.suppress(RuntimeError):  # the event loop has already ended
                 self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(STOP_S)
             if self._thread.is_alive():
@@ -118,8 +119,6 @@ class WebServer:
             lines += [""] * bool(lines)
             lines += routes.guide(spec, self.address.replace("ws", "http", 1))
         return lines
-
-    # ------------------------------------------------------------------------- the server
 
     async def _run(self, ready: threading.Event) -> None:
         self._ended = asyncio.Event()
@@ -142,7 +141,8 @@ class WebServer:
             access_log=None,
             keepalive_timeout=60.0,
             handler_cancellation=True,
-            auto_decompress=False,  # frames are compressed already; another body could be a decompression bomb
+            # Do not decompress bodies: frames are compressed already, and a body could be a decompression bomb.
+            auto_decompress=False,
         )
         await runner.setup()
         listen = self._listen
@@ -163,7 +163,8 @@ class WebServer:
         server.close()
         if self.page is not None:
             self.page.end()
-        await asyncio.sleep(0)  # lets the handlers receive the answers that the end of the scheduler produced
+        # Let the handlers receive the answers that the end of the scheduler has produced.
+        await asyncio.sleep(0)
         for socket in list(self._open):
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(socket.close(code=WSCloseCode.GOING_AWAY), CLOSE_S)
@@ -202,10 +203,9 @@ class WebServer:
                 )
             raise
         finally:
-            connection.whole()  # the request ends here, even if its body was not read
+            # Count the request as complete, even if its body was not read.
+            connection.whole()
             connection.answered(connection.waiting)
-
-    # ------------------------------------------------------------------------- routes
 
     async def _health(self, _request: web.Request) -> web.Response:
         """Answer with status 503 and the reasons while no request can be answered. The answer states nothing about the
@@ -251,8 +251,6 @@ class WebServer:
 
         return answer
 
-    # ------------------------------------------------------------------------- WebSockets
-
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
         if self._front is not None and request.path == "/" and "Upgrade" not in request.headers:
             return await self._front(request)
@@ -273,7 +271,7 @@ class WebServer:
             compress=False,
             heartbeat=dialect.ping_s,
             timeout=CLOSE_S,
-            autoping=False,  # pings are answered and counted below
+            autoping=False,  # the loop below answers and counts pings
         )
         if not socket.can_prepare(request):
             response = web.Response(
@@ -289,10 +287,10 @@ class WebServer:
             connection.prove()
         connection.answered(connection.waiting)
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
-        # Reading continues during an inference, so that pings are answered and a client's end is noticed.
-        admit = partial(
-            service.authorize, key_in(request.headers)
-        )  # keys may be exchanged during the connection
+        # The keys may change during the connection, so check the key again for each message.
+        admit = partial(service.authorize, key_in(request.headers))
+        # A separate task answers, so that reading continues during an inference. Pings are then answered, and a
+        # disconnected client is detected.
         worker = asyncio.create_task(
             self._answer(socket, dialect, connection, messages, client, policy, admit)
         )
@@ -313,11 +311,12 @@ class WebServer:
                     break
                 else:
                     await messages.put((time.perf_counter(), _data(message), connection.whole()))
-                del message  # frees its memory, because the next message may come much later
+                # Free the memory of the message now, because the next message may come much later.
+                del message
         except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of %s left", name)
         finally:
-            # These lines precede any await, because a task that was cancelled is cancelled again at an await.
+            # Run these lines before any await, because a cancelled task can be cancelled again at each await.
             self._open.discard(socket)
             service.metrics.connection(name, -1)
             worker.cancel()
@@ -360,7 +359,8 @@ class WebServer:
                 await self._fail(socket, "internal error; the server's log has the details")
                 return
             finally:
-                del payload  # frees its memory, because the next message may come much later
+                # Free the memory of the message now, because the next message may come much later.
+                del payload
                 connection.answered(size)
                 connection.keep(dialect.kept())
 
@@ -451,6 +451,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
-    assert runner.server is not None  # after setup
+    assert runner.server is not None  # setup() has created the server
     protocol: asyncio.Protocol = runner.server()
     return protocol

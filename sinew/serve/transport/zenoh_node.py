@@ -28,10 +28,10 @@ from sinew.serve.transport.listen import AddressError, Listen, is_authority
 
 logger = logging.getLogger(__name__)
 
-ROUTER_S = 10.0  # seconds in which a router must answer
-MAX_QUERIES = 64  # most waiting queries
-MAX_QUERY = 1 << 20  # most bytes of a query
-USER = "sinew"  # robots send this user with the first key, sinew2 with the second key, and so on
+ROUTER_S = 10.0  # seconds within which a router must answer
+MAX_QUERIES = 64  # largest number of waiting queries
+MAX_QUERY = 1 << 20  # largest query, bytes
+USER = "sinew"  # user name of the first key; the second key has the user name sinew2, and so on
 
 
 class ZenohNode:
@@ -62,7 +62,8 @@ class ZenohNode:
         self._queries = self._held = 0
         self._session: Any = None
         self._dictionary: Path | None = None
-        listen.tls()  # rejects unusable files before Zenoh reads them
+        # Reject unusable files before Zenoh reads them.
+        listen.tls()
         if listen.tls_cert is not None and is_authority(listen.tls_cert):
             raise SinewError(
                 f"--tls-cert {listen.tls_cert}: this is the certificate of an authority, which Zenoh's clients reject;"
@@ -77,7 +78,8 @@ class ZenohNode:
             self._config()
         else:
             self.endpoint = "tcp/127.0.0.1:0"
-            self._config()  # rejects a wrong --zenoh-config before the port is claimed
+            # Reject a wrong --zenoh-config before the port is claimed.
+            self._config()
             self._socket = listen.tcp_socket()
             host, port = self._socket.getsockname()[:2]
             scheme = "tls" if listen.tls_cert else "tcp"
@@ -119,7 +121,8 @@ class ZenohNode:
         except self.zenoh.ZError as error:
             where = f"--router {self._router}" if self._router else f"{self._listen.host}: {self.endpoint}"
             raise AddressError(f"--wire {self._name}: cannot use {where}: {str(error)[:200]}") from error
-        atexit.register(self.close)  # Zenoh's threads must not run callbacks while the interpreter ends
+        # Close the session at exit, because Zenoh's threads must not run callbacks while the interpreter ends.
+        atexit.register(self.close)
         return self._session
 
     def close(self) -> None:
@@ -134,8 +137,6 @@ class ZenohNode:
         if self._dictionary is not None:
             self._dictionary.unlink(missing_ok=True)
             self._dictionary = None
-
-    # ------------------------------------------------------------------------- what comes
 
     def direct(self, callback: Callable[[Any], None]) -> Any:
         """Return ``callback``, which must not wait, as a handler that Zenoh runs on the thread that receives.
@@ -153,7 +154,8 @@ class ZenohNode:
                 full = self._queries >= MAX_QUERIES or len(query.payload or b"") > MAX_QUERY
                 self._queries += not full
             if full:
-                query.drop()  # the robot learns at once that no answer will come
+                # Drop the query, so that the robot learns at once that no answer will come.
+                query.drop()
                 return
             self.inbox.put(made(query))
 
@@ -184,8 +186,6 @@ class ZenohNode:
         """Free the bytes of a sample that was taken out of the inbox."""
         with self._lock:
             self._held -= size
-
-    # ------------------------------------------------------------------------- settings
 
     def _config(self) -> Any:
         listen, file = self._listen, self._listen.remote.zenoh_config
@@ -220,7 +220,7 @@ class ZenohNode:
         """Make Zenoh require a user and a password. Zenoh reads them from a file that only this user may read."""
         if any(":" in key or "\n" in key for key in keys):
             raise SinewError(f"--api-key-file: for --wire {self._name} a key may not contain a colon")
-        handle, name = tempfile.mkstemp(prefix="sinew-zenoh-")  # the file has mode 0600
+        handle, name = tempfile.mkstemp(prefix="sinew-zenoh-")  # mkstemp creates the file with mode 0600
         self._dictionary = Path(name)
         with os.fdopen(handle, "w") as file:
             for index, key in enumerate(keys):
@@ -231,6 +231,7 @@ class ZenohNode:
 def _set(config: Any, at: str, **values: Any) -> None:
     """Set several values of one part of the configuration. Other values of this part, from the user's file, stay."""
     current: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # Zenoh has no name for a part that is not set
+    # get_json() raises an error for a part that is not set.
+    with contextlib.suppress(Exception):
         current = parse_json(config.get_json(at)) or {}
     config.insert_json5(at, json.dumps({**current, **values}))

@@ -40,19 +40,18 @@ from sinew.serve.transport.listen import Listen
 
 logger = logging.getLogger(__name__)
 
-READS = 16  # reads from one connection before the loop turns to the others
-MAX_UNSENT = 1 << 20  # bytes of unread replies; if a client has more, the loop does not read from it
-LINGER_S = 0.3  # seconds in which the last replies are sent when the server stops
-ACCEPTS = 16  # connections that are accepted at once
-ACCEPT_PAUSE_S = 0.02  # seconds without accepting after that many connections
-# After a refused request, the loop pauses reading from its connection. The pause doubles with each further refused
-# request in a row, up to the longest pause.
+READS = 16  # largest number of reads from one connection before the loop serves the others
+MAX_UNSENT = 1 << 20  # bytes of unread replies above which the loop does not read from the client
+LINGER_S = 0.3  # seconds for sending the last replies when the server stops
+ACCEPTS = 16  # largest number of connections that are accepted at once
+ACCEPT_PAUSE_S = 0.02  # seconds without accepting after ACCEPTS connections
+# After a rejected request, the loop pauses reading from its connection, for this many seconds. The pause
+# doubles with each further rejected request in a row, up to MAX_PAUSE_S.
 REFUSAL_PAUSE_S = 0.02
 MAX_PAUSE_S = 1.0
-MAX_ROUTING_ID = 255  # bytes, ZeroMQ's own limit
-MAX_ENVELOPE = (
-    8  # largest number of frames: one routing id per proxy between client and server, and the empty frame
-)
+MAX_ROUTING_ID = 255  # longest routing id in bytes, ZeroMQ's own limit
+# Largest number of frames of an envelope: one routing id per proxy between client and server, and the empty frame.
+MAX_ENVELOPE = 8
 
 Envelope = list[zmtp.Frame]
 
@@ -62,7 +61,8 @@ class Codec(Protocol):
 
     name: str
     encrypts: bool  # True if the protocol's clients can use TLS
-    # Takes messages of ``stream_kinds``, which have no replies (wires/streams.py); None before the first such message
+    # The object that receives the messages of ``stream_kinds``, which have no replies (wires/streams.py). None
+    # before the first such message.
     streams: Any
     stream_kinds: Collection[Any]
 
@@ -134,8 +134,9 @@ class ZeroMQWire:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._woken: deque[Peer] = deque()  # connections that other threads ask the loop to check
-        # (end of the pause, number, paused connection; None for the listening socket)
+        self._woken: deque[Peer] = deque()  # connections that the loop must check; other threads add them
+        # Heap of (end of the pause, number, paused connection). The listening socket has None in place
+        # of a connection.
         self._paused: list[tuple[float, int, Peer | None]] = []
         self._thread: threading.Thread | None = None
         if self._path:
@@ -160,15 +161,14 @@ class ZeroMQWire:
         for peer in list(self.ledger.open):
             self.close(peer, "the server stops")
         self._selector.close()
-        if self._path:  # before the socket is closed, because later another server may have taken the name
+        if self._path:
+            # Remove the file before the socket is closed. Later, another server may use the same path.
             Path(self._path).unlink(missing_ok=True)
         for each in (self._socket, self._wake_reader, self._wake_writer):
             each.close()
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
         return self.codec.guide(spec, self.address)
-
-    # ------------------------------------------------------------------------- the loop
 
     def _loop(self) -> None:
         swept = time.monotonic()
@@ -199,7 +199,8 @@ class ZeroMQWire:
     def _step(self, timeout_s: float | None) -> None:
         """Wait for an event, take requests, and send the rest of replies."""
         happened = self._selector.select(timeout_s)
-        for _ in range(len(self._woken)):  # first, so that the accounts are up to date
+        # Check these connections first, so that the accounts are up to date.
+        for _ in range(len(self._woken)):
             self._watch(self._woken.popleft())
         for key, events in happened:
             if key.fileobj is self._socket:
@@ -217,7 +218,8 @@ class ZeroMQWire:
             elif not paused.closed:
                 with self._only(paused):
                     paused.paused = False
-                    self._handle(paused)  # messages that came after the refused request
+                    # Handle the messages that came after the rejected request.
+                    self._handle(paused)
                     self._watch(paused)
 
     def _serve(self, peer: Peer, events: int) -> None:
@@ -246,7 +248,7 @@ class ZeroMQWire:
                 connection, address = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # usually, no descriptor is free
+            except OSError as error:  # usually, no file descriptor is free
                 self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
                 break
             connection.setblocking(False)
@@ -268,7 +270,7 @@ class ZeroMQWire:
             if self._tls is not None:
                 peer.opening = selectors.EVENT_READ
             else:
-                self._handle(peer)  # says hello
+                self._handle(peer)  # this call sends the greeting of ZMTP
             self._watch(peer)
         self._selector.unregister(self._socket)
         self._pause(ACCEPT_PAUSE_S, None)
@@ -284,9 +286,11 @@ class ZeroMQWire:
                         self.close(peer, "")
                     elif is_loopback(peer.address):
                         peer.opening = 0
-                        self._handle(peer)  # says hello
+                        self._handle(peer)  # this call sends the greeting of ZMTP
                     else:
-                        peer.socket.recv(zmtp.INPUT)  # with unread bytes, the system would discard the error
+                        # Read the received bytes, because the system would discard the error message if
+                        # bytes were unread.
+                        peer.socket.recv(zmtp.INPUT)
                         peer.send(
                             zmtp.GREETING + zmtp.error("this port requires TLS: use tls:// in the address")
                         )
@@ -308,7 +312,7 @@ class ZeroMQWire:
             self.close(peer, f"TLS: {getattr(error, 'reason', '') or error}")
         else:
             peer.opening = 0
-            self._handle(peer)  # says hello
+            self._handle(peer)  # this call sends the greeting of ZMTP
         self._watch(peer)
         return not peer.closed and not peer.opening
 
@@ -332,8 +336,11 @@ class ZeroMQWire:
             if peer.closed or peer.paused or peer.unsent > MAX_UNSENT:
                 return
             if framing.between:
-                return  # usually nothing is left; another thread may wait until this thread sleeps
-        if framing.left:  # in the middle of a frame: count the bytes in the ledger
+                # Usually the socket has no further bytes. Return now, because other threads may wait until
+                # this thread sleeps.
+                return
+        # The received bytes end inside a frame. Count them in the ledger.
+        if framing.left:
             self._handle(peer)
 
     def _handle(self, peer: Peer) -> None:
@@ -376,7 +383,8 @@ class ZeroMQWire:
             self._read(peer)
             unsent = peer.unsent
             if peer.buffered:
-                self.wake(peer)  # the loop continues with it after the other connections
+                # Continue with this connection after the other connections.
+                self.wake(peer)
         if peer.closed:
             return
         events = selectors.EVENT_WRITE * bool(unsent)
@@ -392,8 +400,6 @@ class ZeroMQWire:
         else:
             self._selector.modify(peer.socket, events, peer)
         peer.watched = events
-
-    # ------------------------------------------------------------------------- requests
 
     def _take(self, peer: Peer, message: zmtp.Message, size: int) -> None:
         """Answer one message, or submit its inference. ``size`` is its bytes in its connection's account."""
@@ -431,7 +437,7 @@ class ZeroMQWire:
             peer.reply([*envelope, codec.encode_error(header, reported)], size)
             return
         peer.prove()
-        # Observations of one batch do not replace each other.
+        # Observations of one batch must not replace each other, so they get no session.
         session = header.session if len(decoders) == 1 else ""
         about = session, header.deadline_ms, arrived, peer, None, header.policy
         jobs = [ServingJob(Request(self.name, decode, peer.address, *about)) for decode in decoders]
@@ -458,8 +464,6 @@ class ZeroMQWire:
             self._failures.error("a reply could not be written", error)
             reply = self.codec.encode_error(header, SinewError("internal error"))
         peer.reply([*envelope, reply], size)
-
-    # ------------------------------------------------------------------------- connections
 
     def _pause(self, seconds: float, peer: Peer | None) -> None:
         heapq.heappush(self._paused, (time.monotonic() + seconds, id(peer), peer))
@@ -492,9 +496,8 @@ class ZeroMQWire:
             self._woken.append(peer)
         if not at_once:
             return
-        with contextlib.suppress(
-            BlockingIOError, OSError
-        ):  # a full pipe wakes the loop anyway; a closed pipe means that the loop has ended
+        # A full pipe wakes the loop anyway. A closed pipe means that the loop has ended.
+        with contextlib.suppress(BlockingIOError, OSError):
             self._wake_writer.send(b"\0")
 
     def on_loop(self) -> bool:
@@ -530,7 +533,7 @@ class Peer(Account):
         self.opening = 0
         self.unsent = 0
         self._wire = wire
-        self._lock = threading.Lock()  # held while the socket is written to
+        self._lock = threading.Lock()  # a thread that writes to the socket holds this lock
         self._out: deque[memoryview] = deque()
 
     @property
@@ -553,11 +556,13 @@ class Peer(Account):
             self.freed.append(size)
         try:
             self.send(zmtp.message(frames))
-        except BaseException:  # the client gets no reply, or half of a reply, so its connection ends
+        except BaseException:
+            # The client got no reply, or only a part of a reply, so end its connection.
             self.broken = True
             self._wire.wake(self)
             raise
-        # The loop frees the request's bytes before any other work, so it must be woken at once only for unsent bytes.
+        # The loop frees the request's bytes before any other work, so wake it at once only for unsent bytes
+        # or an error.
         if not self._wire.on_loop():
             self._wire.wake(self, at_once=bool(self.unsent or self.broken))
 
@@ -607,8 +612,9 @@ class Peer(Account):
         except BlockingIOError:
             return
         except OSError:
-            self.broken = True  # the loop closes it
-        except BaseException:  # it is unknown which bytes were sent, and no byte may be sent twice
+            self.broken = True  # the loop closes the connection
+        except BaseException:
+            # The number of sent bytes is unknown, and no byte may be sent twice.
             self.broken = True
             raise
 

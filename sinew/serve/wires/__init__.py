@@ -101,7 +101,8 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
             path = port.removeprefix("ipc://")
             if not path.startswith("/") or "#" in path:
                 raise SinewError(f"--wire {name}: expected ipc:///PATH without a #, got {port!r}")
-            if wire != "native":  # GR00T's clients only support hosts and ports
+            # The clients of groot, the other ZeroMQ protocol, support only hosts and ports.
+            if wire != "native":
                 raise SinewError(f"--wire {name}: expected a port; a Unix socket is for the wire native")
             ports[wire] = path
             continue
@@ -135,7 +136,8 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
         wire = WIRES[name]
         if wire.web:
             there = web.setdefault(port, [])
-            if wire.transport == "websocket":  # its WebSockets are at any path of the port
+            # A WebSocket protocol uses all paths of its port, so two of them cannot share a port.
+            if wire.transport == "websocket":
                 for other in there:
                     if other.transport == "websocket":
                         raise SinewError(

@@ -60,7 +60,8 @@ class Actions:
         with self._service.reading("http", request.remote or ""):
             arrived, body = await read_body(request)
             message = http.read(body, kind)
-            del body  # frees its memory; the message has the decoded parts
+            # Free the memory of the body, because the message contains its parts.
+            del body
             policy = request.match_info.get("policy", message.policy)
             if message.policy not in ("", policy):
                 raise RequestError(

@@ -29,8 +29,8 @@ from sinew.serve.transport.routes import Dialect
 from sinew.serve.wires import field_names
 
 NAME = "evo1"
-WIDTH = 24  # numbers of a row of the answer, as the original server reshapes its actions
-MAX_FIELD = 1 << 16  # bytes of any field but the pictures
+WIDTH = 24  # number of values of an action in the answer, as in the original server
+MAX_FIELD = 1 << 16  # largest field except the pictures, bytes
 DIGITS, SPACE = b"0123456789", b" \t\r\n"
 ZEROS = bytes.maketrans(DIGITS, b"0" * 10)
 
@@ -124,9 +124,8 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
     while at < len(brackets) - 1:
         end = brackets.find(b"]]]", at) + 3
         width = brackets[at:end].partition(b"]]")[0].count(b"[,,") if end > 2 else 0
-        height = (end - at - 1) // (
-            5 * width + 2
-        )  # length of a row's brackets and commas, with the comma after it
+        # The divisor is the number of brackets and commas of one row, with the comma after the row.
+        height = (end - at - 1) // (5 * width + 2)
         name = f"image[{len(shapes)}]"
         if width == 0 or height == 0:
             raise ObservationError(
@@ -147,7 +146,8 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
     total = sum(height * width * 3 for height, width, _ in shapes)
     if digits.count(b",") + bool(digits) != total or b"0000" in digits.translate(ZEROS):
         raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
-    # The text has only numbers of at most three digits, and commas; msgspec has checked that it is JSON.
+    # The text now contains only commas and numbers of at most three digits, and msgspec has checked
+    # that it is JSON.
     numbers = np.fromstring(digits, np.int16, sep=",")
     if len(numbers) != total:
         raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")

@@ -21,13 +21,14 @@ from sinew.processing.given import LEROBOT as _LEROBOT
 from sinew.processing.given import PROMPT_KEYS, UNREAD, UNREAD_PREFIXES
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 
-MAX_DEPTH = 4  # deepest nesting of containers
-MAX_KEYS = 256  # most keys of one observation, all containers together
-MAX_KEY = 512  # characters of a key, with those of the containers that it is in
+MAX_DEPTH = 4  # largest nesting depth of containers
+MAX_KEYS = 256  # largest number of keys of one observation, in all containers together
+MAX_KEY = 512  # longest key in characters, including the keys of its containers
 MAX_PROMPT = 1 << 16  # characters
-MAX_NUMBERS = 1 << 16  # most numbers of a state, a noise or a chunk, which become float64
+MAX_NUMBERS = 1 << 16  # largest number of values of a state, a noise or a chunk
 
-# Spellings of a camera's and of the state's key in bundles without a key map for the wire; {} is the name.
+# Accepted keys of a camera's frame and of the state, for bundles without a key map for the protocol. {} is
+# the camera's name.
 _CAMERA_KEYS = ("images/{}", "observation.images.{}", "observation/images/{}", "observation/{}", "{}")
 _FRAME_PREFIXES = ("images/", "observation.images.", "observation/images/")
 _STATE_KEYS = ("state", "observation.state", "observation/state")
@@ -228,9 +229,8 @@ def vector(key: str, value: Any) -> np.ndarray:
 
 def text(key: str, value: Any) -> str:
     """Return a text, or the only text in a list or array of length 1. Bytes are decoded as UTF-8."""
-    if (
-        isinstance(value, np.ndarray) and value.size == 1
-    ):  # as lists, larger arrays would take tens of times the memory
+    # Convert only arrays with one element, because larger arrays would take much more memory as lists.
+    if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()
     while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
@@ -256,7 +256,8 @@ def optional_text(key: str, value: Any) -> str:
 
 def floats(key: str, value: Any) -> np.ndarray:
     """Return numbers as float32, in any shape."""
-    with np.errstate(over="ignore"):  # numbers that become infinite are refused later
+    # Ignore the overflow here, because numbers that become infinite are rejected later.
+    with np.errstate(over="ignore"):
         return numbers(key, value, MAX_NUMBERS).astype(np.float32)
 
 
@@ -289,7 +290,8 @@ def integer(name: str, value: Any) -> int:
     return value
 
 
-SCALES = ("guidance_scale", "cfg_scale")  # the second name comes from image generators
+# Accepted names of the guidance scale; image generators use the second name.
+SCALES = ("guidance_scale", "cfg_scale")
 # Optional field of a request -> function that reads it: seed, noise, solver_steps, time, adapter, the fields of
 # real-time chunking, the fields that request text, and an advantage with the scale of its guidance.
 _KINDS: dict[str, Callable[[str, Any], Any]] = {
@@ -314,7 +316,7 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-SEVERAL = "observations"  # the key of a message that has several observations
+SEVERAL = "observations"  # key of the list in a message with several observations
 
 
 def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -371,9 +373,8 @@ def _refuse_strange_frames(
 
 def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequence[str]) -> None:
     """Raise ObservationError for a key that nothing reads. The error lists the keys ``shown``."""
-    rows = any(
-        key.startswith(_LEROBOT) for key in flat
-    )  # rows of a LeRobot data set, with entries that no policy reads
+    # A row of a LeRobot data set has further entries that no policy reads.
+    rows = any(key.startswith(_LEROBOT) for key in flat)
     for key in flat:
         if key in known or (
             rows and (key in UNREAD or key.startswith(UNREAD_PREFIXES) or key.endswith("_is_pad"))

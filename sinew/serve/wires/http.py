@@ -41,7 +41,7 @@ from sinew.serve.wires.field_names import OPTIONS, SEVERAL, members_of, number, 
 
 NAME = "http"
 MSGPACK = "application/msgpack"
-MAX_WIDE = 1 << 18  # most characters of a text that is not base64
+MAX_WIDE = 1 << 18  # longest text that is not base64, characters
 
 
 def read(body: bytes | bytearray, content_type: str) -> WireMessage:
@@ -116,15 +116,13 @@ def _answer(chunk: ActionChunk, server_ms: float, content_type: str) -> dict[str
     if len(chunk.actions):
         actions = chunk.actions if content_type == MSGPACK else chunk.actions.tolist()
         reply |= {"actions": actions, "seed": chunk.seed}
-    if timing["text_ms"]:  # text was generated, even if it is empty
+    # Text was generated if it took time, even if the text is empty.
+    if timing["text_ms"]:
         reply["text"] = chunk.text
     reply |= {"session": chunk.session, "time": chunk.time, "warnings": list(chunk.warnings)}
     if chunk.adapter:
         reply["adapter"] = chunk.adapter
     return reply
-
-
-# ----------------------------------------------------------------------------- OpenVLA
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +157,12 @@ def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = Non
     of the message. A policy without a state ignores the client's state, as upstream. Raises ObservationError."""
     flat = field_names.flatten(_arrays(act.content))
     unnorm_key = field_names.optional_text("unnorm_key", flat.pop("unnorm_key", None))
+    # LIBERO's name may end in _no_noops, as in the original server.
     if unnorm_key and spec.embodiment not in (
         "",
         unnorm_key,
         f"{unnorm_key}_no_noops",
-    ):  # LIBERO's, as upstream
+    ):
         raise ObservationError(
             "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", unnorm_key[:100]
         )
@@ -179,7 +178,8 @@ def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = Non
         flat = {key: value for key, value in flat.items() if key not in names} | {
             f"images/{camera}": flat[name] for camera, name in zip(cameras, names, strict=False)
         }
-        if spec.state.dim == 0 or ("state" not in flat and act.single):  # OpenVLA's clients send none
+        # OpenVLA's clients send no state.
+        if spec.state.dim == 0 or ("state" not in flat and act.single):
             flat["state"] = np.zeros(spec.state.dim)
     return field_names.read_observation(flat, spec, "openvla", budget)
 
@@ -188,9 +188,6 @@ def act_answer(chunk: ActionChunk, act: Act) -> bytes:
     rows = [to_json_numpy(row) for row in chunk.actions]
     text = json.dumps(rows[0] if act.single else rows)
     return (json.dumps(text) if act.encoded else text).encode()
-
-
-# ----------------------------------------------------------------------------- both
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:

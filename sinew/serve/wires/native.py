@@ -42,13 +42,14 @@ if TYPE_CHECKING:
 
 Payload = bytes | memoryview
 
-# Besides images, a request has a state, a noise matrix and text, which are kilobytes. A packed byte may become four or
-# more bytes in memory, and an empty sub-message may become dozens. Fields are scanned on the wire's one loop, before
-# the key is known. Therefore these bytes and the number of fields are limited.
+# Besides images, a request contains only a state, a noise matrix and text, which take kilobytes. One byte of a
+# packed field may become four or more bytes in memory, and an empty sub-message may become dozens. The scan
+# runs on the only loop of the protocol, before the key is checked. Therefore these bytes and the number of
+# fields are limited.
 MAX_BYTES_BESIDE_IMAGES = 1 << 20
-MAX_NAME = 128  # most characters of a camera's name
-MAX_KEY = 4096  # most bytes of a key
-MAX_ERROR_TEXT = 1000  # most characters of an error
+MAX_NAME = 128  # longest name of a camera, characters
+MAX_KEY = 4096  # longest key, bytes
+MAX_ERROR_TEXT = 1000  # longest error text, characters
 
 _FIELD = {field.name: field.number for field in PredictRequest.DESCRIPTOR.fields}
 _IMAGE_DATA = Image.DESCRIPTOR.fields_by_name["data"].number
@@ -62,7 +63,8 @@ _OBSERVATIONS = _FIELD["observations"]
 _ANSWERS = PredictResponse.DESCRIPTOR.fields_by_name["answers"].number
 _NAMES = {number: name for name, number in _FIELD.items()}
 _OF_MESSAGES = {_FIELD[name] for name in ("request_id", "kind", "api_key", "policy", "deadline_ms")}
-# Text field that ``peek`` reads -> its largest length, the unit, and the received value in the error (None: the length)
+# Text field that ``peek`` reads -> (largest length, unit, received value in the error message). If the value is
+# None, the message has the length.
 _TEXTS = {
     "session": (MAX_SESSION, "characters", "more"),
     "api_key": (MAX_KEY, "bytes", None),
@@ -125,7 +127,8 @@ class NativeCodec:
     stream_kinds = (Kind.STREAM, Kind.STREAM_END)
 
     def __init__(self) -> None:
-        self.streams: Streams | None = None  # a server without streams never imports their module
+        # The module of streams is imported only when a client begins a stream.
+        self.streams: Streams | None = None
 
     def bind(self, service: Service) -> None:
         self.service = service
@@ -137,8 +140,6 @@ class NativeCodec:
         self.streams = self.streams or Streams(self.service, self)
         return self.streams
 
-    # ------------------------------------------------------------------------- requests
-
     def peek(self, payload: Payload, asked: str = "") -> NativeHeader:
         """Scan a request without parsing it. This never raises: the header has the reason of a refusal.
 
@@ -149,7 +150,8 @@ class NativeCodec:
         try:
             fields(buffer, found)
         except RequestError as refusal:
-            error = refusal  # unless an earlier field has an error
+            # An error of an earlier field has precedence, so raise this error later.
+            error = refusal
         try:
             for number, wire_type, value, start, end in found:
                 if number == _IMAGES:
@@ -207,7 +209,7 @@ class NativeCodec:
         """Return the most images of a request. A policy that reads many moments allows more images than usual."""
         try:
             return max(MAX_IMAGES, self.service.policies.get(policy).spec.views)
-        except UnknownPolicyError:  # the request is refused later for this policy
+        except UnknownPolicyError:  # the request is rejected later, because the policy is unknown
             return MAX_IMAGES
 
     def authorize(self, header: NativeHeader) -> None:
@@ -218,9 +220,8 @@ class NativeCodec:
             return None
         if header.kind == Kind.METADATA:
             frames = {} if peer is None or peer.shared is None else {"frames": peer.shared.state}
-            number = self.service.policies.get(
-                header.policy
-            ).number  # read first, because the policy may be exchanged meanwhile
+            # Read the number before the description, because a hot-swap may replace the policy in between.
+            number = self.service.policies.get(header.policy).number
             return self.encode_metadata(header, self.service.about(header.policy) | frames, number)
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
@@ -324,11 +325,9 @@ class NativeCodec:
         request = PredictRequest()
         try:
             request.ParseFromString(b"".join(beside))
-        except (DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
+        except (DecodeError, ValueError) as error:  # Protobuf raises ValueError for text that is not UTF-8
             raise RequestError(f"request parse failed: {error}") from error
         return request, pictures
-
-    # ------------------------------------------------------------------------- replies
 
     def encode(self, header: NativeHeader, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
         if header.members is None:
@@ -355,8 +354,8 @@ class NativeCodec:
             text=chunk.text,
             adapter=chunk.adapter,
             deployment=chunk.deployment,
-            timing=vars(timing)
-            | {"server_ms": server_ms},  # one assignment, which is faster than ten setattr
+            # One assignment is faster than ten calls of setattr.
+            timing=vars(timing) | {"server_ms": server_ms},
         )
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
         horizon, dim = actions.shape
@@ -373,7 +372,8 @@ class NativeCodec:
 
     def encode_error(self, header: NativeHeader | None, error: SinewError) -> bytes:
         text = str(error) or error.code
-        if len(text) > MAX_ERROR_TEXT:  # it may quote the request
+        # Shorten the text, because it may quote the request.
+        if len(text) > MAX_ERROR_TEXT:
             text = text[:MAX_ERROR_TEXT] + " ..."
         request_id = 0 if header is None else header.request_id
         return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
@@ -497,7 +497,8 @@ def _moments(
     for name in names:
         if len(name) > MAX_NAME:
             raise ObservationError("camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}")
-    if len(set(names)) == count:  # one moment, the usual case
+    # Each camera has one frame, so the request has one observation step. This is the usual case.
+    if len(set(names)) == count:
         return [Moment({name: frame(name, each) for name, each in zip(names, images, strict=True)}, state)]
     times = Counter(names)
     moments = max(times.values())
@@ -529,7 +530,8 @@ def _noise(spec: PolicySpec, request: PredictRequest) -> np.ndarray | None:
     if not request.noise:
         return None
     shape = spec.noises(request.solver_steps if request.HasField("solver_steps") else None)
-    noise = np.array(request.noise, np.float32)  # one call is faster than an iterator for hundreds of numbers
+    # One call of np.array is faster than an iterator for hundreds of numbers.
+    noise = np.array(request.noise, np.float32)
     if noise.size != math.prod(shape) or not noise.size:
         raise ObservationError(
             "noise", f"0 or {math.prod(shape)} values ({' x '.join(map(str, shape))})", f"{noise.size}"

@@ -32,7 +32,7 @@ from sinew.serve.wires.field_names import OPTIONS, SEVERAL, members_of, number, 
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
-# Key that some clients send to every policy, even if the policy does not read it -> why the key may be ignored.
+# Key that some clients always send, even if the policy does not read it -> why the server may ignore the key.
 IGNORED = {
     "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
 }

@@ -108,7 +108,8 @@ class Server:
                 " to sinew.load"
             )
         listen = Listen(host)
-        shown = listen.is_loopback or bool(api_key)  # elsewhere anybody would see the robot's cameras
+        # Show the dashboard only on this machine or with a key, because it shows the robot's cameras.
+        shown = listen.is_loopback or bool(api_key)
         if not shown:
             logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
         self._wires = open_wires(parse(wires), Listen(host, dashboard=shown))

@@ -40,14 +40,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAMS = (
-    8  # streams of a server, two frames each; a client without one takes one from the client with most
-)
-PER_CONNECTION = 2  # most streams of one connection
-MAX_MESSAGE = 16 << 20  # most bytes of one message with its frames
-MAX_UNREAD = 64 << 10  # most bytes of windows that a client has not read; further windows are dropped
-SILENT_S = 10.0  # a stream without a sample for so long ends: its robot lost power or network
-# A stream without a sample for so long gives its place to another robot, because a live robot sends at every tick.
+# Largest number of streams of a server, each with two frames. On a full server, a client without a stream takes the
+# place of a stream of the client with the most streams.
+MAX_STREAMS = 8
+PER_CONNECTION = 2  # largest number of streams of one connection
+MAX_MESSAGE = 16 << 20  # largest message with its frames, bytes
+MAX_UNREAD = 64 << 10  # largest size of the unread windows of a client, bytes; further windows are dropped
+# Seconds without a sample after which a stream ends, because its robot has lost power or network.
+SILENT_S = 10.0
+# Seconds without a sample after which a stream may lose its place to another robot, because a live robot sends a
+# sample at every tick.
 SPARE_S = 2.0
 EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
@@ -165,7 +167,7 @@ class Streams:
         self._service, self._parser, self._clock = service, parser, clock
         self.robots: dict[tuple[int, str], StreamingRobot] = {}
         self._lock = threading.Lock()
-        # These logs are limited, because a client may begin a stream with each message.
+        # Limit the rate of these logs, because a client may begin a stream with each message.
         self._failed, self._changes = RateLimitedLog(logger), RateLimitedLog(logger)
         self.loops = Loops(start=service.supervisor.thread)
         service.policies.watch(self._left)
@@ -203,7 +205,9 @@ class Streams:
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))
         session = robot.session
-        if session.before(request.time):  # rejected below; the robot's next message begins a new stream
+        # The robot's clock has started again. The sample is rejected below, and the next message begins
+        # a new stream.
+        if session.before(request.time):
             self._end(robot)
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()
@@ -216,7 +220,7 @@ class Streams:
             session.push_frame(partial(self._images, content, header.policy), frame_time)
             robot.frames.append(len(content))
             peer.keeps[robot] = sum(robot.frames)
-            if robot.ended:  # another thread has ended the stream meanwhile
+            if robot.ended:  # another thread has ended the stream in the meantime
                 peer.release(robot)
         self.loops.wake()
 
@@ -236,8 +240,6 @@ class Streams:
 
     def stop(self) -> None:
         self.loops.stop()
-
-    # ------------------------------------------------------------------------- parts
 
     def _images(self, content: memoryview, policy: str) -> Any:
         """Decode the frames of a message. This runs on the slow loop. Raises UnknownPolicyError if the policy was
@@ -284,9 +286,11 @@ class Streams:
         )  # fmt: skip
         with self._lock:
             self.robots[key] = robot
-        peer.under_way.add(robot)  # abandoned with the connection, as requests are
+        # Like a request, the stream ends with its connection.
+        peer.under_way.add(robot)
         self.loops.add(session, robot, peer, partial(BackgroundTask, deployment.scheduler.device_lock))
-        if self._service.policies.get(request.policy) is not deployment:  # exchanged since it was looked at
+        # A hot-swap has replaced the policy since the stream was created.
+        if self._service.policies.get(request.policy) is not deployment:
             self._end(robot)
             raise SupersededError(EXCHANGED)
         self._service.uses |= {STREAMED, *({settings.guidance} & {*RTC})}

@@ -49,18 +49,20 @@ from sinew.serve.transport.routes import Dialect, Guard
 from sinew.serve.wires import field_names
 
 NAME = "vla-eval"
-PROTOCOL = 1  # its ``protocol_version``
+PROTOCOL = 1  # vla-eval's ``protocol_version``
 KINDS = ("hello", "observation", "action", "episode_start", "episode_end", "error")
-# What its benchmarks call things -> what a bundle without a key map for this wire calls them.
+# Key of vla-eval's benchmarks -> key of a bundle without a key map for this protocol.
 SPELLINGS = {"task_description": PROMPT_KEYS[0], "states": "state"}
 MAX_NOISE = (1 << 63) - 1
-# A connection keeps the decoded frames of earlier steps for a policy that reads several moments: so many times the
-# bytes of the policy's own frames, and at least FEWEST_KEPT bytes. The ledger of the wire counts them.
+# For a policy with an observation history, a connection stores the decoded frames of earlier steps. The frames
+# of one step may have this many times the bytes of the policy's own frames. All steps together may always have
+# FEWEST_KEPT bytes. The memory ledger counts them.
 KEPT_FRAMES = 8
 FEWEST_KEPT = 16 << 20
-MAX_TASK = 4096  # characters and values of a task that enter the seed of an episode
-PLAIN = (str, int, float, dict, list, type(None))  # bool is an int
-MAX_SHOWN = 60  # characters of a client's value in a message
+MAX_TASK = 4096  # largest number of characters and values of a task that enter the seed of an episode
+# Types of the values of a task that enter the seed. bool is included as a subclass of int.
+PLAIN = (str, int, float, dict, list, type(None))
+MAX_SHOWN = 60  # longest part of a client's value in a message, characters
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,8 @@ class Conversation:
         usual = spec.n_action_steps or parse_rule(REPLAN).horizon(spec.chunk_size)
         self._blend = spec.temporal_ensemble if "rows" not in asked else None
         if self._blend is not None:
-            usual = 1  # a chunk of every step, all of which are averaged
+            # Temporal ensembling averages the chunks of all steps, so every step needs a new chunk.
+            usual = 1
         self.rows = _count("rows", asked.pop("rows", str(usual)), 1, spec.chunk_size)
         self._ensembled = None if self._blend is None else Ensembled(self._blend)
         self._noise = _count("noise", asked.pop("noise", "0"), 0, MAX_NOISE)
@@ -129,14 +132,15 @@ class Conversation:
         self._history = History(spec.history, spec.history_stride, spec.history_padding)
         steps = (spec.history - 1) * spec.history_stride + 1
         own = sum(camera.height * camera.width * 3 for camera in spec.cameras)
-        self._room = max(KEPT_FRAMES * own, FEWEST_KEPT // steps)  # bytes of the frames of one step
-        self._sizes: deque[int] = deque(maxlen=steps)  # bytes of what the history has
-        self._step = 0  # step of this episode
-        self._seq: int | None = None  # number of the message that is answered; None for an invalid one
+        # Largest size of the frames of one step, bytes.
+        self._room = max(KEPT_FRAMES * own, FEWEST_KEPT // steps)
+        self._sizes: deque[int] = deque(maxlen=steps)  # bytes of each step in the history
+        self._step = 0  # number of the present step in the episode
+        self._seq: int | None = None  # number of the message that is answered; None for an invalid message
         self._left: deque[np.ndarray] = deque()
         self._session = ""
-        self._task: bytes | None = None  # what the noise of an episode is drawn from
-        self._chunks = 0  # chunks of this episode
+        self._task: bytes | None = None  # hash of the task, from which the noise of an episode is drawn
+        self._chunks = 0  # number of chunks in this episode
         self._once, self._quiet = LogOnce(logger), RateLimitedLog(logger)
 
     def dialect(self) -> Dialect:
@@ -324,7 +328,8 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
     """
     seen: StepSeen = message.content
     budget = budget or PixelBudget()
-    # the pixels of files are counted when they are decoded, and again as frames
+    # The second budget counts the pixels of picture files when they are decoded. The first budget counts them
+    # again as frames.
     found = _moment(seen.content, spec, budget, budget.again())
     return replace(found, earlier=seen.earlier, session=message.session, seed=seen.seed)
 
@@ -471,7 +476,8 @@ DIALECT = Dialect(
     guide,
     reset=_silent,
     explains=False,
-    ping_s=None,  # its benchmarks step their simulators on the event loop
+    # vla-eval steps its simulators on the event loop, so its clients may be too busy to answer pings.
+    ping_s=None,
     connect=connect,
     waits=True,
     beside=ControlPlane(),

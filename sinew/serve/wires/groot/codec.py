@@ -51,9 +51,8 @@ from sinew.serve.wires.groot.names import Names
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 64
-MAX_VALUES = (
-    2048  # most texts of a message, read before its key is checked; a batch of 64 has about three hundred
-)
+# Largest number of texts of a message, which is read before its key is checked. A batch of 64 has about 300 texts.
+MAX_VALUES = 2048
 MAX_ERROR_TEXT = 1000
 OPTIONS = (
     *("session", "deadline_ms", "seed", "solver_steps"),
@@ -62,9 +61,8 @@ OPTIONS = (
 )
 FIELDS = ("endpoint", "data", "api_token")  # fields of a request
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
-JSON_TEXT = (
-    "groot: json text"  # hint of families whose clients expect a modality's configuration as JSON text
-)
+# Hint of families whose clients expect the configuration of a modality as JSON text.
+JSON_TEXT = "groot: json text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class GrootCodec:
     """The codec for the first policy. The protocol has no field for the names of other policies."""
 
     name = "groot"
-    encrypts = False  # GR00T's clients use ZeroMQ's library without encryption
+    encrypts = False  # GR00T's clients use the ZeroMQ library without encryption
     streams = None
     stream_kinds = ()
 
@@ -114,8 +112,6 @@ class GrootCodec:
         self.service = service
         self.spec, self.names = service.spec, Names.of(service.spec)
         self._modalities = _modalities(self.names, service.spec)
-
-    # ------------------------------------------------------------------------- requests
 
     def peek(self, payload: memoryview) -> GrootHeader:
         """Return the header of a request. The whole message is read, except its arrays, which stay undecoded; the rest
@@ -237,11 +233,10 @@ class GrootCodec:
             camera: frame(camera, frames[index, at], budget, channels_first=False)
             for camera, frames in batch.frames.items()
         }
-        # A part with one state stands for all steps: the policy then reads only the newest
+        # A part of the state with one step has the same values for all steps, because the policy reads only
+        # the newest state.
         rows = [vector[index, max(at, -vector.shape[1])] for vector in batch.vectors]
         return Moment(images, np.concatenate(rows))
-
-    # ------------------------------------------------------------------------- replies
 
     def encode(self, header: GrootHeader, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
         chunks = [outcome for outcome in outcomes if isinstance(outcome, ActionChunk)]
@@ -277,14 +272,16 @@ class GrootCodec:
 
     def encode_error(self, header: GrootHeader | None, error: SinewError) -> bytes:
         message = str(error)
-        if len(message) > MAX_ERROR_TEXT:  # it may quote the request
+        # Shorten the message, because it may quote the request.
+        if len(message) > MAX_ERROR_TEXT:
             message = message[:MAX_ERROR_TEXT] + " ..."
         return msgpack.packb({"error": f"{error.code}: {message}"})
 
     def guide(self, spec: PolicySpec, address: str) -> list[str]:
         names = Names.of(spec)
         host, _, port = reachable(address).removeprefix("tcp://").rpartition(":")
-        flat = JSON_TEXT in hints(spec.architecture)  # N1.5, whose client is another
+        # N1.5 has another client, with flat keys.
+        flat = JSON_TEXT in hints(spec.architecture)
         ones, states = (f"{n}" if flat else f"1, {n}" for n in (spec.history, spec.states_read))
         video = [
             f'"{key}": np.zeros(({ones}, {camera.height}, {camera.width}, 3), np.uint8),'

@@ -18,7 +18,7 @@ from typing import Any
 from sinew.core import CameraSpec, ObservationError, PolicySpec
 from sinew.serve.wires.field_names import key_maps
 
-PROMPT = "annotation.human.task_description"  # the default: most of GR00T's robots send this key
+PROMPT = "annotation.human.task_description"  # default key of the instruction; most of GR00T's robots send this key
 STATE, ACTIONS = "state", "actions"
 MODALITIES = ("video", "state", "language")
 _PREFIXES = ("video.", "state.", "language.", "annotation.")
@@ -101,7 +101,7 @@ class Names:
                 )
         keys = self.states
         if keys == (STATE,) and not self.fixed and len(state) == 1:
-            keys = tuple(state)  # with a single key, any name is accepted
+            keys = tuple(state)  # a single state may have any name
         for key in keys:
             if key not in state:
                 raise ObservationError(f"state.{key}", "numbers", f"nothing; {_some(state)}")

@@ -25,8 +25,8 @@ from sinew.serve.wires.lerobot.features import Agreement
 
 logger = logging.getLogger(__name__)
 
-PER_HOST = 8  # most agreements that are kept for one host
-MAX_FILE = 1 << 20  # most bytes of the file
+PER_HOST = 8  # largest number of agreements that are stored for one host
+MAX_FILE = 1 << 20  # largest file, bytes
 
 
 def state_folder() -> Path:
@@ -40,7 +40,8 @@ class Agreements:
 
     def __init__(self, hosts: int):
         self._most = hosts
-        self._by_host: OrderedDict[str, list[Agreement]] = OrderedDict()  # the newest host is last
+        # Host -> its agreements. The host with the newest agreement is last.
+        self._by_host: OrderedDict[str, list[Agreement]] = OrderedDict()
         self._file: Path | None = None
         self._policy = ""
 
@@ -86,7 +87,8 @@ class Agreements:
         }
         try:
             machine.write_whole(self._file, json.dumps(content).encode())
-        except OSError as error:  # without the file, clients must start again after a restart of the server
+        except OSError as error:
+            # Without the file, clients must start again after a restart of the server.
             logger.warning("lerobot: what was agreed is not remembered: %s", error)
             self._file = None
 

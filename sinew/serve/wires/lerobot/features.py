@@ -24,8 +24,8 @@ from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, T
 logger = logging.getLogger(__name__)
 _once = LogOnce(logger)
 
-DEFAULT_HZ = 30.0  # the default of LeRobot's server, for bundles without a rate
-MAX_NAME = 256  # most characters of a joint's or a camera's name
+DEFAULT_HZ = 30.0  # control rate of bundles that do not state one; the default of LeRobot's server
+MAX_NAME = 256  # longest name of a joint or a camera, characters
 _STATE = "observation.state"
 _IMAGES = "observation.images."
 
@@ -69,7 +69,8 @@ def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
         expected = f"{spec.state.dim} names" + (f" ({_names(spec.state.names)})" if spec.state.names else "")
         raise ObservationError(f"lerobot_features.{_STATE}", expected, f"{len(state)} ({_names(state)})")
     if sorted(state) == sorted(spec.state.names) and state != spec.state.names:
-        # Actions are returned in the policy's order, so a different order of the state would still give wrong actions.
+        # Actions are returned in the policy's order, so another order of the state would give wrong actions
+        # without an error.
         raise ObservationError(
             f"lerobot_features.{_STATE}", f"the order {_names(spec.state.names)}", _names(state)
         )
@@ -104,14 +105,12 @@ def observation(
     if not isinstance(task, str):
         raise ObservationError(agreement.prompt, "text", type(task).__name__)
     numbers = [field_names.number(key, _value(raw, key)) for key in agreement.state]
-    with np.errstate(over="ignore"):  # numbers that become infinite are refused later
+    # Ignore the overflow here, because numbers that become infinite are rejected later.
+    with np.errstate(over="ignore"):
         state = np.array(numbers, np.float32)
     return Observation(
         images=images, state=state, prompt=field_names.text(agreement.prompt, task), time=timed.timestamp
     )
-
-
-# ----------------------------------------------------------------------------- the agreement's parts
 
 
 def _same_policy(config: RemotePolicyConfig, spec: PolicySpec) -> None:
@@ -161,7 +160,8 @@ def _cameras(
     slots = {camera.slot: camera.name for camera in spec.cameras if camera.slot}
     by_name = dict(zip(own, own, strict=True))
     cameras: dict[str, str] = {}
-    others: list[tuple[str, str, str | None]] = []  # short name, raw key, camera by its second name
+    # Entries are (short name, raw key, camera with this second name).
+    others: list[tuple[str, str, str | None]] = []
     for name, (key, _feature) in features.items():
         if not name.startswith(_IMAGES):
             continue
@@ -195,9 +195,6 @@ def _cameras(
     if strange:
         _once.warning(f"lerobot: the policy does not read the cameras {_names(strange)}")
     return cameras
-
-
-# ----------------------------------------------------------------------------- values
 
 
 def _is_name(value: Any) -> bool:

@@ -21,11 +21,11 @@ from sinew.serve.wires.lerobot.messages import BEGIN, END, MIDDLE, parse
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_S = 10.0  # seconds in which an observation must arrive
-PREDICTED = 4096  # most predicted timesteps that are kept for a client
-LIVE_S = 60.0  # a client that sent an observation within this time keeps its place
-MAX_PIECES = 1024  # most pieces of one observation
-HELD = 4  # the memory of all waiting observations together, in observations of the largest size
+RECEIVE_S = 10.0  # seconds within which an observation must arrive completely
+PREDICTED = 4096  # largest number of predicted timesteps that are stored for a client
+LIVE_S = 60.0  # seconds after its last observation during which a client keeps its place
+MAX_PIECES = 1024  # largest number of pieces of one observation
+HELD = 4  # memory of all waiting observations together, as a multiple of the largest observation
 
 
 class NoPolicyError(SinewError):
@@ -55,7 +55,7 @@ class RobotSession:
     """The session of one connection."""
 
     agreement: Agreement | None = None
-    heard: float = float("-inf")  # the time at which the last observation came
+    heard: float = float("-inf")  # time of the last observation
     waiting: Waiting | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
     predicted: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -87,7 +87,7 @@ class Sessions:
         self._limit = listen.max_message_bytes
         self._most = listen.max_connections
         self._sessions: OrderedDict[str, RobotSession] = OrderedDict()
-        self.agreements = Agreements(listen.max_connections)  # for clients that reconnect
+        self.agreements = Agreements(listen.max_connections)  # the agreements of clients that reconnect
         self._arriving = 0  # bytes of observations that are being received or decoded
 
     def begin(self, client: str) -> RobotSession:
@@ -106,7 +106,8 @@ class Sessions:
     def _forget_one(self) -> None:
         now = time.monotonic()
         for silent in (lambda each: each.agreement is None, lambda each: now - each.heard > LIVE_S):
-            for client, session in self._sessions.items():  # the least recently used first
+            # The session that was used least recently comes first.
+            for client, session in self._sessions.items():
                 if silent(session) and session.waiting is None:
                     del self._sessions[client]
                     return
@@ -142,8 +143,6 @@ class Sessions:
         """Wake all requests that wait for an observation, so that they check again."""
         for session in self._sessions.values():
             session.news.set()
-
-    # ------------------------------------------------------------------------- receiving
 
     @contextlib.contextmanager
     def held(self, size: int) -> Iterator[None]:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _once = LogOnce(logger)
 
 HELPERS = "lerobot.async_inference.helpers"
-OLD_HELPERS = "lerobot.scripts.server.helpers"  # before LeRobot 0.4
+OLD_HELPERS = "lerobot.scripts.server.helpers"  # module of LeRobot's classes before version 0.4
 T = TypeVar("T")
 _FEATURE_TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
 
@@ -67,9 +67,6 @@ class PolicyFeature:
 
     type: str
     shape: tuple[int, ...]
-
-
-# ----------------------------------------------------------------------------- reading
 
 
 class _Instance(BuiltObject):
@@ -159,9 +156,6 @@ def _read(data: bytes, kind: type[T]) -> T:
     return value
 
 
-# ----------------------------------------------------------------------------- writing
-
-
 def write_actions(
     actions: np.ndarray, timestamp: float, timestep: int, interval_s: float, helpers: str = HELPERS
 ) -> bytes:
@@ -177,7 +171,8 @@ def write_actions(
     out += _global("collections", "OrderedDict") + b"q\x02"
     out += _global("torch.storage", "_load_from_bytes") + _bytes(_storage(actions)) + b"\x85Rq\x03"
     shape = b"(" + _integer(width) + b"tq\x04"
-    out += shape + b"0" * 5  # all five are in the memo now
+    # Remove the five objects from the stack. They stay in the memo.
+    out += shape + b"0" * 5
     out += b"]("
     for row in range(rows):
         tensor = (
@@ -207,7 +202,7 @@ def _storage(numbers: np.ndarray) -> bytes:
     The bytes are written here, so that this wire needs no torch. A test compares them with torch's own bytes.
     """
     flat = np.ascontiguousarray(numbers, "<f4").reshape(-1)
-    key = _text("0") + b"q"  # a name within the file; torch takes the address
+    key = _text("0") + b"q"  # name of the storage in the file; torch uses a memory address as the name
     described = (
         b"\x80\x02(" + _text("storage") + b"q\x00" + _global("torch", "FloatStorage") + b"q\x01"
         + key + b"\x02" + _text("cpu") + b"q\x03" + _short(flat.size) + b"Ntq\x04Q."

@@ -42,14 +42,16 @@ from sinew.serve.wires.lerobot.types import read_observation, read_policy_config
 logger = logging.getLogger(__name__)
 
 NAME = "lerobot"
-MAX_PIECE = 4 << 20  # bytes of one gRPC message, upstream's limit; clients send pieces of 2 MiB
-OBSERVATION_WAIT_S = 2.0  # seconds for which GetActions waits for an observation, as upstream
-REFUSAL_PAUSE_S = 0.5  # seconds before GetActions is refused, because the stock client asks again at once
-# A connection without calls for so long is closed, because many such connections would keep robots out. gRPC opens
-# another connection when it needs one.
+# Largest gRPC message, bytes: the limit of LeRobot's server; clients send pieces of 2 MiB.
+MAX_PIECE = 4 << 20
+OBSERVATION_WAIT_S = 2.0  # seconds that GetActions waits for an observation, as in LeRobot's server
+# Seconds before GetActions is rejected, because the stock client requests actions again at once.
+REFUSAL_PAUSE_S = 0.5
+# Milliseconds without calls after which a connection is closed, because many such connections would block other
+# robots. gRPC opens another connection when the client needs one.
 IDLE_MS = 30_000
-GRACE_S = 0.3  # seconds in which running calls may end when the server stops
-STOP_S = 4.0  # seconds in which the server and its thread must end
+GRACE_S = 0.3  # seconds for running calls to end when the server stops
+STOP_S = 4.0  # seconds for the server and its thread to end
 
 
 class LeRobotWire:
@@ -75,9 +77,11 @@ class LeRobotWire:
         self._stopping = False
         self._stopped = threading.Event()
         self._service: Service | None = None
-        listen.tls()  # refuses unusable files before gRPC sees them
+        # Reject unusable files before gRPC reads them.
+        listen.tls()
         if listen.port:
-            listen.tcp_socket().close()  # tests the address, because gRPC does not report why it cannot use one
+            # Test the address, because gRPC does not report why it cannot use an address.
+            listen.tcp_socket().close()
         self._decoder = ThreadPoolExecutor(2, "sinew-lerobot-decode")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sinew-lerobot", daemon=True)
@@ -94,7 +98,8 @@ class LeRobotWire:
     def start(self, service: Service) -> None:
         self._service = service
         memory = self._memory
-        if memory is None and self._listen.port:  # a random port differs after a restart
+        # Use a file only for a fixed port, because a random port differs after a restart.
+        if memory is None and self._listen.port:
             memory = state_folder() / f"lerobot-{self._listen.port}.json"
         self._sessions.agreements.open(memory, service.spec)
         if not self._listen.is_loopback:
@@ -137,27 +142,27 @@ class LeRobotWire:
             f"    --actions_per_chunk={spec.chunk_size} --fps={hz}",
         ]
 
-    # ------------------------------------------------------------------------- the server
-
     async def _claim(self) -> tuple[Any, int]:
         grpc, listen = self._grpc, self._listen
         server = grpc.aio.server(
             maximum_concurrent_rpcs=4 * listen.max_connections,
             options=[
+                # Without this option, a second server on the same port would share the port silently.
                 (
                     "grpc.so_reuseport",
                     0,
-                ),  # otherwise a second server on the same port would share it silently
+                ),
                 ("grpc.max_receive_message_length", MAX_PIECE),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", 8192),
                 ("grpc.max_allowed_incoming_connections", listen.max_connections),
                 ("grpc.max_connection_idle_ms", IDLE_MS),
-                ("grpc.max_concurrent_streams", 16),  # streams of one connection
+                ("grpc.max_concurrent_streams", 16),  # largest number of streams of one connection
+                # Allow no compression, so that a message cannot be a decompression bomb.
                 (
                     "grpc.compression_enabled_algorithms_bitset",
                     1,
-                ),  # no compression, so there are no decompression bombs
+                ),
                 ("grpc.server_handshake_timeout_ms", 5_000),
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
@@ -181,11 +186,12 @@ class LeRobotWire:
             cert, key = listen.tls_cert, listen.tls_key or listen.tls_cert
 
             def read() -> Any:
-                listen.tls()  # raises an error if certificate and key do not belong together
+                # Raise an error if the certificate and the key do not belong together.
+                listen.tls()
                 pair = read_bytes(key), read_bytes(cert)
                 return grpc.ssl_server_certificate_configuration([pair])
 
-            newest = ReloadedFile([cert, key], read)  # called at each handshake
+            newest = ReloadedFile([cert, key], read)  # gRPC calls this at each handshake
             credentials = grpc.dynamic_ssl_server_credentials(newest(), newest)
             return server, server.add_secure_port(address, credentials)
         except (RuntimeError, OSError, UntrustedError) as error:
@@ -195,7 +201,8 @@ class LeRobotWire:
         self._stopping = True
         self._sessions.wake()
         if self._service is None:
-            await self._server.start()  # a server that was never started would keep its port
+            # Start the server first, because a server that was never started would keep its port.
+            await self._server.start()
         await self._server.stop(GRACE_S)
         self._stopped.set()
 
@@ -222,7 +229,7 @@ class LeRobotWire:
                 self._service.authorize(_key(context))
                 return await method(request, context, client)
             except _InferenceFailedError as failure:
-                error = failure.error  # the service has counted it
+                error = failure.error  # the service has already counted this error
             except SinewError as refusal:
                 error = refusal
                 if self._service is not None:
@@ -258,8 +265,6 @@ class LeRobotWire:
                 return code
         return codes.INTERNAL
 
-    # ------------------------------------------------------------------------- the four methods
-
     async def _ready(self, request: bytes, _context: Any, client: str) -> bytes:
         """Begin a client's session. Its earlier observations are dropped."""
         parse("Empty", request)
@@ -292,9 +297,8 @@ class LeRobotWire:
             decode = self._loop.run_in_executor(self._decoder, _decode, data, agreed, budget)
             timed, seen, agreement = await decode
         self._sessions.recognize(client, session, agreement)
-        decoded = sum(
-            frame.nbytes for frame in seen.images.values()
-        )  # float16 frames take twice the received bytes
+        # The frames may take more memory than the message, because float16 frames are decoded to twice their size.
+        decoded = sum(frame.nbytes for frame in seen.images.values())
         if not session.offer(Waiting(timed.timestep, seen, max(len(data), decoded), arrived), timed.must_go):
             logger.debug("lerobot: %s: timestep %d has its actions already", client, timed.timestep)
         return b""
@@ -308,7 +312,8 @@ class LeRobotWire:
             raise
         waiting = await self._next(session)
         if waiting is None:
-            return b""  # upstream sends Empty, whose bytes are those of Actions without data
+            # LeRobot's server sends Empty here, which has the same bytes as Actions without data.
+            return b""
         inference = Request(
             NAME,
             lambda _budget: waiting.observation,
@@ -323,19 +328,20 @@ class LeRobotWire:
         except SinewError as error:
             raise _InferenceFailedError(error) from None
         finally:
-            if chunk is None:  # failed or cancelled: another observation of this timestep may be computed
+            # The inference failed or was cancelled, so allow another observation of this timestep.
+            if chunk is None:
                 session.predicted.pop(waiting.timestep, None)
         interval_s = 1 / (self._ready_service.spec.control_hz or DEFAULT_HZ)
-        agreement = session.agreement or agreed[0]  # an observation has waited, so there is one
+        # An observation has waited, so there is an agreement.
+        agreement = session.agreement or agreed[0]
         rows = chunk.actions[: agreement.actions]
         observed = waiting.observation.time or 0.0
         return actions_message(write_actions(rows, observed, waiting.timestep, interval_s, agreement.helpers))
 
-    # ------------------------------------------------------------------------- parts of them
-
     @property
     def _ready_service(self) -> Service:
-        assert self._service is not None  # every method is called after that check
+        # _handler() checks that the service exists before it calls a method.
+        assert self._service is not None
         return self._service
 
     def _raise_if_stopping(self) -> None:

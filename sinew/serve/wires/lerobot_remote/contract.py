@@ -40,13 +40,14 @@ MERGES = ("append", "aligned")
 ENCODINGS = ("raw", "jpeg")
 ECHOED = ("artifact_identity", "observation_id", "capture_time", "task", "task_version")
 CURSORS = ("observation_cursor", "cursor")
-ACTION_S = 5.0  # from an observation's arrival to its answer, as LeRobot's client waits
+ACTION_S = 5.0  # seconds from an observation's arrival to its answer; LeRobot's client waits as long
 LANGUAGE_S = 60.0
-GRACE_S = 10.0  # how long a session outlives the robot's liveliness token
-MAX_CHARS = 4096  # most characters of a text; at four bytes each they fit a string
+GRACE_S = 10.0  # seconds that a session stays open after the robot's liveliness token has disappeared
+MAX_CHARS = 4096  # longest text, characters; at four bytes each, they fit into one string of the protocol
 
 Kind = Literal["vqa", "next_subtask"]
-KINDS = {"vqa": "question", "next_subtask": "subtask"}  # the protocol's word -> the observation's field
+# Kind of text in the protocol -> field of the observation.
+KINDS = {"vqa": "question", "next_subtask": "subtask"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +247,6 @@ def _numbered(count: int) -> tuple[str, ...]:
     return tuple(f"{index}" for index in range(count))
 
 
-# ----------------------------------------------------------------------------- open
-
-
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """What one robot has opened a session with."""
@@ -334,9 +332,6 @@ def _differs(code: str, name: str, expected: str, value: object) -> RemoteError:
     error = malformed(name, expected, value)
     error.code = code
     return error
-
-
-# ----------------------------------------------------------------------------- observations
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +450,8 @@ def _features(body: Mapping[str, Any], offered: Contract) -> Mapping[str, Tensor
         raise _differs("incompatible", "features", ", ".join(sorted(expected)), sorted(features))
     for each in offered.features:
         record = features[each.name]
-        name = each.name.removeprefix("observation.")  # a policy's own errors name it so
+        # The policy's own errors use the name without this prefix.
+        name = each.name.removeprefix("observation.")
         if each.kind == "rgb":
             if not isinstance(record, RemoteFrame) or record.shape != each.shape:
                 got = list(record.shape) if isinstance(record, RemoteFrame) else type(record).__name__

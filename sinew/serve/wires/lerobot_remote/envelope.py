@@ -21,31 +21,30 @@ from sinew.core import ObservationError, SinewError
 from sinew.serve.decode.frames import PixelBudget, compressed_frame, raw_frame
 
 VERSION = 1
-MAX_MESSAGE = 32 << 20  # bytes of one message, and of one array
-MAX_ARRAYS = 64 << 20  # bytes of all arrays of a message, once they are decoded
-MAX_PIXELS = 4096 * 4096  # most pixels of one picture
-MAX_TEXT = 16_384  # bytes of one string
-MAX_ITEMS = 4096  # most entries of one list or map
-MAX_NODES = 32_768  # values of one message
+MAX_MESSAGE = 32 << 20  # largest message, and largest array, bytes
+MAX_ARRAYS = 64 << 20  # largest size of all decoded arrays of a message, bytes
+MAX_PIXELS = 4096 * 4096  # largest picture, pixels
+MAX_TEXT = 16_384  # longest string, bytes
+MAX_ITEMS = 4096  # largest number of entries of one list or map
+MAX_NODES = 32_768  # largest number of values of one message
 MAX_DEPTH = 16
-MAX_SIZE = 16_384  # largest size of one dimension
+MAX_SIZE = 16_384  # largest size of one dimension of an array
 MAX_RANK = 8
-MAX_ERROR = 2048  # characters of an error's message
+MAX_ERROR = 2048  # longest error message, characters
 MAX_COUNTER = (1 << 63) - 1  # largest generation or sequence number
 
 MARK = "__lerobot_type__"
 TYPES = ("describe", "descriptor", "open", "accepted", "control", "ack", "observation", "action",
          "language_request", "language_result", "error")  # fmt: skip
 SESSION_TYPES = ("control", "ack", "observation", "action", "language_request", "language_result")
-IDENTIFIER = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
-)  # ids of a deployment, an instance, a session and a request
+# Ids of a deployment, an instance, a session and a request.
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 DTYPES = {
     name: np.dtype(name)
     for name in ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
                  "float16", "float32", "float64")
 }  # fmt: skip
-LIMITS = {  # as the descriptor states them
+LIMITS = {  # limits that the descriptor states to robots
     "max_message_bytes": MAX_MESSAGE,
     "max_tensor_bytes": MAX_MESSAGE,
     "max_decoded_bytes": MAX_ARRAYS,
@@ -175,9 +174,6 @@ CODES = {
 def code_of(error: SinewError) -> str:
     """Return the protocol's word for an error."""
     return error.code if isinstance(error, RemoteError) else CODES.get(error.code, "execution")
-
-
-# ----------------------------------------------------------------------------- reading
 
 
 def decode(payload: bytes | memoryview) -> Envelope:
@@ -315,9 +311,6 @@ def _tensor(
     if text == "bool" and len(data) and np.frombuffer(data, np.uint8).max() > 1:
         raise RemoteError("malformed", f"{name}.data: expected bytes 0 and 1 of booleans, got others")
     return Tensor(dtype, shape, endianness == "big", data)
-
-
-# ----------------------------------------------------------------------------- writing
 
 
 def encode(envelope: Envelope) -> bytes:

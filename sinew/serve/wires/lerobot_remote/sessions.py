@@ -11,7 +11,8 @@ from sinew.serve.transport.ledger import Account
 from sinew.serve.wires.lerobot_remote.contract import Agreed, Asked
 from sinew.serve.wires.lerobot_remote.envelope import Envelope, RemoteError
 
-REMEMBERED = 128  # most answered requests that a session keeps, so that they are not answered twice
+# Largest number of answered requests that a session stores, so that no request is answered twice.
+REMEMBERED = 128
 
 
 class Recent(OrderedDict[str, bytes]):

@@ -47,12 +47,13 @@ logger = logging.getLogger(__name__)
 
 NAME = "lerobot-remote"
 ROOT = "lerobot/inference/v1/deployments"
-ANSWERED_OPENS = 32  # open requests whose answer is repeated
-OPENS_S = 0.05  # shortest average time between two open requests,
-OPENS = 32  # beyond so many at once
-HEARS_S = 5.0  # how long the first reset waits until the robot has subscribed to its answers
-LOOK_S = 0.005  # between two looks at that
-TICK_S = 0.25  # between two looks at sessions whose robot is gone
+ANSWERED_OPENS = 32  # number of open requests whose answers are stored, to repeat them
+# Open requests may come once per OPENS_S seconds on average, and up to OPENS of them at once.
+OPENS_S = 0.05
+OPENS = 32
+HEARS_S = 5.0  # seconds that the first reset waits until the robot has subscribed to its answers
+LOOK_S = 0.005  # seconds between two checks of these subscriptions
+TICK_S = 0.25  # seconds between two checks for sessions whose robot has disconnected
 STOP_S = 4.0
 OPERATIONS = ("reset", "invalidate", "close", "status")
 
@@ -74,14 +75,16 @@ class LeRobotRemoteWire:
         self.address = self._node.address
         self._instance = uuid4().hex
         self._sessions: dict[str, RemoteSession] = {}
-        self._inbound: set[str] = set()  # sessions with an observation in the inbox; under the node's lock
-        self._alive: dict[str, bool] = {}  # news of liveliness tokens that are in the inbox
+        # Sessions with an observation in the inbox; the node's lock guards them.
+        self._inbound: set[str] = set()
+        # Session -> newest state of its liveliness token, which is not handled yet.
+        self._alive: dict[str, bool] = {}
         self._ledger: MemoryLedger[RemoteSession] = MemoryLedger(
             NAME, listen.max_connections, HELD_REQUESTS * self._limit, self._expel, listen.arrival_s
         )
         self._opened = Recent(ANSWERED_OPENS)
-        self._opens = 0.0  # seconds that open requests are ahead of their rate
-        self._served: dict[str, str] = {}  # deployment -> policy
+        self._opens = 0.0  # seconds by which open requests are ahead of their allowed rate
+        self._served: dict[str, str] = {}  # name of a deployment -> name of its policy
         self._declared: list[Any] = []
         self._failures = RateLimitedLog(logger)
         self._thread: threading.Thread | None = None
@@ -90,9 +93,8 @@ class LeRobotRemoteWire:
     def start(self, service: Service) -> None:
         self._service = service
         first = self._deployment(service.spec)
-        offered = agreements.contract(
-            service.policies.get(), self._settings
-        )  # raises for settings that do not fit
+        # Raise an error now if the settings do not fit the policy.
+        offered = agreements.contract(service.policies.get(), self._settings)
         self._explain(service.spec, offered)
         self._zenoh = self._node.open(service.robot_keys(), _rules(self._instance))
         self._declare(first, "")
@@ -131,8 +133,6 @@ class LeRobotRemoteWire:
             '    --task="pick up the red cube"',
         ]
 
-    # ------------------------------------------------------------------------- what is declared
-
     def _deployment(self, spec: PolicySpec) -> str:
         """Return the name under which robots find the first policy."""
         words = re.sub(r"[^A-Za-z0-9_.-]+", "-", spec.name).strip("-_.")
@@ -161,7 +161,9 @@ class LeRobotRemoteWire:
             if name in self._sessions:
                 told = name in self._alive
                 self._alive[name] = sample.kind == session.SampleKind.PUT
-                if not told:  # else the entry before is still in the inbox: a token that flaps fills nothing
+                # If an earlier entry is still in the inbox, it will report the newest state. So a token that flaps
+                # cannot fill the inbox.
+                if not told:
                     node.inbox.put(("alive", name, None))
 
         self._declared += [
@@ -171,7 +173,8 @@ class LeRobotRemoteWire:
             zenoh.declare_subscriber(f"{each}/obs", sent("observation")),
             zenoh.declare_subscriber(f"{each}/language/request", sent("language_request")),
             zenoh.liveliness().declare_subscriber(f"{each}/alive", node.direct(alive), history=True),
-            zenoh.liveliness().declare_token(f"{instance}/alive"),  # the last: robots take it for ready
+            # Declare this token last, because robots take it as the sign that the server is ready.
+            zenoh.liveliness().declare_token(f"{instance}/alive"),
         ]
 
     def _arriving(self, kind: str, sample: Any) -> Any:
@@ -195,8 +198,6 @@ class LeRobotRemoteWire:
             )
         if self._service.wants_key and not self._settings.router:
             logger.info("lerobot-remote: robots need the Zenoh user %s, with the key as its password", USER)
-
-    # ------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         tick = time.monotonic()
@@ -242,12 +243,11 @@ class LeRobotRemoteWire:
         self._opens = max(0.0, self._opens - TICK_S)
         for session in list(self._sessions.values()):
             if session.absent is None:
-                session.heard = now  # a robot that is there keeps its session, however long it is silent
+                # A connected robot keeps its session, however long the robot is silent.
+                session.heard = now
             elif now - session.absent > GRACE_S:
                 logger.info("lerobot-remote: a robot was gone for %g s, and its session has ended", GRACE_S)
                 self._end(session)
-
-    # ------------------------------------------------------------------------- queries
 
     def _query(self, kind: str, deployment: str, query: Any) -> None:
         """Answer a query. One that nobody answers ends at once for the robot, so each is dropped or kept."""
@@ -341,7 +341,7 @@ class LeRobotRemoteWire:
         if len(session.controls) >= 8:
             raise RemoteError("busy", "control: expected at most 8 requests at once, got more")
         if session.running is not None and session.running.job is not None and message.generation > current:
-            session.running.job.abandon()  # nobody waits for its answer any more
+            session.running.job.abandon()  # the robot does not wait for this answer any more
         control = Control(message, query)
         if self._apply(session, control):
             return session.acks[message.request]
@@ -383,8 +383,6 @@ class LeRobotRemoteWire:
                 session.controls.remove(control)
                 control.query.reply(f"{session.prefix}/control", answer)
                 control.query.drop()
-
-    # ------------------------------------------------------------------------- observations
 
     def _receive(self, session: RemoteSession, kind: str, payload: bytes) -> None:
         self._ledger.arrived(session, len(payload), time.monotonic())
@@ -450,7 +448,7 @@ class LeRobotRemoteWire:
         self._ledger.answered(session, running.size)
         kind, message = running.message.kind, running.message
         if isinstance(outcome, CancelledError) and (session.controls or session.absent is not None):
-            answer = None  # the robot does not wait for it any more
+            answer = None  # the robot does not wait for this answer any more
         elif isinstance(outcome, SinewError):
             answer = message.error(outcome)
         else:
@@ -466,15 +464,13 @@ class LeRobotRemoteWire:
         publisher = session.act if kind == "observation" else session.language
         publisher.put(encode(answer))
 
-    # ------------------------------------------------------------------------- sessions
-
     def _presence(self, name: str, alive: bool) -> None:
         session = self._sessions.get(name)
         if session is None:
             return
         session.absent = None if alive else time.monotonic()
         if not alive and session.running is not None and session.running.job is not None:
-            session.running.job.abandon()  # it cannot hear the answer
+            session.running.job.abandon()  # the robot cannot receive the answer
 
     def _end(self, session: RemoteSession) -> None:
         """Forget a session: its requests are stale from now on."""
@@ -570,8 +566,8 @@ def _answer(running: UnderWay, chunk: Any, agreed: agreements.Agreed) -> tuple[s
             "execution",
             f"actions: expected {count} rows of {offered.action.shape[0]}, got {list(rows.shape)}",
         )
-    # The robot returns the rows that it has not executed in both forms. Ours are those in its units: the policy
-    # normalises them again, with the state of the new frame.
+    # The robot later returns the actions that it has not executed, in both forms. Both forms are in robot units
+    # here. The policy normalises the returned actions again, with the state of the new frame.
     return "action", body | {
         "canonical_actions": rows,
         "model_actions": rows if guided else None,

@@ -46,7 +46,8 @@ class _Dtype(BuiltObject):
         self._order = "="
 
     def build(self, state: Any) -> None:
-        # version, byte order, and then the parts of structured and sub-array dtypes, and their flags
+        # The state is (version, byte order, three parts of structured and sub-array dtypes,
+        # size, alignment, flags).
         if (
             type(state) is not tuple
             or len(state) != 8
@@ -160,9 +161,6 @@ def _ordered_dict(_machine: Machine) -> dict[str, Any]:
     return {}
 
 
-# ----------------------------------------------------------------------------- torch
-
-
 def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
     """One storage: five pickles in a row, then for each storage the count of its numbers, and the numbers."""
     if not isinstance(data, memoryview):
@@ -206,7 +204,8 @@ def _identity(storage: Any) -> tuple[PickledName, str, int]:
         and storage[0] == "storage"
     ):
         kind, key, _device, count = storage[1:5]
-        whole = len(storage) == 5 or storage[5] is None  # else a view of another storage
+        # If the last part is not None, the storage is a view of another storage.
+        whole = len(storage) == 5 or storage[5] is None
         if isinstance(kind, PickledName) and type(key) is str and type(count) is int and whole:
             return kind, key, count
     raise SafePickleError("pickle: expected the description of a torch storage")
@@ -242,8 +241,6 @@ def _rebuild_tensor(
     return view
 
 
-# ----------------------------------------------------------------------------- names
-
 _ORDERS = frozenset({"<", ">", "=", "|"})
 _NDARRAY = PickledName("numpy.ndarray")
 _STORAGE_NAMES = {("torch", name): PickledName(name) for name in _STORAGES}
@@ -261,5 +258,5 @@ ARRAY_NAMES = {
     ("torch.storage", "_load_from_bytes"): PickledName("_load_from_bytes", _load_from_bytes),
     ("collections", "OrderedDict"): PickledName("OrderedDict", _ordered_dict),
     ("_codecs", "encode"): PickledName("_codecs.encode", _encode),
-    ("__builtin__", "bytes"): PickledName("bytes", _no_bytes),  # how protocol 2 writes b""
+    ("__builtin__", "bytes"): PickledName("bytes", _no_bytes),  # protocol 2 writes b"" as a call of bytes()
 }

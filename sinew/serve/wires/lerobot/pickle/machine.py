@@ -21,12 +21,12 @@ import numpy as np
 
 from sinew.core import RequestError
 
-MAX_OPCODES = 20_000  # an observation of 14 joints and 4 cameras has about 200
-MAX_TEXT = 1 << 16  # bytes of one text
-MAX_SHORT_TEXT = 256  # bytes of a text that is decoded at once, as keys and names are
-MAX_NAME = 128  # characters of a module or of a name in it
-MAX_DEPTH = 8  # levels of containers in the result
-MAX_NODES = 20_000  # values in the result, each counted as often as it is referred to
+MAX_OPCODES = 20_000  # largest number of opcodes; an observation of 14 joints and 4 cameras has about 200
+MAX_TEXT = 1 << 16  # longest text, bytes
+MAX_SHORT_TEXT = 256  # longest text that is decoded at once, bytes; keys and names are shorter
+MAX_NAME = 128  # longest name of a module, and longest name in a module, characters
+MAX_DEPTH = 8  # largest number of nested containers in the result
+MAX_NODES = 20_000  # largest number of values in the result; each reference to a value counts
 MAX_INTEGER = 16  # bytes
 _PROTOCOLS = range(2, 6)
 
@@ -74,7 +74,8 @@ class LongText(BuiltObject):
     def latin1(self) -> memoryview:
         """Return its bytes in protocol 2."""
         if self._latin1 is None:
-            # Bytes above 0xC3 start characters outside latin1; such text would be four times as large.
+            # In UTF-8, a byte above 0xC3 starts a character outside latin1. Reject such text before it is decoded,
+            # because it would become four times as large.
             if np.frombuffer(self._data, np.uint8).max() > 0xC3:
                 raise SafePickleError("pickle: expected latin1 in _codecs.encode")
             self._latin1 = memoryview(str(self._data, "utf-8").encode("latin1"))
@@ -115,7 +116,8 @@ def load(data: bytes, names: Names) -> Any:
         TypeError,
         ValueError,
         OverflowError,
-    ) as error:  # text that is not UTF-8, a function's wrong arguments
+    ) as error:
+        # The text is not UTF-8, or a function got wrong arguments.
         reason = str(error)[:200]
         raise SafePickleError(f"pickle: malformed before byte {machine.at} ({reason})") from error
 
@@ -189,8 +191,6 @@ class Machine:
                 raise SafePickleError(f"pickle: opcode {code:#04x} at byte {at} is refused")
             operation(self)
 
-    # ------------------------------------------------------------------------- input and stack
-
     def _take(self, count: int) -> memoryview:
         end = self.at + count
         if end > len(self._data):
@@ -236,8 +236,6 @@ class Machine:
         self._push(value)
         return value
 
-    # ------------------------------------------------------------------------- operations
-
     def _frame(self) -> None:
         length = self._integer(8)
         if length > len(self._data) - self.at:
@@ -270,9 +268,9 @@ class Machine:
         if len(items) % 2:
             raise SafePickleError(f"pickle: a key without a value before byte {self.at}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if (
-                type(key) is not str
-            ):  # others could be slow to hash, or made to have one hash, as integers can
+            # Accept only text as keys. Other keys could be slow to hash, or be chosen to have equal hashes,
+            # as integers can.
+            if type(key) is not str:
                 most = f"text of at most {MAX_SHORT_TEXT} bytes"
                 raise SafePickleError(f"pickle: expected {most} as keys, got {type(key).__name__}")
             target[key] = value
@@ -346,7 +344,7 @@ class Machine:
         ord("C"): lambda self: self._push(self._take(self._integer(1))),
         ord("B"): lambda self: self._push(self._take(self._integer(4))),
         0x8E: lambda self: self._push(self._take(self._integer(8))),
-        0x96: lambda self: self._push(self._take(self._integer(8))),  # a bytearray, for us the same
+        0x96: lambda self: self._push(self._take(self._integer(8))),  # BYTEARRAY8, which is read like bytes
         ord("}"): lambda self: self._push({}),
         ord("]"): lambda self: self._push([]),
         ord(")"): lambda self: self._push(()),
