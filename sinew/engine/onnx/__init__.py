@@ -1,1 +1,2 @@
-"""ONNX Runtime: ``export`` (with torch) writes the planned model as graphs, ``engine`` (without) runs them."""
+"""The engine that runs ONNX graphs: ``export`` writes the planned model as graphs (with torch), ``engine`` runs
+them."""

@@ -1,4 +1,4 @@
-"""ONNX Runtime, before it is opened."""
+"""The ONNX engine before it is opened."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Onnx(Backend):
         )
 
     def _slow_start(self, bundle: Bundle, options: EngineOptions, unmade: str, prepared: bool) -> str:
-        """Return why a user who did not choose this engine would be kept waiting or lose something, "" if not."""
+        """Return the reason why this engine would start slowly or lack a capability if the user did not name it, or
+        ""."""
         kinds = {*recipe(bundle).values()}
         if (kinds and self.follows.issuperset(kinds)) or self._plays_shipped(bundle):
             # A recipe is followed even if its graphs must be exported first.
@@ -104,7 +105,8 @@ class Onnx(Backend):
         return unmade and f"{unmade}; {WORTH}"
 
     def _preparable(self, bundle: Bundle) -> bool:
-        """Its graphs are exported, or come with the package: those are proved and measured alone."""
+        """Return whether ``sinew prepare`` can export the graphs, or can verify and measure the graphs that come
+        with Sinew."""
         config = bundle.manifest.config
         if bundle.manifest.spec.committed_rows or config.get("rolling") or config.get("lm_head"):
             # The graphs lack what such a bundle needs: an action prefix, a denoising time per action, or text.
@@ -115,13 +117,16 @@ class Onnx(Backend):
         return all(map(installed, MAKERS))
 
     def _plays_shipped(self, bundle: Bundle) -> bool:
-        """An embedded policy whose graphs came with this package, where torch is not installed: with torch other
-        engines run it, which take more (guidance with a Jacobian, a time per row)."""
+        """Return True for a built-in policy whose graphs come with Sinew, if torch is not installed.
+
+        With torch, other engines run the policy and support more (guidance with a Jacobian, a denoising time per
+        action).
+        """
         return not installed("torch") and shipped(bundle.path) is not None
 
 
 def lacks_graphs(bundle: Bundle) -> str:
-    """Return that a bundle would have to be exported first, "" if it was."""
+    """Return a message if the bundle must be exported before this engine can run it, or ""."""
     if (graphs_folder(bundle) / "graphs.json").exists():
         return ""
     asked = "`sinew prepare` exports, proves and measures them, as `sinew serve` does by itself;"
@@ -130,7 +135,7 @@ def lacks_graphs(bundle: Bundle) -> str:
 
 
 def once_made(asked: str) -> str:
-    """Return the instruction for the user, or the package to install before anything can be exported."""
+    """Return the instruction for the user, or the package to install before the graphs can be exported."""
     missing = next((module for module in MAKERS if not installed(module)), "")
     return f"an export needs {missing}: {install(missing)}" if missing else asked
 

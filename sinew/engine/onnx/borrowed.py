@@ -1,9 +1,12 @@
-"""Graphs that use the bundle's weights. They are shipped with the built-in policies, which so run without torch and
-without a second copy of their numbers.
+"""Graphs without weights, which use the tensors of a bundle. Sinew contains such graphs for its built-in policies.
 
-``borrow`` (with onnx) removes the weights from exported graphs that equal the bundle's tensors. ``shipped`` finds
-such graphs by the content of the bundle. ``weights`` gives ONNX Runtime the tensors in the bundle's memory map, or as
-float32 if they are stored in bfloat16. The last two need no torch.
+A built-in policy runs without torch in this way, and without a second copy of its weights.
+
+* ``borrow`` (with onnx) removes the weights that are equal to tensors of the bundle from exported graphs.
+* ``shipped`` finds the graphs that come with Sinew, by the content of the bundle.
+* ``weights`` gives ONNX Runtime the tensors in the bundle's memory map, or float32 copies of bfloat16 tensors.
+
+``shipped`` and ``weights`` need no torch.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ INLINE = 32 << 10
 
 
 def shipped(bundle: Path) -> Path | None:
-    """Return this package's folder of graphs for a bundle with this content; None without one."""
+    """Return the folder of graphs that comes with Sinew for a bundle with this content, or None."""
     return next(SHIPPED.glob(f"*-{fingerprint(bundle)[:16]}"), None)
 
 
 def shipped_folder(bundle: Path) -> Path:
-    """Return the folder for the graphs of a built-in policy."""
+    """Return the folder in which Sinew stores the graphs of a built-in policy."""
     return SHIPPED / f"{bundle.stem}-{fingerprint(bundle)[:16]}"
 
 
 def floats(bundle: Bundle) -> dict[str, np.ndarray]:
-    """Return the bundle's tensors in float32 by name: in its memory map, or widened from bfloat16."""
+    """Return name -> float32 array for the bundle's tensors: a view of the memory map, or a copy for bfloat16."""
     found = {}
     for name, info in bundle.infos.items():
         if info.type is GGMLQuantizationType.F32:
@@ -55,7 +58,11 @@ def floats(bundle: Bundle) -> dict[str, np.ndarray]:
 
 
 def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Return the tensors that each stage borrows, by name. Raises :class:`BundleError` for a bundle without them."""
+    """Return stage -> name -> tensor, for the tensors that each stage borrows from the bundle.
+
+    Raises:
+        BundleError: The bundle lacks a tensor.
+    """
     tensors = floats(bundle)
     if lacking := [name for names in graphs.borrows.values() for name in names if name not in tensors]:
         raise BundleError(
@@ -66,10 +73,20 @@ def weights(bundle: Bundle, graphs: GraphSet, directory: Path) -> dict[str, dict
 
 
 def borrow(directory: Path, bundle: Bundle) -> GraphSet:
-    """Take the weights out of the graphs of an export without ``fold-norms``, in place; returns the new record.
+    """Remove the bundle's weights from the graphs of an export, in place. The export must be made without
+    ``fold-norms``.
 
-    A constant that equals a tensor of the bundle, or its transpose, to the bit becomes that tensor by its name. Raises
-    :class:`BundleError` where more than rotary tables and masks are left.
+    A constant whose bits equal a tensor of the bundle, or its transpose, is replaced by the tensor's name.
+
+    Args:
+        directory: The folder of the export.
+        bundle: The bundle.
+
+    Returns:
+        The new record of the export.
+
+    Raises:
+        BundleError: Constants other than rotary tables and masks are left.
     """
     try:
         import onnx
@@ -100,7 +117,16 @@ def borrow(directory: Path, bundle: Bundle) -> GraphSet:
 def _borrow(
     model: Any, known: dict[Any, tuple[str, bool]], tensors: dict[str, np.ndarray]
 ) -> tuple[str, ...]:
-    """Replace constants of one graph by tensors of the bundle; returns their names."""
+    """Replace constants of one graph by tensors of the bundle.
+
+    Args:
+        model: The ONNX model.
+        known: (shape, bytes) of an array -> (name of the tensor, True if the array is its transpose).
+        tensors: Name -> tensor of the bundle.
+
+    Returns:
+        The names of the tensors that the graph now borrows.
+    """
     from onnx import TensorProto, helper, numpy_helper
 
     graph = model.graph

@@ -1,4 +1,4 @@
-"""Exported graphs are next to their bundle, in a folder with the bundle's fingerprint in its name."""
+"""Find the exported graphs of a bundle: a folder next to the bundle, with the bundle's fingerprint in its name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint(path: Path) -> str:
-    """Return the fingerprint of a bundle under which graphs of this format are kept."""
+    """Return the fingerprint of a bundle in the name of its folder of graphs. It changes with the format of the
+    graphs."""
     return of_bundle(path, FORMAT)
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give a finished temporary folder its name and the modes of any other; it and its weights were made for
-    their owner alone."""
+    """Rename a finished temporary folder, and set the file modes that the user's umask allows.
+
+    The temporary folder and its weights were readable by their owner only.
+    """
     mask = os.umask(0)
     os.umask(mask)
     for path in partial.iterdir():
@@ -35,14 +38,16 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def graphs_folder(bundle: Bundle) -> Path:
-    """Return the folder of a bundle's graphs, which may not exist yet. int8 weights depend on the processor."""
+    """Return the folder of a bundle's graphs, which may not exist yet. The name of int8 graphs depends on the
+    processor."""
     bits = usable_bits(bundle)
     variant = f"-int8x{bits}" if bits else ""
     return bundle.path.with_name(f"{bundle.path.stem}.onnx-{fingerprint(bundle.path)[:16]}{variant}")
 
 
 def usable_bits(bundle: Bundle) -> int:
-    """Return the bits of int8 weights that this processor multiplies exactly, at most the recipe's; 0 without one."""
+    """Return the bits of int8 weights that this processor multiplies exactly, at most the recipe's bits. 0 without a
+    recipe."""
     recipe = bundle.manifest.quantization
     if recipe is None:
         return 0
@@ -55,5 +60,5 @@ def usable_bits(bundle: Bundle) -> int:
 
 
 def sweep(bundle: Path) -> None:
-    """Remove files that exports of a bundle have left next to it and whose processes have ended."""
+    """Remove temporary files that exports of a bundle have left next to the bundle, if their processes have ended."""
     scratch.sweep(bundle.parent, re.compile(re.escape(f".{bundle.stem}.onnx-") + r".*\.[0-9a-f]{16}\.sinew"))

@@ -1,7 +1,7 @@
-"""Run exported graphs with ONNX Runtime. Needs onnxruntime and numpy, not torch.
+"""Run exported graphs with ONNX Runtime. This module needs onnxruntime and numpy, but no torch.
 
-What the read stage returns (keys and values of the whole prefix, masks, rotary tables) stays in ONNX Runtime's
-own memory and is bound to the step stage once per observation; a step moves the noisy actions in and the
+The read stage returns keys and values of the whole prefix, masks and rotary tables. These tensors stay in ONNX
+Runtime's own memory and are bound to the step stage once per observation. A step copies the noisy actions in and the
 head's output out, a few kilobytes.
 """
 
@@ -49,11 +49,14 @@ READ_INPUTS = ("image_tokens", "camera_mask", "tokens", "token_mask", "state")
 class OnnxEngine(Engine):
     """Runs the three graphs of an export.
 
-    providers: ONNX Runtime execution providers in order of preference, by their own names or short ones; every
-    one must be offered by the installed onnxruntime, and load. threads: for compute; chosen from the machine
-    if None. solver: the policy's; the graphs do not hold it, and there is no default, because a wrong one gives
-    plausible numbers of the wrong sign (GR00T runs from 0 to 1, openpi from 1 to 0). bundle: whose weights graphs
-    without weights of their own compute with.
+    Args:
+        directory: The folder of the export.
+        providers: ONNX Runtime execution providers in order of preference, by ONNX Runtime's names or short names. The
+            installed onnxruntime must offer and load every provider.
+        threads: Number of threads that compute. None chooses the number for this machine.
+        solver: The policy's solver, which the graphs do not contain. There is no default, because a wrong solver gives
+            plausible numbers of the wrong sign (GR00T integrates from 0 to 1, openpi from 1 to 0).
+        bundle: The bundle with the weights, for graphs without weights.
     """
 
     def __init__(
@@ -100,7 +103,11 @@ class OnnxEngine(Engine):
         self.facts = self._facts()
 
     def _check_names(self) -> None:
-        """Raise :class:`BundleError` for graphs that do not fit one another, or their record."""
+        """Check the names of the graphs' inputs and outputs.
+
+        Raises:
+            BundleError: The names do not fit one another, or the record of the export.
+        """
         reads = set(self.graphs.reads)
         for stage, takes, gives in (
             ("vision", {"pixels"}, set()),
@@ -125,7 +132,7 @@ class OnnxEngine(Engine):
             )
 
     def _unbatched(self) -> Refusal | None:
-        """Return why these graphs take one observation at a time, None if they take several."""
+        """Return the reason why these graphs accept only one observation at a time, or None."""
         axes = {"vision": ("pixels",), "read": READ_INPUTS, "step": ("x", NEWEST)}
         for stage, names in axes.items():
             for node in self.sessions[stage].get_inputs():
@@ -257,7 +264,8 @@ class OnnxEngine(Engine):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """guidance: one that needs no Jacobian and no time per row."""
+        """Return the actions of :meth:`Engine.solve`. The guidance must need no Jacobian and no denoising time per
+        action."""
         watch, table = watch or Watch(), self._table(steps)
         for words in self.graphs.speaks:
             return self._speak(context, words, watch)
@@ -316,7 +324,7 @@ class OnnxEngine(Engine):
         return super().run(inputs, noise, steps, guidance, watch)
 
     def _table(self, steps: int) -> np.ndarray:
-        """Return the time embeddings of so many steps, [steps, ...]."""
+        """Return the time embeddings for a number of solver steps, [steps, ...]."""
         table = self.tables.get(steps)
         if table is None:
             ready = ", ".join(map(str, self.graphs.steps))
@@ -324,7 +332,7 @@ class OnnxEngine(Engine):
         return table
 
     def _calls(self, stage: str, count: int) -> list[slice]:
-        """Return the rows of each call of a stage: all at once, or member by member."""
+        """Return the rows of the batch for each call of a stage: all rows at once, or one row per call."""
         if stage in self.by_member:
             return [slice(row, row + 1) for row in range(count)]
         return [slice(0, count)]
@@ -351,13 +359,21 @@ class OnnxEngine(Engine):
         ]
 
     def _fixed_views(self) -> int:
-        """Return the views whose tokens the read stage takes."""
+        """Return the number of views in the read stage's input. 0 if the number may vary."""
         shapes = {node.name: node.shape for node in self.sessions["read"].get_inputs()}
         found = shapes.get("image_tokens", ())[1:2]
         return found[0] if found and isinstance(found[0], int) else 0
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[B, V, N, C] and [B, V] -> the graph's number of views; those that are missing are masked zeros."""
+        """Add views of zeros, masked, up to the graph's number of views.
+
+        Args:
+            image_tokens: [B, V, N, C].
+            camera_mask: bool [B, V].
+
+        Returns:
+            Both arrays with the graph's number of views.
+        """
         missing = self.graphs.views - camera_mask.shape[1]
         if missing < 0:
             raise SinewError(f"views: expected at most {self.graphs.views}, got {camera_mask.shape[1]}")
@@ -369,7 +385,8 @@ class OnnxEngine(Engine):
         return image_tokens, camera_mask
 
     def _act(self, reads: Sequence[Any], x: np.ndarray, time_embedding: np.ndarray) -> Any:
-        """Bind to the step stage everything that does not change during the solver's loop."""
+        """Bind all inputs of the step stage that do not change during the solver's loop, and return a function for
+        one step."""
         session = self.sessions["step"]
         binding = session.io_binding()
         used = {node.name for node in session.get_inputs()}
@@ -394,7 +411,11 @@ class OnnxEngine(Engine):
 
 
 def _table(path: Path, steps: int) -> np.ndarray:
-    """Return the time embeddings of so many steps, [steps, ...]. Raises :class:`BundleError`."""
+    """Return the time embeddings for a number of solver steps, [steps, ...].
+
+    Raises:
+        BundleError: The file is missing or damaged.
+    """
     try:
         table = read_npy(path)
     except (OSError, UntrustedError) as error:

@@ -1,7 +1,7 @@
-"""Record the planned model with ``torch.export`` and write it as ONNX graphs.
+"""Record the planned model with ``torch.export`` and write ONNX graphs.
 
-The graphs are dynamic in the batch and the prompt's length; the vision graph also in the number of views. The solver's
-loop stays outside (baked in, ten steps made a graph of nine thousand nodes that took minutes to export).
+The batch and the prompt's length are dynamic in all graphs, and the number of views in the vision graph. The solver's
+loop is not part of a graph. With ten steps in the graph, it had nine thousand nodes and took minutes to export.
 """
 
 from __future__ import annotations
@@ -54,16 +54,19 @@ def export_graphs(
     width: int,
     steps: Sequence[int],
 ) -> GraphSet:
-    """Write ``vision.onnx``, ``read.onnx``, ``step.onnx`` with their weights, and the tables.
+    """Write ``vision.onnx``, ``read.onnx`` and ``step.onnx`` with their weights, and the tables of time embeddings.
 
     Args:
         plan: The planned model.
         directory: The folder.
         architecture: Name of the architecture.
-        views: Views of the largest observation.
-        height: Height of the model's pixels.
-        width: Width of the model's pixels.
-        steps: Counts of solver steps.
+        views: Number of views of the largest observation.
+        height: Height of the model's input in pixels.
+        width: Width of the model's input in pixels.
+        steps: Numbers of solver steps that get a table.
+
+    Returns:
+        The record of the export.
     """
     try:
         import onnx  # noqa: F401 - torch.onnx needs both and says so less clearly
@@ -127,7 +130,7 @@ def export_graphs(
 
 
 def _any_views(model: Model, views: int) -> dict[int, Any]:
-    """Return the axis of views, where their number varies."""
+    """Return the dynamic axis of views, or {} if the number of views is fixed."""
     if model.moments is not None:
         most, each = model.moments
         moments = Dim("moments", min=1, max=most)
@@ -137,7 +140,7 @@ def _any_views(model: Model, views: int) -> dict[int, Any]:
 
 @torch.no_grad()
 def write_tables(plan: Plan, directory: Path, steps: Sequence[int]) -> None:
-    """Write the time embeddings of each number of solver steps, a row per step."""
+    """Write the time embeddings for each number of solver steps, one row per step."""
     for count in steps:
         table = torch.cat(plan.time_embeddings(count)).float().numpy()
         np.save(table_path(directory, count), table, allow_pickle=False)
@@ -199,7 +202,7 @@ def _write(
 
 
 def _compute_outputs(model: Any) -> None:
-    """Let every output come from a node, also one that is a stored constant: OpenVINO opens no other graph."""
+    """Let a node compute every output, also if the output is a stored constant. OpenVINO opens no other graph."""
     from onnxscript import ir
 
     graph = model.graph
@@ -216,8 +219,10 @@ def _compute_outputs(model: Any) -> None:
 
 
 def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:
-    """Tell every node its component, and drop what else is noted there: the exporter's stack traces and signatures
-    make most of the file and name folders of this machine."""
+    """Store each node's component in its metadata, and remove all other metadata.
+
+    The exporter's stack traces and signatures are most of the file, and they name folders of this machine.
+    """
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph.all_nodes():
@@ -232,12 +237,12 @@ def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:
 
 
 class OneOperatorAttention(ViTAttention):
-    """The vision tower's attention, recorded as one operator of ONNX Runtime.
+    """The attention of the vision tower, recorded as one operator of ONNX Runtime.
 
-    The plain form is two products with a softmax over [H, L, L] scores between them, and copies that bring heads to
-    the front. The operator reads queries, keys and values as the projections write them, and keeps a tile of scores
-    in the cache. It takes no mask there and as many key heads as query heads, so the decoders' attention is not
-    changed.
+    The plain form has two products, a softmax over [H, L, L] scores between them, and copies that bring heads to the
+    front. The operator reads queries, keys and values as the projections write them, and keeps a tile of scores in the
+    cache. The operator supports no mask in this form, and as many key heads as query heads. The decoders' attention is
+    therefore not changed.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, L, C] each -> [B, L, C]
@@ -252,7 +257,7 @@ class OneOperatorAttention(ViTAttention):
 
 
 def join_attention(model: nn.Module) -> RewriteOutcome:
-    """Give every plain vision attention of ``model`` the operator, in place."""
+    """Replace every plain vision attention of ``model`` by the operator, in place."""
     names, left = [], {}
     for name, module in model.named_modules():
         if unknown := foreign(module, ViTAttention):
@@ -267,9 +272,12 @@ def join_attention(model: nn.Module) -> RewriteOutcome:
 def constant_target(
     source: Sequence[int | str | None], target: Sequence[int | str | None]
 ) -> list[int] | None:
-    """Return the constants of ONNX's reshape for ``source -> target``; None if constants cannot express it.
+    """Return the constants of ONNX's Reshape for ``source -> target``, or None if constants cannot express it.
 
-    Sizes are numbers, or expressions as text that are equal if the sizes are. None is an unknown size.
+    Args:
+        source: Sizes of the input. A size is a number, an expression as text, or None if it is unknown. Equal
+            expressions have equal sizes.
+        target: Sizes of the output, in the same form.
     """
     found = []
     for place, size in enumerate(target):
@@ -283,12 +291,19 @@ def constant_target(
 
 
 def constant_targets(model: Any) -> int:
-    """Give the reshapes of an exported graph (``onnxscript.ir.Model``) constant targets, in place, and remove the
-    nodes that computed them. Return their number.
+    """Give the reshapes of an exported graph constant targets, in place, and remove the nodes that computed the
+    targets.
 
-    With two open axes, the batch and the prompt's length, the exporter reads sizes from tensors and assembles the
-    shape of nearly every reshape from them. These nodes cost a small policy's step several per cent. ONNX's reshape
-    expresses the same in constants: 0 copies the size of the input's axis at that place, and one -1 is the rest.
+    With two dynamic axes, the batch and the prompt's length, the exporter reads sizes from tensors and assembles the
+    shape of nearly every reshape from them. These nodes cost a small policy's step several per cent. ONNX's Reshape
+    expresses the same in constants: 0 copies the size of the same axis of the input, and one -1 stands for all
+    remaining values.
+
+    Args:
+        model: The graph, an ``onnxscript.ir.Model``.
+
+    Returns:
+        The number of changed reshapes.
     """
     from onnxscript import ir
     from onnxscript.optimizer import remove_unused_nodes

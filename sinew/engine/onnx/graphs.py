@@ -1,4 +1,5 @@
-"""The folder of an export: three graphs, their weights, the tables of moments, and the record ``graphs.json``."""
+"""The folder of an export: three graphs, their weights, the tables of time embeddings, and the record
+``graphs.json``."""
 
 from __future__ import annotations
 
@@ -51,16 +52,19 @@ class GraphSet:
     """The content of ``graphs.json``.
 
     Attributes:
-        views: Number of views that the read stage takes.
-        reads: Names of the tensors that the read stage returns and the step stage takes, in order.
-        steps: Step counts with a table.
-        recipe: Components that are quantised.
-        method: Method of the quantisation.
-        bits: Bits of int8 weights; 0 without any.
-        borrows: Tensors of the bundle that a stage uses, if the graphs have no weights.
-        sha256: Hash of each other file of the folder.
-        speaks: For an autoregressive head: the meaning of its tokens. Its step stage generates one more, and renews
-            the tensors ``said`` of ``reads``.
+        architecture: Name of the architecture.
+        views: Number of views in the read stage's input.
+        reads: Names of the tensors that the read stage returns and the step stage reads, in order.
+        steps: Numbers of solver steps that have a table.
+        rewrites: Names of the rewrites that were applied to the model.
+        recipe: Component -> precision, for quantised graphs.
+        method: Method of the quantisation, as text.
+        bits: Bits of int8 weights, or 0 without int8 weights.
+        borrows: Stage -> names of the bundle's tensors that it uses, if the graphs have no weights.
+        sha256: Name of each other file in the folder -> its hash.
+        said: For an autoregressive head, the tensors of ``reads`` that one call of the step stage changes.
+        speaks: For an autoregressive head, the meaning of its tokens. The step stage generates one more token per call.
+        format: Version of the record.
     """
 
     architecture: str
@@ -78,14 +82,19 @@ class GraphSet:
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:
-        """Write the record of the files that are there."""
+        """Write the record, with the hashes of the files in ``directory``."""
         plain = parse_json(to_json(replace(self, sha256=_hashes(directory))))
         record = json.dumps(plain, indent=2)
         (directory / "graphs.json").write_text(record + "\n", encoding="utf-8")
 
     def check(self, directory: Path) -> None:
-        """Raise :class:`BundleError` for files that are not as they were written: weights that were altered answer
-        without a word. Reads all of them, but for those that were found so before and stayed as they were."""
+        """Compare the files with their hashes, because altered weights would give wrong actions without an error.
+
+        Files that were compared before and have not changed since then are not read again.
+
+        Raises:
+            BundleError: A file is altered, missing, or not part of the export.
+        """
         found = _hashes(directory)
         for name in sorted(found.keys() | self.sha256.keys()):
             if found.get(name) != self.sha256.get(name):
@@ -98,7 +107,11 @@ class GraphSet:
 
     @classmethod
     def load(cls, directory: Path) -> GraphSet:
-        """Raise :class:`BundleError` for a record that no export wrote."""
+        """Read the record of an export.
+
+        Raises:
+            BundleError: The record is damaged, or no export wrote it.
+        """
         path = directory / "graphs.json"
         try:
             written = read_json(path, MAX_RECORD)
@@ -122,7 +135,11 @@ class GraphSet:
 
 
 def _hashes(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of an export. Raises :class:`BundleError`."""
+    """Return the SHA-256 of each file of an export.
+
+    Raises:
+        BundleError: A file cannot be read.
+    """
     names = sorted(path.name for path in directory.iterdir() if FILES.fullmatch(path.name))
     memo = DigestCache(directory, machine.cache_folder("digests"))
 
@@ -137,7 +154,11 @@ def _hashes(directory: Path) -> dict[str, str]:
 
 
 def check_operators(path: Path) -> None:
-    """Raise :class:`BundleError` for a graph with operators that no export writes and that may never end."""
+    """Check the operators of a graph.
+
+    Raises:
+        BundleError: The graph contains operators that no export writes and that may run forever.
+    """
     with BundleError.at(path, OSError, UntrustedError):
         data = read_bytes(path, MAX_GRAPH)
     for name in CONTROL:
@@ -161,7 +182,7 @@ def operators(path: Path, data: bytes) -> list[str]:
 
 
 def renewed(name: str) -> str:
-    """Return the step stage's name of a renewed tensor of ``said``."""
+    """Return the name of the step stage's output that replaces the tensor ``name`` of ``said``."""
     return f"next.{name}"
 
 

@@ -1,4 +1,4 @@
-"""Open a bundle in ONNX Runtime, exporting its graphs first where there are none; only the export needs torch."""
+"""Open a bundle in ONNX Runtime. Missing graphs are exported first, and only the export needs torch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ROOM = 3
 
 
 def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
-    """Return the engine over the graphs of an export, the graphs next to the bundle, or this package's graphs of a
-    built-in policy.
+    """Return the ONNX engine for a bundle.
 
-    Missing graphs are exported next to the bundle.
+    The graphs are the folder of an export, the graphs next to the bundle, or the graphs of a built-in policy that come
+    with Sinew. Missing graphs are exported next to the bundle.
     """
     # Report a missing provider before the export, which may take minutes.
     choose(options.providers)
@@ -55,9 +55,12 @@ def open_onnx(bundle: Bundle, options: EngineOptions) -> OnnxEngine:
 
 
 def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
-    """Return the folder of the bundle's graphs, quantised by its recipe. Export it if it is missing.
+    """Return the folder of the bundle's graphs, quantised by its recipe. Missing graphs are exported.
 
-    borrowed: True accepts this package's graphs, whose weights are the bundle's, which not every provider supports.
+    Args:
+        bundle: The bundle.
+        borrowed: True also accepts graphs that come with Sinew and use the bundle's weights. Not every provider
+            supports such graphs.
     """
     folder = graphs_folder(bundle)
     if (folder / "graphs.json").exists():
@@ -79,7 +82,11 @@ def graphs_of(bundle: Bundle, borrowed: bool = True) -> Path:
 
 
 def check_bits(folder: Path) -> None:
-    """Raise :class:`SinewError` for graphs whose int8 products would saturate on this processor."""
+    """Check that this processor multiplies the int8 weights of an export exactly.
+
+    Raises:
+        SinewError: The weights have more bits than this processor multiplies without saturation.
+    """
     from sinew.engine.onnx.quantize import weight_bits
 
     bits, why = weight_bits()
@@ -94,12 +101,12 @@ def check_bits(folder: Path) -> None:
 def export_folder(
     bundle: Bundle, folder: Path, also: Callable[[Bundle, Path], None] = lambda *_: None, folded: bool = True
 ) -> None:
-    """Write a new folder that runs without torch: graphs, recipes, tokenizer.
+    """Write a new folder that runs without torch: graphs, recipes and tokenizer.
 
     Args:
         bundle: The bundle.
         folder: The folder.
-        also: Writes more into the folder before it is renamed.
+        also: Writes more files into the folder before it is renamed.
         folded: See :func:`write_graphs`.
 
     Raises:
@@ -115,7 +122,14 @@ def export_folder(
 
 
 def write_folder(bundle: Bundle, folder: Path, where: Path | None = None, folded: bool = True) -> None:
-    """Write graphs, and the bundle's header as a GGUF file without tensors. where: the folder's later name."""
+    """Write the graphs of a bundle, and the bundle's header as a GGUF file without tensors.
+
+    Args:
+        bundle: The bundle.
+        folder: The folder to write into.
+        where: The later name of the folder, for messages.
+        folded: See :func:`write_graphs`.
+    """
     from sinew.bundle import write_bundle
 
     cached = graphs_folder(bundle)
@@ -127,14 +141,14 @@ def write_folder(bundle: Bundle, folder: Path, where: Path | None = None, folded
 
 
 def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, folded: bool = True) -> None:
-    """Export the bundle's model to ``folder``, quantised as the bundle states.
+    """Export the bundle's model to ``folder``, quantised by the bundle's recipe.
 
     Args:
         bundle: The bundle.
-        folder: The folder.
-        where: Its later name.
-        folded: False leaves the weights as in the bundle, so that graphs can use the bundle's, or have smaller
-            rounding errors.
+        folder: The folder to write into.
+        where: The later name of the folder, for messages.
+        folded: False does not fold norms into the weights. The graphs can then use the bundle's weights, or have
+            smaller rounding errors.
     """
     where = where or folder
     try:

@@ -1,5 +1,5 @@
-"""ONNX Runtime itself: its execution providers, those that are asked for and those that a session really has, and how
-a graph is opened."""
+"""Choose the execution providers of ONNX Runtime, open graphs with them, and check which providers a session really
+uses."""
 
 from __future__ import annotations
 
@@ -48,10 +48,16 @@ def runtime() -> Any:
 
 
 def choose(names: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
-    """Providers in order of preference, and why.
+    """Return the providers in order of preference, and the reason.
 
-    Without names it is the CPU: what else an installation offers is not measured here and computes other
-    bits, so it is taken when it is asked for. The CPU comes last for the operators that others lack.
+    Without names, the provider is the CPU. Other providers are not measured on this machine and compute other bits, so
+    the user must request them. The CPU is always the last provider, for operators that the other providers lack.
+
+    Args:
+        names: ONNX Runtime's names or short names.
+
+    Raises:
+        SinewError: The installed ONNX Runtime does not offer a provider.
     """
     offered = runtime().get_available_providers()
     if not names:
@@ -69,8 +75,13 @@ def choose(names: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
 
 
 def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
-    """Return the providers that a session really has. ONNX Runtime leaves out one whose libraries do not load and
-    goes on; here that is an error."""
+    """Return the providers that a session really uses.
+
+    ONNX Runtime continues without a provider whose libraries do not load. In Sinew, this is an error.
+
+    Raises:
+        SinewError: A requested provider did not load.
+    """
     found = session.get_providers()
     if lost := [name for name in wanted if name not in found]:
         raise SinewError(
@@ -80,9 +91,8 @@ def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
 
 
 def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """Return provider -> number of nodes of each operator, over all graphs; {} if this version of ONNX Runtime does
-    not report it.
-    """
+    """Return provider -> number of nodes by operator, over all graphs. {} if this version of ONNX Runtime does not
+    report it."""
     found: dict[str, Counter[str]] = {}
     for session in sessions.values():
         # ONNX Runtime reports the assignment since version 1.24.
@@ -94,7 +104,8 @@ def assigned(sessions: Mapping[str, Any]) -> dict[str, Counter[str]]:
 
 
 def assigned_text(found: Mapping[str, Counter[str]]) -> str:
-    """Say which share of the nodes and how many products each provider took; of lesser ones which operators."""
+    """Return the share of the nodes and the number of products for each provider, as text. Minor providers are
+    listed with their operators."""
     if not found:
         return f"onnxruntime {runtime().__version__} does not say which provider took what; 1.24 does"
     nodes, products = sum(map(Counter.total, found.values())), sum(map(_products, found.values()))
@@ -110,8 +121,14 @@ def assigned_text(found: Mapping[str, Counter[str]]) -> str:
 
 
 def check_assigned(found: Mapping[str, Counter[str]], wanted: Sequence[str]) -> None:
-    """Raise :class:`SinewError` where the first provider that was asked for took no node at all, and warn where it left
-    more than a tenth of the products, which are the arithmetic, to others."""
+    """Check the share of the graphs that the first requested provider computes.
+
+    The function logs a warning if other providers compute more than a tenth of the products, which are most of the
+    arithmetic.
+
+    Raises:
+        SinewError: The first provider computes no node.
+    """
     if not found or wanted[0] == CPU:
         return
     mine = found.get(wanted[0], Counter())
@@ -129,12 +146,17 @@ def _products(kinds: Counter[str]) -> int:
 
 
 def open_axis(node: Any) -> bool:
-    """Return True if the first axis of an input or output may have any size: it is named, not numbered."""
+    """Return True if the first axis of an input or output may have any size. Its size is then a name instead of a
+    number."""
     return bool(node.shape) and not isinstance(node.shape[0], int)
 
 
 def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -> Any:
-    """Return the session of one graph. Raises :class:`BundleError`."""
+    """Return the session for one graph.
+
+    Raises:
+        BundleError: ONNX Runtime cannot open the graph.
+    """
     try:
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:  # noqa: BLE001 - it has a class for each status, and none above them
@@ -145,7 +167,13 @@ def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -
 def session_options(
     threads: int, lent: Mapping[str, np.ndarray] | None = None, providers: Sequence[str] = ()
 ) -> Any:
-    """Return the options that every session of this engine has. lent: constants that are not in the graph's file."""
+    """Return the options for a session of this engine.
+
+    Args:
+        threads: Number of threads.
+        lent: Name -> constant that is not in the graph's file.
+        providers: The providers that the session will use.
+    """
     ort = runtime()
     options = ort.SessionOptions()
     # OpenVINO rewrites graphs itself, and does not open graphs that ONNX Runtime has rewritten.
@@ -170,7 +198,7 @@ def session_options(
 
 @lru_cache(maxsize=1)
 def _share_arena(ort: Any) -> None:
-    """Once per process: the CPU memory of all sessions."""
+    """Create one memory arena on the CPU for all sessions, once per process."""
     cpu = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     same_as_requested = 1
     ort.create_and_register_allocator(cpu, ort.OrtArenaCfg(0, same_as_requested, 1 << 20, -1))

@@ -1,14 +1,18 @@
 """Dynamic int8 for the matrix products of chosen components.
 
-A product of activations with constant weights becomes one of 8-bit integers: weights are rounded once, per
-output channel, symmetric; activations at run time. "int8" gives a tensor of activations one scale: the pattern is
-that of ``onnxruntime.quantization.quantize_dynamic``, whose operators ONNX Runtime fuses. (It is written here
-because that function has no notion of components, copies the model through temporary files and stops at shapes
-that torch.export leaves open.) A token with activations far larger than the others' then leaves few of the 256 steps
-to the others. "int8-rows" gives every row, so every token, a scale of its own, symmetric about 128; its operators are
-not fused and take longer (research/log/measurements-engines.md has both).
+A product of activations with constant weights becomes a product of 8-bit integers. Weights are rounded once, per output
+channel, symmetric about zero. Activations are rounded at run time, in one of two ways:
 
-On x86 without VNNI two products are added in 16 bits that saturate: weights of 7 bits there cannot reach them.
+* "int8" gives a tensor of activations one scale. The pattern of operators is that of
+  ``onnxruntime.quantization.quantize_dynamic``, which ONNX Runtime fuses. If a token has far larger activations than
+  the other tokens, few of the 256 steps are left for the others.
+* "int8-rows" gives every row, so every token, its own scale, symmetric about 128. The operators are not fused and take
+  longer (research/log/measurements-engines.md compares both).
+
+Sinew does not call ``quantize_dynamic``, because that function does not support components, copies the model through
+temporary files and stops at shapes that torch.export leaves open.
+
+On x86 without VNNI, two products are added in 16 bits that saturate. Weights of 7 bits cannot reach saturation.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ OURS = ("int8", "int8-rows")  # weights of other low-bit formats were widened wh
 
 
 def weight_bits() -> tuple[int, str]:
-    """Bits for int8 weights on this machine, and why."""
+    """Return the number of bits for int8 weights on this machine, and the reason."""
     flags = machine.cpu_flags()
     if any("vnni" in flag for flag in flags):
         return 8, "VNNI adds products in 32 bits"
@@ -49,7 +53,17 @@ def weight_bits() -> tuple[int, str]:
 
 
 def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits: int) -> GraphSet:
-    """Write the graphs of ``source`` to ``target`` (which may be the same folder), quantised by ``recipe``."""
+    """Write quantised graphs of an export.
+
+    Args:
+        source: The folder of the float32 graphs.
+        target: The folder for the new graphs, which may be the same folder.
+        recipe: Component -> precision.
+        bits: Bits of int8 weights.
+
+    Returns:
+        The record of the new graphs.
+    """
     try:
         import onnx
     except ImportError:
@@ -102,12 +116,21 @@ def save_graph(model: Any, path: Path) -> None:
 
 
 def component_of(node: Any) -> str:
-    """Return the component that a node of an export belongs to, "" where none is noted."""
+    """Return the component that a node of an export belongs to, or "" if its metadata has none."""
     return next((each.value for each in node.metadata_props if each.key == COMPONENT), "")
 
 
 def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
-    """Replace the constant matrix products of the components in ``recipe``, in place; whether there were any."""
+    """Replace the constant matrix products of the components in ``recipe``, in place.
+
+    Args:
+        model: The ONNX model.
+        recipe: Component -> "int8" or "int8-rows".
+        bits: Bits of int8 weights.
+
+    Returns:
+        True if the graph has such products.
+    """
     from onnx import helper, numpy_helper
 
     graph = model.graph
@@ -148,8 +171,14 @@ def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
 
 
 def replace_nodes(graph: Any, nodes: list[Any], added: dict[str, np.ndarray]) -> None:
-    """Give a graph other nodes, and of the constants ``added`` by name those that they read, in place; constants that
-    nothing reads any more are dropped. Empties ``added``: a model of gigabytes must not be there twice."""
+    """Replace the nodes of a graph in place, and its constants by those that the new nodes read.
+
+    Args:
+        graph: The ONNX graph.
+        nodes: The new nodes.
+        added: Name -> new constant. The function empties this dict, because a model of gigabytes may not fit the memory
+            twice.
+    """
     from onnx import numpy_helper
 
     del graph.node[:]
@@ -190,7 +219,7 @@ ROWS_CONSTANTS: dict[str, np.ndarray] = {
 
 
 def _round_rows(x: str, to: str) -> list[Any]:
-    """x [..., K] -> uint8 [..., K] about 128 and scales [..., 1]."""
+    """Return nodes that round activations per row: x [..., K] -> uint8 [..., K] about 128, and scales [..., 1]."""
     from onnx import helper
 
     return [
@@ -204,7 +233,8 @@ def _round_rows(x: str, to: str) -> list[Any]:
 
 
 def _product_of_rows(x: str, weight: str, out: str) -> list[Any]:
-    """Return the nodes of a product that is dequantised: by columns in the kernel, by rows in a node behind it."""
+    """Return nodes for an int8 product. The kernel applies the scales of columns, and a second node the scales of
+    rows."""
     from onnx import helper
 
     operands = [
@@ -224,7 +254,16 @@ def _product_of_rows(x: str, weight: str, out: str) -> list[Any]:
 def round_weights(
     weights: np.ndarray, bits: int, least: np.ndarray | float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [K, N] -> int8 [K, N] and float32 scales [N], with ``weights ~ values * scales``. least: scales."""
+    """Round a weight, so that ``weights`` is approximately ``values * scales``.
+
+    Args:
+        weights: float32 [K, N].
+        bits: Bits of the integers.
+        least: The least scale, a number or [N].
+
+    Returns:
+        values, int8 [K, N], and scales, float32 [N].
+    """
     limit = (1 << (bits - 1)) - 1
     wanted = np.maximum(np.abs(weights).max(axis=0, initial=0.0) / limit, least)
     scales = np.where(wanted > 0, wanted, 1.0).astype(np.float32)

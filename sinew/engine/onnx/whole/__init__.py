@@ -1,2 +1,2 @@
-"""Forms of an export for runtimes that take a file and nothing else: one graph of the whole policy, and pairs of
-static 8-bit scales for compilers of NPUs."""
+"""Exports for runtimes that accept one file only: a graph of the whole policy, and static 8-bit scales for NPU
+compilers."""

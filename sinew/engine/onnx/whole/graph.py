@@ -1,9 +1,11 @@
-"""One graph of a whole policy with fixed shapes, for runtimes that only take a file: from camera frames, state,
-tokens and noise to actions in the robot's units.
+"""Write one graph of a whole policy with fixed shapes, for runtimes that accept one file only.
 
-It joins the three graphs of an export, with the step stage once for each step of the solver and one copy of the
-weights, in the files of the export. The parts before and after them are linear in most bundles. They are measured
-with the bundle's own processing, compared with it on random inputs, and rejected if they are not linear.
+The inputs are camera frames, state, tokens and noise. The output is the actions in the robot's units. The graph joins
+the three graphs of an export. It contains the step stage once for each solver step, and one copy of the weights, in the
+files of the export.
+
+The processing before and after the three graphs is linear in most bundles. Its matrices are measured with the bundle's
+own processing, compared with it on random inputs, and rejected if they are not linear.
 """
 
 from __future__ import annotations
@@ -36,14 +38,17 @@ CHECKED = 4  # number of random inputs that compare a linear map with the bundle
 
 @dataclass(frozen=True)
 class FrameMap:
-    """The linear map of a camera's frames: out[k] = scale[k] * (rows @ frame[:, :, channel[k]] @ columns) +
-    offset[k].
+    """The linear map from a camera's frame to pixels.
+
+    The map is out[k] = scale[k] * (rows @ frame[:, :, channels[k]] @ columns) + offset[k].
 
     Attributes:
-        height: Height of a uint8 frame.
-        width: Width of a uint8 frame.
+        height: Height of a uint8 frame in pixels.
+        width: Width of a uint8 frame in pixels.
         rows: [h, height].
         columns: [width, w].
+        channels: Colour of the frame that each output channel reads.
+        scale: Factor of each output channel.
         offset: float32 [channels, h, w].
     """
 
@@ -56,14 +61,14 @@ class FrameMap:
     offset: np.ndarray
 
     def __call__(self, frame: np.ndarray) -> np.ndarray:
-        """uint8 [height, width, 3] -> float32 [channels, h, w]."""
+        """Return the pixels of a frame: uint8 [height, width, 3] -> float32 [channels, h, w]."""
         planes = self.rows @ frame.astype(np.float32).transpose(2, 0, 1) @ self.columns
         found: np.ndarray = self.scale[:, None, None] * planes[self.channels] + self.offset
         return found
 
 
 def frame_map(recipe: ImageRecipe, height: int, width: int) -> FrameMap | None:
-    """Return the linear map of a recipe for frames of a size; None if it is not linear because it rounds or clips."""
+    """Return the linear map of a recipe for frames of one size, or None if the recipe rounds or clips."""
 
     def linear(frame: np.ndarray) -> np.ndarray:
         return prepare_frame(frame, recipe).astype(np.float64) - offset
@@ -110,15 +115,19 @@ def _near(got: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def _cut(linear: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return which columns, bool [m], of values [n, m] are clipped to -1 and 1."""
+    """Return the columns of values [n, m] that the policy clips to -1 and 1, as bool [m]."""
     beyond = np.abs(linear) > 1
     found: np.ndarray = np.any(beyond, axis=0) & np.all(~beyond | (np.abs(wanted) <= 1), axis=0)
     return found
 
 
 def affine(function: Callable[[np.ndarray], np.ndarray], given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (matrix [n, m], offset [m]) of a function of n numbers around ``given`` [n], which it is where that is
-    affine."""
+    """Return the matrix [n, m] and the offset [m] of a function that is affine around a point.
+
+    Args:
+        function: A function of n numbers.
+        given: The point, [n].
+    """
     offset, matrix = function(given), []
     for at in range(len(given)):
         moved = given.copy()
@@ -129,12 +138,15 @@ def affine(function: Callable[[np.ndarray], np.ndarray], given: np.ndarray) -> t
 
 
 def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]:
-    """Write ``policy.onnx`` into the folder of an export. Return its inputs and outputs, a line each.
+    """Write ``policy.onnx`` into the folder of an export.
 
     Args:
         manifest: The bundle's manifest.
-        folder: The folder.
-        prompt: The only instruction; "" makes its tokens an input.
+        folder: The folder of the export.
+        prompt: The only instruction of the graph. "" makes the instruction's tokens an input.
+
+    Returns:
+        A line of text for each input and output.
 
     Raises:
         SinewError: The inference has no fixed number of steps, the processing is not linear, or the prompt contains
@@ -164,15 +176,24 @@ def write_whole(manifest: Manifest, folder: Path, prompt: str = "") -> list[str]
 
 
 def open_whole(folder: Path) -> tuple[dict[str, list[int]], Callable[[dict[str, np.ndarray]], np.ndarray]]:
-    """Return the inputs of ``policy.onnx`` with their shapes, and what computes its actions, [1, H, D], of them."""
+    """Open ``policy.onnx`` on the CPU.
+
+    Returns:
+        Input -> shape, and a function that computes the actions, [1, H, D], from the inputs.
+    """
     session = runtime().InferenceSession(str(folder / WHOLE), providers=[CPU])
     shapes = {node.name: list(node.shape) for node in session.get_inputs()}
     return shapes, lambda given: np.asarray(session.run(None, given)[0])
 
 
 def _tokens(processor: Processor, prompt: str) -> np.ndarray | None:
-    """Return the tokens of the only instruction, int64 [L], or those that any has of a policy without words; None where
-    there may be others. Raises :class:`SinewError` where they depend on the state."""
+    """Return the tokens of the graph's only instruction, int64 [L], or None if the instruction is an input.
+
+    A policy without text has the same tokens for every instruction.
+
+    Raises:
+        SinewError: The tokens depend on the state.
+    """
 
     def tokens(text: str, state: float) -> np.ndarray:
         width = processor.state_normalizer.width
@@ -189,7 +210,11 @@ def _tokens(processor: Processor, prompt: str) -> np.ndarray | None:
 
 
 class _Builder:
-    """Puts the graph together. described: of each input and output, for people."""
+    """Assembles the graph of a whole policy.
+
+    Attributes:
+        described: A line of text for each input and output.
+    """
 
     def __init__(self, onnx: Any, manifest: Manifest, processor: Processor, graphs: GraphSet, folder: Path):
         self._onnx, self._spec, self._processor, self._graphs = onnx, manifest.spec, processor, graphs
@@ -204,7 +229,11 @@ class _Builder:
         self.described: list[str] = []
 
     def build(self, tokens: np.ndarray | None) -> None:
-        """tokens: int64 [L] of the only instruction; None where they are inputs."""
+        """Assemble the graph.
+
+        Args:
+            tokens: The tokens of the only instruction, int64 [L]. None makes them an input.
+        """
         for stage in STAGES:
             self._function(stage)
         given = self._read_inputs(tokens)
@@ -220,7 +249,7 @@ class _Builder:
         )
 
     def _function(self, stage: str) -> None:
-        """Turn a graph into a function of its inputs and its weights, which are in the whole graph."""
+        """Convert the graph of a stage to an ONNX function. The weights become arguments of the function."""
         onnx, helper = self._onnx, self._onnx.helper
         loaded = onnx.load(str(self._folder / f"{stage}.onnx"), load_external_data=False)
         graph, nodes = loaded.graph, list(loaded.graph.node)
@@ -246,7 +275,17 @@ class _Builder:
     def _call(
         self, stage: str, given: dict[str, str], made: dict[str, str], prefix: str = ""
     ) -> dict[str, str]:
-        """Call a function with values by the names of its inputs; return what it gives, by its own names."""
+        """Add a node that calls the function of a stage.
+
+        Args:
+            stage: The stage.
+            given: Input of the function -> name of the value.
+            made: Output of the function -> name of the value, for outputs with a fixed name.
+            prefix: Prefix for the names of the other outputs.
+
+        Returns:
+            Output of the function -> name of the value.
+        """
         takes, weights = self._takes[stage]
         function = next(each for each in self._functions if each.name == stage)
         outputs = {name: made.get(name) or f"{prefix}{name}" for name in function.output}
@@ -274,7 +313,7 @@ class _Builder:
         return dict(zip(READ_INPUTS, given, strict=True))
 
     def _frames(self, camera: int) -> str:
-        """Return the pixels of a camera, float32 [1, channels, h, w], of its frames as they come."""
+        """Return the name of a camera's pixels, float32 [1, channels, h, w], which are computed from raw frames."""
         about, recipe = self._spec.cameras[camera], self._recipe.image.of_camera(camera)
         found = frame_map(recipe, about.height, about.width)
         note = "as the camera takes them"
@@ -322,7 +361,7 @@ class _Builder:
         )
 
     def _states(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the state in the middle of the statistics, and others as far as three times their spread, [D] each."""
+        """Return the middle state of the statistics, and states at up to three times their spread. Each is [D]."""
         normalizer, dim = self._processor.state_normalizer, self._spec.state.dim
         rows = np.random.default_rng(0).uniform(-0.9, 0.9, (CHECKED, normalizer.width))
         middle, *around = (
@@ -334,14 +373,14 @@ class _Builder:
         ]
 
     def _bounded(self, value: str, cut: np.ndarray) -> str:
-        """Return a value with the columns ``cut`` [n] within -1 and 1."""
+        """Return a value whose columns ``cut``, bool [n], are clipped to -1 and 1."""
         if not np.any(cut):
             return value
         most = np.where(cut, 1.0, np.finfo(np.float32).max).astype(np.float32)
         return self._node("Max", [self._node("Min", [value, self._constant(most)]), self._constant(-most)])
 
     def _solve(self, context: dict[str, str]) -> str:
-        """Return the name of the solution, float32 [1, H, padded]."""
+        """Add the solver's steps, and return the name of the solution, float32 [1, H, padded]."""
         count = self._graphs.steps[0]
         table = read_npy(table_path(self._folder, count))
         steps, shape = self._spec.solver.steps(count), self._noise_shape(count)
@@ -370,7 +409,7 @@ class _Builder:
         return (*draws, rows, self._recipe.padded_action_dim)
 
     def _advanced(self, step: Any, x: str, output: str, noise: str) -> str:
-        """Return the next x (:meth:`sinew_client.solver.Step.advance`)."""
+        """Return the name of the next x after a step (:meth:`sinew_client.solver.Step.advance`)."""
         parts = [self._times(x, step.keep)] if step.keep else []
         if step.gain or step.estimate is None:
             parts.append(self._times(output, step.gain))
@@ -391,7 +430,8 @@ class _Builder:
         return moved
 
     def _finish(self, x: str) -> None:
-        """Bring the solution into the robot's units: a factor of each number, and what the state adds to a row."""
+        """Convert the solution to the robot's units: a factor for each number, and for relative actions a term of
+        the state."""
         processor, spec = self._processor, self._spec
         rows, first = self._noise_shape(self._graphs.steps[0])[-2], self._recipe.first_row
         shape, width = (rows, self._recipe.padded_action_dim), processor.action_normalizer.width

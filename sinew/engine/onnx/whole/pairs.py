@@ -1,9 +1,9 @@
-"""Static 8-bit graphs for the compilers of NPUs: QuantizeLinear and DequantizeLinear round every product.
+"""Static 8-bit graphs for NPU compilers: a pair of QuantizeLinear and DequantizeLinear rounds each product.
 
-Such a compiler computes the operations between pairs in integers, with the pairs' scales. Weights are rounded per
-output channel. The input and the output of a product have one scale, from the largest magnitude in runs over
+Such a compiler computes the operations between two pairs in integers, with the scales of the pairs. Weights are rounded
+per output channel. The input and the output of a product have one scale each, from the largest magnitude in runs over
 observations. All scales are symmetric about zero, because TensorRT supports no other zero point. Products of two
-activations, norms, softmax and activation functions keep floats.
+activations, norms, softmax and activation functions stay in floats.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ MOVES = {
 
 @dataclass
 class Pairs:
-    """Counts what came of an export. products: those between pairs, by component; left: the nodes that compute on
-    floats, by operator."""
+    """The numbers of nodes in an export with pairs.
+
+    Attributes:
+        products: Component -> number of products between pairs.
+        left: Operator -> number of nodes that compute with floats.
+    """
 
     products: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
 
 
 class WatchedEngine(OnnxEngine):
-    """Runs graphs that also output the size of their activations.
+    """Runs graphs that also output the largest magnitudes of their activations.
 
     Attributes:
         largest: Tensor -> its largest magnitude so far.
@@ -57,7 +61,7 @@ class WatchedEngine(OnnxEngine):
         self.largest: dict[str, float] = {}
 
     def _watched(self, stage: str, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs of a stage, by name."""
+        """Run a stage, update the largest magnitudes, and return name -> output."""
         session = self.sessions[stage]
         taken = {node.name: np.ascontiguousarray(given[node.name]) for node in session.get_inputs()}
         found = dict(
@@ -91,12 +95,13 @@ def write_pairs(
     solver: Solver,
     runs: Iterable[tuple[ModelInputs, np.ndarray]],
 ) -> Pairs:
-    """Put pairs around the products with constant weights of the int8 components in ``recipe``, in place, in the
-    graphs of an export.
+    """Put pairs around the products of the int8 components in ``recipe``, in the graphs of an export, in place.
+
+    Only products with constant weights get pairs.
 
     Args:
-        folder: The export.
-        recipe: Precision of each component.
+        folder: The folder of the export.
+        recipe: Component -> precision.
         bits: Bits of the weights.
         solver: The policy's solver.
         runs: Inputs and noise of the observations that calibrate the scales of activations.
@@ -138,12 +143,12 @@ def write_pairs(
 
 
 def scale_of(largest: float) -> float:
-    """Return the scale of a tensor of int8 by its largest magnitude."""
+    """Return the int8 scale of a tensor with this largest magnitude."""
     return largest / 127 or 1.0
 
 
 def _products(graph: Any, recipe: Mapping[str, str]) -> list[Any]:
-    """Return the nodes that get pairs."""
+    """Return the nodes that get pairs: products with constant weights in int8 components."""
     axes = {tensor.name: len(tensor.dims) for tensor in graph.initializer}
     return [
         node
@@ -155,7 +160,7 @@ def _products(graph: Any, recipe: Mapping[str, str]) -> list[Any]:
 
 
 def _activations(products: Iterable[Any]) -> dict[str, None]:
-    """Return the names of what goes into products and comes out of them, once."""
+    """Return the names of the inputs and outputs of products, each name once."""
     return dict.fromkeys(name for node in products for name in (node.input[0], node.output[0]))
 
 
@@ -166,7 +171,7 @@ def _magnitudes(
     solver: Solver,
     runs: Iterable[tuple[ModelInputs, np.ndarray]],
 ) -> tuple[dict[str, float], int]:
-    """Return "stage:tensor" -> its largest magnitude, and of how many runs."""
+    """Run the graphs over observations, and return "stage:tensor" -> largest magnitude, and the number of runs."""
     import onnx
 
     helper, count = onnx.helper, 0
@@ -191,7 +196,14 @@ def _magnitudes(
 
 
 def _put_pairs(graph: Any, products: Sequence[Any], scales: Mapping[str, float], bits: int) -> None:
-    """Rewrite a graph, in place. scales: of the activations by name."""
+    """Put pairs around products of a graph, in place.
+
+    Args:
+        graph: The ONNX graph.
+        products: The nodes that get pairs.
+        scales: Activation -> scale.
+        bits: Bits of the weights.
+    """
     from onnx import helper, numpy_helper
 
     constants = {tensor.name: tensor for tensor in graph.initializer}
