@@ -1,1 +1,1 @@
-"""Compiled products of int8 activations with low-bit weights, and how they come to this machine."""
+"""The engine with compiled products of int8 activations with low-bit weights, and the compilation of its kernels."""

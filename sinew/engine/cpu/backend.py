@@ -1,4 +1,4 @@
-"""The engine of compiled products, before it is opened."""
+"""The engine of compiled products before it is opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Cpu(Backend):
-    """The planned model over low-bit weights as the bundle stores them, or in bfloat16, with compiled kernels."""
+    """The planned model over low-bit weights as the bundle stores them, or over bfloat16 weights, with compiled
+    kernels."""
 
     name, opens = "cpu", "sinew.engine.cpu.open:open_cpu"
     follows = LOWBIT

@@ -1,4 +1,4 @@
-"""A planned model with compiled operators between its products: which modules are given which class."""
+"""Replace the operations between the products of a planned model by compiled operators."""
 
 from __future__ import annotations
 
@@ -113,9 +113,10 @@ COMPILED: tuple[tuple[str, type[nn.Module], Callable[[Any], str | None], type[nn
 
 
 def compile_floats(plan: Plan) -> Plan:
-    """Return ``plan`` with compiled operators in its model, which is changed in place, and what became of each kind.
+    """Return ``plan`` with compiled operators in its model, which is changed in place.
 
-    Layers that read the same input are one call where their weights are of one format: it is rounded once.
+    Layers that read the same input become one call if their weights have one format. The input is then rounded once.
+    The outcomes of the plan list the changes for each kind of module.
     """
     # Make a list of the modules first, because the loop changes their classes.
     outcomes, modules = [*plan.outcomes], list(plan.model.named_modules())

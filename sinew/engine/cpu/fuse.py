@@ -1,4 +1,5 @@
-"""Transformer layers whose halves around the attention are one compiled call each (``kernels/layer_kernels.py``)."""
+"""Transformer layers with two compiled calls: one before the attention and one after it
+(``kernels/layer_kernels.py``)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class FusedDecoderLayer(DecoderLayer):
     behind: Finish
 
     def fuse(self) -> None:
-        """Find what the two halves compute with."""
+        """Collect the weights for the two compiled calls."""
         attn, mlp = self.attn, self.mlp
         layers = [attn.q_proj] if attn.is_cross else [attn.q_proj, attn.k_proj, attn.v_proj]
         turned = 0 if attn.q_norm is not None else 1 if attn.is_cross else 2
@@ -56,7 +57,7 @@ class FusedViTLayer(ViTLayer):
     rounded: bool
 
     def fuse(self) -> None:
-        """Find what the two halves compute with."""
+        """Collect the weights for the two compiled calls."""
         attn, mlp = self.attn, self.mlp
         self.before = Projection(
             _norm_of(self.norm1), [attn.q_proj, attn.k_proj, attn.v_proj], 2, attn.head_dim
@@ -72,8 +73,11 @@ class FusedViTLayer(ViTLayer):
 
 
 def rounds_attention(attention: nn.Module) -> bool:
-    """Return True where queries, keys and values are sums of products of rounded numbers: 16 bits are finer than those.
-    BitNet's own arithmetic (ternary) keeps attention in floats."""
+    """Return True if the attention may round to 16 bits.
+
+    Its queries, keys and values are then sums of products of numbers with fewer bits. BitNet's own arithmetic (ternary)
+    keeps attention in floats.
+    """
     layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
     stores = [codes_of(layer) for layer in layers]
     return all(store is not None and not isinstance(store, Ternary) for store in stores)
@@ -87,7 +91,7 @@ def _norm_of(norm: Any) -> NormOf:
 
 
 def _alone(norms: tuple[nn.Module, ...], products: tuple[tuple[nn.Module, ...], ...]) -> str | None:
-    """Return why norms and products are none that a half computes; None if they are."""
+    """Return the reason why a compiled call cannot compute these norms and products, or None."""
     for norm in norms:
         if type(norm) not in (LayerNorm, RMSNorm, GemmaRMSNorm):
             return f"{type(norm).__name__} is not a norm of fixed weights"
@@ -97,7 +101,7 @@ def _alone(norms: tuple[nn.Module, ...], products: tuple[tuple[nn.Module, ...], 
 
 
 def decoder_apart(layer: Any) -> str | None:
-    """Return why a decoder layer's halves are not one call each; None if they can be."""
+    """Return the reason why a decoder layer cannot become two compiled calls, or None."""
     attn, mlp = layer.attn, layer.mlp
     if not (exactly(attn, DecoderAttention) and exactly(mlp, GatedMLP)):
         return f"{loaded_class(attn).__name__} and {loaded_class(mlp).__name__}"
@@ -113,7 +117,7 @@ def decoder_apart(layer: Any) -> str | None:
 
 
 def vit_apart(layer: Any) -> str | None:
-    """Return why a vision layer's halves are not one call each; None if they can be."""
+    """Return the reason why a vision layer cannot become two compiled calls, or None."""
     attn, mlp = layer.attn, layer.mlp
     if not (exactly(attn, ViTAttention) and exactly(mlp, ViTMLP)):
         return f"{loaded_class(attn).__name__} and {loaded_class(mlp).__name__}"

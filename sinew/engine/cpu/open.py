@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def open_cpu(bundle: Bundle, options: EngineOptions) -> PlannedEngine:
-    """Return the engine of the rewritten model over low-bit weights as they are stored, or over bfloat16."""
+    """Return the engine for a rewritten model over low-bit weights as they are stored, or over bfloat16 weights."""
     kernels, half = extension(), options.dtype == "bf16"
     order = kernels.halves if half else PANELS
     if order is None:
@@ -54,16 +54,20 @@ def lay_out_codes(
     lay_out: LayOut = lowbit.lay_out_into,
     copied: Callable[[Tensor], object] = lambda _: None,
 ) -> int:
-    """Lay out the int8 weights of a model's linear layers as :class:`Panels`, or bfloat16 weights under float32 as
-    :class:`Bf16Panels`, as ``order`` states. Return their bytes.
+    """Bring weights of a model's linear layers into the order that the kernels read.
 
-    Each is copied out of the bundle's map. A weight whose size does not divide is left unchanged.
+    With order PANELS, int8 weights become :class:`Panels`. With an order in HALVES, bfloat16 weights under float32
+    become :class:`Bf16Panels`. Each weight is copied out of the bundle's memory map. A weight whose size does not
+    divide into panels is left unchanged.
 
     Args:
         model: The model.
-        order: The layout.
-        lay_out: Writes a weight's panels of int8.
+        order: The order of the weights.
+        lay_out: Writes the panels of an int8 weight.
         copied: Called with each weight that was copied.
+
+    Returns:
+        The bytes of the copied weights.
     """
     done = 0
     for layer in model.modules():

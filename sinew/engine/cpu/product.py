@@ -1,4 +1,4 @@
-"""A small product as the compiled kernels computes it, to be timed (:mod:`sinew.engine.measured`)."""
+"""A small product with the compiled kernels, which :mod:`sinew.engine.measured` times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from sinew.layers.stores.lowbit import BF16_PANELS, PANELS, lay_out, lowbit_line
 
 
 def compiled_product(kind: str) -> Callable[[], object]:
-    """Return the product of the compiled kernels.
+    """Return a function that computes a small product with the compiled kernels.
 
     Args:
         kind: "bf16", or the name of a low-bit format (:data:`sinew.bundle.quant.FORMATS`).
-
-    Returns:
-        The product, which computes when it is called.
     """
     panels = extension().panels
     x = torch.full((ROWS, WIDTH), 0.5)

@@ -1,1 +1,1 @@
-"""Compiled kernels of low-bit and of float products, apart from the engine that runs them."""
+"""Compiled kernels for low-bit and float products. The kernels do not depend on the engine that runs them."""

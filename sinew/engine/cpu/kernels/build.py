@@ -1,11 +1,12 @@
 """Compile the kernels with the machine's own compiler, once, into the user's cache.
 
-Each instruction set is a file of its own, compiled with its own flags. Which one runs is decided at run time. The
-library is stored under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``, with its own hash,
-because a library that was cut short by a power loss would end every later process with a signal. A library that other
-users could have written is not loaded. Without such a place, the library is compiled for this process alone. To
-prepare an image, run ``python -m sinew.engine.cpu.kernels.build``. With ``--background`` every other process goes
-first.
+Each instruction set has its own file, which is compiled with its own flags. The instruction set is chosen at run time.
+The library is stored under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``, together with its own
+hash. The hash is needed because a library that was truncated by a power loss would crash every later process.
+
+A library that other users could have written is not loaded. If no folder is safe, the library is compiled for this
+process alone. To prepare an image, run ``python -m sinew.engine.cpu.kernels.build``. With ``--background``, the
+compilation runs at the lowest priority.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ LONGEST_S = 300
 
 @dataclass(frozen=True)
 class Built:
-    """The library, or the reason why there is none."""
+    """The path of the library, or None with the reason."""
 
     path: Path | None
     reason: str
 
 
 def find_compiler() -> str | None:
-    """Return ``$CXX``, or the first C++ compiler on the path."""
+    """Return ``$CXX``, or the first C++ compiler on the search path, or None."""
     named = os.environ.get("CXX")
     return shutil.which(named) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def build(compiler: str | None = None) -> Built:
-    """Return the library for this machine, compiled now unless the cache has it."""
+    """Return the library for this machine. It is compiled now unless the cache has it."""
     compiler = compiler or find_compiler()
     if compiler is None:
         return Built(None, f"no C++ compiler ({', '.join(COMPILERS)} or $CXX)")
@@ -86,7 +87,7 @@ def build(compiler: str | None = None) -> Built:
 
 
 def kept() -> Path | None:
-    """Return the library for this machine where the cache has it; nothing is compiled."""
+    """Return the library for this machine if the cache has it, or None. The function compiles nothing."""
     compiler = find_compiler()
     try:
         folder = None if compiler is None else _place(compiler)[0]
@@ -96,7 +97,7 @@ def kept() -> Path | None:
 
 
 def _place(compiler: str) -> tuple[Path, str]:
-    """Return the folder of the library that ``compiler`` makes of these sources, and what it calls itself."""
+    """Return the folder for the library that ``compiler`` makes from these sources, and the compiler's version."""
     version, sets = _run(compiler, "--version"), SETS.get(platform.machine(), {})
     digest = hashlib.sha256(repr((version, FLAGS, sets, sys.platform, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
@@ -136,7 +137,7 @@ def _build(compiler: str) -> Built:
 
 
 def unkept(folder: Path) -> str:
-    """Return why a library would not be kept in ``folder``, which is made where it is missing; "" where it would."""
+    """Create ``folder``, and return the reason why a library cannot be stored in it, or ""."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -145,7 +146,7 @@ def unkept(folder: Path) -> str:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder has a library, as it was written."""
+    """Return whether a folder has a complete library, by its hash."""
     try:
         return read_text(folder / HASH, 256) == _sha256(folder / NAME)
     except (OSError, ValueError):
@@ -153,10 +154,10 @@ def is_whole(folder: Path) -> bool:
 
 
 def untrusted(folder: Path) -> str:
-    """Return which other user could have written a library in ``folder``; "" if only this user and root could.
+    """Return which other user could have written a library in ``folder``, or "" if only this user and root could.
 
-    It is the rule of ssh for its keys, with all folders above: a user who may write to one of them may replace its
-    content, unless only owners may (as in /tmp).
+    The rule is that of ssh for its keys, and includes all parent folders. A user who may write to a folder may replace
+    its content, unless the folder's sticky bit allows that to owners only (as in /tmp).
     """
     if not hasattr(os, "geteuid"):
         return ""
@@ -179,7 +180,8 @@ def untrusted(folder: Path) -> str:
 
 
 def _alone_in(group: int) -> bool:
-    """Return whether a group is this user's own, as many systems give one to each, and let it write."""
+    """Return whether a group has this user as its only member. Many systems give each user such a group, which may
+    write."""
     import grp
     import pwd
 
@@ -191,7 +193,7 @@ def _alone_in(group: int) -> bool:
 
 
 def private() -> Path:
-    """Return a new folder of this process, which goes with it."""
+    """Return a new folder that is removed when this process ends."""
     # The function mkdtemp makes a folder that only this user can read.
     parent = Path(tempfile.mkdtemp(prefix="sinew-cpu-"))
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
@@ -206,7 +208,7 @@ def _sha256(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Let what is written be on the disk: a name may survive a power loss that its bytes do not."""
+    """Write a file or folder to disk. After a power loss, a file may otherwise exist without its content."""
     number = os.open(path, os.O_RDONLY)  # own file: written by this process
     try:
         os.fsync(number)
@@ -217,7 +219,17 @@ def _flush(path: Path) -> None:
 def compile_into(
     folder: Path, compiler: str, sets: dict[str, tuple[str, ...]], extra: tuple[str, ...] = ()
 ) -> tuple[list[Path], list[str]]:
-    """Write object files to ``folder``; return them and the instruction sets that the compiler refused."""
+    """Compile object files into ``folder``.
+
+    Args:
+        folder: The folder.
+        compiler: The compiler.
+        sets: Instruction set -> compiler flags.
+        extra: Flags for all files.
+
+    Returns:
+        The object files, and the instruction sets that the compiler rejected.
+    """
     objects: list[Path] = []
     left_out: list[str] = []
     here: list[str] = []
@@ -238,7 +250,7 @@ def compile_into(
 
 
 def _knows(compiler: str, flags: tuple[str, ...]) -> bool:
-    """Return whether a compiler takes the flags of an instruction set, by an empty file; nothing is written."""
+    """Return whether a compiler accepts the flags of an instruction set. The test compiles an empty file."""
     try:
         _run(compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull)
     except subprocess.CalledProcessError:
@@ -247,13 +259,14 @@ def _knows(compiler: str, flags: tuple[str, ...]) -> bool:
 
 
 def cache() -> Path:
-    """Return the folder that compiled libraries are kept in."""
+    """Return the folder for compiled libraries."""
     return machine.cache_folder("cpu")
 
 
 def _run(*command: str) -> str:
-    """Return the output of a compiler. If the wait ends, the compiler's own child processes and files are removed
-    too.
+    """Return the output of a compiler.
+
+    After a timeout or an interrupt, the compiler's child processes are ended and its temporary files are removed.
     """
     group, pipe = 0 if hasattr(os, "killpg") else None, subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=group) as made:

@@ -1,9 +1,11 @@
 """Compiled kernels between the products of a layer: attention, GELU and gated SiLU, in float32.
 
-Each is an operator with a reference in plain PyTorch. The two differ only in rounding: attention is exact to 4e-6 of
-the largest value, activations to 4e-7 of their input. Attention over sums of rounded products may be ``rounded``: its
-products are then of 16-bit integers if those are faster (AVX2), with an error of at most 4e-3 of the largest value
-(``tests/engine/cpu/test_float_kernels.py`` compares all of them with float64).
+Each kernel is an operator with a reference in plain PyTorch, and the two differ only in rounding. The error of
+attention is at most 4e-6 of the largest value, and the error of an activation 4e-7 of its input.
+
+Attention over sums of rounded products may be ``rounded``. Its products are then products of 16-bit integers if these
+are faster (AVX2), with an error of at most 4e-3 of the largest value. ``tests/engine/cpu/test_float_kernels.py``
+compares all kernels with float64.
 """
 
 from __future__ import annotations
@@ -30,10 +32,16 @@ def attend_reference(
     own_k: Tensor | None = None,
     own_v: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of q [B, Lq, H, D] over k, v [B, Lk, Hkv, D], and behind them over own_k and own_v, as
-    [B, Lq, H * D]; mask: bool [B, Lq, Lk], of all keys.
+    """Return the attention of queries over keys and values, [B, Lq, H * D].
 
-    ``_rounded`` allows products rounded to 16 bits, which the reference does not need.
+    Args:
+        q: Queries, [B, Lq, H, D].
+        k: Keys, [B, Lk, Hkv, D].
+        v: Values, [B, Lk, Hkv, D].
+        mask: bool [B, Lq, number of all keys], True for visible keys. None if all keys are visible.
+        _rounded: Allows products rounded to 16 bits. The reference ignores it.
+        own_k: More keys after ``k``, or None.
+        own_v: More values after ``v``, or None.
     """
     if own_k is not None and own_v is not None:
         k, v = torch.cat([k, own_k], dim=1), torch.cat([v, own_v], dim=1)
@@ -54,7 +62,7 @@ def silu_times_reference(gate: Tensor, up: Tensor) -> None:
 
 @dataclass(frozen=True)
 class FloatKernels:
-    """The implementations in use."""
+    """The implementations of the operators in use."""
 
     attend: Callable[..., Tensor] = attend_reference
     gelu: Callable[[Tensor], None] = gelu_reference
@@ -62,7 +70,7 @@ class FloatKernels:
 
     @classmethod
     def compiled(cls, library: Any, kernels: int) -> FloatKernels:
-        """Return those of a loaded library (:func:`sinew.engine.cpu.kernels.library.load`)."""
+        """Return the kernels of a loaded library (:func:`sinew.engine.cpu.kernels.library.load`)."""
         return cls(
             partial(_attend, library, kernels),
             partial(_gelu, library, kernels),
@@ -143,7 +151,7 @@ REFERENCES = FloatKernels()
 
 
 def differs(floats: FloatKernels) -> str:
-    """Return the name of an operation in which ``floats`` differs from the reference; "" if there is none."""
+    """Return the name of an operation in which ``floats`` differs from the reference, or ""."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, rows, heads, 24, generator=random) for rows, heads in ((7, 4), (19, 2), (19, 2))
@@ -172,7 +180,7 @@ _on_cpu: list[FloatKernels] = [REFERENCES]  # one entry: the kernels that the op
 
 
 def install(floats: FloatKernels) -> None:
-    """Let the operators compute with ``floats`` on CPUs."""
+    """Set the kernels that the operators use on CPUs."""
     _on_cpu[:] = [floats]
 
 
@@ -193,7 +201,7 @@ def _attend_shape(q: Tensor, *_: Any) -> Tensor:
 
 
 def _in_place(*_: Any) -> None:
-    """Compute no shape: the result is the argument."""
+    """Return no shape, because the operator changes its argument."""
 
 
 _LIBRARY = torch.library.Library("sinew", "FRAGMENT")

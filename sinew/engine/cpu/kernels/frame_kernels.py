@@ -1,4 +1,4 @@
-"""The compiled library as far as frames need it: loaded without torch, held against numpy, and put behind resizes."""
+"""The part of the compiled library that resizes frames. It is loaded without torch and compared with numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
 
 @cache
 def take_kept_resize() -> None:
-    """Let frames be resized by the library where one is kept; ``sinew serve`` compiles one where none is."""
+    """Resize frames with the compiled library if the cache has one. ``sinew serve`` compiles it otherwise."""
     asked = os.environ.get(SWITCH, "")
     if asked == "off" or (path := build.kept()) is None:
         return
@@ -50,7 +50,7 @@ def missing() -> bool:
 
 
 def load(path: str) -> Any:
-    """Return the C library with its functions declared."""
+    """Load the C library and declare its functions."""
     library = ctypes.CDLL(path)
     library.lowbit_kernels.restype = ctypes.c_char_p
     library.lowbit_kernels.argtypes = [ctypes.c_int]
@@ -79,14 +79,14 @@ def kernel_names(library: Any) -> tuple[str, ...]:
 
 
 def check(what: str, status: int) -> None:
-    """Raise RuntimeError for what a function of the library returned, unless it is 0."""
+    """Raise RuntimeError if a function of the library returned a status other than 0."""
     if status:
         why = "not enough memory" if status == 2 else "arguments that make no sense"
         raise RuntimeError(f"{what}: {why}")
 
 
 def from_library(library: Any, kernels: int) -> FrameKernels:
-    """Return the frame kernels of the ``kernels``-th set of a loaded library."""
+    """Return the frame kernels of a loaded library, for the set of kernels with the index ``kernels``."""
     return FrameKernels(*(partial(each, library, kernels) for each in (_resize, _resample, _jpeg)))
 
 
@@ -113,7 +113,7 @@ def _jpeg(library: Any, kernels: int, *arrays: np.ndarray) -> None:
 
 
 def differs(frames: FrameKernels) -> str:
-    """Return the name of what ``frames`` compute otherwise than numpy; empty where there is nothing."""
+    """Return the name of an operation in which ``frames`` differs from numpy, or ""."""
     frame = (np.arange(37 * 41 * 3) * 97 % 256).astype(np.uint8).reshape(37, 41, 3)
     floats = frame.astype(np.float32) / np.float32(255)
     size, target, linear = frame.shape[:2], (60, 19), resample.linear_taps

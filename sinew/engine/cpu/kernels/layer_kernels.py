@@ -1,14 +1,15 @@
-"""The two halves of a transformer layer around its attention, each one compiled call, and a call for both.
+"""Compiled calls for the parts of a transformer layer before and after its attention, and one call for a whole layer.
 
-    project: norm(x) times each of several layers; heads of the first ones are turned
+    project: norm(x) times the weight of each of several layers, with rotated heads of the first layers
     finish:  h = x + gate * (attended W_o), then h + gate * down(action(up(norm(h))))
     encode:  project, attention in which every row attends to every row, finish
 
 Layers may have any format of codes. Each call equals its parts in every bit: the norm and the activation of this
-library, the product of ``lowbit.py``, PyTorch's rotation and sums. The references here are those parts, and
-``tests/engine/cpu/test_layer_kernels.py`` compares the calls with them. A call saves the overhead between the parts:
-about 25 us each of PyTorch and Python, tensors that are written and read once, and the time in which one thread works
-while others wait.
+library, the product of ``lowbit.py``, PyTorch's rotation and sums. The references in this module are those parts, and
+``tests/engine/cpu/test_layer_kernels.py`` compares the calls with them.
+
+A call saves the overhead between the parts: about 25 us each for PyTorch and Python, tensors that are written and read
+once, and the time in which one thread works while other threads wait.
 """
 
 from __future__ import annotations
@@ -42,13 +43,23 @@ ACTIONS = {"gelu_tanh": 2, "gelu_tanh_times": 3, "silu_times": 4}  # number of e
 
 
 def number_of(order: str) -> int:
-    """Return the number of kernels.h of codes in this order."""
+    """Return the number of an order of codes in kernels.h."""
     return PANELS_NUMBERS[order] if order in PANELS_NUMBERS else FORMATS[order].number
 
 
 def check_codes(weight: Tensor, scale: Tensor | None, bias: Tensor | None, order: str, k: int) -> None:
-    """Raise ValueError unless weights uint8 [channels, bytes], their scales and their bias are those of rows of k in
-    this order."""
+    """Check the tensors of a low-bit layer for rows of ``k`` weights.
+
+    Args:
+        weight: uint8 [channels, bytes].
+        scale: float32 scales, or None.
+        bias: float32 [channels], or None.
+        order: The order of the codes.
+        k: The number of weights in a row.
+
+    Raises:
+        ValueError: The tensors do not fit.
+    """
     stored, halves = FORMATS["int8" if order in PANELS_NUMBERS else order], order in lowbit.HALVES
     channels, count = len(weight), 0 if scale is None else scale.numel()
     fits = (
@@ -116,7 +127,14 @@ class _GivenFinish(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class NormOf:
-    """A norm of rows: LayerNorm where it is centred, else RMSNorm; weight and bias float32 [k] or None."""
+    """A norm of rows.
+
+    Attributes:
+        centred: True for LayerNorm, False for RMSNorm.
+        eps: The constant that is added before the root.
+        weight: float32 [k], or None.
+        bias: float32 [k], or None.
+    """
 
     centred: bool
     eps: float
@@ -125,7 +143,7 @@ class NormOf:
 
 
 class CompiledHalf:
-    """Leaves what was made for the kernels, addresses of its weights, out of a copy."""
+    """A part of a layer for the kernels. A copy does not contain the addresses of its weights."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_given": None}
@@ -133,10 +151,13 @@ class CompiledHalf:
 
 @dataclass(eq=False)
 class Projection(CompiledHalf):
-    """The half before an attention.
+    """The part of a layer before its attention.
 
     Attributes:
-        turned: How many of ``layers`` are turned, with heads of ``head`` channels.
+        norm: The norm of the input, or None.
+        layers: The layers that read the norm, such as the projections of queries, keys and values.
+        turned: The number of ``layers``, from the first, whose heads are rotated.
+        head: The number of channels of a head.
     """
 
     norm: NormOf | None
@@ -146,7 +167,7 @@ class Projection(CompiledHalf):
     _given: Any = field(default=None, repr=False)
 
     def fill(self) -> tuple[_GivenProjection, list[Any]]:
-        """Return the C struct and what has to live as long as it."""
+        """Return the C struct, and the objects that must exist as long as the struct."""
         held: list[Any] = []
         product = _product(self.layers, held)
         made = _GivenProjection(_norm(self.norm, product.k, held), product, self.turned, self.head)
@@ -155,11 +176,16 @@ class Projection(CompiledHalf):
 
 @dataclass(eq=False)
 class Finish(CompiledHalf):
-    """The half after an attention.
+    """The part of a layer after its attention.
 
     Attributes:
-        up: One layer, or gate and up.
-        action: A name of :data:`ACTIONS`. The gates are float32 [channels] of ``output`` and ``down``, or None.
+        output: The attention's output layer.
+        norm: The norm before the MLP.
+        up: The MLP's first layer, or its gate and up layers.
+        action: The MLP's activation, a name in :data:`ACTIONS`.
+        down: The MLP's last layer.
+        output_gate: Factors of the attention's output, float32 [channels], or None.
+        down_gate: Factors of the MLP's output, float32 [channels], or None.
     """
 
     output: Linear
@@ -172,7 +198,7 @@ class Finish(CompiledHalf):
     _given: Any = field(default=None, repr=False)
 
     def fill(self) -> tuple[_GivenFinish, list[Any]]:
-        """Return the C struct and what has to live as long as it."""
+        """Return the C struct, and the objects that must exist as long as the struct."""
         held: list[Any] = []
         up = _product(self.up, held)
         made = _GivenFinish(
@@ -225,7 +251,8 @@ def _product(layers: Sequence[Linear], held: list[Any]) -> _GivenProduct:
 
 
 def _given(half: Projection | Finish, weights: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """Return the struct of a half. It is made again if a weight was replaced."""
+    """Return the C struct of a part, with the objects that must exist as long. A new struct is made if a weight was
+    replaced."""
     known = half._given  # noqa: SLF001 - it is made here
     if known is None or any(now is not then for now, then in zip(weights, known[2], strict=True)):
         known = half._given = (*half.fill(), weights)  # noqa: SLF001
@@ -233,7 +260,7 @@ def _given(half: Projection | Finish, weights: tuple[Any, ...]) -> tuple[Any, li
 
 
 def norm_reference(norm: NormOf, x: Tensor) -> Tensor:
-    """Return the norm of each row of x float32 [..., k] by PyTorch."""
+    """Return the norm of each row of x, float32 [..., k], computed by PyTorch."""
     if norm.centred:
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
@@ -242,7 +269,16 @@ def norm_reference(norm: NormOf, x: Tensor) -> Tensor:
 
 
 def project_reference(half: Projection, x: Tensor, rotate: Rotation | None = None) -> list[Tensor]:
-    """Return each layer's output for x float32 [B, L, k], [B, L, channels] each, part by part."""
+    """Return the output of each layer for x, computed part by part.
+
+    Args:
+        half: The layers.
+        x: float32 [B, L, k].
+        rotate: The rotation, or None.
+
+    Returns:
+        [B, L, channels] for each layer.
+    """
     h = x if half.norm is None else _on_cpu[0].norm(half.norm, x)
     parts = together(half.layers, h)
     if rotate is not None:
@@ -252,7 +288,13 @@ def project_reference(half: Projection, x: Tensor, rotate: Rotation | None = Non
 
 
 def finish_reference(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
-    """Return the layer's output [B, L, width] of its input x and what its attention gave [B, L, k]; part by part."""
+    """Return the layer's output, [B, L, width], computed part by part.
+
+    Args:
+        half: The part after the attention.
+        x: The layer's input, [B, L, width].
+        attended: The attention's result, [B, L, k].
+    """
     branch = half.output(attended)
     h = x + (branch if half.output_gate is None else branch * half.output_gate)
     inner = together(half.up, _on_cpu[0].norm(half.norm, h))
@@ -269,10 +311,14 @@ def finish_reference(half: Finish, x: Tensor, attended: Tensor) -> Tensor:
 def encode_reference(
     before: Projection, behind: Finish, x: Tensor, rotate: Rotation | None = None, rounded: bool = False
 ) -> Tensor:
-    """Return the output [B, L, width] of a layer whose rows all attend to each other, part by part.
+    """Return the output, [B, L, width], of a layer whose rows all attend to each other, computed part by part.
 
-    The layers of ``before`` are queries, keys and values. rounded: Allow rounded attention, as in
-    :func:`.attend_reference`.
+    Args:
+        before: The projections of queries, keys and values.
+        behind: The part after the attention.
+        x: The layer's input, [B, L, width].
+        rotate: The rotation, or None.
+        rounded: Allows rounded attention, as in :func:`.attend_reference`.
     """
     q, k, v = (part.unflatten(-1, (-1, before.head)) for part in _on_cpu[0].project(before, x, rotate))
     return _on_cpu[0].finish(behind, x, float_kernels.attend(q, k, v, None, rounded))
@@ -289,7 +335,7 @@ class LayerKernels:
 
     @classmethod
     def compiled(cls, library: Any, kernels: int) -> LayerKernels:
-        """Return those of a loaded library (:func:`sinew.engine.cpu.kernels.library.load`)."""
+        """Return the kernels of a loaded library (:func:`sinew.engine.cpu.kernels.library.load`)."""
         declare(library)
         return cls(
             partial(_compiled_norm, library, kernels),
@@ -314,7 +360,11 @@ def declare(library: Any) -> None:
 
 
 def _dense(x: Tensor, width: int, what: str) -> Tensor:
-    """Return x as dense rows. Raises ValueError where it is not float32 [..., width] on the CPU."""
+    """Return x with contiguous rows.
+
+    Raises:
+        ValueError: x is not float32 [..., width] on the CPU.
+    """
     if x.dtype != torch.float32 or x.shape[-1] != width or x.device.type != "cpu":
         raise ValueError(
             f"{what}: expected float32 [..., {width}] on cpu, got {x.dtype} {list(x.shape)} on {x.device}"
@@ -421,10 +471,10 @@ REFERENCES = LayerKernels()
 
 
 def differs(kernels: LayerKernels, floats: FloatKernels, multiply_all: lowbit.MultiplyAll) -> str:
-    """Return the name of an operation in which ``kernels`` differs from its parts; "" if there is none.
+    """Return the name of an operation in which ``kernels`` differs from its parts, or "".
 
-    The norm is compared with PyTorch's, within 1e-5. The halves are compared in every bit with it and the other two's
-    operations.
+    The norm is compared with PyTorch's norm, within 1e-5. The other calls are compared in every bit with this norm and
+    the operations of ``floats`` and ``multiply_all``.
     """
     random = torch.Generator().manual_seed(0)
     width, inner, rows = 64, 96, 7
@@ -466,12 +516,12 @@ _on_cpu: list[LayerKernels] = [REFERENCES]  # one entry: the kernels that the fu
 
 
 def install(kernels: LayerKernels) -> None:
-    """Let layers compute with ``kernels`` on CPUs."""
+    """Set the kernels that layers use on CPUs."""
     _on_cpu[:] = [kernels]
 
 
 def usable(x: Tensor) -> bool:
-    """Return True where a compiled half may be given x: numbers of a CPU that no gradient is asked of."""
+    """Return True if a compiled call can compute with x: float32 on a CPU, without a gradient."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and not x.requires_grad
 
 

@@ -1,7 +1,7 @@
-"""The compiled library: loaded once, checked against the reference, and installed behind the operator.
+"""The compiled library: loaded once, compared with the reference, and installed as the operator.
 
-Without it, the operator computes the same with the reference, slowly. ``sinew doctor`` prints which of the two is
-used and why.
+Without the library, the operator computes the same with the reference, slowly. ``sinew doctor`` prints which of the two
+is in use, and why.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ class Extension:
 
     @property
     def compiled(self) -> bool:
-        """Return True where a kernel computes, False where the reference does."""
+        """Return True if compiled kernels compute, or False for the reference."""
         return self.kernels != "reference"
 
     @property
     def halves(self) -> str | None:
-        """Return the fastest order of bfloat16 products (:data:`lowbit.HALVES`); None if none is compiled."""
+        """Return the fastest order of bfloat16 products (:data:`lowbit.HALVES`), or None if no such product is
+        compiled."""
         return next((order for order in lowbit.HALVES if order in self.panels), None)
 
 
 @cache
 def extension() -> Extension:
-    """Compile, load, check and install this machine's library on the first call, and return it."""
+    """Return this machine's library. The first call compiles, loads, checks and installs it."""
     found = _load(os.environ.get(SWITCH, ""))
     lowbit.install(found.multiply_all)
     compiled.install(found.frames)
@@ -116,10 +117,10 @@ def _load(asked: str) -> Extension:
 
 
 def _faster(library: Any, names: Sequence[str]) -> tuple[int, str]:
-    """Return the index of the kernels to take, and what was measured, in words.
+    """Return the index of the faster kernels, and the measured times as text.
 
-    The first ones are taken, except if they multiply by tiles: which of the first two is faster depends on the CPU
-    and on its hypervisor.
+    The first kernels are the best, except if they multiply with AMX tiles. Whether the first or the second kernels are
+    faster then depends on the CPU and on its hypervisor, so both are measured.
     """
     if names[0] != TILES or len(names) < 2:
         return 0, ""
@@ -148,7 +149,11 @@ def _multiply_all(
     name: str,
     smallest: float,
 ) -> list[Tensor]:
-    """As :func:`sinew.layers.stores.lowbit.reference_all`. Raises ValueError for tensors that do not fit each other."""
+    """Compute :func:`sinew.layers.stores.lowbit.reference_all` with compiled kernels.
+
+    Raises:
+        ValueError: The tensors do not fit each other.
+    """
     rows, k = x.shape
     if x.dtype != torch.float32:
         raise ValueError(f"{name}: x {x.dtype} {list(x.shape)} and float32 products do not fit")
@@ -170,7 +175,11 @@ def _multiply_all(
 
 
 def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None:
-    """As :func:`sinew.layers.stores.lowbit.lay_out_into`. Raises ValueError for tensors that do not fit each other."""
+    """Compute :func:`sinew.layers.stores.lowbit.lay_out_into` with compiled kernels.
+
+    Raises:
+        ValueError: The tensors do not fit each other.
+    """
     fits = all(t.dtype == torch.uint8 and t.is_contiguous() for t in (weight, panels))
     if not fits or weight.shape != panels.shape or not lowbit.lies_in_panels(*weight.shape):
         raise ValueError(f"panels: weight {list(weight.shape)} and panels {list(panels.shape)} do not fit")
@@ -181,13 +190,13 @@ def _lay_out(library: Any, kernels: int, weight: Tensor, panels: Tensor) -> None
 def differs(
     multiply_all: Callable[..., list[Tensor]], lay_out: lowbit.LayOut, panels: Collection[str]
 ) -> str:
-    """Return the name of a format in which ``multiply_all`` differs from the reference; "" if there is none.
+    """Return the name of a format in which ``multiply_all`` differs from the reference, or "".
 
-    A library that was miscompiled, or made for another machine, is found here and not by a robot's actions.
+    This check finds a library that was miscompiled or made for another machine, before a robot moves.
 
     Args:
-        multiply_all: The product.
-        lay_out: Lays out int8.
+        multiply_all: Computes products.
+        lay_out: Brings int8 weights into panels.
         panels: See :attr:`Extension.panels`.
     """
     random = torch.Generator().manual_seed(0)
