@@ -1,1 +1,2 @@
-"""The engine for NVIDIA GPUs: one graph from camera frame to action chunk. ``docs/kernels.md`` lists its kernels."""
+"""The engine for NVIDIA GPUs: one CUDA graph from camera frame to action chunk. ``docs/kernels.md`` lists its
+kernels."""

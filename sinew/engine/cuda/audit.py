@@ -1,7 +1,8 @@
-"""Finds what in a program a CUDA graph could not record, without a GPU and without computing anything.
+"""Find the operations of a program that a CUDA graph could not record, without a GPU and without computing anything.
 
-The program runs twice on a device that is neither host nor GPU and has no memory: the first run fills what a warm-up
-fills, the second is looked at. On the host, kernels are their references in PyTorch; a kernel itself can be recorded.
+The program runs twice on the meta device, which has no memory. The first run fills the same caches as a warm-up. The
+second run is watched. On the host, the program uses the kernels' PyTorch references. The kernels themselves can always
+be recorded.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ UNKNOWN = "has sizes or a branch that depend on values"
 
 
 class Watched(TorchDispatchMode):
-    """Collects, by stage, operators that read host memory for a device tensor or wait for a device's value, and newly
-    allocated tensors.
+    """Collects, by stage, the operators that a recording could not contain, and the memory that operators allocate.
+
+    A recording can contain no operator that reads host memory for a device tensor, or waits for a value of the device.
+
+    Attributes:
+        stage: The stage that runs now.
+        found: Stage -> problem -> how often the problem occurred.
+        operators: Stage -> number of operators that compute.
     """
 
     def __init__(self) -> None:
@@ -40,8 +47,13 @@ class Watched(TorchDispatchMode):
         self.made: Counter[str] = Counter()  # stage -> bytes of newly allocated tensors
 
     def note(self, what: str, operator: str, stack: traceback.StackSummary | None = None) -> None:
-        """Keep what would stop a recording, with the line of this package that asked for it. stack: where it was asked
-        for, if that is not here."""
+        """Count a problem, with the line of this package that called the operator.
+
+        Args:
+            what: The problem.
+            operator: The operator, or the error's message.
+            stack: The call stack of the problem, by default the current stack.
+        """
         inside = [
             each for each in stack or traceback.extract_stack() if each.filename.startswith(str(PACKAGE))
         ]
@@ -67,7 +79,8 @@ class Watched(TorchDispatchMode):
         return out
 
     def constants(self) -> Callable[..., torch.Tensor]:
-        """Return ``torch.tensor``, which is no operator of its own on a device without memory, watched."""
+        """Return a watched ``torch.tensor``. On the meta device, ``torch.tensor`` is not an operator that this mode
+        could see."""
         make = torch.tensor
 
         def tensor(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -87,7 +100,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 # Use no_grad: under inference_mode, PyTorch would pass composite operators to the mode without their parts.
 @torch.no_grad()
 def audited(program: Program) -> list[Audited]:
-    """Return the problems of a recording of ``program``, stage by stage: vision, prefix, head."""
+    """Return the problems of a recording of ``program``, for each of the stages vision, prefix and head."""
     program = without_memory(program)
     with suppress(NotImplementedError, RuntimeError):  # the second run meets the same error and notes it
         program.first_step()
@@ -107,7 +120,8 @@ def audited(program: Program) -> list[Audited]:
 
 
 def _run(program: Program, watched: Watched) -> None:
-    """Run all stages. One that cannot go on without values is noted, and nothing behind it is seen."""
+    """Run all stages. If a stage cannot continue without values, the error is noted, and the later stages do not
+    run."""
 
     def then(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -138,8 +152,11 @@ def _constants(watched: Watched) -> Iterator[None]:
 
 
 def without_memory(program: Program) -> Program:
-    """The same program on the device that is neither host nor GPU and computes nothing. What is named here is on the
-    device by design; any other tensor that the program reads is on the host, which is what to find."""
+    """Return the same program on the meta device, which computes nothing.
+
+    All tensors that should be on the device are moved to the meta device. Any other tensor that the program reads is
+    still on the host, and the audit finds it.
+    """
     model = program.model
     held = [*model.parameters(), *model.buffers()]
     for module in model.modules():  # tensors that vision towers store as plain attributes

@@ -1,4 +1,4 @@
-"""The engine for NVIDIA GPUs, before it is opened."""
+"""The engine for NVIDIA GPUs before it is opened."""
 
 from __future__ import annotations
 

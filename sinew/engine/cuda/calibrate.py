@@ -1,4 +1,4 @@
-"""FP8 scales of a bundle: measured over real observations once, kept under the bundle's fingerprint."""
+"""Measure the FP8 scales of a bundle over observations once, and store them under the bundle's fingerprint."""
 
 from __future__ import annotations
 
@@ -31,9 +31,19 @@ def calibrate(
     source: str,
     steps: int | None = None,
 ) -> tuple[Fp8Calibration, Path]:
-    """Run the planned ``model`` over pairs of inputs (with pixels) and noise, and keep what its layers saw.
+    """Run the planned ``model`` over observations, and store the largest input of each linear layer.
 
-    All components, so that any of them can be asked for later. source: what the observations are, for people.
+    The layers of all components are measured, so that any component can become FP8 later.
+
+    Args:
+        bundle: The bundle.
+        model: The bundle's model.
+        observations: Inputs (with pixels) and noise for each observation.
+        source: The origin of the observations, as text.
+        steps: Number of solver steps, by default the bundle's number.
+
+    Returns:
+        The calibration, and the path of its file.
     """
     device = model.device
     steps = steps or bundle.manifest.spec.solver_steps
@@ -45,8 +55,8 @@ def calibrate(
 
 
 def scales(bundle: Bundle) -> dict[str, float]:
-    """Of layers' inputs, by name: from the bundle's recipe, else measured on this machine before; empty where
-    neither is there."""
+    """Return layer -> scale of its input: from the bundle's recipe, or from a calibration on this machine. {}
+    without either."""
     recipe = bundle.manifest.quantization
     if recipe is not None and recipe.scales:
         return recipe.scales

@@ -1,4 +1,4 @@
-"""Devices of the CUDA engine, and the libraries that it would use there."""
+"""Check the devices of the CUDA engine, and describe the libraries that the engine would use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ NARROW = (8, 9)  # oldest compute capability with e4m3 products
 
 
 def require(device: torch.device, options: CudaOptions) -> None:
-    """Raise :class:`SinewError` for a device that cannot run the engine with these options."""
+    """Check that a device can run the engine with these options.
+
+    Raises:
+        SinewError: The device cannot run the engine.
+    """
     if device.type == "cpu":
         return
     if device.type != "cuda":
@@ -49,7 +53,7 @@ def require(device: torch.device, options: CudaOptions) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Describe in one line what the engine would run on ``device``."""
+    """Return one line about the libraries and precisions that the engine would use on ``device``."""
     if device.type != "cuda":
         return "the kernels' PyTorch references, no graph"
     from sinew.engine.cuda.fp8 import linear as fp8

@@ -1,7 +1,7 @@
-"""The CUDA engine: a fused model, recorded once per shape of an observation, replayed for each one.
+"""The CUDA engine: a fused model that is recorded once per shape of an observation, and replayed for each observation.
 
-On a CPU (`engine="cuda", device="cpu"`) the same program runs with the kernels' references and without graphs. So it
-is tested where there is no GPU; it is slower than the other engines and never chosen by itself.
+On a CPU (`engine="cuda", device="cpu"`) the same program runs with the kernels' references and without graphs. This is
+for tests on machines without a GPU. It is slower than the other engines, and Sinew never chooses it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,17 @@ from sinew.processing.normalize import Normalizer
 
 
 class CudaEngine(Engine):
-    """Runs a planned model, one observation at a time. A graph holds all stages, so :meth:`read` computes nothing and
-    :meth:`solve` everything.
+    """Runs a planned model, one observation at a time. A graph contains all stages, so :meth:`solve` computes
+    everything and :meth:`read` nothing.
 
-    ``plan``: made with the rewrites of ``fuse.ON_CUDA``; it is left as it is. ``scales``: of the inputs of FP8
-    layers, by module name. ``actions``: un-normalises the chunk on the device; without it, it stays in model units.
-    ``recorder``: instead of the one that device and options ask for.
+    Args:
+        plan: A plan that was made with the rewrites of ``fuse.ON_CUDA``. It is not changed.
+        device: The device.
+        processing: The bundle's processing.
+        actions: Un-normalises the chunk on the device. With None, the chunk stays in model units.
+        options: The options.
+        scales: FP8 layer -> scale of its input.
+        recorder: Records the programs. By default, device and options decide.
     """
 
     def __init__(
@@ -105,7 +110,7 @@ class CudaEngine(Engine):
         return torch.get_num_threads()
 
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> ModelInputs:
-        """Return the inputs of one observation as they are."""
+        """Return the inputs of one observation without a change."""
         return inputs
 
     @torch.inference_mode()
@@ -117,12 +122,15 @@ class CudaEngine(Engine):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return float32 [1, H, A] in model units, or, with ``actions``, [1, H, action_dim] un-normalised, in the
-        precision of the recipe's convention.
+        """Return the actions of one observation, by replaying a graph.
 
-        A whole graph cannot be stopped, and its parts have no times of their own: the watch is checked before and
-        after it, and gets one "step" for all of it. If the watch requires separate stages, they run one by one. The
-        first call with a new key records, which takes much longer.
+        A whole graph cannot be stopped, and its stages have no separate times. The watch is checked before and after
+        the graph, and gets one "step" for all stages. If the watch requires separate stages, they run one by one. The
+        first call with a new key records a graph, which takes much longer.
+
+        Returns:
+            float32 [1, H, A] in model units. With ``actions``, [1, H, action_dim] un-normalised, in the precision of
+                the recipe's convention.
         """
         if guidance is not None and getattr(guidance, "jacobian", True):
             expected = f"engine {either(engines_that(guides=('guided',)))}, which has a Jacobian"
@@ -143,8 +151,10 @@ class CudaEngine(Engine):
             return self._chunk.numpy().copy()[None]
 
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
-        """Record what prompts of up to ``longest`` tokens will need with frames of these sizes, the shortest first, as
-        many as are kept."""
+        """Record the graphs for frames of these sizes and prompts of up to ``longest`` tokens, the shortest first.
+
+        At most ``max_graphs`` graphs are recorded.
+        """
         whole = inputs.alone()
         views = len(whole.camera_mask)
         each = max(1, views) if self.model.moments is None else self.model.moments[1]
@@ -167,7 +177,7 @@ class CudaEngine(Engine):
             return audited(program)
 
     def prepare(self, key: Key) -> None:
-        """Record what a key needs before an observation asks for it."""
+        """Record the graphs for a key before an observation needs them."""
         with torch.inference_mode(), self._on_stream():
             self.programs[key].record()
             self._wait()
@@ -182,8 +192,9 @@ class CudaEngine(Engine):
         watch.lap("step")
 
     def _speak(self, program: Program, inputs: ModelInputs, noise: np.ndarray, watch: Watch) -> np.ndarray:
-        """Return a chunk [1, H, A] that is generated token by token. The host reads each token, because it must find
-        the end of a sequence.
+        """Return a chunk, [1, H, A], that is generated token by token.
+
+        The host reads each token, because it must find the end of a sequence.
         """
         program.record()
         program.write(inputs, noise)
@@ -249,7 +260,8 @@ class CudaEngine(Engine):
     def _guided(
         self, program: Program, inputs: ModelInputs, noise: np.ndarray, guidance: Guidance, watch: Watch
     ) -> None:
-        """Replay vision, prefix and each step separately, with the guidance of a step's output between two replays."""
+        """Replay vision, prefix and each step separately. The guidance changes the output of a step between two
+        replays."""
         program.write(inputs, noise)
         watch.begin()
         for name, lap in (("vision", "vision"), ("read", "prefix")):
@@ -280,8 +292,7 @@ class CudaEngine(Engine):
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """On the engine's stream; what cuBLAS adds up in parts it adds in float32. Both are part of what is
-        recorded."""
+        """Use the engine's stream, and let cuBLAS add partial sums in float32. A recording contains both settings."""
         if self.stream is None:
             yield
             return
@@ -295,7 +306,8 @@ class CudaEngine(Engine):
             flags.allow_bf16_reduced_precision_reduction = before
 
     def _rows(self, watch: Watch, noted: bool) -> AbstractContextManager[dict[str, np.ndarray] | None]:
-        """Note in a trace which rows of tables are read, within the context, where they are to be ``noted``."""
+        """Record in a trace which rows of embedding tables the model reads inside the ``with`` block, if ``noted``
+        is True."""
         if watch.trace is None or not noted:
             return nullcontext()
         return recorded_rows(self.model, watch.trace.rows)

@@ -1,4 +1,4 @@
-"""Raw camera frames to the rows of patches that the vision tower multiplies, on the device."""
+"""Convert raw camera frames on the device to the rows of patches that the vision tower multiplies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ Size = tuple[int, int]  # height and width in pixels
 
 
 class FrameGroup(NamedTuple):
-    """Neighbouring views of one size: one launch."""
+    """Neighbouring views of one frame size, which one launch converts.
+
+    Attributes:
+        first: Index of the first view.
+        views: Number of views.
+        size: Height and width in pixels.
+    """
 
     first: int
     views: int
@@ -30,7 +36,7 @@ class FrameGroup(NamedTuple):
 
 
 def runs(sizes: Sequence[Size]) -> list[FrameGroup]:
-    """Views in their order, neighbours of one size together."""
+    """Group views in their order, so that neighbouring views of one size are one group."""
     found, first = [], 0
     for size, members in groupby(sizes):
         views = len(list(members))
@@ -40,8 +46,10 @@ def runs(sizes: Sequence[Size]) -> list[FrameGroup]:
 
 
 def fits(recipe: ImageRecipe, model: Any) -> bool:
-    """Return True if frames can be sent to the device raw: the kernel supports the recipe, the image is a whole
-    number of patches, and the model's image tokens depend on one tower's features alone (``connect``).
+    """Return True if the device can resize raw frames.
+
+    The kernel must support the recipe, the image must be a whole number of patches, and the model's image tokens must
+    depend on one tower's features alone (``connect``).
     """
     if (
         ResizeTables.why_not(recipe)
@@ -54,7 +62,16 @@ def fits(recipe: ImageRecipe, model: Any) -> bool:
 
 
 class Patches:
-    """The resize tables of one set of frame sizes, and the rows that are written for it."""
+    """The resize tables for one set of frame sizes, and the memory for the rows of patches.
+
+    Args:
+        sizes: Height and width of each view's frame.
+        recipe: The image recipe.
+        patch: Side of a patch in pixels.
+        values: Length of a row, at least 3 * patch^2. The values after 3 * patch^2 stay zero.
+        dtype: Dtype of the rows.
+        device: The device.
+    """
 
     def __init__(
         self,
@@ -74,11 +91,17 @@ class Patches:
 
     @property
     def places(self) -> list[tuple[str, int]]:
-        """The field of each view, ``frames.`` and the number of its run, and its row there."""
+        """Return for each view the name of its field (``frames.`` and the number of its group), and its row in that
+        field."""
         return [(f"frames.{i}", row) for i, run in enumerate(self.runs) for row in range(run.views)]
 
     def write(self, frames: Sequence[Tensor], ops: Ops) -> Tensor:
-        """frames: uint8 [views, h, w, 3] of each run -> rows [V, patches, values], the same memory every time."""
+        """Write the rows of patches, and return them, [V, patches, values]. The memory is the same for every call.
+
+        Args:
+            frames: For each group, uint8 [views, h, w, 3].
+            ops: The operations.
+        """
         for run, table, tensor in zip(self.runs, self.tables, frames, strict=True):
             ops.preprocess(tensor, table, self.patch, self.rows[run.first : run.first + run.views])
         return self.rows

@@ -1,6 +1,6 @@
-"""Recording a program once and running it again: a CUDA graph, or the same calls once more.
+"""Record a program once and run it again: as a CUDA graph, or by calling it again.
 
-A bounded cache keeps one set of recordings per key.
+A cache of limited size stores one set of recordings per key.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ WARM_UPS = 2
 
 
 class StageRange:
-    """Shows a stage by name in profilers: as a range of NVTX, which Nsight Systems reads, and as one of PyTorch's
-    profiler while that records, because it takes microseconds.
+    """Shows a stage by name in profilers.
+
+    The stage is a range of NVTX, which Nsight Systems reads. While PyTorch's profiler records, it is also a range of
+    that profiler. Such a range costs microseconds.
     """
 
     def __init__(self, name: str):
@@ -44,7 +46,7 @@ class StageRange:
 
     @classmethod
     def around(cls, name: str, call: Callable[[], None]) -> Callable[[], None]:
-        """Return ``call``, shown as ``name``."""
+        """Return a function that calls ``call`` inside a range with this name."""
 
         def shown() -> None:
             with cls(name):
@@ -55,7 +57,12 @@ class StageRange:
 
 @dataclass
 class RecordedGraph:
-    """``result``: what the program returned. Its tensors hold what the last :meth:`replay` computed."""
+    """A recorded program.
+
+    Attributes:
+        replay: Runs the program again.
+        result: The program's result. Its tensors contain the values of the last :meth:`replay`.
+    """
 
     replay: Callable[[], None]
     result: Any
@@ -72,14 +79,17 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
-        """Make ``program`` repeatable; this may run it, and must be replayed before its result is read.
+        """Return ``program`` as a recording. The method may run the program. Replay the recording before you read its
+        result.
 
-        apart: its result outlives other programs' replays (it is read by another recording).
+        Args:
+            program: The program.
+            apart: True if the result must survive replays of other programs, because another recording reads it.
         """
 
 
 class Calls(GraphRecorder):
-    """Runs the program each time: on a CPU, and where no graph is wanted."""
+    """Runs the program at each replay, on a CPU or if graphs are switched off."""
 
     def record(self, program: Callable[[], Any], apart: bool = False) -> RecordedGraph:
         recorded = RecordedGraph(lambda: None, None)
@@ -92,11 +102,11 @@ class Calls(GraphRecorder):
 
 
 class Graphs(GraphRecorder):
-    """CUDA graphs, recorded on ``stream``, which replays have to be on as well.
+    """CUDA graphs, recorded on ``stream``. Replays must be on the same stream.
 
-    Intermediate memory of whole programs is shared: no two of them run at the same time, none reads what another
-    left, and their results are written to memory of the caller's. Recordings whose results are read by others get
-    a pool of their own, in which nothing else can overwrite them.
+    Whole programs share their intermediate memory. No two of them run at the same time, none reads values that another
+    program left, and the caller provides the memory for the results. Recordings whose results are read by other
+    recordings get their own memory pool, so that no other program overwrites the results.
     """
 
     calls = False
@@ -128,8 +138,10 @@ class Graphs(GraphRecorder):
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's collector off, after a last time: it could free another engine's graphs or pinned memory on this
-    thread, in mid-capture."""
+    """Run Python's garbage collector once, then switch it off inside the ``with`` block.
+
+    During a recording, the collector could free another engine's graphs or pinned memory on this thread.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -145,7 +157,12 @@ V = TypeVar("V")
 
 
 class Kept(Generic[K, V]):
-    """At most ``limit`` values by key; the one that was asked for the longest time ago goes first."""
+    """A cache of at most ``limit`` values. The least recently used value is removed first.
+
+    Args:
+        limit: The largest number of values.
+        make: Makes the value for a new key.
+    """
 
     def __init__(self, limit: int, make: Callable[[K], V]):
         self.limit, self.make = limit, make
@@ -167,5 +184,5 @@ class Kept(Generic[K, V]):
         return key in self._values
 
     def keys(self) -> tuple[K, ...]:
-        """From the one that would go first to the one that was used last."""
+        """Return the keys, the least recently used first."""
         return tuple(self._values)

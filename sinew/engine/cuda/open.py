@@ -19,7 +19,7 @@ from sinew.processing.normalize import Normalizer
 
 
 def open_cuda(bundle: Bundle, options: EngineOptions) -> CudaEngine:
-    """Return the CUDA engine, in the precision of the bundle's recipe unless that is ignored."""
+    """Return the CUDA engine for a bundle, in the precision of its recipe unless the options ignore the recipe."""
     # This engine checks the device itself, with a more precise message.
     where = open_device(options, available=False)
     chosen = None if options.recipe else CudaOptions()
@@ -36,8 +36,18 @@ def cuda_engine(
     plan: Plan | None = None,
     kernels: Callable[[], object] | None = None,
 ) -> CudaEngine:
-    """options: :func:`cuda_options` if absent. plan: :func:`cuda_plan` if absent; it is left as it is. FP8 components
-    use the scales of the recipe, or those that ``calibration.py`` keeps for this bundle."""
+    """Return the CUDA engine for a bundle.
+
+    FP8 components use the scales of the recipe, or the scales that ``calibrate.py`` stored for this bundle.
+
+    Args:
+        bundle: The bundle.
+        device: The device.
+        dtype: The precision of the weights.
+        options: The options, by default :func:`cuda_options`.
+        plan: The plan, by default :func:`cuda_plan`. It is not changed.
+        kernels: Installs compiled products for low-bit weights.
+    """
     options = options or cuda_options(bundle)
     require(device, options)  # check the device before gigabytes are read
     plan = plan or cuda_plan(bundle, device, dtype, kernels)
@@ -54,7 +64,7 @@ def cuda_engine(
 
 
 def cuda_options(bundle: Bundle) -> CudaOptions:
-    """Return options with the components in FP8 that the bundle's recipe names."""
+    """Return the options for a bundle, with the FP8 components of its recipe."""
     recipe = bundle.manifest.quantization
     return CudaOptions(fp8=() if recipe is None else recipe.fp8)
 

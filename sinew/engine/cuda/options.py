@@ -1,4 +1,4 @@
-"""Options of the CUDA engine. Each rung of the benchmark's ladder is a setting of them."""
+"""Options of the CUDA engine. Each step of the benchmark's ladder is one setting of these options."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from sinew.core import SinewError
 
 @dataclass(frozen=True)
 class CudaOptions:
-    """graph: record the program once per key and replay it; False runs the same program call by call.
-    kernels: Triton's; False: torch's own operations alone, with ``scaled_dot_product_attention``.
-    fp8: components whose linear layers multiply in e4m3: of vision, language, head.
-    scaled_norms: a norm that the solver's time modulates (pi0.5) goes into the products that read it; False
-        gives it a pass of its own.
-    stages: replay vision, prefix and each solver step apart, and time them.
-    prompt_buckets: lengths to which prompts are padded, masked. A longer prompt gets a multiple of the last.
-    max_graphs: keys (views and frame sizes, prompt bucket, solver steps) that are kept; the one that was not used
-        for the longest time goes.
+    """Options of the CUDA engine.
+
+    Attributes:
+        graph: Record the program once per key and replay it. False runs the same program call by call.
+        kernels: Use Triton's kernels. False uses PyTorch's own operations alone, with ``scaled_dot_product_attention``.
+        fp8: Components whose linear layers multiply in e4m3, of vision, language and head.
+        scaled_norms: A norm that the solver's time modulates (pi0.5) becomes part of the products that read it. False
+            makes it a separate pass.
+        stages: Replay vision, prefix and each solver step separately, and measure each.
+        prompt_buckets: Lengths to which prompts are padded, with a mask. A longer prompt gets a multiple of the last
+            length.
+        max_graphs: Number of keys (views and frame sizes, prompt bucket, solver steps) whose graphs are kept. The least
+            recently used key is removed first.
     """
 
     graph: bool = True
@@ -40,14 +44,14 @@ class CudaOptions:
             raise SinewError(f"max_graphs: expected 1 or more, got {self.max_graphs}")
 
     def bucket(self, length: int) -> int:
-        """The padded length of a prompt of ``length`` tokens; without a prompt nothing is padded."""
+        """Return the padded length of a prompt of ``length`` tokens. An empty prompt is not padded."""
         if not length:
             return 0
         last = self.prompt_buckets[-1]
         return next((b for b in self.prompt_buckets if b >= length), -(-length // last) * last)
 
     def buckets(self, longest: int) -> list[int]:
-        """All padded lengths of prompts of up to ``longest`` tokens."""
+        """Return all padded lengths for prompts of up to ``longest`` tokens."""
         return sorted(
             {self.bucket(length) for length in (*self.prompt_buckets, longest) if length <= longest}
         )

@@ -1,7 +1,7 @@
-"""One observation from static memory to a static chunk: the program that is recorded, and its parts.
+"""The program that the CUDA engine records for one observation: from static memory to a static chunk.
 
-Nothing here reads a value on the host, copies a constant from it, or depends on anything but the key. Tables of the
-solver's times and of the resize are made when the program is.
+The program reads no value on the host, copies no constant from it, and depends on the key alone. Tables of the solver's
+times and of the resize are made when the program is made.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ SHOWN = {"read": "prefix", "next": "step"}  # stage -> its name in profiles, whe
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of a recorded program: everything that it depends on. ``sizes``: of raw frames, one per view; empty
-    where pixels come in."""
+    """The key of a recorded program: all sizes that it depends on.
+
+    Attributes:
+        views: Number of views.
+        sizes: Height and width of each view's raw frame. Empty if the input is pixels.
+        tokens: Length of the prompt with padding, in tokens.
+        steps: Number of solver steps.
+    """
 
     views: int
     sizes: tuple[Size, ...]
-    tokens: int  # length of the prompt with padding, in tokens
+    tokens: int
     steps: int
 
     @classmethod
@@ -47,7 +53,17 @@ class Key:
 
 
 class Program:
-    """Static buffers of one key and the recordings over them, made on first use."""
+    """Static buffers for one key, and the recordings over them, which are made on first use.
+
+    Args:
+        key: The key.
+        plan: The fused plan.
+        ops: The operations.
+        processing: The bundle's processing.
+        recorder: Records the programs.
+        device: The device.
+        units: Converts :attr:`actions` to the robot's units. With None, they stay in model units.
+    """
 
     def __init__(
         self,
@@ -99,13 +115,15 @@ class Program:
         self._recorded: dict[str, RecordedGraph] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
-        """Write host memory and copy it to the device, on the current stream: what is small, and each frame when it is
-        there."""
+        """Write an observation to host memory and copy it to the device, on the current stream.
+
+        The small fields are copied first, and each frame as soon as it is written.
+        """
         with StageRange("copies"):
             self._write(inputs, noise)
 
     def fetch(self, chunk: Tensor) -> None:
-        """Copy the actions into host memory, which holds them when the current stream has caught up."""
+        """Copy the actions to host memory. The copy is complete when the current stream has finished."""
         with StageRange("copies"):
             chunk.copy_(self.actions, non_blocking=True)
 
@@ -135,8 +153,12 @@ class Program:
         put("noise", noise)
 
     def recorded(self, name: str) -> RecordedGraph:
-        """``name``: "chunk", the whole; or "vision", "read" and "step" (of a speaker "next"), of which each reads the
-        one before."""
+        """Return the recording of a part of the program.
+
+        Args:
+            name: "chunk" is the whole program. "vision", "read" and "step" ("next" for an autoregressive head) are its
+                stages, and each stage reads the result of the previous stage.
+        """
         if name not in self._recorded:
             made = self.recorder.record(getattr(self, name), apart=name != "chunk")
             made.replay = StageRange.around(SHOWN.get(name, name), made.replay)
@@ -144,14 +166,14 @@ class Program:
         return self._recorded[name]
 
     def record(self) -> None:
-        """Record all that an observation needs, unless it asks for stages apart. Recording runs a program."""
+        """Record all parts that an observation needs if its stages are not separate. Recording runs a program."""
         for name in ("vision", "read", "next") if self.speaks else ("chunk",):
             self.recorded(name)
 
     # The methods below are recorded. Each writes to static memory, or returns tensors whose addresses stay the same.
 
     def vision(self) -> Tensor:
-        """Frames or pixels -> image tokens [1, V, tokens, C]."""
+        """Return image tokens, [1, V, tokens, C], of the frames or pixels."""
         held = self.staging.device
         if self.patches is None:
             return self.model.embed_images(held["pixels"][None])
@@ -160,27 +182,28 @@ class Program:
         return self.model.connect(self.model.vision.encode_patches(rows, *grid), *grid)[None]
 
     def read(self) -> Context:
-        """The context; of a speaker also what its first token leaves, which :meth:`next` writes."""
+        """Return the context. For an autoregressive head, also return the state after the first token, which
+        :meth:`next` changes."""
         context = self._read(self.recorded("vision").result)
         return (context, self.model.first(context)) if self.speaks else context
 
     def read_plainly(self) -> None:
-        """Compute the context apart from all recordings, for those who watch the model's modules."""
+        """Compute the context without a recording, so that hooks of the model's modules run."""
         self._read(self.vision())
 
     def next(self) -> None:
-        """One token more."""
+        """Generate one more token."""
         context, spoken = self.recorded("read").result
         said = self.model.next(spoken, context)
         for old, new in zip(tree_leaves(spoken), tree_leaves(said), strict=True):
             old.copy_(new)
 
     def step(self) -> Tensor:
-        """The head's output at ``x`` and ``time_embedding``, for :meth:`advance`."""
+        """Return the head's output for ``x`` and ``time_embedding``, for :meth:`advance`."""
         return self.model.act(self.x, self.time_embedding, self.recorded("read").result)
 
     def advance(self, step: int) -> None:
-        """Move ``x`` by the output of the step that was just replayed."""
+        """Update ``x`` with the output of the step that was just replayed."""
         noise = self.staging.device["noise"][None]
         self.x.copy_(self.steps[step].advance(self.x, self.recorded("step").result, noise))
 
@@ -192,11 +215,11 @@ class Program:
         self.finish()
 
     def every_stage(self) -> None:
-        """Run all that is recorded, once: the chunk; of a speaker its first token and one more."""
+        """Run all recorded parts once: the chunk, or for an autoregressive head its first token and one more."""
         self.first_step() if self.speaks else self.chunk()
 
     def first_step(self) -> None:
-        """Run vision, the prefix and one step, or token."""
+        """Run vision, the prefix and one step or token."""
         context = self._read(self.vision())
         if self.speaks:
             self.model.next(self.model.first(context), context)
@@ -204,12 +227,12 @@ class Program:
             self.model.act(self.x, self.time_embedding, context)
 
     def begin(self) -> None:
-        """The start of the solver, for steps that run apart. After "read" was replayed."""
+        """Set ``x`` to the start of the solver, for separate steps. Replay "read" before."""
         self.recorded("step")  # record before x is set, because recording runs the step and changes x
         self.x.copy_(drawn(self.staging.device["noise"][None], 0))
 
     def finish(self) -> None:
-        """From ``x`` to ``actions``, after the last step."""
+        """Convert ``x`` to ``actions``, after the last step."""
         if self.units is not None:
             self.units.write(self.x[0], self.actions)
 

@@ -1,8 +1,8 @@
-"""Staging of an observation: one block of memory on the host, one on the device, and the copies between them.
+"""Staging of an observation: one block of memory on the host, one block on the device, and the copies between them.
 
-A recorded graph reads the device's block, so neither moves. The host's is pinned, without which a copy would
-wait in a buffer of the driver's. Each camera's frame has a part of its own, which is sent as soon as it is written, so
-that one frame travels while the next is copied.
+A recorded graph reads the device's block, so neither block may move. The host's block is pinned, because the driver
+would otherwise copy through its own buffer. Each camera's frame is a separate part of the block. It is sent as soon as
+it is written, so that one frame is transferred while the next frame is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ Field = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
 
 class Staging:
-    """``host``: numpy views to be written; ``device``: tensors over the same layout."""
+    """Two blocks of memory with the same layout.
+
+    Args:
+        fields: Field -> shape and dtype.
+        device: The device.
+
+    Attributes:
+        host: Field -> numpy view of the host's block, for writing.
+        device: Field -> tensor in the device's block.
+    """
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device):
         places: dict[str, tuple[int, int]] = {}
@@ -51,14 +60,18 @@ class Staging:
         return self._host.numel()
 
     def write(self, name: str, array: np.ndarray, row: int | None = None) -> None:
-        """Write a field, or one row of it. Raises ValueError for an array of another shape; numpy would stretch it."""
+        """Write a field, or one row of a field.
+
+        Raises:
+            ValueError: The array has another shape. numpy would broadcast it.
+        """
         place = self.host[name] if row is None else self.host[name][row]
         if array.shape != place.shape:
             raise ValueError(f"{name}: expected shape {list(place.shape)}, got {list(array.shape)}")
         np.copyto(place, array, casting="same_kind")
 
     def part(self, name: str, row: int | None = None) -> slice:
-        """Return the bytes of a field, or of one of its rows, in both blocks."""
+        """Return the position of a field, or of one of its rows, in the bytes of both blocks."""
         start, size = self._places[name]
         if row is not None:
             size //= len(self.host[name])
@@ -66,24 +79,28 @@ class Staging:
         return slice(start, start + size)
 
     def upload(self, part: slice = slice(None)) -> None:
-        """Copy these bytes, on the current stream. They may be written again once that stream has caught up."""
+        """Copy these bytes to the device, on the current stream. Do not write them again before that stream has
+        finished."""
         self._device[part].copy_(self._host[part], non_blocking=True)
 
 
 def threads_for(nbytes: Sequence[int]) -> int:
-    """Return the number of threads, besides the caller's, that copy arrays of these sizes: 0 without spare cores, or
-    for small arrays.
-    """
+    """Return the number of threads, besides the caller's thread, that copy arrays of these sizes. 0 without spare
+    cores, or for small arrays."""
     large = sum(size >= WORTH_A_THREAD for size in nbytes)
     return max(0, min(large, _cores(), MOST_THREADS + 1) - 1)
 
 
 def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
-    """Run jobs, the first on this thread and the others on up to ``threads`` more, and yield the number of each when
-    it is done.
+    """Run jobs on several threads, and yield the number of each job when it is finished.
 
-    This thread also runs jobs that no other thread has begun, because waking a thread takes as long as copying a
-    frame. All jobs have ended at the end, even if one raised, because they write into the caller's memory.
+    The first job runs on this thread. This thread also runs jobs that no other thread has begun, because waking a
+    thread takes as long as copying a frame. All jobs have ended when the generator ends, even after an error, because
+    they write into the caller's memory.
+
+    Args:
+        jobs: The jobs.
+        threads: The largest number of other threads.
     """
     if threads < 1:
         for index, job in enumerate(jobs):
@@ -107,14 +124,13 @@ def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
 
 @cache
 def _cores() -> int:
-    """Return the processors that copies may use. ``OMP_NUM_THREADS`` does not limit them, because it concerns
-    arithmetic.
-    """
+    """Return the number of processors that copies may use. ``OMP_NUM_THREADS`` does not limit copies, because it
+    concerns arithmetic."""
     found = cores()
     return found.logical if found.quota is None else min(found.logical, int(found.quota))
 
 
 @cache
 def _copiers() -> ThreadPoolExecutor:
-    """Started when first asked for; shared by the engines of a process."""
+    """Return the threads that copy frames. All engines of a process share them, and they start at the first call."""
     return ThreadPoolExecutor(MOST_THREADS, "frame")

@@ -1,4 +1,4 @@
-"""The chunk's last step on the device: from model units to the robot's own."""
+"""Convert a chunk on the device from model units to the robot's units."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from sinew.processing.normalize import Normalizer
 
 
 class RobotUnits:
-    """``actions * scale + offset`` of the first ``dim`` columns, in the precision of the recipe's convention: float32
-    for LeRobot's, float64 for openpi's, whose transforms are numpy's."""
+    """Computes ``actions * scale + offset`` of the first ``dim`` columns.
+
+    The precision is that of the recipe's convention: float32 for LeRobot, and float64 for openpi, whose transforms use
+    numpy.
+    """
 
     def __init__(self, normalizer: Normalizer, device: torch.device):
         self.dim = normalizer.dim
@@ -20,5 +23,6 @@ class RobotUnits:
         )
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """x: float32 [H, padded_action_dim] -> out: [H, dim]. Two launches."""
+        """Convert x, float32 [H, padded_action_dim], and write the result to ``out``, [H, dim]. This takes two
+        launches."""
         torch.addcmul(self.offset, x[:, : self.dim].to(self.dtype), self.scale, out=out)

@@ -1,11 +1,12 @@
-"""Linear layers in FP8: weights and activations in e4m3, half of bfloat16's bytes and twice its rate.
+"""Linear layers in FP8: weights and activations in e4m3, with half of bfloat16's bytes and twice its rate.
 
 Weights have one scale per output channel and are converted once. Activations have one scale from calibration
-(``scales.py``), or one per row, found while they are converted. Neither scale varies along the depth, so both leave
-the sum: ``y[m, n] = s[m] * w[n] * sum_k x[m, k] * W[n, k]``, which is ``torch._scaled_mm`` with scales of rows.
+(``scales.py``), or one scale per row, which is computed during the conversion. No scale depends on k, so both scales
+can be applied after the sum: ``y[m, n] = s[m] * w[n] * sum_k x[m, k] * W[n, k]``. PyTorch computes this with
+``torch._scaled_mm`` and scales per row.
 
-The tensors of a device without FP8 arithmetic (compute capability below 8.9) are refused. On a CPU the reference
-computes, which is what the layers mean: conversion to e4m3 and back, and a product in float32.
+Devices without FP8 arithmetic (compute capability below 8.9) are rejected. On a CPU, the reference computes the
+definition of the layers: conversion to e4m3 and back, and a product in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DIVISOR = 16  # PyTorch's product requires that both sizes of a weight are multi
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """``weight ~ data * scale[:, None]``.
+    """A weight in e4m3: ``weight`` is approximately ``data * scale[:, None]``.
 
     Attributes:
         data: e4m3 [out, in], contiguous.
@@ -36,12 +37,12 @@ class Fp8Weight:
     dtype: torch.dtype = torch.bfloat16
 
     def wide(self) -> Tensor:
-        """Float32 [out, in]."""
+        """Return the weight in float32, [out, in]."""
         return self.data.float() * self.scale[:, None]
 
 
 def supported(device: torch.device) -> tuple[bool, str]:
-    """Return whether a device computes in FP8 (a CPU emulates it), and why."""
+    """Return whether a device computes in FP8, and the reason. A CPU emulates FP8."""
     if device.type != "cuda":
         return True, "emulated by the reference"
     capability = tiles.capability(device)
@@ -50,7 +51,7 @@ def supported(device: torch.device) -> tuple[bool, str]:
 
 
 def unfit(weight: Tensor) -> str | None:
-    """Why a weight cannot be in FP8, None if it can."""
+    """Return the reason why a weight cannot be stored in FP8, or None."""
     if weight.ndim != 2:
         return f"expected [out, in], got {weight.ndim} axes"
     for name, size in (("output", weight.shape[0]), ("input", weight.shape[1])):
@@ -63,9 +64,10 @@ def unfit(weight: Tensor) -> str | None:
 
 @torch.no_grad()
 def quantize_weight(weight: Tensor) -> Fp8Weight:
-    """[out, in] -> e4m3 with one scale per output channel, its largest value / 448.
+    """Convert a weight, [out, in], to e4m3. The scale of an output channel is its largest magnitude / 448.
 
-    Raises ValueError for a shape that does not fit, numbers that are not finite, or a device without FP8.
+    Raises:
+        ValueError: The shape does not fit, a number is not finite, or the device has no FP8.
     """
     if why := unfit(weight):
         raise ValueError(f"weight: {why}")
@@ -80,10 +82,16 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
 def fp8_linear(
     x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """x: [M, K], bfloat16, float16 or float32 -> [M, N] in ``weight.dtype``.
+    """Return x times an FP8 weight, [M, N] in ``weight.dtype``.
 
-    x_scale: float32 scalar on x's device, from calibration; None: a scale per row. Two launches on a GPU, one
-    that converts x and one that multiplies; their intermediate is allocated, which a graph's capture may do.
+    On a GPU, one launch converts x and one launch multiplies. The converted x is allocated, which is allowed in a
+    recording.
+
+    Args:
+        x: [M, K] in bfloat16, float16 or float32.
+        weight: The weight.
+        x_scale: float32 scalar on x's device, from calibration. None computes a scale per row.
+        bias: [N], or None.
     """
     N, K = weight.data.shape
     if x.ndim != 2 or x.shape[1] != K:
@@ -97,9 +105,14 @@ def fp8_linear(
 
 
 def multiply(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """data: e4m3 [M, K], scales: float32 [M], as the kernels leave them -> [M, N] in ``weight.dtype``.
+    """Return the product of converted activations and an FP8 weight, [M, N] in ``weight.dtype``. On a CPU, the
+    reference computes.
 
-    On a CPU the reference.
+    Args:
+        data: e4m3 [M, K], as the kernels write it.
+        scales: float32 [M].
+        weight: The weight.
+        bias: [N], or None.
     """
     product = reference if data.device.type == "cpu" else library_product
     return product(data, scales, weight, bias)
@@ -108,8 +121,8 @@ def multiply(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | Non
 def library_product(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """Compute :func:`multiply` with PyTorch's cuBLAS or CUTLASS product, rounded to bfloat16 for every dtype.
 
-    There is no other product with scales of rows. Hopper's tensor cores add e4m3 products with fewer bits than
-    float32, and fast accumulation uses their result.
+    PyTorch has no other product with scales per row. Hopper's tensor cores add e4m3 products with fewer bits than
+    float32, and fast accumulation uses that result.
     """
     y = torch._scaled_mm(  # noqa: SLF001 - the public function calls this one, and it was measured
         data,
@@ -124,13 +137,14 @@ def library_product(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tenso
 
 
 def reference(data: Tensor, scales: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """Define :func:`multiply`: both dequantised, multiplied in float32, rounded once."""
+    """Compute the definition of :func:`multiply`: both factors dequantised, multiplied in float32, rounded once."""
     y = (data.float() * scales[:, None]) @ weight.wide().T
     return (y if bias is None else y + bias.float()).to(weight.dtype)
 
 
 class Fp8Linear(nn.Module):
-    """In place of a :class:`sinew.layers.linear.Linear`: the same ``forward(x)``, the same dtype out."""
+    """An FP8 layer that replaces a :class:`sinew.layers.linear.Linear`, with the same ``forward(x)`` and the same
+    output dtype."""
 
     linear_in_weight = True
     data: Tensor
@@ -149,7 +163,15 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, x_scale: Tensor | float | None = None) -> Fp8Linear:
-        """x_scale: of the layer's input, from calibration; None: each row's own. Raises as :func:`quantize_weight`."""
+        """Convert a linear layer.
+
+        Args:
+            linear: The layer.
+            x_scale: The scale of the layer's input, from calibration. None computes a scale per row.
+
+        Raises:
+            ValueError: The scale is invalid, or :func:`quantize_weight` cannot convert the weight.
+        """
         device = linear.weight.device
         if x_scale is not None:
             x_scale = torch.as_tensor(x_scale, dtype=torch.float32).reshape(())
@@ -162,7 +184,7 @@ class Fp8Linear(nn.Module):
 
     @property
     def weight(self) -> Fp8Weight:
-        """The weight, with the ``weight.dtype`` that readers of a linear layer expect."""
+        """Return the weight, with the attribute ``dtype`` that readers of a linear layer expect."""
         return Fp8Weight(self.data, self.scale, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Scales of activations for FP8: the largest input that each linear layer sees over real observations.
+"""Scales of activations for FP8, from the largest input of each linear layer over observations.
 
-e4m3 is a floating format, so a scale twice as large costs nothing but the smallest of its numbers; inputs may
-therefore grow to ``HEADROOM`` times of what was seen before they saturate. A calibration belongs to one file of
-weights: it is kept as ``$XDG_CACHE_HOME/sinew/fp8/<fingerprint>.json`` (``~/.cache`` by default), and one that is
-damaged, or of other weights, or of layers that the model does not have, is refused.
+e4m3 is a floating-point format, so a scale that is twice as large loses only the smallest numbers. Inputs may therefore
+grow to ``HEADROOM`` times the measured maximum before they saturate.
+
+A calibration belongs to one file of weights. It is stored as ``$XDG_CACHE_HOME/sinew/fp8/<fingerprint>.json``
+(``~/.cache`` by default). A calibration that is damaged, or belongs to other weights or unknown layers, is rejected.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ HEADROOM = 2.0
 
 @dataclass(frozen=True)
 class Fp8Calibration:
-    """amax: layer -> the largest absolute value of its input. ``source``: what the observations were."""
+    """A calibration.
+
+    Attributes:
+        fingerprint: Fingerprint of the bundle.
+        amax: Layer -> the largest magnitude of its input.
+        observations: Number of observations.
+        source: The origin of the observations, as text.
+    """
 
     fingerprint: str
     amax: dict[str, float]
@@ -45,16 +53,23 @@ class Fp8Calibration:
 
     @property
     def scales(self) -> dict[str, float]:
-        """Of layers' inputs. One that no observation reached has none, and is scaled per row."""
+        """Return layer -> scale of its input. A layer that no observation reached is missing, and is scaled per row."""
         return {layer: max(amax, SMALLEST) * HEADROOM / LARGEST for layer, amax in self.amax.items()}
 
 
 def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
-    """The linear layers of ``components`` that can be in FP8, by name, in the order of the model.
+    """Return name -> linear layer of ``components`` that can be FP8, in the order of the model.
 
-    Left out: modules that the model keeps in float32, projections at the ends of the head (its linear layers that
-    belong to no block), the modulations of adaptive norms (they are tabulated), layers that are not linear in their
-    weight, and shapes that do not fit.
+    These layers are left out:
+
+    * modules that the model keeps in float32
+    * linear layers of the head that belong to no block, which project its inputs and outputs
+    * the modulations of adaptive norms, which are in tables
+    * layers that are not linear in their weight
+    * shapes that do not fit
+
+    Raises:
+        SinewError: A component is unknown.
     """
     chosen = set(components)
     if unknown := chosen.difference(COMPONENTS):
@@ -78,8 +93,16 @@ def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
 def use_fp8(
     model: nn.Module, layers: Mapping[str, nn.Linear], scales: Mapping[str, float] | None = None
 ) -> None:
-    """Replace ``layers`` (of :func:`linears`) of ``model`` in place. scales: of their inputs, as a calibration has
-    them; a layer without one gets a scale per row."""
+    """Replace layers of ``model`` by FP8 layers, in place.
+
+    Args:
+        model: The model.
+        layers: Name -> layer, from :func:`linears`.
+        scales: Layer -> scale of its input. Other layers get a scale per row.
+
+    Raises:
+        SinewError: A scale belongs to a layer that the model does not have.
+    """
     scales = scales or {}
     if foreign := sorted(set(scales).difference(dict(model.named_modules()))):
         raise SinewError(f"fp8 calibration: {foreign[0]} is not a layer of this model")
@@ -90,9 +113,9 @@ def use_fp8(
 
 @contextmanager
 def recording(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Within the context, the largest absolute input of each layer that runs, as a float32 scalar on its device.
+    """Record the largest input of each layer that runs inside the ``with`` block, as a float32 scalar on its device.
 
-    The layers must be called as modules; nothing is read back to the host until the caller does.
+    The layers must be called as modules. The values stay on the device until the caller reads them.
     """
     found: dict[str, Tensor] = {}
 
@@ -117,10 +140,16 @@ def calibrate(
     fingerprint: str,
     source: str,
 ) -> Fp8Calibration:
-    """Call each of ``runs``, one observation through the model, and take down what the layers saw.
+    """Run the model over observations, and return the largest input of each layer.
 
-    source: what the observations are, for people. Raises :class:`SinewError` where nothing ran, or where an
-    input is not finite.
+    Args:
+        layers: Name -> layer.
+        runs: Each call computes one observation.
+        fingerprint: Fingerprint of the bundle.
+        source: The origin of the observations, as text.
+
+    Raises:
+        SinewError: No layer ran, or an input is not finite.
     """
     count = 0
     with recording(layers) as found:
@@ -155,9 +184,10 @@ def store(calibration: Fp8Calibration) -> Path:
 
 
 def load(fingerprint: str) -> Fp8Calibration | None:
-    """Return the stored scales of these weights; None without any.
+    """Return the stored calibration of these weights, or None.
 
-    Raises :class:`SinewError` for a file that is damaged or belongs to other weights.
+    Raises:
+        SinewError: The file is damaged or belongs to other weights.
     """
     path = path_of(fingerprint)
     try:

@@ -1,1 +1,1 @@
-"""Blocks of a model rewritten over fused operations."""
+"""Blocks of a model that are rewritten with fused operations."""

@@ -1,6 +1,6 @@
-"""The ends of a model: patches into the vision tower, and actions out of the head, with their norms.
+"""Fused first and last parts of a model: patches into the vision tower, and actions into and out of the head.
 
-Classes for ``rewrite.become``, as in :mod:`.layers`.
+The classes are for ``rewrite.become``, as in :mod:`.layers`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ ROW = 16
 
 
 class PatchTower(VisionTransformer):
-    """The patch embedding as a matrix product over rows of patches, which ``preprocess`` writes; tables of grids
-    smaller than the position table are looked up once."""
+    """A vision tower whose patch embedding is a product over rows of patches, which ``preprocess`` writes.
+
+    Position tables of grids smaller than the whole table are computed once.
+    """
 
     patch_weight: Tensor  # [C, values]; the columns after 3 * patch^2 are zeros
     grids: dict[tuple[int, int], Tensor]
 
     def encode_patches(self, patches: Tensor, rows: int, cols: int) -> Tensor:
-        """patches: [V, rows * cols, values] -> features [V, rows * cols, C]."""
+        """Return features [V, rows * cols, C] of patches [V, rows * cols, values]."""
         bias = self.patch_embedding.bias
         x = F.linear(patches, self.patch_weight, None if bias is None else bias.to(patches.dtype))
         return self.encode(x, rows, cols)
@@ -43,7 +45,7 @@ class PatchTower(VisionTransformer):
 
 
 def give_patches(tower: Any) -> None:
-    """Prepare a tower for :class:`PatchTower`: its weights as one product, and what the class reads."""
+    """Prepare a tower for :class:`PatchTower`: store the weights of the patch embedding as one matrix."""
     weight = tower.patch_embedding.weight.detach().flatten(1)  # [C, 3 * patch^2]
     values = weight.shape[1]
     tower.patch_weight = F.pad(weight, (0, -values % ROW)).contiguous()
@@ -51,7 +53,7 @@ def give_patches(tower: Any) -> None:
 
 
 class FusedDecode(ExpertModel):
-    """The expert's final norm and the projection to actions, in one product."""
+    """An expert whose final norm and projection to actions are one product."""
 
     ops: Ops
 
@@ -79,8 +81,11 @@ class FusedActionTime(SplitActionTime):
 
 
 class TabulatedModulation(FusedDecode):
-    """pi0.5's table of a step, laid out for the kernels: per norm scale, shift, gate and, where the norm goes into
-    the products (``scaled``), the shift times the weights that read it."""
+    """pi0.5's table of time embeddings in the layout of the kernels.
+
+    For each norm, a step's embedding has scale, shift and gate. If norms are part of the products (``scaled``), it also
+    has the shift times the weights that read the norm.
+    """
 
     scaled: bool
 
@@ -102,7 +107,7 @@ class TabulatedModulation(FusedDecode):
         return torch.cat(pieces)[None]
 
     def readers(self) -> list[Any]:
-        """Return the layers that read each norm, in the order of the norms."""
+        """Return the layer that reads each norm, in the order of the norms."""
         layers = [r for layer in self.expert.layers for r in (layer.attn.qkv_proj, layer.mlp.gate_up_proj)]
         return [*layers, self.action_out_proj]
 

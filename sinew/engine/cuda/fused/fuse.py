@@ -1,7 +1,8 @@
-"""Fuse a planned model with kernels: which modules get which class, and which rewrites come before.
+"""Fuse a planned model with kernels: give each module its fused class, and list the rewrites that must precede it.
 
-The models contain no kernels. A module is fused if the plan left the inputs of its kernel (packed projections, norms
-without their own weights, one precision). Otherwise the module is left unchanged, and the outcome states that.
+The models' own code contains no kernels. A module is fused if the plan prepared the inputs of its kernel: packed
+projections, norms without weights, and one precision. Otherwise the module is left unchanged, and the outcome states
+that.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ ON_CUDA = tuple(name for name in REWRITES if name not in LEFT_OUT)
 
 @dataclass(frozen=True)
 class KernelFusion:
-    """``fits``: what is missing in a module of type ``kind``, or nothing; ``into``: the class that it gets."""
+    """The replacement of one kind of module.
+
+    Attributes:
+        kind: The class of the modules.
+        fits: Returns the reason why a module cannot be fused, or None.
+        into: The fused class.
+    """
 
     kind: type[nn.Module]
     fits: Callable[[Any], str | None]
@@ -85,7 +92,7 @@ def _layer(layer: Any) -> str | None:
 
 
 def _weights(*layers: nn.Module) -> str | None:
-    """Kernels multiply by the weight as it is stored."""
+    """Return the reason why kernels cannot multiply these layers by their stored weights, or None."""
     return next(filter(None, map(not_linear, layers)), None)
 
 
@@ -128,15 +135,15 @@ def fuse(
     fp8: tuple[str, ...] = (),
     scales: Mapping[str, float] | None = None,
 ) -> Plan:
-    """Return a plan over a copy of the model that shares the parameters. ``plan`` is not changed. Its tables are made
-    again.
+    """Return a plan whose model uses kernels. The model is a copy that shares its parameters with ``plan``, which is
+    not changed.
 
     Args:
         plan: The plan.
         ops: The operations.
         scaled: See ``CudaOptions.scaled_norms``.
         fp8: Components whose linear layers become e4m3.
-        scales: Scales of these layers' inputs, by name. Other inputs are scaled per row.
+        scales: FP8 layer -> scale of its input. Other inputs are scaled per row.
     """
     model: Any = clone_model(plan.model)
     outcomes = [*plan.outcomes]
@@ -175,7 +182,11 @@ def _apply(fusion: KernelFusion, model: Any, ops: Ops, in_fp8: set[str]) -> Rewr
 
 
 def _towers(model: Any, ops: Ops) -> RewriteOutcome:
-    """Towers whose every layer fits run row-wise, as one; rows of patches go into the model's own, if it has one."""
+    """Fuse the vision towers.
+
+    A tower is fused as a whole if all of its layers fit. Otherwise only its patch embedding becomes a product over rows
+    of patches.
+    """
     done, left = [], {}
     for name, tower in list(model.named_modules()):
         if unknown := foreign(tower, VisionTransformer) or foreign(tower, ViTLayer):

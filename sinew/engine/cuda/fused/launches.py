@@ -1,7 +1,8 @@
 """The operations of :mod:`.ops` as Triton kernels on a GPU.
 
-Results are allocated here: inside a graph's capture that is memory of the graph's own pool, whose addresses
-stay. Programs that split their work meet in one workspace, because launches of one stream do not overlap.
+The functions allocate their results. During a recording, the results are memory of the graph's own pool, whose
+addresses do not change. Programs that split their work use one shared workspace, because launches of one stream do not
+overlap.
 """
 
 from __future__ import annotations

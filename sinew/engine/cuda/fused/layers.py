@@ -1,11 +1,12 @@
-"""Decoder layers in two ways: five kernels with the products in them, or a library's products and passes between them.
+"""Fused decoder layers, in two forms: five kernels that contain the products, or a library's products with passes
+between them.
 
-Which way is decided by each call, because a model's weights serve programs of any number of rows: up to ``fused_rows``
-the kernels, which read the weights sooner, and beyond the library, whose products have the higher rate. In FP8 all
-products are the library's.
+The number of rows of a call decides the form, because programs with any number of rows share a model's weights. Up to
+``fused_rows`` rows, the kernels are faster because they start to read the weights earlier. With more rows, the library
+is faster because its products have a higher rate. In FP8, the library computes all products.
 
-Classes to be given to modules of a planned model (``rewrite.become``). They add an ``ops`` and what is said above, read
-the packed and folded weights where the plan left them, and take one observation (a batch of one).
+The classes are given to modules of a planned model (``rewrite.become``). They add the attributes ``ops`` and
+``fused_rows``, read the packed and folded weights of the plan, and compute one observation (a batch of one).
 """
 
 from __future__ import annotations
@@ -25,9 +26,15 @@ from sinew.layers.rope import Rotation
 
 
 class Modulated(NamedTuple):
-    """The modulation that the solver's time gives to one norm. bias: shift times the weights that read the norm,
-    plus their own bias; None where the norm has a pass of its own. following: ``scale`` of the norm behind this
-    one."""
+    """The modulation that the solver's time gives to one norm.
+
+    Attributes:
+        scale: [C].
+        shift: [C].
+        gate: [C].
+        bias: Shift times the weights that read the norm, plus their own bias, [N]. None if the norm is a separate pass.
+        following: The scale of the next norm, [C].
+    """
 
     scale: Tensor  # [C]
     shift: Tensor
@@ -45,7 +52,8 @@ class FusedAttention(DecoderAttention):
 
 
 class FusedLayer(DecoderLayer):
-    """A layer of the language model or of an expert with plain norms, self- or cross-attending. Its norms are unit."""
+    """A self- or cross-attending layer of the language model, or of an expert, with plain norms that have no
+    weights."""
 
     ops: Ops
     fused_rows = SOME_ROWS  # the largest number of rows for the kernels; 0 in FP8
@@ -70,7 +78,7 @@ class FusedLayer(DecoderLayer):
 
 
 class FusedKeyValueLayer(KeyValueLayer):
-    """The last language layer: keys and values alone."""
+    """The last layer of the language model, which computes keys and values alone."""
 
     ops: Ops
     fused_rows = SOME_ROWS
@@ -82,7 +90,8 @@ class FusedKeyValueLayer(KeyValueLayer):
 
 
 class FusedAdaptiveLayer(AdaptiveDecoderLayer):
-    """A layer with adaptive norms, as in pi0.5's expert: ``before`` and ``after`` come from the table of the step."""
+    """A layer with adaptive norms, as in pi0.5's expert. ``before`` and ``after`` are the step's modulations from
+    the table."""
 
     ops: Ops
     fused_rows = SOME_ROWS
@@ -109,10 +118,9 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
 
 
 def carried(stream: ResidualStream) -> Tensor:
-    """Return the stream as models pass it from layer to layer, [1, M, C], with its known facts attached to the
-    tensor.
+    """Return the stream as a tensor [1, M, C] for the next layer, with the stream's known facts as an attribute.
 
-    A layer that gets this very tensor uses them. A copy of the tensor only loses these facts.
+    A layer that gets this very tensor uses the facts. A copy of the tensor loses them, which is slower but correct.
     """
     x = stream.rows[None]
     x.stream = stream  # type: ignore[attr-defined]
@@ -127,28 +135,29 @@ Norm = dict[str, Any]
 
 
 def normed(ops: Ops, stream: ResidualStream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
-    """The rows, and the ``norm``, with which a product reads a stream through a unit norm."""
+    """Return the rows and the options with which a product reads a stream through a norm without weights."""
     if stream.squares is None:  # the sums are missing for the first layer, because no product wrote its input
         return ops.rms(stream.rows, eps), {"bias": reader.bias}
     return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
 
 
 def modulated(ops: Ops, stream: ResidualStream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
-    """The same through a norm that the solver's time modulates."""
+    """Return the rows and the options with which a product reads a stream through a norm that the solver's time
+    modulates."""
     if m.bias is None or stream.scaled is None:
         return ops.rms(stream.rows, eps, m.scale, m.shift), {"bias": reader.bias}
     return stream.scaled, {"eps": eps, "bias": m.bias, "squares": stream.squares}
 
 
 def between(layer: Any, x: Tensor) -> RowOps | None:
-    """Return the operations between a library's products; None if the kernels contain the products."""
+    """Return the operations between a library's products. None if the kernels contain the products."""
     return layer.ops.rows if len(one(x)) > layer.fused_rows else None
 
 
 def turned(
     layer: Any, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's first norm, a unit norm, the product and the rotation: q, k and v [1, M, heads, D]."""
+    """Compute the layer's first norm, the product and the rotation. Return q, k and v, [1, M, heads, D]."""
     ops, eps = layer.ops, layer.input_norm.eps
     if rows := between(layer, x):
         return rotated(rows, linear, one(x), rotate, heads, eps=eps)
@@ -203,7 +212,11 @@ def rotated(
 
 
 def rowwise(rows: RowOps, layer: Any, x: Tensor, attended: Tensor, **norm: Any) -> tuple[Tensor, Operand]:
-    """The stream after the attention, memory of its own, and what the MLP's last product reads."""
+    """Compute the layer from the attention's output to the activation of the MLP.
+
+    Returns:
+        The stream after the attention, in new memory, and the operand of the MLP's last product.
+    """
     out, up, down = layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
     branch = rows.product(rows.convert(attended, RowTarget.of(out)), out, bias=False)
     stream, operand = rows.norm(x, RowTarget.of(up), branch=branch, branch_bias=out.bias, **norm)
@@ -217,19 +230,26 @@ def activation(module: PackedMLP) -> Any:
 
 
 def pair(kv: KeyValue, dtype: torch.dtype) -> KeyValue:
-    """Keys and values as the kernel reads them: of the queries' precision, which differs where a bundle mixes
-    precisions, and with one distance between rows."""
+    """Return keys and values in the form that the kernel reads.
+
+    Both have the dtype of the queries, which differs if a bundle mixes precisions, and the same distance between rows.
+    """
     k, v = (one(tensor).to(dtype) for tensor in kv)
     return (k, v) if k.stride(0) == v.stride(0) else (k.contiguous(), v.contiguous())
 
 
 def tables(rotate: Rotation) -> tuple[Tensor, Tensor]:
-    """cos and sin, [1, L, 1, D / 2] -> [L, D / 2]."""
+    """Return cos and sin as matrices: [1, L, 1, D / 2] -> [L, D / 2]."""
     return one(rotate.cos)[:, 0], one(rotate.sin)[:, 0]
 
 
 def one(x: Tensor) -> Tensor:
-    """The rows of a batch of one. Kernels have no batch axis: an engine runs one observation at a time."""
+    """Return the rows of a batch of one. Kernels have no batch axis, because an engine computes one observation at a
+    time.
+
+    Raises:
+        ValueError: The batch has more observations.
+    """
     if len(x) != 1:
         raise ValueError(f"batch: expected one observation, got {len(x)}")
     return x[0]

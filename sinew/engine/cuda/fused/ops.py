@@ -1,8 +1,9 @@
-"""The operations that fused layers are written in, and two ways to compute them in PyTorch.
+"""The operations of fused layers, and two ways to compute them in PyTorch. All operations have rows without a batch
+axis.
 
-``References`` is what the kernels are defined by: float32 inside, one rounding at the end. ``PlainOps`` is what a model
-without kernels runs: products in the weight's precision, ``scaled_dot_product_attention``. The third way, Triton's
-kernels, is :mod:`.launches`. All of them take one observation: rows without a batch axis.
+* ``References`` defines the kernels: float32 inside, one rounding at the end.
+* ``PlainOps`` runs a model without kernels: products in the weight's precision, and ``scaled_dot_product_attention``.
+* :mod:`.launches` has the third way, Triton's kernels.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from sinew.layers.rope import Rotation
 
 
 class ResidualStream(NamedTuple):
-    """The activations that one layer leaves for the next.
+    """The activations that one layer passes to the next layer.
 
     Attributes:
         rows: [M, C].
-        squares: float32 [M, any], whose rows sum to those of rows^2; None if not computed.
-        scaled: rows * (1 + scale) of the next norm; None if not computed.
+        squares: float32 [M, any number], whose row sums are the sums of rows^2. None if not computed.
+        scaled: rows * (1 + scale of the next norm). None if not computed.
     """
 
     rows: Tensor
@@ -48,32 +49,48 @@ class ResidualStream(NamedTuple):
 class Ops(ABC):
     """The operations of a fused model.
 
-    ``norm`` is any of bias [N] and, together, eps and squares, as ``norm_linear.product`` reads them. ``norm_linear``
-    also takes silu.
+    Several operations accept the options ``norm``: bias [N], and together eps and squares, as ``norm_linear.product``
+    reads them. ``norm_linear`` also accepts silu.
 
     Attributes:
-        rows: Operations between products that are not part of a kernel; None for torch's own.
+        rows: The operations between a library's products. None uses PyTorch's operations.
     """
 
     rows: RowOps | None = None
 
     @abstractmethod
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
-        """x: [M, K], weight: [N, K] -> [M, N] in weight's dtype."""
+        """Return x W^T with the options ``norm``, [M, N] in weight's dtype. x is [M, K] and weight is [N, K]."""
 
     @abstractmethod
     def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
-        """x: [M, K], weight: [2 N, K], gate's rows before up's -> activation(gate) * up, [M, N]."""
+        """Return activation(gate) * up, [M, N].
+
+        Args:
+            x: [M, K].
+            weight: [2 N, K], the gate's rows before the rows of up.
+            activation: The activation.
+            **norm: Options of the norm.
+        """
 
     @abstractmethod
     def qkv_rope(
         self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], **norm: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [M, K], weight: [(H + 2 Hkv) D, K], cos and sin: float32 [M, D / 2] -> q [M, H, D], k, v [M, Hkv, D]."""
+        """Return rotated q [M, H, D] and k [M, Hkv, D], and v [M, Hkv, D].
+
+        Args:
+            x: [M, K].
+            weight: [(H + 2 Hkv) D, K].
+            cos: float32 [M, D / 2].
+            sin: float32 [M, D / 2].
+            heads: (H, Hkv).
+            **norm: Options of the norm.
+        """
 
     @abstractmethod
     def splitk_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
-        """residual + gate * (x W^T + bias): [M, N]. rest: any of bias [N], gate [N] and residual [M, N]."""
+        """Return residual + gate * (x W^T + bias), [M, N]. The options are bias [N], gate [N] and residual [M, N]."""
 
     def stream_linear(
         self,
@@ -84,26 +101,47 @@ class Ops(ABC):
         dtype: torch.dtype | None = None,
         **rest: Any,
     ) -> ResidualStream:
-        """:meth:`splitk_linear` with what the next norm asks of its result. scale: [N], of a norm that is modulated;
-        dtype: of the stream, x's if absent."""
+        """Compute :meth:`splitk_linear`, and the values that the next norm needs of its result.
+
+        Args:
+            x: [M, K].
+            weight: [N, K].
+            scale: Scale of the next norm if it is modulated, [N].
+            dtype: Dtype of the stream, by default x's dtype.
+            **rest: Options of :meth:`splitk_linear`.
+        """
         rows = self.splitk_linear(x, weight, **rest)
         return ResidualStream(rows if dtype is None else rows.to(dtype))
 
     @abstractmethod
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        """q: [M, H, D] over kv [P, Hkv, D] and own [S, Hkv, D]; mask: bool [M, P + S] -> [M, H, D]."""
+        """Return the attention of q over kv and own, [M, H, D].
+
+        Args:
+            q: Queries, [M, H, D].
+            kv: Keys and values of the prefix, [P, Hkv, D] each.
+            mask: bool [M, P + S], True for visible keys.
+            own: Keys and values of the queries' own tokens, [S, Hkv, D] each, or None.
+        """
 
     @abstractmethod
     def rms(self, x: Tensor, eps: float, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """x: [M, C] -> x / rms(x), times 1 + scale, plus shift."""
+        """Return x / rms(x) * (1 + scale) + shift, [M, C]."""
 
     @abstractmethod
     def preprocess(self, frames: Tensor, resize: ResizeTables, patch: int, out: Tensor) -> None:
-        """frames: uint8 [V, h, w, 3] -> the first 3 * patch^2 values of each row of out, [V, patches, values]."""
+        """Write the first 3 * patch^2 values of each row of ``out``.
+
+        Args:
+            frames: uint8 [V, h, w, 3].
+            resize: The tables of the resize.
+            patch: Side of a patch in pixels.
+            out: [V, patches, values].
+        """
 
 
 class References(Ops):
-    """The kernels' definitions, on any device."""
+    """The definitions of the kernels, in PyTorch on any device."""
 
     rows = RowReferences()
 
@@ -144,7 +182,7 @@ class References(Ops):
 
 
 class PlainOps(References):
-    """Torch's own operations; the resize of frames has none and stays the reference."""
+    """PyTorch's own operations. PyTorch has no such resize of frames, so the reference computes it."""
 
     rows = None  # type: ignore[assignment]
 
@@ -195,14 +233,14 @@ class PlainOps(References):
 
 
 def divided(x: Tensor, squares: Tensor, eps: float | None) -> Tensor:
-    """x over the root of the mean of ``squares``, in x's dtype."""
+    """Return x / sqrt(mean + eps) in x's dtype. The mean is the sum of ``squares`` over the width of x."""
     assert eps is not None, "squares: expected only with a norm"
     mean = squares.sum(-1, keepdim=True) / x.shape[-1]
     return (x.float() * torch.rsqrt(mean + eps)).to(x.dtype)
 
 
 def _masked(dtype: torch.dtype) -> float:
-    """Far below every score, and still far from the smallest number of ``dtype``."""
+    """Return the score of a masked key: far below every score, and far above the smallest number of ``dtype``."""
     return max(MASKED, torch.finfo(dtype).min / 4)
 
 

@@ -1,7 +1,7 @@
 """Passes over rows around a library's products: norm, activation, rotation and conversion, one launch each.
 
 If a library's product is the fastest (vision tower, a language model with many rows, all of FP8), these are the only
-other launches. ``RowReferences`` defines them, ``RowKernels`` runs them on a GPU.
+other launches. ``RowReferences`` defines them, and ``RowKernels`` runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -19,56 +19,78 @@ from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 
 
 class RowTarget(NamedTuple):
-    """The operand that a product reads: a dtype, and for e4m3 the scale of the tensor (float32 scalar), or None: rows
-    find their own."""
+    """The form of the operand that a product reads.
+
+    Attributes:
+        dtype: The dtype.
+        scale: For e4m3, the scale of the tensor, float32 scalar. None computes a scale per row.
+    """
 
     dtype: torch.dtype
     scale: Tensor | None = None
 
     @classmethod
     def of(cls, linear: Any) -> RowTarget:
-        """Return the operand that a ``Linear`` or an ``Fp8Linear`` reads."""
+        """Return the form of the operand that a ``Linear`` or an ``Fp8Linear`` reads."""
         if isinstance(linear, fp8.Fp8Linear):
             return cls(E4M3, linear.x_scale)
         return cls(linear.weight.dtype)
 
 
 class Operand(NamedTuple):
-    """data: [M, K]; scales: float32 [M] of rows in e4m3, else None."""
+    """The operand of a product.
+
+    Attributes:
+        data: [M, K].
+        scales: For e4m3, the scale of each row, float32 [M]. Otherwise None.
+    """
 
     data: Tensor
     scales: Tensor | None = None
 
 
 class RowOps(ABC):
-    """``to``: what the next product reads. x, branch: [M, C]; weight, shift, gate, bias: vectors of the width."""
+    """The operations between a library's products. The argument ``to`` is the form of the next product's operand."""
 
     @abstractmethod
     def norm(
         self, x: Tensor, to: RowTarget, *, branch: Tensor | None = None, **norm: Any
     ) -> tuple[Tensor, Operand]:
-        """(x + gate * (branch + branch_bias), its norm). norm: eps, kind, weight, offset, shift, gate, branch_bias, as
-        ``row_norm.reference``."""
+        """Return total = x + gate * (branch + branch_bias), and the norm of total as an operand.
+
+        Args:
+            x: The residual stream, [M, C].
+            to: The form of the operand.
+            branch: [M, C], or None.
+            **norm: eps, kind, weight, offset, shift, gate and branch_bias, as in ``row_norm.reference``.
+        """
 
     @abstractmethod
     def activate(
         self, packed: Tensor, to: RowTarget, *, activation: Any, gated: bool, bias: Tensor | None = None
     ) -> Operand:
-        """activation(gate) * up of [M, 2 N], or activation of [M, N], after the bias."""
+        """Return activation(gate) * up of packed [M, 2 N] if ``gated``, else activation(packed) of [M, N], after the
+        bias."""
 
     @abstractmethod
     def convert(self, x: Tensor, to: RowTarget) -> Operand:
-        """x: [M, K] as a product reads it."""
+        """Return x, [M, K], as an operand."""
 
     @abstractmethod
     def rope(
         self, packed: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """packed: [M, (H + 2 Hkv) D] -> rotated q [M, H, D] and k [M, Hkv, D], plain v."""
+        """Return rotated q [M, H, D] and k [M, Hkv, D], and unchanged v, from packed [M, (H + 2 Hkv) D]."""
 
     def product(self, operand: Operand, linear: Any, bias: bool = True, onto: Tensor | None = None) -> Tensor:
-        """[M, K] -> [M, N] in the layer's dtype; ``bias``: with the layer's. onto: [M, N], what it is added to, in
-        place."""
+        """Return the product of an operand and a layer, [M, N] in the layer's dtype.
+
+        Args:
+            operand: [M, K].
+            linear: The layer.
+            bias: True adds the layer's bias.
+            onto: [M, N], to which the product is added in place. None for new memory.
+        """
         weight, added = linear.weight, linear.bias if bias else None
         if operand.scales is not None:
             y = fp8.multiply(operand.data, operand.scales, weight, added)
@@ -81,7 +103,7 @@ class RowOps(ABC):
 
 
 class RowReferences(RowOps):
-    """The kernels' definitions, on any device."""
+    """The definitions of the kernels, in PyTorch on any device."""
 
     def norm(self, x, to, *, branch=None, **norm):
         total, data, scales = row_norm.reference(x, branch=branch, dtype=to.dtype, x_scale=to.scale, **norm)

@@ -1,8 +1,8 @@
-"""The vision tower: a library's products and the passes between them.
+"""The vision tower with a library's products and fused passes between them.
 
-Classes for ``rewrite.become``, as in :mod:`.layers`; they add ``rows``. A norm takes the residual sum before it along,
-also across layers and with the bias of the product, and leaves its result as the next product reads it, in e4m3 if that
-is what it multiplies.
+The classes are for ``rewrite.become``, as in :mod:`.layers`. They add the attribute ``rows``. The pass of a norm also
+adds the previous branch to the residual stream, with the bias of its product, also between layers. The pass writes its
+result in the form that the next product reads, which is e4m3 for an FP8 product.
 """
 
 from __future__ import annotations
@@ -22,12 +22,21 @@ Added = dict[str, Any]
 
 
 class RowwiseViTLayer(ViTLayer):
-    """Views as rows: [V, L, C] as [V * L, C]. Its norms are unit norms."""
+    """A vision layer that computes views as rows: [V, L, C] as [V * L, C]. Its norms have no weights."""
 
     rows: RowOps
 
     def along(self, x: Tensor, added: Added, views: int) -> tuple[Tensor, Added]:
-        """(x, what the layer before adds to it) -> the same of this layer."""
+        """Compute the layer.
+
+        Args:
+            x: The residual stream, [V * L, C].
+            added: The previous layer's branch, which the first norm adds.
+            views: Number of views V.
+
+        Returns:
+            The residual stream, and the branch of this layer, which the next norm adds.
+        """
         rows, attn, mlp = self.rows, self.attn, self.mlp
         qkv: Any = attn.qkv_proj
         x, normed = layer_norm(rows, x, added, self.norm1, qkv)

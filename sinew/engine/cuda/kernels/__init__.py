@@ -1,8 +1,8 @@
 """Triton kernels of the CUDA engine, each with the PyTorch reference that defines it. ``docs/kernels.md`` lists them.
 
-Weights are [out, in] as in PyTorch's linear layers, so a bundle's tensors are read in place. Rows of activations may
-be strided. Sums are float32 for every dtype. A launch with ``out`` allocates nothing, reads nothing on the host, and
-can be captured in a CUDA graph once it has run.
+Weights are [out, in] as in PyTorch's linear layers, so a bundle's tensors are read in place. Rows of activations may be
+strided. Sums are float32 for every dtype. A launch with ``out`` allocates no memory and reads no value on the host.
+After its first run, it can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,9 +32,16 @@ __all__ = ["KERNELS", "Kernel", "Launch", "Tile", "Workspace"]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``launch`` runs ``kernel`` on tensors, ``reference`` computes the same in PyTorch, ``prepare`` gives the launch
-    as a value. ``benchmarks.gpu.shapes`` has the problems that the models put to it. ``capability``: the
-    first compute capability (times ten) that has its instructions."""
+    """A Triton kernel with its functions. ``benchmarks.gpu.shapes`` has the problem sizes of the models.
+
+    Attributes:
+        kernel: The Triton kernel.
+        launch: Runs the kernel on tensors.
+        reference: Computes the same in PyTorch.
+        prepare: Returns the launch as a value.
+        uses_tensor_cores: True if the kernel multiplies on tensor cores.
+        capability: The first compute capability, times 10, that has the kernel's instructions.
+    """
 
     kernel: Any
     launch: Callable[..., Any]
@@ -45,7 +52,7 @@ class Kernel:
 
     @classmethod
     def of(cls, module: ModuleType, **facts: Any) -> Kernel:
-        """Return the kernel of a file, which is called as the file is."""
+        """Return the kernel of a module. Kernel and module have the same name."""
         name = module.__name__.rpartition(".")[2]
         found = (getattr(module, each) for each in (f"{name}_kernel", name, "reference", "prepare"))
         return cls(*found, **facts)

@@ -1,8 +1,8 @@
 """The activation between two products that a library computes: act(gate) * up, or act alone, after a bias.
 
-One pass reads what the first product wrote and writes the input of the second, as e4m3 where that one is in FP8. A
-scale per row needs the whole row in one program; any other result is split into blocks of columns, so that few rows
-fill the device too.
+One pass reads the result of the first product and writes the input of the second product, as e4m3 for an FP8 product. A
+scale per row needs the whole row in one program. Any other result is split into blocks of columns, so that few rows
+also fill the device.
 """
 
 from __future__ import annotations
@@ -133,7 +133,19 @@ def activate(
     dtype: torch.dtype | None = None,
     **options,
 ) -> tuple[Tensor, Tensor | None]:
-    """x: [M, 2 N] (gate's columns, then up's) or [M, N] -> ([M, N], scales) as :func:`reference`, or in ``out``."""
+    """Compute :func:`reference` with the kernel.
+
+    Args:
+        x: [M, 2 N] (the gate's columns, then the columns of up), or [M, N].
+        gated: True if x has a gate.
+        out: Memory for the result, or None.
+        scales: Memory for the scales, float32 [M], if ``out`` is e4m3.
+        dtype: Dtype of the result if ``out`` is None, by default x's dtype.
+        **options: Other options of :func:`prepare`.
+
+    Returns:
+        The result, [M, N], and the scales.
+    """
     if out is None:
         shape = len(x), x.shape[1] // 2 if gated else x.shape[1]
         out, scales = new_output(shape, dtype or x.dtype, x.device)
@@ -150,10 +162,21 @@ def reference(
     dtype: torch.dtype | None = None,
     x_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(activation(g) * u, scales) with [g, u] = x + bias where gated, else (activation(x + bias), scales).
+    """Return activation(g) * u with [g, u] = x + bias if ``gated``, else activation(x + bias), and the scales.
 
-    Float32, rounded once, to ``dtype`` (None: x's). To e4m3 it is converted as it is, not rounded to bfloat16
-    before, with ``x_scale`` (float32 scalar) or each row's own scale; scales: float32 [M], None for another dtype.
+    The arithmetic is float32 and is rounded once. For e4m3, the float32 result is converted without a rounding to
+    bfloat16 before.
+
+    Args:
+        x: [M, 2 N] or [M, N].
+        activation: The activation.
+        gated: True if x has a gate.
+        bias: As wide as x, or None.
+        dtype: Dtype of the result, by default x's dtype.
+        x_scale: For e4m3, a float32 scalar. None computes a scale per row.
+
+    Returns:
+        The result, [M, N], and for e4m3 the scales, float32 [M], else None.
     """
     wide = x.float() if bias is None else x.float() + bias.float()
     gate, up = wide.chunk(2, dim=-1) if gated else (wide, None)

@@ -1,9 +1,11 @@
 """Convert activations to e4m3, for a product of :mod:`sinew.engine.cuda.fp8.linear`.
 
-e4m3 has three bits of mantissa, no infinity, and 448 as its largest number. Larger values become NaN or 448,
-depending on the converter and on PyTorch's version, so values are clamped first. The scale is the tensor's, known
-from calibration, or each row's own: the whole row is in registers anyway, so its largest value costs no extra pass.
-Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the conversion of this file.
+e4m3 has three bits of mantissa, no infinity, and 448 as its largest number. Larger values become NaN or 448, depending
+on the converter and on PyTorch's version, so values are clamped first.
+
+The scale is the tensor's scale from calibration, or each row's own scale. The whole row is in registers, so its largest
+value costs no additional pass. Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the
+conversion in this module.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ LONGEST_ROW = 1 << 15  # the largest number of elements that one program can hav
 
 @kernel
 def on_the_grid(x):
-    """x rounded to a number of e4m3, to nearest, ties to even: its conversion then is exact.
+    """Return x rounded to the nearest number of e4m3, ties to even. Its conversion is then exact.
 
-    For the interpreter alone, whose conversion does not carry out of the mantissa (127.9 becomes 64).
+    Only Triton's interpreter needs this function, because its conversion does not carry out of the mantissa (127.9
+    becomes 64).
     """
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent of x
     step = tl.maximum(power, 0.015625) * 0.125
@@ -37,7 +40,10 @@ def on_the_grid(x):
 
 @kernel
 def scale_of(wide, x_scale):
-    """The scale of a row in float32, which is 0 where it is masked: the tensor's, or None: the row's own."""
+    """Return the scale of a row in float32: the tensor's scale, or the row's own scale if ``x_scale`` is None.
+
+    The masked values of the row must be 0.
+    """
     if x_scale is None:
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), axis=0), 9.094947017729282e-13), 448.0)
     else:
@@ -47,7 +53,7 @@ def scale_of(wide, x_scale):
 
 @kernel
 def to_e4m3(wide, scale, UPCAST: tl.constexpr):
-    """wide / scale as e4m3: divided exactly, clamped, rounded to nearest."""
+    """Return wide / scale as e4m3: divided exactly, clamped, rounded to nearest."""
     y = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -448.0), 448.0)
     if UPCAST:
         y = on_the_grid(y)
@@ -108,7 +114,11 @@ def check_row(what: str, elements: int) -> None:
 
 
 def check_output(what: str, out: Tensor, scales: Tensor | None, x_scale: Tensor | None) -> None:
-    """Raise ValueError unless ``out`` has a dtype that kernels write, and scales where that is e4m3."""
+    """Check that kernels can write ``out``, and that scales are present exactly for e4m3.
+
+    Raises:
+        ValueError: The dtype is not supported, or the scales do not fit.
+    """
     if out.dtype != E4M3:
         if out.dtype not in FLOATING:
             raise ValueError(f"{what}: expected dtype float32, bfloat16, float16 or {E4M3}, got {out.dtype}")
@@ -130,20 +140,21 @@ def check_output(what: str, out: Tensor, scales: Tensor | None, x_scale: Tensor 
 def new_output(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Memory for (out, scales); no scales unless ``dtype`` is e4m3."""
+    """Return memory for the result and its scales. The scales are None unless ``dtype`` is e4m3."""
     scales = torch.empty(shape[0], dtype=torch.float32, device=device) if dtype == E4M3 else None
     return torch.empty(shape, dtype=dtype, device=device), scales
 
 
 def converted(wide: Tensor, dtype: torch.dtype, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(out, scales) of float32 rows, for references: rounded once, to ``dtype``, or to e4m3 as :func:`reference`."""
+    """Return float32 rows rounded once to ``dtype``, and their scales. For e4m3, the result is that of
+    :func:`reference`."""
     return reference(wide, x_scale=x_scale) if dtype == E4M3 else (wide.to(dtype), None)
 
 
 def fp8_quantize(
     x: Tensor, *, data: Tensor | None = None, scales: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor]:
-    """x: [M, K] -> (e4m3 [M, K], float32 [M]) as :func:`reference`."""
+    """Compute :func:`reference` with the kernel: x [M, K] -> e4m3 [M, K] and float32 [M]."""
     data = torch.empty(x.shape, dtype=E4M3, device=x.device) if data is None else data
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device) if scales is None else scales
     prepare(x, data, scales, **options)()
@@ -151,9 +162,12 @@ def fp8_quantize(
 
 
 def reference(x: Tensor, *, x_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(data, scales) with ``x ~ data * scales``: values clamped to 448 and rounded to nearest, ties to even.
+    """Return e4m3 data and scales, so that x is approximately data * scales. Values are clamped to 448 and rounded to
+    nearest, ties to even.
 
-    x_scale: float32 scalar, of the tensor. None: of each row, its largest value / 448. Values are finite.
+    Args:
+        x: [M, K], with finite values.
+        x_scale: float32 scalar. None uses each row's largest magnitude / 448.
     """
     wide = x.float()
     if x_scale is None:

@@ -1,7 +1,7 @@
-"""The upper half of a gated MLP: activation(gate(x)) * up(x), both products and their norm in one pass.
+"""The first half of a gated MLP, activation(gate(x)) * up(x): both products and their norm in one pass.
 
-One tile of the input meets two tiles of the packed weight, and only the product of the halves is written
-("Running VLAs at Real-time Speed", section 4.2). The norm is treated as in :mod:`.norm_linear`.
+A program multiplies one tile of the input by two tiles of the packed weight, and writes only the product of the halves
+("Running VLAs at Real-time Speed", section 4.2). The norm is computed as in :mod:`.norm_linear`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,14 @@ def prepare(
 
 
 def gated_mlp(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
-    """x: [M, K], weight: [2 N, K] (gate's rows, then up's) -> [M, N] in x's dtype; options as :func:`reference`'s."""
+    """Compute :func:`reference` with the kernel. Return [M, N] in x's dtype.
+
+    Args:
+        x: [M, K].
+        weight: [2 N, K], the gate's rows, then the rows of up.
+        out: Memory for the result, or None.
+        **options: Other options of :func:`prepare`.
+    """
     out = x.new_empty(len(x), len(weight) // 2) if out is None else out
     prepare(x, weight, out, **options)()
     return out
@@ -147,10 +154,18 @@ def reference(
     bias: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> Tensor:
-    """activation(g) * u with [g, u] = :func:`.norm_linear.product`.
+    """Return activation(g) * u with [g, u] = :func:`.norm_linear.product`.
 
-    Float32 until the product of the halves, which is rounded once (PyTorch's own layers round g, the
-    activation, u and the product).
+    The arithmetic is float32 until the product of the halves, which is rounded once. PyTorch's own layers round g, the
+    activation, u and the product.
+
+    Args:
+        x: [M, K].
+        weight: [2 N, K].
+        activation: The activation.
+        eps: The norm's constant, or None without a norm.
+        bias: [2 N], or None.
+        squares: Sums of squares for the norm, float32 [M, any number], or None.
     """
     gate, up = product(x, weight, eps, bias, squares).chunk(2, dim=-1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -1,7 +1,7 @@
-"""Triton where it is installed, and what the kernels share.
+"""Import Triton if it is installed, and define the functions that the kernels share.
 
-Triton exists for Linux alone and is an optional dependency, so the files of this package must import
-without it: the PyTorch references then still work, a launch raises :class:`MissingTriton`.
+Triton exists for Linux only and is an optional dependency, so these modules must import without it. The PyTorch
+references then still work, and a launch raises :class:`MissingTriton`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LOG2E = 1.4426950408889634
 
 # The class's name is the message that the user reads, so it has no suffix Error.
 class MissingTriton(RuntimeError):  # noqa: N818
-    """Raised where a kernel is to be launched and triton is not installed."""
+    """Raised when a kernel is launched and triton is not installed."""
 
     def __init__(self) -> None:
         super().__init__("kernels need triton: pip install 'triton>=3.6' (Linux)")
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """``triton.jit``, or the plain function where there is no triton."""
+    """Apply ``triton.jit``, or return the function unchanged if triton is not installed."""
     return function if triton is None else triton.jit(function)
 
 
@@ -41,9 +41,11 @@ def interpreted(kernel: Any) -> bool:
 
 @kernel
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b in float32. UPCAST: the interpreter multiplies the bit patterns of bfloat16 tiles.
+    """Return acc + a @ b in float32.
 
-    Float32 is multiplied on tensor cores, three products for one, which drop what is below 2^-22 of a factor."""
+    Float32 tiles are multiplied on tensor cores, with three products for one. The parts below 2^-22 of a factor are
+    dropped. UPCAST is for Triton's interpreter, which would multiply the bit patterns of bfloat16 tiles.
+    """
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -52,15 +54,23 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @kernel
 def came_last(arrivals, SPLIT: tl.constexpr):
-    """Say that this program's part is written, and return True if those of all ``SPLIT`` programs are."""
+    """Count this program's finished part, and return True if the parts of all ``SPLIT`` programs are finished."""
     tl.debug_barrier()  # all threads must have written the part before one thread counts it
     return tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
 
 
 def check(what: str, tensor: Tensor, shape: tuple[int, ...], rows_apart: bool = False) -> None:
-    """Raise ValueError unless ``tensor`` has ``shape`` and the memory layout of the kernels.
+    """Check the shape and the memory layout of a tensor for the kernels.
 
-    rows_apart: True if the first axis may have any stride (a view of a larger buffer). The others are contiguous.
+    Args:
+        what: Name of the tensor, for the error.
+        tensor: The tensor.
+        shape: The expected shape.
+        rows_apart: True if the first axis may have any stride, as in a view of a larger buffer. The other axes must be
+            contiguous.
+
+    Raises:
+        ValueError: The tensor does not fit.
     """
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{what}: expected shape {list(shape)}, got {list(tensor.shape)}")

@@ -1,4 +1,4 @@
-"""A kernel launch as a value: run it, time it, or compile it for a GPU that is not there."""
+"""A kernel launch as a value: run it, time it, or compile it for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -26,8 +26,16 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One configuration of a kernel. ``m``, ``n``, ``k``: rows, columns and depth of a program's block; what
-    they count is said in each kernel. ``split``: programs that share one output block."""
+    """One configuration of a kernel. Each kernel defines the meaning of m, n and k.
+
+    Attributes:
+        m: Rows of a program's block.
+        n: Columns of a program's block.
+        k: Depth of a program's block.
+        split: Number of programs that share one output block.
+        warps: Number of warps.
+        stages: Number of pipeline stages.
+    """
 
     m: int = 1
     n: int = 64
@@ -39,7 +47,14 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """``arguments``: every parameter of the kernel by name, compile-time constants among them."""
+    """A launch of a kernel.
+
+    Attributes:
+        kernel: The kernel.
+        grid: Number of programs per axis.
+        arguments: All parameters of the kernel by name, with its compile-time constants.
+        tile: The configuration.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -47,8 +62,10 @@ class Launch:
     tile: Tile
 
     def __call__(self) -> None:
-        """On the current stream. Allocates nothing; the first call of a kind compiles, so warm up before
-        a graph is captured."""
+        """Launch on the current stream. The launch allocates no memory.
+
+        The first launch of a kind compiles the kernel, so run it once before a graph is recorded.
+        """
         if triton is None:
             raise MissingTriton
         arguments = dict(self.arguments)
@@ -65,15 +82,21 @@ class Launch:
         }
 
     def compile(self, capability: int) -> Any:
-        """Compile for ``capability`` (80, 89, 90), with or without a GPU. The tensors may be on the meta device.
+        """Compile the kernel, with or without a GPU. The tensors may be on the meta device.
 
-        Returns Triton's compiled kernel, whose ``asm`` and ``metadata`` can be read.
+        Args:
+            capability: Compute capability times 10 (80, 89 or 90).
+
+        Returns:
+            Triton's compiled kernel, with ``asm`` and ``metadata``.
         """
         return self.specialised().compile(capability)
 
     def specialised(self) -> Specialised:
-        """The facts about the arguments that machine code depends on, exactly as a launch looks at them: types,
-        pointers and integers that are divisible by 16, integers that are one."""
+        """Return the facts about the arguments that the machine code depends on, as a launch finds them.
+
+        The facts are dtypes, pointers and integers that are divisible by 16, and integers that are one.
+        """
         constants = {p.name for p in self.kernel.params if p.is_constexpr}
         signature: dict[str, str] = {}
         values: dict[tuple[int], Any] = {}
@@ -95,7 +118,15 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Specialised:
-    """A launch without its tensors, to be compiled. Triton keeps the result on disk, where a launch finds it."""
+    """A launch without its tensors, for compilation. Triton stores the result on disk, where a launch finds it.
+
+    Attributes:
+        kernel: The kernel.
+        signature: Parameter -> Triton's name of its type.
+        values: Position of a parameter -> its constant.
+        aligned: Position of a parameter -> True if it is divisible by 16.
+        options: Options of the compiler.
+    """
 
     kernel: Any
     signature: dict[str, str]
@@ -104,7 +135,7 @@ class Specialised:
     options: dict[str, Any]
 
     def key(self) -> str:
-        """Equal for what is compiled to the same."""
+        """Return a key that is equal for launches with the same machine code."""
         return repr((self.kernel.__name__, self.signature, self.values, self.aligned, self.options))
 
     def compile(self, capability: int) -> Any:

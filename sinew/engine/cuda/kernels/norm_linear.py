@@ -1,13 +1,13 @@
 """A linear layer over an RMS-normalised input, in one pass.
 
-The norm's division is linear, so it moves behind the product: norm(x) W' = (x W') / rms(x) ("Running VLAs at
-Real-time Speed", section 4.4). A fixed affine part is folded into the weight at load time
-(``sinew/engine/plan/norms.py``). One that changes with the solver's step (pi0.5) comes as ``bias``, the step's shift
-times the weight, read from a table; its scale is in the input already.
+The norm's division is linear, so it can follow the product: norm(x) W' = (x W') / rms(x) ("Running VLAs at Real-time
+Speed", section 4.4). A constant affine part is folded into the weight at load time (``sinew/engine/plan/norms.py``).
+For an affine part that changes with the solver's step (pi0.5), ``bias`` is the step's shift times the weight, from a
+table, and the input already contains the scale.
 
-The squares of the rows come from the kernel that wrote the input (:mod:`.splitk_linear`). Summing them here, in the
-loop of the product, would cost more instructions than multiplying, again for every block of columns; and a kernel that
-read each tile twice, for the tensor cores and for its squares, gave other sums at every run on an H100 (triton 3.6,
+The kernel that wrote the input also computes the squares of its rows (:mod:`.splitk_linear`). Summing them in the loop
+of the product would cost more instructions than the multiplication, again for every block of columns. A kernel that
+read each tile twice, for the tensor cores and for its squares, gave different sums at every run on an H100 (triton 3.6,
 research/log/2026-11-26.md).
 """
 
@@ -34,7 +34,8 @@ LEAST_COLUMNS = 32  # the least number of columns of squares that a program load
 
 @kernel
 def given_squares(squares, rows, row_ok, columns, BLOCK: tl.constexpr):
-    """Row sums of ``squares``, float32 [M, columns]: one column from each program that wrote a part of the row."""
+    """Return the row sums of ``squares``, float32 [M, columns]. Each program that wrote a part of the row wrote one
+    column."""
     at = tl.arange(0, BLOCK)
     ok = row_ok[:, None] & (at < columns)[None, :]
     return tl.sum(tl.load(squares + rows[:, None] * columns + at[None, :], mask=ok, other=0.0), axis=1)
@@ -136,7 +137,13 @@ def prepare(
 
 
 def statistics(M: int, eps: float | None, squares: Tensor | None) -> dict[str, Any]:
-    """The kernel's arguments of a norm."""
+    """Return the kernel's arguments for a norm.
+
+    Args:
+        M: Number of rows.
+        eps: The norm's constant, or None without a norm.
+        squares: float32 [M, any number], or None without a norm.
+    """
     if (eps is None) != (squares is None):
         raise ValueError("squares: expected exactly where there is an eps")
     if squares is None:
@@ -153,10 +160,13 @@ def statistics(M: int, eps: float | None, squares: Tensor | None) -> dict[str, A
 
 
 def norm_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
-    """Compute x: [M, K], weight: [N, K] -> [M, N] in weight's dtype. :func:`product` describes the options.
+    """Compute :func:`reference` with the kernel. Return [M, N] in weight's dtype.
 
-    weight has x's dtype, or float32: then x is widened. ``out``: written in place, rows may be strided. ``tile``:
-    replaces the table's.
+    Args:
+        x: [M, K]. If the weight is float32, x is converted to float32.
+        weight: [N, K], in x's dtype or float32.
+        out: Memory for the result, whose rows may be strided, or None.
+        **options: Other options of :func:`prepare`. ``tile`` replaces the table's tile.
     """
     out = weight.new_empty(len(x), len(weight)) if out is None else out
     prepare(x, weight, out, **options)()
@@ -172,7 +182,7 @@ def reference(
     squares: Tensor | None = None,
     silu: bool = False,
 ) -> Tensor:
-    """:func:`product`, and its SiLU if asked for, rounded once to weight's dtype."""
+    """Return :func:`product`, with SiLU if ``silu``, rounded once to weight's dtype."""
     y = product(x, weight, eps, bias, squares)
     return (F.silu(y) if silu else y).to(weight.dtype)
 
@@ -184,9 +194,15 @@ def product(
     bias: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> Tensor:
-    """(x W^T) / sqrt(squares / K + eps) + bias, in float32.
+    """Return (x W^T) / sqrt(squares / K + eps) + bias, in float32.
 
-    squares: float32 [M, any], whose rows sum to the squares of the rows that the norm is of; without, no division.
+    Args:
+        x: [M, K].
+        weight: [N, K].
+        eps: The norm's constant, or None without a norm.
+        bias: [N], or None.
+        squares: float32 [M, any number]. The sum of a row is the sum of squares of the norm's input. None leaves the
+            division out.
     """
     y = x.float() @ weight.float().T
     if squares is not None:

@@ -1,12 +1,12 @@
-"""Attention of a few queries over a prefix's keys and values and their own.
+"""Attention of a few queries over the keys and values of a prefix and of the queries' own tokens.
 
-All query heads of one key/value head are packed into the rows of a tile (50 queries of 8 heads are 400 rows), so
-each key is read once for all of them. The keys may be split between ``tile.split`` programs per row block. Few parts
-are joined by the last program to arrive, as in :mod:`.splitk_linear`; many by a second kernel, because one program
-would read them for longer than all of them took to make them. Either way in their order.
+All query heads of one key/value head are packed into the rows of a tile (50 queries of 8 heads are 400 rows), so each
+key is read once for all of them. The keys may be split between ``tile.split`` programs per block of rows. The last
+program joins a few parts, as in :mod:`.splitk_linear`. A second kernel joins many parts, because one program would read
+them for longer than all programs took to compute them. Both join the parts in their order.
 
-A mask whose rows are one row in memory (``expand``) is read as that: a byte per key instead of one per query and key,
-which leaves registers for larger tiles.
+If all rows of a mask are one row in memory (``expand``), the kernel reads one byte per key instead of one per query and
+key. This leaves registers for larger tiles.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def fold_keys(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One block of keys into the running softmax (base 2): numerator, largest score, denominator."""
+    """Add one block of keys to the running softmax (base 2). Return numerator, largest score and denominator."""
     keys = first + tl.arange(0, BLOCK_N)
     key_ok = keys < length
     inside = tl.arange(0, D)
@@ -90,7 +90,7 @@ def joined(
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Numerator and denominator of some rows of a tile, of all parts in their order."""
+    """Return numerator and denominator of some rows of a tile, summed over all parts in their order."""
     totals = sums + SPLIT * tiles * BLOCK_M
     acc = tl.zeros((rows.shape[0], D), tl.float32)
     peak = tl.full((rows.shape[0],), -3.0e38, tl.float32)
@@ -288,11 +288,19 @@ def prepare(
 def packed_attention(
     q: Tensor, kv: KeyValue, mask: Tensor, *, workspace: Workspace, out: Tensor | None = None, **options
 ) -> Tensor:
-    """q: [M, H, D]; kv: k and v of the prefix, [P, Hkv, D]; mask: bool [M, P + S], True = may see -> [M, H, D].
+    """Compute :func:`reference` with the kernel.
 
-    ``own``: k and v of the queries' own tokens, [S, Hkv, D]; without it, S = 0. Rows may be strided, so all of
-    them may be views of one cache, and a mask that is the same for every query one row, expanded. ``tile.m`` counts
-    packed rows (query x head), ``tile.n`` keys.
+    The rows of all tensors may be strided, so the keys and values may be views of one cache. ``tile.m`` counts packed
+    rows (query x head), ``tile.n`` keys.
+
+    Args:
+        q: [M, H, D].
+        kv: Keys and values of the prefix, [P, Hkv, D] each.
+        mask: bool [M, P + S], True for visible keys. A mask that is equal for all queries may be one expanded row.
+        workspace: Memory for partial sums.
+        out: Memory for the result, [M, H, D], or None.
+        **options: ``own``, keys and values of the queries' own tokens, [S, Hkv, D] each (without it, S = 0), and
+            ``tile``.
     """
     out = torch.empty_like(q) if out is None else out
     for launch in prepare(q, kv, mask, out, workspace, **options):
@@ -301,10 +309,10 @@ def packed_attention(
 
 
 def reference(q: Tensor, kv: KeyValue, mask: Tensor, *, own: KeyValue | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the visible keys, float32 throughout, rounded once to q's dtype.
+    """Return softmax(q k^T / sqrt(D)) v over the visible keys, in float32, rounded once to q's dtype.
 
-    A query that may see nothing averages all values, as ``sinew.layers.attention.attend`` does. The kernel
-    rounds the weights to v's dtype before the second product; the reference does not.
+    A query without visible keys averages all values, as ``sinew.layers.attention.attend`` does. The kernel rounds the
+    weights to v's dtype before the second product, but the reference does not.
     """
     k, v = kv if own is None else tuple(torch.cat(pair) for pair in zip(kv, own, strict=True))
     G = q.shape[1] // k.shape[1]

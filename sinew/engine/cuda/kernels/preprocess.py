@@ -1,8 +1,8 @@
-"""Camera frames to the vision tower's input: resize, bars, scaling, normalisation and patches in one kernel.
+"""Convert camera frames to the vision tower's input in one kernel: resize, bars, scaling, normalisation and patches.
 
-uint8 frames go in as they come from the camera; out come pixels, channels first, or rows of patches in the order
-of a convolution's weight, so that the patch embedding is a matrix product. Pillow's resize is reproduced to the
-bit before normalisation (integer weights), the other to float32 rounding.
+The input is uint8 frames of the camera's size. The output is pixels, channels first, or rows of patches in the order of
+a convolution's weight, so that the patch embedding is a matrix product. Pillow's resize is exact to the bit before
+normalisation (integer weights), the other resize to float32 rounding.
 """
 
 from __future__ import annotations
@@ -142,10 +142,19 @@ def preprocess(
     out: Tensor | None = None,
     **options,
 ) -> Tensor:
-    """frames: uint8 [V, h, w, 3] -> [V, 3, H, W], or with ``patch`` [V, (H / p) (W / p), 3 p p].
+    """Compute :func:`reference` with the kernel.
 
-    ``out`` fixes the dtype. Rows of patches may be wider than 3 p p (588 for p = 14 is no multiple of 16): what is
-    behind is left as it is, zeros if the caller made them so.
+    Args:
+        frames: uint8 [V, h, w, 3].
+        resize: The tables of the resize.
+        dtype: Dtype of the result if ``out`` is None.
+        patch: Side p of a patch in pixels. None for pixels.
+        out: Memory for the result, or None. Rows of patches may be wider than 3 p p (588 for p = 14 is not a multiple
+            of 16). The values after 3 p p are not written.
+        **options: ``tile`` replaces the table's tile.
+
+    Returns:
+        [V, 3, H, W], or with ``patch`` [V, (H / p) (W / p), 3 p p].
     """
     if out is None:
         H, W = resize.target
@@ -158,7 +167,8 @@ def preprocess(
 def reference(
     frames: Tensor, resize: ResizeTables, *, dtype: torch.dtype = torch.float32, patch: int | None = None
 ) -> Tensor:
-    """The same from matrix products in float64, which holds Pillow's integers exactly; one rounding to dtype."""
+    """Compute the kernel's result with matrix products in float64, which represents Pillow's integers exactly. Round
+    once to dtype."""
     columns = _matrix(resize.columns, resize.source[1])
     rows = _matrix(resize.rows, resize.source[0])
     image = _whole(torch.einsum("vhwc,xw->vhxc", frames.double(), columns), resize.exact)
@@ -174,7 +184,7 @@ def reference(
 
 
 def _matrix(axis: Axis, size: int) -> Tensor:
-    """The table of one axis as a matrix, float64 [target, size]."""
+    """Return the table of one axis as a matrix, float64 [target, size]."""
     target, taps = axis.weights.shape
     at = (axis.first[:, None].long() + torch.arange(taps, device=axis.first.device)).clamp(max=size - 1)
     zeros = torch.zeros(target, size, dtype=torch.float64, device=axis.weights.device)
@@ -182,5 +192,5 @@ def _matrix(axis: Axis, size: int) -> Tensor:
 
 
 def _whole(values: Tensor, exact: bool) -> Tensor:
-    """Fixed point of PLACES binary places to the 8 bits of a pixel."""
+    """Convert fixed-point numbers with PLACES binary places to the 8 bits of a pixel, if ``exact``."""
     return ((values + (1 << (PLACES - 1))) / (1 << PLACES)).floor().clamp(0, 255) if exact else values

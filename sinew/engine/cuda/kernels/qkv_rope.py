@@ -1,9 +1,9 @@
-"""Packed query, key and value projections, rotation, and the write into the cache, in one pass.
+"""Packed query, key and value projections, their rotation, and the write into the cache, in one pass.
 
-The two halves of a head are rotated together (``sinew/layers/rope.py``), so a program owns the same columns of
-both: two tiles of the weight meet one tile of the input. Keys and values go where the caller says: usually rows
-of a cache, behind those of the prefix. The norm is treated as in :mod:`.norm_linear`. The depth may be split between
-``tile.split`` programs, as in :mod:`.splitk_linear`: the last one to arrive adds their sums.
+The two halves of a head are rotated together (``sinew/layers/rope.py``), so a program computes the same columns of both
+halves: it multiplies one tile of the input by two tiles of the weight. The caller provides the memory for keys and
+values, usually the rows of a cache after the prefix. The norm is computed as in :mod:`.norm_linear`. The depth may be
+split between ``tile.split`` programs, as in :mod:`.splitk_linear`. The last program then adds the sums.
 """
 
 from __future__ import annotations
@@ -198,11 +198,19 @@ def qkv_rope(
     workspace: Workspace | None = None,
     **options,
 ) -> None:
-    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`reference`'s.
+    """Compute :func:`reference` with the kernel, and write q, k and v.
 
-    x: [M, K]; weight: [(H + 2 Hkv) D, K], queries first, then keys, then values; cos, sin: float32 [M, D / 2],
-    one row per row of x. Hkv = 0 (tensors without heads) projects queries alone, as cross-attention does. A tile that
-    splits the depth needs a ``workspace``.
+    Args:
+        x: [M, K].
+        weight: [(H + 2 Hkv) D, K]: queries, then keys, then values.
+        cos: float32 [M, D / 2], one row per row of x.
+        sin: float32 [M, D / 2].
+        q: [M, H, D], written.
+        k: [M, Hkv, D], written. The rows may be rows of a cache. With Hkv = 0, only queries are projected, as in
+            cross-attention.
+        v: [M, Hkv, D], written.
+        workspace: Memory for partial sums, if the tile splits the depth.
+        **options: Other options of :func:`prepare`.
     """
     prepare(x, weight, cos, sin, q, k, v, workspace, **options)()
 
@@ -218,7 +226,18 @@ def reference(
     bias: Tensor | None = None,
     squares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of :func:`.norm_linear.product`, q and k rotated, each rounded once. heads: (H, Hkv)."""
+    """Return q, k and v of :func:`.norm_linear.product`, with q and k rotated, each rounded once.
+
+    Args:
+        x: [M, K].
+        weight: [(H + 2 Hkv) D, K].
+        cos: float32 [M, D / 2].
+        sin: float32 [M, D / 2].
+        heads: (H, Hkv).
+        eps: The norm's constant, or None without a norm.
+        bias: [(H + 2 Hkv) D], or None.
+        squares: Sums of squares for the norm, float32 [M, any number], or None.
+    """
     H, KV = heads
     D = 2 * cos.shape[-1]
     packed = product(x, weight, eps, bias, squares).unflatten(-1, (H + 2 * KV, D))  # [M, H + 2 Hkv, D]

@@ -1,11 +1,11 @@
-"""Tables of a resize: the source pixels of every target pixel and their weights, as ``sinew.processing.image`` has.
+"""Tables of a resize: the source pixels of every target pixel and their weights, equal to ``sinew.processing.image``.
 
-Along one axis every target pixel is a weighted sum of neighbouring source pixels. Both recipes have that form,
-so one kernel reads either from a table; the tables depend on the sizes alone and are made once per frame size.
+Along one axis, every target pixel is a weighted sum of neighbouring source pixels. Both interpolations have this form,
+so one kernel reads either table. The tables depend on the sizes alone and are made once per frame size.
 
 * "bilinear": two pixels, float32 weights, no antialiasing (``torch.nn.functional.interpolate``).
-* "pil_bilinear": Pillow's triangle filter, as wide as the reduction, weights as integers of 22 binary places;
-  rows are reduced first and rounded to 8 bits, then columns. Source: Pillow's ``Resample.c``.
+* "pil_bilinear": Pillow's triangle filter, as wide as the reduction, with integer weights of 22 binary places. Rows are
+  reduced first and rounded to 8 bits, then columns. Source: Pillow's ``Resample.c``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ PLACES = 22  # a 32-bit integer has room for 8 bits of a pixel, 2 bits of headro
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """first: int32 [target], the leftmost source pixel; weights: [target, taps], int32 or float32."""
+    """The table of one axis.
+
+    Attributes:
+        first: The leftmost source pixel of each target pixel, int32 [target].
+        weights: int32 or float32 [target, taps].
+    """
 
     first: Tensor
     weights: Tensor
@@ -38,10 +43,19 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class ResizeTables:
-    """One frame size to one recipe. The picture is ``rows`` x ``columns`` and starts at (top, left).
+    """The tables that resize one frame size by one recipe.
 
-    ``affine``: float32 [3, 3], per channel: factor and offset from a resized value to a normalised one, and
-    the normalised value of the bars.
+    Attributes:
+        source: Height and width of the frame.
+        target: Height and width of the result.
+        inner: Height and width of the picture between the bars.
+        top: First row of the picture.
+        left: First column of the picture.
+        rows: The table for rows.
+        columns: The table for columns.
+        affine: float32 [3, 3]. For each channel, the factor and the offset from a resized to a normalised value, and
+            the normalised value of the bars.
+        exact: True for integer weights.
     """
 
     source: tuple[int, int]
@@ -56,7 +70,7 @@ class ResizeTables:
 
     @staticmethod
     def why_not(recipe: ImageRecipe) -> str:
-        """Return why tables cannot express a recipe, which engines then resize on the host; "" where they can."""
+        """Return the reason why tables cannot express a recipe, or "". The host resizes the frames then."""
         if recipe.channels != 3:
             return f"{recipe.channels // 3} normalisations of each picture"
         if recipe.cameras:

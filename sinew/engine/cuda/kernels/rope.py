@@ -1,6 +1,7 @@
-"""Rotation and the write into the cache, after packed query, key and value projections that a library computes.
+"""Rotate queries and keys and write them into the cache, after a library computed the packed projections.
 
-What :mod:`.qkv_rope` does behind its product, as a pass of its own: a program owns some rows of one head.
+:mod:`.qkv_rope` does the same after its product. Here it is a separate pass, and a program computes some rows of one
+head.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def write_turned(
     KV: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Queries and keys rotated, values as they are, to where each belongs."""
+    """Rotate queries and keys, and write queries, keys and values to their memory. Values are not rotated."""
     HALF: tl.constexpr = D // 2
     if head < H + KV:
         table = rows[:, None] * HALF + cols[None, :]
@@ -143,10 +144,16 @@ def prepare(
 
 
 def rope(packed: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
-    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`reference`'s.
+    """Compute :func:`reference` with the kernel, and write q, k and v.
 
-    packed: [M, (H + 2 Hkv) D], queries first, then keys, then values; cos, sin: float32 [M, D / 2], one row per row
-    of packed. Tensors without heads: Hkv = 0 is queries alone, H = 0 is keys and values alone.
+    Args:
+        packed: [M, (H + 2 Hkv) D]: queries, then keys, then values.
+        cos: float32 [M, D / 2], one row per row of ``packed``.
+        sin: float32 [M, D / 2].
+        q: [M, H, D], written. H may be 0, for keys and values alone.
+        k: [M, Hkv, D], written. The rows may be rows of a cache. Hkv may be 0, for queries alone.
+        v: [M, Hkv, D], written.
+        **options: Other options of :func:`prepare`.
     """
     prepare(packed, cos, sin, q, k, v, **options)()
 
@@ -160,8 +167,18 @@ def reference(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of packed + bias, q and k rotated. heads: (H, Hkv). Float32, rounded once, to ``dtype`` (None:
-    packed's). Of a float32 product this is :func:`.qkv_rope.reference`."""
+    """Return q, k and v of packed + bias, with q and k rotated, in float32 rounded once.
+
+    For a float32 product, the result equals :func:`.qkv_rope.reference`.
+
+    Args:
+        packed: [M, (H + 2 Hkv) D].
+        cos: float32 [M, D / 2].
+        sin: float32 [M, D / 2].
+        heads: (H, Hkv).
+        bias: [(H + 2 Hkv) D], or None.
+        dtype: Dtype of the results, by default packed's dtype.
+    """
     H, KV = heads
     wide = packed.float() if bias is None else packed.float() + bias.float()
     turning, v = wide.unflatten(-1, (H + 2 * KV, 2 * cos.shape[-1])).split([H + KV, KV], dim=1)

@@ -1,8 +1,8 @@
-"""Gate, residual, norm and affine part in one pass over the stream, before a product that a library computes.
+"""Gate, residual, norm and affine part in one pass over the residual stream, before a product that a library computes.
 
-RMSNorm and LayerNorm, with a weight (of the model, or pi0.5's modulation of a step, which comes from a table) or
-without one. The result may have another dtype than the stream, and may be e4m3 for an FP8 product: then the
-conversion of :mod:`.fp8_quantize` happens here, in the registers that hold the row anyway.
+The norm is RMSNorm or LayerNorm. Its weight is the model's weight, pi0.5's modulation of a step (from a table), or
+absent. The result may have another dtype than the stream. For an FP8 product it is e4m3, and the conversion of
+:mod:`.fp8_quantize` happens in the registers that already contain the row.
 """
 
 from __future__ import annotations
@@ -172,11 +172,21 @@ def row_norm(
     dtype: torch.dtype | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """stream, branch: [M, C]; weight, shift, branch_bias, gate: [C]; squares: [M, any] -> (total, normed, scales), as
-    :func:`reference`.
+    """Compute :func:`reference` with the kernel.
 
-    Written to ``total``, ``normed`` and ``scales`` where they are given. ``total`` may be ``stream`` itself, and
-    ``normed`` may be ``branch``: a program owns whole rows.
+    A program owns whole rows, so ``total`` may be ``stream`` itself, and ``normed`` may be ``branch``.
+
+    Args:
+        stream: [M, C].
+        branch: [M, C], or None.
+        total: Memory for the stream after the branch, or None.
+        normed: Memory for the norm, or None.
+        scales: Memory for the scales, float32 [M], if ``normed`` is e4m3.
+        dtype: Dtype of the norm if ``normed`` is None, by default the stream's dtype.
+        **options: Other options of :func:`prepare`.
+
+    Returns:
+        total, normed and scales.
     """
     if branch is not None and total is None:
         total = torch.empty_like(stream)
@@ -201,17 +211,32 @@ def reference(
     dtype: torch.dtype | None = None,
     x_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (total, normed, scales): total = stream + gate * (branch + branch_bias); normed = norm(total) * (offset +
-    weight) + shift.
+    """Return total, normed and scales.
 
-    norm: x / sqrt(mean(x^2) + eps), for "layer" of x - mean(x). offset: 0 for a weight as it is, 1 for one that is
-    stored as its distance from one (Gemma, pi0.5's modulation); without a weight there is no factor. squares: float32
-    [M, any] whose rows sum to the squares that are divided by, in place of the stream's own: of one that has been
-    multiplied since.
+    total = stream + gate * (branch + branch_bias), and normed = norm(total) * (offset + weight) + shift. The norm is x
+    / sqrt(mean(x^2) + eps), and for "layer" the norm of x - mean(x).
 
-    Float32, rounded at two places: total, to the stream's dtype, which the norm then reads, and normed, to
-    ``dtype`` (None: the stream's). To e4m3 it is converted as it is, not rounded to bfloat16 before, with
-    ``x_scale`` (float32 scalar) or each row's own scale; scales are float32 [M], and None for any other dtype.
+    The arithmetic is float32, rounded at two places: total to the stream's dtype, which the norm then reads, and normed
+    to ``dtype``. For e4m3, the float32 result is converted without a rounding to bfloat16 before.
+
+    Args:
+        stream: [M, C].
+        eps: The norm's constant.
+        kind: "rms" or "layer".
+        weight: [C], or None for no factor.
+        offset: 0 for a plain weight, 1 for a weight that is stored as its distance from one (Gemma, pi0.5's
+            modulation).
+        shift: [C], or None.
+        squares: float32 [M, any number]. The sum of a row replaces the sum of squares of the stream, for a stream that
+            was multiplied after its squares were computed.
+        branch: [M, C], or None.
+        branch_bias: [C], or None.
+        gate: [C], or None.
+        dtype: Dtype of normed, by default the stream's dtype.
+        x_scale: For e4m3, a float32 scalar. None computes a scale per row.
+
+    Returns:
+        total and normed, [M, C], and for e4m3 the scales, float32 [M], else None.
     """
     total = stream
     if branch is not None:

@@ -1,12 +1,13 @@
-"""A linear layer for few rows, with gate and residual: it streams the weight, so all of the device should read.
+"""A linear layer for few rows, with gate and residual. It is limited by reading the weight, so all of the device should
+read.
 
-With 50 rows and 1,024 columns there are 16 blocks of 64 columns for 132 multiprocessors. The depth is therefore
-split between ``tile.split`` programs. Each writes its part of the sum; the last one to arrive adds the parts in
-their order, so the result does not depend on who was last, and finishes the row: bias, gate, residual.
+With 50 rows and 1,024 columns there are 16 blocks of 64 columns for 132 multiprocessors. The depth is therefore split
+between ``tile.split`` programs, and each program writes its part of the sum. The last program adds the parts in their
+order, so the result does not depend on which program is last. It also applies bias, gate and residual.
 
-What it writes is the stream that a norm reads next. The program that finishes a block has it in registers, so it can
-sum the squares of its part of each row, and write the block once more as a modulated norm's product wants it:
-times 1 + ``scale``, which a table of the solver's step has.
+The result is the stream that a norm reads next. The last program has its block in registers. It can also sum the
+squares of its part of each row, and write the block times 1 + ``scale`` for the product of a modulated norm. The scale
+is from a table of the solver's step.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def splitk_linear_kernel(
 
 
 def blocks(N: int, tile: Tile) -> int:
-    """Columns of ``squares``: one for each block of columns that a program finishes."""
+    """Return the number of columns of ``squares``, one for each block of columns that a program finishes."""
     return -(-N // tile.n)
 
 
@@ -189,9 +190,15 @@ def prepare(
 def splitk_linear(
     x: Tensor, weight: Tensor, *, workspace: Workspace, out: Tensor | None = None, **options
 ) -> Tensor:
-    """x: [M, K], weight: [N, K] -> [M, N] in x's dtype, or in ``out``'s; options as :func:`reference`'s.
+    """Compute :func:`reference` with the kernel. Return [M, N] in x's dtype, or in the dtype of ``out``.
 
-    ``out`` may be ``residual``: each element is read by the program that writes it, before it writes.
+    Args:
+        x: [M, K].
+        weight: [N, K].
+        workspace: Memory for partial sums.
+        out: Memory for the result, or None. It may be ``residual``, because a program reads each element before it
+            writes it.
+        **options: Other options of :func:`prepare`.
     """
     out = x.new_empty(len(x), len(weight)) if out is None else out
     prepare(x, weight, out, workspace, **options)()
@@ -207,8 +214,10 @@ def reference(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """residual + gate * (x W^T + bias), in float32, rounded once, to ``dtype`` (None: x's). Absent parts are left
-    out."""
+    """Return residual + gate * (x W^T + bias), in float32, rounded once to ``dtype`` (by default x's dtype).
+
+    Absent arguments are left out of the formula.
+    """
     y = product(x, weight, bias=bias)
     if gate is not None:
         y = y * gate.float()
@@ -216,8 +225,16 @@ def reference(
 
 
 def statistics_reference(stream: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(squares, scaled) of what was written: float32 [M, 1], whose rows the kernel leaves in parts, and
-    stream * (1 + scale), float32 inside, rounded to the stream's dtype."""
+    """Return the statistics that the next norm needs of a stream.
+
+    Args:
+        stream: [M, N].
+        scale: Scale of the next norm, [N], or None.
+
+    Returns:
+        The sums of squares, float32 [M, 1] (the kernel writes several columns), and stream * (1 + scale) in the
+            stream's dtype.
+    """
     wide = stream.float()
     scaled = None if scale is None else (wide * (1.0 + scale.float())).to(stream.dtype)
     return wide.pow(2).sum(-1, keepdim=True), scaled

@@ -1,15 +1,18 @@
-"""The tile of a launch: one for each kernel, architecture and regime, as data.
+"""The tile of a launch for each kernel, architecture and regime, as a table.
 
-Those of sm_90 come from sweeps on an H100 and an H200 over the problems of pi0, pi0.5 and SmolVLA, with weights that
-were not in the cache (research/log/2026-11-26.md, 2026-11-27.md). Those of sm_80 and sm_89 have not been timed: they
-were chosen by the shared memory and registers that the compiler reports, and by the number of programs.
+The tiles for sm_90 are from sweeps on an H100 and an H200 over the problems of pi0, pi0.5 and SmolVLA, with weights
+that were not in the cache (research/log/2026-11-26.md, 2026-11-27.md). The tiles for sm_80 and sm_89 have not been
+timed. They were chosen by the shared memory and registers that the compiler reports, and by the number of programs.
 
-``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
-multiprocessors. ``some``: up to 256, the prefix of a small model. ``many``: a prefix that is limited by arithmetic, and
-wants large tiles. ``narrow``: a few rows of attention with heads of up to 64, whose prefixes are short as well.
+The regimes are:
 
-A tile whose programs share an output block is split so far only that each of them has something to multiply
-(:func:`has_work`).
+* ``few``: up to 64 rows. This is the iterative head, which is limited by reading weights and needs as many programs as
+  the device has multiprocessors.
+* ``some``: up to 256 rows, the prefix of a small model.
+* ``many``: a prefix that is limited by arithmetic and needs large tiles.
+* ``narrow``: a few rows of attention with heads of up to 64, whose prefixes are also short.
+
+A tile's split is reduced until each program that shares an output block has work (:func:`has_work`).
 """
 
 from __future__ import annotations
@@ -121,12 +124,12 @@ FLOAT32: dict[str, dict[str, Tile]] = {
 
 
 def tile_for(kernel: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the tile for a problem on a device. dims, dtype: As for :func:`default`."""
+    """Return the tile for a problem on a device. The arguments ``dims`` and ``dtype`` are those of :func:`default`."""
     return default(kernel, dims, dtype, capability(device))
 
 
 def capability(device: torch.device) -> int:
-    """Return the compute capability, major * 10 + minor."""
+    """Return the compute capability of a device, major * 10 + minor."""
     if device.type != "cuda":
         return NO_GPU
     major, minor = torch.cuda.get_device_capability(device)
@@ -134,7 +137,11 @@ def capability(device: torch.device) -> int:
 
 
 def architecture(capability: int) -> int:
-    """The row of the table for a compute capability (major * 10 + minor)."""
+    """Return the architecture in the table for a compute capability (major * 10 + minor).
+
+    Raises:
+        ValueError: The capability is older than 8.0.
+    """
     if capability in LIKE:
         return LIKE[capability]
     known = [row for row in ARCHITECTURES if row <= capability]
@@ -146,7 +153,11 @@ def architecture(capability: int) -> int:
 def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: int) -> Tile:
     """Return the tile for a problem.
 
-    dims: the problem's sizes, rows first (packed rows for attention). dtype: the weight's.
+    Args:
+        kernel: Name of the kernel.
+        dims: Sizes of the problem, rows first (packed rows for attention).
+        dtype: Dtype of the weight.
+        capability: Compute capability, major * 10 + minor.
     """
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
@@ -161,7 +172,7 @@ def default(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: in
 
 
 def spread(dims: Sequence[int], tile: Tile) -> Tile:
-    """Return a tile of fewer columns where few rows would leave multiprocessors idle, split as far as it is worth."""
+    """Return a tile with fewer columns if few rows would leave multiprocessors idle, with a split that pays off."""
     rows, columns, depth = dims
     while rows <= FEW_ROWS and tile.n > 16 and -(-columns // tile.n) * tile.split < PROGRAMS:
         tile = replace(tile, n=tile.n // 2)
@@ -181,7 +192,7 @@ def regime(kernel: str, dims: Sequence[int], regimes: Collection[str]) -> Regime
 
 
 def has_work(kernel: str, dims: Sequence[int], tile: Tile) -> bool:
-    """Return True if none of the programs that share an output block is left without depth or keys."""
+    """Return True if every program that shares an output block has some depth or keys to multiply."""
     if kernel in ("splitk_linear", "qkv_rope"):
         (_, _, extent, *_), size, own = dims, tile.k, 0
     elif kernel == "packed_attention":

@@ -1,4 +1,4 @@
-"""Memory in which programs that share an output block meet."""
+"""Memory for the partial sums of programs that share an output block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ PARTS, BLOCKS = (
 class Workspace:
     """Partial sums and counters per output block, for kernels that split their depth or their keys.
 
-    The owner of the stream allocates it once. ``arrivals`` are zero between launches: the last program of a block
-    resets its own. Launches that may run at the same time need one workspace each; launches of one stream share it.
+    The owner of the stream allocates the workspace once. ``arrivals`` are zero between launches, because the last
+    program of a block resets its counter. Launches that may run at the same time need one workspace each. Launches of
+    one stream share it.
+
+    Args:
+        floats: Number of floats for partial sums.
+        blocks: Number of output blocks.
+        device: The device.
     """
 
     def __init__(self, floats: int, blocks: int, device: torch.device | str):
@@ -24,7 +30,11 @@ class Workspace:
         self.arrivals: Tensor = torch.zeros(blocks, dtype=torch.int32, device=device)
 
     def require(self, floats: int, blocks: int) -> None:
-        """Raise ValueError where a launch needs more than was allocated."""
+        """Check that a launch fits the workspace.
+
+        Raises:
+            ValueError: The launch needs more memory.
+        """
         for what, needed, tensor in (("floats", floats, self.parts), ("blocks", blocks, self.arrivals)):
             if needed > tensor.numel():
                 raise ValueError(f"workspace: expected at least {needed} {what}, got {tensor.numel()}")
