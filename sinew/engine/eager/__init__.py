@@ -1,1 +1,1 @@
-"""The reference engine: the model as it is written, under PyTorch."""
+"""The reference engine, which runs the model's own PyTorch code."""

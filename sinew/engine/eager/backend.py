@@ -1,4 +1,4 @@
-"""The reference, before it is opened."""
+"""The reference engine before it is opened."""
 
 from __future__ import annotations
 

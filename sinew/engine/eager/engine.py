@@ -53,7 +53,13 @@ def open_eager(bundle: Bundle, options: EngineOptions) -> EagerEngine:
 
 
 class EagerEngine(Engine):
-    """Runs a model. recipe: component -> the low-bit format that it computes on as it is stored."""
+    """Runs a PyTorch model.
+
+    Args:
+        model: The model.
+        device: The device.
+        recipe: Component -> the low-bit format that the engine multiplies as it is stored.
+    """
 
     _settled: ClassVar[int] = 0  # the number of threads that the last tuning chose
 
@@ -172,7 +178,7 @@ class EagerEngine(Engine):
 
     @torch.inference_mode()
     def say(self, context: Context, watch: Watch | None = None) -> np.ndarray:
-        """Return the tokens of a speaker, int64 [B, n] (:meth:`ActionTokens.speak`)."""
+        """Return the tokens that an autoregressive head generates, int64 [B, n] (:meth:`ActionTokens.speak`)."""
         watch, model = watch or Watch(), self.model
 
         def after_token(token: np.ndarray) -> None:
@@ -254,7 +260,7 @@ class EagerEngine(Engine):
             self.reuse.forget()
 
     def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
-        """Return the time embedding of each step, or of the times of its rows."""
+        """Return the time embedding of each solver step. With an action prefix, each action has its own time."""
         return self.model.time_embeddings(steps, getattr(guidance, "committed", None), self.device)
 
     @torch.inference_mode()
@@ -281,7 +287,7 @@ class EagerEngine(Engine):
         watch.lap(stage)
 
     def _rows(self, watch: Watch) -> AbstractContextManager[Any]:
-        """Note in a trace which rows of tables are read."""
+        """Record in a trace which rows of embedding tables the model reads inside the ``with`` block."""
         return nullcontext() if watch.trace is None else recorded_rows(self.model, watch.trace.rows)
 
 
@@ -297,20 +303,25 @@ def _refusals(model: Model, device: torch.device) -> dict[Capability, Refusal]:
 
 
 def _differentiable(leaf: Any) -> Any:
-    """Return a copy of a tensor that inference mode has made, which autograd refuses."""
+    """Return a copy of a tensor from inference mode, because autograd rejects such tensors."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
 
 def tune_threads(
     infer: Callable[[], object], set_threads: Callable[[int], None], many: int
 ) -> tuple[int, str]:
-    """Set the faster of one and ``many`` threads, and return the number with the reason. ``infer`` must have run
-    before.
+    """Measure one thread and ``many`` threads, use the faster number, and return it with the reason.
 
-    Call it on the thread that will infer, because pools of threads belong to the thread that uses them. Threads that
-    wait for each other either sleep, and waking them costs tens of microseconds per matrix product, or spin, and lose
-    time when another program needs a core. A policy of a few million parameters spends less on a product than on
-    waking a thread for it. A large one gains from every core. research/log has the measurements.
+    Call the function on the thread that will infer, because a pool of threads belongs to the thread that uses it.
+    Threads that wait for each other either sleep or spin. Waking a sleeping thread costs tens of microseconds per
+    matrix product, and a spinning thread loses time when another program needs a core. A policy of a few million
+    parameters computes a product faster than it wakes a thread. A large policy gains from every core. research/log has
+    the measurements.
+
+    Args:
+        infer: Computes one inference. It must have run before.
+        set_threads: Sets the number of threads.
+        many: The larger number of threads.
     """
     if many == 1:
         return 1, "this process may use one"
@@ -335,9 +346,9 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def precision_of(model: Model) -> dict[str, str]:
-    """Return component -> precision of its parameters, such as "bf16+fp32", the type of most numbers first.
+    """Return component -> precision of its parameters, such as "bf16+fp32". The type of most numbers comes first.
 
-    Tables that keep their stored form do not count: nothing is computed in it.
+    Tables that keep their stored form do not count, because the model does not compute in that form.
     """
     counts: dict[str, Counter[str]] = {part: Counter() for part in COMPONENTS}
     stores = {name: getattr(module, "store", PLAIN) for name, module in model.named_modules()}

@@ -1,1 +1,1 @@
-"""Rewrites of a loaded model that every engine shares. ``docs/plan.md`` lists them."""
+"""Rewrites of a loaded model that all engines share. ``docs/plan.md`` lists them."""

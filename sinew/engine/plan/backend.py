@@ -1,4 +1,4 @@
-"""The engine of rewritten models, before it is opened."""
+"""The engine of rewritten models before it is opened."""
 
 from __future__ import annotations
 

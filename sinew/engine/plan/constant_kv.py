@@ -1,4 +1,4 @@
-"""Keys and values that do not depend on the solver's step, computed once per observation."""
+"""Compute keys and values that do not depend on the solver's step once per observation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from sinew.models.expert import ExpertContext, ExpertModel, Prefix
 
 
 class StateInPrefix(ExpertModel):
-    """Over a model whose expert reads a state token that sees the prefix and itself, never the actions.
+    """A model whose expert reads a state token that attends to the prefix and itself, but never to the actions.
 
-    Its keys and values therefore are the same in every step. They are appended to the prefix's, and the
-    steps run over the actions alone.
+    The token's keys and values are therefore the same in every step. They are appended to the prefix's keys and values,
+    and the steps compute the actions alone.
     """
 
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         return self.absorb_state(super().prefix_of(cache, valid, state))  # type: ignore[safe-super]
 
     def renew(self, context: ExpertContext, state: Tensor) -> ExpertContext:
-        """Return the context with the keys and values of another state. The mask knows which tokens are valid."""
+        """Return the context with the keys and values of another state. The context's mask contains which tokens are
+        valid."""
         (sees,) = context.masks
         count = context.kv[0][0].shape[1] - 1  # P, the number of tokens before the state token
         valid = sees[:, 0, :count]

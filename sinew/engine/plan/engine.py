@@ -1,4 +1,4 @@
-"""The planned engine: the eager engine's loop over a rewritten model."""
+"""The planned engine, which runs a rewritten model like the eager engine."""
 
 from __future__ import annotations
 

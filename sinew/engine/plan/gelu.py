@@ -1,10 +1,14 @@
-"""GELU in its tanh form, by the sigmoid: 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+"""Compute GELU in its tanh form by the sigmoid.
 
-The function is the same. On a CPU, PyTorch's vectorised sigmoid is faster than its tanh. GELU is the only reader of its
-input, so the input is overwritten block by block, while a block is in the cache. This is faster only in float32 on a
-CPU. On other devices, in a recorded program, on tensors without memory and where a derivative will be asked for (guided
-real-time chunking) GELU stays one operator. It also stays one for small tensors with several threads, because each of
-the six operators per block wakes the threads.
+The formula is 0.5 x (1 + tanh(u)) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), so the function is the
+same. On a CPU, PyTorch's vectorised sigmoid is faster than its tanh. No other operation reads GELU's input, so the
+input is overwritten block by block, while a block is in the cache.
+
+This is faster only in float32 on a CPU. GELU stays one operator in these cases:
+
+* on other devices, in a recorded program, and on tensors without memory
+* if a derivative is needed (guided real-time chunking)
+* for small tensors with several threads, because each of the six operators per block wakes the threads
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ SHARED_BLOCK = 1 << 21  # elements of a block with several threads; benchmarks/g
 
 
 def gelu_(x: Tensor) -> Tensor:
-    """GELU of x [..., N], in place. Rows may be strided, as in the half of a packed product."""
+    """Compute GELU of x [..., N] in place. Rows may be strided, as in one half of a packed product."""
     if x.requires_grad or x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     alone = torch.get_num_threads() == 1

@@ -1,4 +1,4 @@
-"""The affine part of a norm, folded into the linear layers that read it: W (g * n + b) = (W g) n + W b."""
+"""Fold the affine part of a norm into the linear layers that read it: W (g * n + b) = (W g) n + W b."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UnitLayerNorm(nn.Module):
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, FoldSite]]:
-    """Yield the sites that the model and its blocks declare, with the norm's name."""
+    """Yield the norm's name and the fold site, for all sites that the model and its blocks declare."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in model.modules():
         if "fold_sites" in vars(loaded_class(module)):
@@ -42,7 +42,8 @@ def sites(model: nn.Module) -> Iterator[tuple[str, FoldSite]]:
 
 
 def linears(site: FoldSite) -> list[Linear] | str:
-    """Return the linear layers that read the norm of ``site``, or why it cannot be folded into them."""
+    """Return the linear layers that read the norm of ``site``, or the reason why the norm cannot be folded into
+    them."""
     norm, found = getattr(site.owner, site.norm), []
     if type(norm) not in (RMSNorm, GemmaRMSNorm, LayerNorm):
         return f"{type(norm).__name__} is not a norm of fixed weights"
@@ -60,7 +61,7 @@ def linears(site: FoldSite) -> list[Linear] | str:
 
 
 def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
-    """Give the norm's affine part to its readers; returns what is left of the norm."""
+    """Move the norm's affine part into its readers, and return the norm without its affine part."""
     unit: nn.Module
     shift: Tensor | None
     if isinstance(norm, LayerNorm):

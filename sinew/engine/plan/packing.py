@@ -1,4 +1,5 @@
-"""Linear layers that read the same input, as one: fewer and larger matrix products, one pass over the input."""
+"""Combine linear layers that read the same input into one layer: fewer and larger products, and one pass over the
+input."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MIXED = "mixed precision"
 
 
 class PackedAttention(DecoderAttention):
-    """Queries, keys and values in one product; queries and keys in one rotation."""
+    """Attention with one product for queries, keys and values, and one rotation for queries and keys."""
 
     qkv_proj: Linear
     num_heads: int
@@ -67,7 +68,7 @@ class PackedMLP(GatedMLP):
 
 
 def pack(layers: Sequence[nn.Module]) -> Linear | str:
-    """Return one layer for several with the same input, or why there cannot be one."""
+    """Return one layer that replaces several layers with the same input, or the reason why this is impossible."""
     plain: Sequence[Any] = layers
     for layer in plain:
         store = getattr(layer, "store", None)
@@ -92,7 +93,7 @@ def pack(layers: Sequence[nn.Module]) -> Linear | str:
 
 
 def _pack_factors(packed: Linear, layers: Sequence[Linear]) -> None:
-    """Give ``packed`` the adapters of its parts: each part's rows read its own factors alone,
+    """Give ``packed`` the adapters of its parts. The rows of a part read the factors of that part alone.
 
     [q; k] x = [Wq; Wk] x + [[Bq, 0], [0, Bk]] [Aq; Ak] x
     """
@@ -112,7 +113,7 @@ def _pack_factors(packed: Linear, layers: Sequence[Linear]) -> None:
 
 
 def _pack_attention(module: Any, only_kv: bool) -> str | None:
-    """Pack the projections of one attention; return why not, if not."""
+    """Pack the projections of one attention. Return None, or the reason why they cannot be packed."""
     parts = [module.k_proj, module.v_proj] if only_kv else [module.q_proj, module.k_proj, module.v_proj]
     packed = pack(parts)
     if isinstance(packed, str):

@@ -1,4 +1,4 @@
-"""A plan: the model that is executed instead of the loaded one, and what was done to make it."""
+"""A plan: the model that is executed instead of the loaded model, and the rewrites that made it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ REWRITES = {
 class Plan:
     """A planned model: ``model`` has the interface of the loaded model and other modules.
 
-    ``model`` shares the parameters that no rewrite replaced. If the loaded model is kept, the replaced ones stay in
-    memory too.
+    ``model`` shares the parameters that no rewrite replaced. If the loaded model is kept, the replaced parameters stay
+    in memory too.
 
     Attributes:
-        outcomes: One row per rewrite.
+        model: The rewritten model.
+        outcomes: The outcome of each rewrite.
     """
 
     model: Model
@@ -67,9 +68,9 @@ class Plan:
 
         Args:
             model: The loaded model.
-            steps: Numbers of solver steps whose tables are made now; others are made on request.
-            rewrites: Names from ``REWRITES``; None for all.
-            beside: Plan of the same model without an adapter. Equal parts are in memory once.
+            steps: Numbers of solver steps whose tables are made now. Other tables are made on request.
+            rewrites: Names from ``REWRITES``, or None for all.
+            beside: The plan of the same model without an adapter. Both plans share equal tensors in memory.
             in_place: Rewrite ``model`` itself, for a caller that does not need it any more.
         """
         chosen = set(REWRITES) if rewrites is None else set(rewrites)
@@ -93,8 +94,10 @@ class Plan:
         return tuple(outcome.name for outcome in self.outcomes if outcome.status == "applied")
 
     def schedule(self, steps: int) -> Iterable[Tensor]:
-        """Return the time embeddings of ``steps`` steps for :func:`sinew.models.solvers.solve`: the table if the plan
-        has one, else computed one by one."""
+        """Return the time embeddings of ``steps`` solver steps for :func:`sinew.models.solvers.solve`.
+
+        The plan's table is used if the plan has one. Otherwise the embeddings are computed one by one.
+        """
         return (
             self.time_embeddings(steps)
             if TABULATE_TIME.name in self.applied
@@ -103,7 +106,7 @@ class Plan:
 
     @torch.no_grad()
     def time_embeddings(self, steps: int) -> list[Tensor]:
-        """Return the table of the model's time embeddings at each of the solver's times, each [1, ...]."""
+        """Return the table of the model's time embeddings for each time of the solver, each [1, ...]."""
         if steps not in self._tables:
             self._tables[steps] = list(self.model.time_embeddings(steps))
         return self._tables[steps]

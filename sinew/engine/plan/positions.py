@@ -1,6 +1,6 @@
-"""Positions: rows of the vision tower's position table, not looked up where they are the table itself.
+"""Avoid lookups in the vision tower's position table if all of its rows are read in order.
 
-Rotary tables and masks need no rewrite: a model's context holds them, once per observation.
+Rotary tables and masks need no rewrite, because a model's context contains them once per observation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sinew.layers.vit import ResizedPositions, VisionTransformer
 
 
 class FullGridPositions(VisionTransformer):
-    """When the patches fill the table's grid, row i belongs to patch i: the table itself is added."""
+    """A tower that adds the position table without a lookup if the patches fill the table's grid. Row i then belongs
+    to patch i."""
 
     def positions(self, rows: int, cols: int) -> Tensor:
         if rows == cols == self.config.side:
@@ -26,7 +27,7 @@ class FullGridPositions(VisionTransformer):
 
 
 class GridTable(ResizedPositions):
-    """A tower whose views always fill the same grid: the resized table is made once."""
+    """A tower whose views always fill the same grid. The resized table is made once."""
 
     table: Tensor  # [rows * cols, C]
 
@@ -35,7 +36,7 @@ class GridTable(ResizedPositions):
 
 
 class QwenGridTable(QwenViT):
-    """The same for a tower that also rotates: positions and rotation are made once."""
+    """A tower with rotation whose views always fill the same grid. Positions and rotation are made once."""
 
     table: Tensor  # [rows * cols, C]
     cos: Tensor  # [1, rows * cols, 1, D / 2]
@@ -50,7 +51,7 @@ class QwenGridTable(QwenViT):
 
 @torch.no_grad()
 def _fix(tower: Any, grid: tuple[int, int]) -> None:
-    """Give the tower the tables of ``grid``."""
+    """Store the tables of ``grid`` in the tower."""
     tables = {"table": tower.positions(*grid)}
     if isinstance(tower, QwenViT):
         tables |= tower.rotation(*grid)._asdict()

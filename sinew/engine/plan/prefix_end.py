@@ -1,4 +1,5 @@
-"""The end of the prefix: nothing reads the language model's output, only its layers' keys and values."""
+"""Shorten the end of the prefix: the head reads the keys and values of the language model's layers, but not its
+output."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NO_CACHE = "the head does not read the language model's keys and values"
 
 
 class KeyValueLayer(nn.Module):
-    """The rest of the last decoder layer: its norm, and the projections of keys and values."""
+    """The part of the last decoder layer that the head needs: its norm, and the projections of keys and values."""
 
     def __init__(self, layer: DecoderLayer):
         super().__init__()

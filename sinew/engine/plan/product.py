@@ -1,4 +1,4 @@
-"""A small product as PyTorch computes it, to be timed (:mod:`sinew.engine.measured`)."""
+"""A small product with PyTorch, which :mod:`sinew.engine.measured` times."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def torch_product(dtype: str, storage: str) -> Callable[[], object] | None:
-    """Return PyTorch's product.
+    """Return a function that computes a small product with PyTorch, or None for a mixture of precisions.
 
     Args:
         dtype: Precision of weights and activations, such as "bf16".
-        storage: Half precision of weights that are widened block by block, "" if none are.
-
-    Returns:
-        The product, which computes when it is called. None for a mixture of precisions.
+        storage: Half precision of weights that are widened block by block, or "".
     """
     if (storage or dtype) not in DTYPES:
         return None

@@ -1,11 +1,11 @@
-"""Rewrites, their reports, and the two ways in which they change a model.
+"""Rewrites, their outcomes, and the two ways in which they change a model.
 
-A rewrite gets a clone of the loaded model: its own tree of modules with the same parameters. It may replace
-parameters and modules of the clone, and give a module another class (:func:`become`). The loaded model is never
-changed.
+A rewrite gets a clone of the loaded model, which is a separate tree of modules with the same parameters. The rewrite
+may replace parameters and modules of the clone, or give a module another class (:func:`become`). The loaded model is
+never changed.
 
-A rewrite changes only the very classes it was written for (:func:`exactly`), not their subclasses, which may add
-norms, rotations or quantisation that a replaced method would lose. Unknown modules are left unchanged, and the
+A rewrite changes only the classes that it was written for (:func:`exactly`). It does not change their subclasses, which
+may add norms, rotations or quantisation that a replaced method would lose. Unknown modules are left unchanged, and the
 outcome names them (:func:`left_out`).
 """
 
@@ -29,7 +29,14 @@ Status = Literal["applied", "built in", "not applicable", "off"]
 
 @dataclass(frozen=True, slots=True)
 class RewriteOutcome:
-    """The outcome of one rewrite. ``where``: the modules it changed; ``reason``: why it did or did not."""
+    """The outcome of one rewrite.
+
+    Attributes:
+        name: The rewrite's name.
+        status: Whether the rewrite was applied.
+        reason: The reason for the status.
+        where: Names of the changed modules.
+    """
 
     name: str
     status: Status
@@ -39,7 +46,13 @@ class RewriteOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """``apply`` changes the clone and returns (status, reason, modules)."""
+    """A rewrite of a model.
+
+    Attributes:
+        name: The rewrite's name.
+        summary: The effect in one line.
+        apply: Changes the clone, and returns (status, reason, modules).
+    """
 
     name: str
     summary: str
@@ -50,7 +63,7 @@ class Rewrite:
 
 
 def share(model: Model, other: Model) -> None:
-    """Let ``model`` hold the tensors of ``other`` wherever its own, of the same name, are the same in every bit."""
+    """Let ``model`` use the tensors of ``other`` if tensors of the same name are equal in every bit."""
     theirs: dict[str, Tensor] = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found = theirs.get(name)
@@ -72,13 +85,14 @@ def exactly(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def foreign(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return why a rewrite of ``kind`` leaves an instance of it alone: it is a subclass. None if it is not."""
+    """Return the reason why a rewrite of ``kind`` does not change a module: its class is a subclass. None for other
+    modules."""
     cls = loaded_class(module)
     return f"{cls.__name__} is not {kind.__name__}" if isinstance(module, kind) and cls is not kind else None
 
 
 def left_out(left: Mapping[str, str]) -> str:
-    """Return the part of a reason that names the modules (name -> why) which a rewrite did not change."""
+    """Return the part of a reason that names the modules (name -> reason) which a rewrite did not change."""
     whys = ", ".join(sorted(set(left.values())))
     return f"; not {', '.join(spans(list(left)))} ({whys})" if left else ""
 
@@ -86,15 +100,22 @@ def left_out(left: Mapping[str, str]) -> str:
 def verdict(
     names: Sequence[str], left: Mapping[str, str], reason: str, absent: str
 ) -> tuple[Status, str, tuple[str, ...]]:
-    """Return status, reason and modules of a rewrite that changed ``names`` and left others (name -> why). ``absent``:
-    what the model lacks, where there was nothing to change."""
+    """Return status, reason and modules of a rewrite.
+
+    Args:
+        names: Names of the changed modules.
+        left: Name of an unchanged module -> the reason.
+        reason: The reason for the changes.
+        absent: The reason if the model had no module to change.
+    """
     if not names and not left:
         return "not applicable", absent, ()
     return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Put the methods of ``kind`` before the module's own; ``kind`` adds no state of its own making."""
+    """Give a module the methods of ``kind``, before the methods of its own class. ``kind`` must not need attributes
+    of its own."""
     cls = type(module)
     vars(module).setdefault("loaded_class", cls)
     bases = (kind,) if issubclass(kind, cls) else (kind, cls)
@@ -102,7 +123,7 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None, store: Store = PLAIN) -> Linear:
-    """Return a linear layer over finished tensors of floats; nothing is allocated."""
+    """Return a linear layer with existing tensors of floats. The function allocates no memory."""
     out_size, in_size = weight.shape
     made = Linear(in_size, out_size, bias=bias is not None, device="meta")
     made.store = store
@@ -113,9 +134,9 @@ def linear(weight: Tensor, bias: Tensor | None = None, store: Store = PLAIN) -> 
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Join the rows of all ``tensors``: a view if they are adjacent in memory, else a copy.
+    """Join the rows of all ``tensors``. The result is a view if the tensors are adjacent in memory, else a copy.
 
-    A bundle stores a layer's q, k and v side by side, so their packed form often is the file itself.
+    A bundle stores a layer's q, k and v side by side, so the packed form is often a view of the file.
     """
     first = tensors[0]
     end = first.storage_offset()
@@ -129,7 +150,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def spans(names: Sequence[str]) -> tuple[str, ...]:
-    """Module names with runs of numbers folded: layers.0.attn, layers.1.attn -> layers.0-1.attn."""
+    """Return module names with runs of numbers combined: layers.0.attn, layers.1.attn -> layers.0-1.attn."""
     groups: dict[str, list[int]] = {}
     for name in names:
         parts = name.split(".")

@@ -1,9 +1,9 @@
 """The planned model as functions of tensors alone, for engines that record a program.
 
-Three stages: ``Vision`` and ``Read`` once per observation, ``StepProgram`` once per solver step, or for an
-autoregressive head ``NextToken`` once per token. Between them, the model's context is a flat tuple of named tensors.
-Shapes follow from views, image size, prompt length and chunk size, and nothing branches on a value. The engine's loop
-over the solver joins the stages.
+The three stages are ``Vision`` and ``Read``, which run once per observation, and a step. The step is ``StepProgram``
+once per solver step, or ``NextToken`` once per token of an autoregressive head. Between the stages, the model's context
+is a flat tuple of named tensors. Shapes follow from views, image size, prompt length and chunk size, and no branch
+depends on a value. The engine's loop over the solver joins the stages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ SAID = "context.spoken."  # prefix of the names in :class:`TextPrefix`
 
 @dataclass(frozen=True)
 class Layout:
-    """A context's flat tuple of tensors and the way back. A tensor that the context holds twice is in it once.
+    """The conversion between a context and a flat tuple of tensors. A tensor that the context contains twice is in the
+    tuple once.
 
-    names: of the tensors, "context.FIELD.INDEX...". leaves: for each leaf of the tree the tensor's place in the
-    tuple, or the leaf itself where it is not a tensor.
+    Attributes:
+        names: Names of the tensors, "context.FIELD.INDEX...".
+        spec: The structure of the context.
+        leaves: For each leaf of the context, its tensor's index in the tuple, or the leaf itself if it is not a tensor.
     """
 
     names: tuple[str, ...]
@@ -72,7 +75,7 @@ class _Place:
 
 
 class Vision(nn.Module):
-    """pixels float32 [B, V, channels, height, width] -> image tokens [B, V, tokens, C]."""
+    """Computes image tokens [B, V, tokens, C] from pixels, float32 [B, V, channels, height, width]."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -83,8 +86,10 @@ class Vision(nn.Module):
 
 
 class Read(nn.Module):
-    """image_tokens [B, V, tokens, C], camera_mask [B, V], tokens and token_mask [B, L], state [B, S] -> the
-    tensors that ``StepProgram`` or ``NextToken`` reads."""
+    """Computes the tensors that ``StepProgram`` or ``NextToken`` reads.
+
+    The inputs are image_tokens [B, V, tokens, C], camera_mask [B, V], tokens and token_mask [B, L], and state [B, S].
+    """
 
     def __init__(self, model: Model, layout: Layout):
         super().__init__()
@@ -99,8 +104,11 @@ class Read(nn.Module):
 
 
 class StepProgram(nn.Module):
-    """x [B, H, A], the step's time embedding (a row of ``Plan.time_embeddings``), and what ``Read`` returned -> the
-    head's output [B, H, A]. One program for every number of steps: the tables stay outside."""
+    """Computes the head's output [B, H, A].
+
+    The inputs are x [B, H, A], the step's time embedding (a row of ``Plan.time_embeddings``), and the result of
+    ``Read``. One program serves every number of steps, because the tables are not part of it.
+    """
 
     def __init__(self, model: Model, layout: Layout):
         super().__init__()
@@ -111,19 +119,25 @@ class StepProgram(nn.Module):
 
 
 class TextPrefix(NamedTuple):
-    """What a speaker has read, and what its first token leaves."""
+    """The context of an autoregressive head.
+
+    Attributes:
+        prompt: The part that no token changes.
+        spoken: The part that each new token changes.
+    """
 
     prompt: Context
     spoken: Spoken
 
 
 def begun(model: Model, context: Context) -> Context:
-    """Return the output of ``Read``."""
+    """Return the result of ``Read`` for a context. With an autoregressive head, it includes the first token."""
     return TextPrefix(context, model.first(context)) if isinstance(model, AutoregressiveModel) else context
 
 
 class NextToken(nn.Module):
-    """What ``Read`` returned -> of its tensors those that one more token renews, of the same shapes."""
+    """Computes one more token: from the result of ``Read``, the tensors that the token changes, with the same
+    shapes."""
 
     def __init__(self, model: AutoregressiveModel, layout: Layout):
         super().__init__()
@@ -138,12 +152,15 @@ class Stages(NamedTuple):
     """The stages of a planned model.
 
     Attributes:
+        vision: The first stage.
+        read: The second stage.
+        step: The stage that runs once per solver step or token.
         reads: Names of the tensors from ``read`` to ``step``.
-        said: Those of them that a token renews, in the order in which ``step`` returns them.
-        grows: For each of them, the axis that grows with the prompt, and by how much it is longer than the first such
-            axis; None without one.
-        batch_axes: For each of them, the batch axis; None if it is the same for every observation.
-        unbatched: The first tensor without a separate batch axis; "" if there is none.
+        said: The names in ``reads`` that a token changes, in the order in which ``step`` returns them.
+        grows: For each name in ``reads``, the axis that grows with the prompt, and by how much it is longer than the
+            first such axis. None without such an axis.
+        batch_axes: For each name in ``reads``, the batch axis. None if all observations share the tensor.
+        unbatched: The first tensor without a separate batch axis, or "".
     """
 
     vision: Vision
@@ -158,7 +175,12 @@ class Stages(NamedTuple):
 
 @torch.no_grad()
 def stages(plan: Plan, shapes: Shapes) -> Stages:
-    """``shapes``: of an observation; its prompt length does not matter."""
+    """Return the stages of a plan.
+
+    Args:
+        plan: The plan.
+        shapes: The sizes of an observation. Any length of the prompt gives the same result.
+    """
     model, empty = plan.model, on_meta(plan.model)
 
     def context(length: int, batch: int) -> Context:

@@ -1,12 +1,12 @@
-"""Tabulate everything that depends on the solver's time alone, once per number of steps.
+"""Make tables of all values that depend on the solver's time alone, once per number of steps.
 
-The plan tables ``embed_time``; this file makes the time embedding hold as much as it can. pi0.5's already holds every
-norm's modulation. pi0 and SmolVLA mix the time into the action tokens by a linear layer over
-[action, time], which is the sum of one over the actions and one over the time:
+The plan makes a table of ``embed_time``. This rewrite lets the time embedding contain as much as possible. In pi0.5,
+the time embedding already contains the modulation of every norm. pi0 and SmolVLA mix the time into the action tokens by
+a linear layer over [action, time]. This layer is the sum of a layer over the actions and a layer over the time:
 
     W [P x + p ; e(t)] + b  =  (Wa P) x  +  (Wt e(t) + Wa p + b)
 
-so the step keeps a product as narrow as an action, and the time embedding is the second bracket.
+The step then multiplies a matrix as narrow as an action, and the time embedding is the second bracket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sinew.models.expert import ExpertModel, per_row
 
 
 class SplitActionTime(ExpertModel):
-    """Over a model whose action tokens are W2 silu(W [P x + p; e(t)] + b) + b2."""
+    """A model whose action tokens are W2 silu(W [P x + p; e(t)] + b) + b2, with W split into its two parts."""
 
     action_part: Linear  # Wa P, no bias
     time_part: Linear  # Wt, Wa p + b
