@@ -1,1 +1,1 @@
-"""How a model is executed on one device. The eager engine is the reference for all others."""
+"""Engines, which execute a model on one device. The eager engine is the reference for all other engines."""

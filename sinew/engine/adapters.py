@@ -1,4 +1,4 @@
-"""Adapters over a loaded model: an adapter is a module tree that shares the base weights and adds a few of its own."""
+"""Apply adapters to a loaded model. The result shares the base weights and adds the few weights of the adapter."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ from sinew.models.base import Model
 
 
 def with_adapter(model: Model, adapter: Bundle) -> Model:
-    """Return ``model`` with the weights of an adapter; both share all parameters that the adapter does not replace.
+    """Return ``model`` with the weights of an adapter.
 
-    Raises :class:`BundleError` for tensors that do not fit the model or are not finite numbers.
+    Both models share all parameters that the adapter does not replace.
+
+    Args:
+        model: The loaded base model.
+        adapter: The adapter's bundle, with LoRA factors or whole weights.
+
+    Raises:
+        BundleError: A tensor does not fit the model, or contains numbers that are not finite.
     """
     tensors = adapter.tensors()
     modules = dict(model.named_modules())

@@ -1,8 +1,8 @@
-"""Describe engines that are not open yet, and choose the engine, device and precision of a bundle, with reasons.
+"""Describe engines before they are opened, and choose the engine, device and precision for a bundle.
 
-This module imports torch only to ask it for a GPU: a robot that runs graphs alone has no torch. Each engine's folder
-has a ``backend.py`` with its :class:`Backend`; :data:`ORDER` and the entry points ``sinew.engines`` of other packages
-list the backends.
+This module imports torch only to find a GPU, because a robot that runs graphs may not have torch. Each engine's folder
+has a ``backend.py`` with its :class:`Backend`. The backends are listed in :data:`ORDER` and in the entry points
+``sinew.engines`` of other packages.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class EngineOptions:
     Attributes:
         device: The device, such as "cpu" or "cuda:0".
         dtype: The precision: fp32, bf16, fp16 or native.
-        threads: The number of threads; None leaves the number to the engine.
+        threads: The number of threads. With None, the engine chooses the number.
         providers: The providers of ONNX Runtime, in order of preference.
-        graphs: The folder of an export; None for a bundle with weights.
+        graphs: The folder of an export, or None for a bundle with weights.
         recipe: True to follow the bundle's quantisation recipe.
         storage: The half precision in which weights stay while products are float32 (:func:`half_storage`), else "".
         adapters: Name in requests -> adapter of the bundle.
-        kernels: Installs compiled products for low-bit weights. The loader calls this function if it keeps low-bit
-            weights on a CPU.
+        kernels: Installs compiled products for low-bit weights. The loader calls this function if low-bit weights stay
+            on a CPU.
     """
 
     device: str = "cpu"
@@ -77,7 +77,7 @@ class EngineOptions:
 
     @property
     def kind(self) -> str:
-        """Return the kind of device: "cpu", "cuda"."""
+        """Return the kind of device, such as "cpu" or "cuda"."""
         return self.device.partition(":")[0]
 
 
@@ -86,8 +86,8 @@ class EngineChoice:
     """The engine, device and precision that will run a bundle, with reasons.
 
     Attributes:
-        ignored: The part of the bundle's recipe that the engine does not compute, on request of the user.
-        recipe: Component -> precision in force.
+        ignored: The part of the bundle's recipe that the engine does not compute because the user ignores the recipe.
+        recipe: Component -> precision in use.
     """
 
     engine: str
@@ -100,7 +100,7 @@ class EngineChoice:
 
     @property
     def precision_text(self) -> str:
-        """Return the precision of each component before anything is loaded, for reports."""
+        """Return the precision of each component as text for reports, before the bundle is loaded."""
         from sinew.bundle.schema import COMPONENTS
 
         wide = upcast_text(self.options.storage) if self.options.storage else self.options.dtype
@@ -124,26 +124,26 @@ def choose(
     prepared: bool = False,
     stream: str | None = None,
 ) -> EngineChoice:
-    """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
+    """Choose the fastest verified engine that is installed, fits the device and follows the bundle's recipe.
 
-    A measurement on this machine decides which engine is the fastest (:mod:`sinew.engine.measured`). Where nothing was
-    measured, and where times differ by less than 5 % (15 % for the reference), the first of :data:`ORDER` is taken.
+    A measurement on this machine decides which engine is the fastest (:mod:`sinew.engine.measured`). The first engine
+    in :data:`ORDER` is chosen if there is no measurement, or if times differ by less than 5 % (15 % for the reference).
 
     Args:
         bundle: The bundle.
-        engine: The engine's name; "auto" or None leaves the engine open.
-        device: The device; "auto" or None leaves the device open.
-        dtype: The precision of the weights; None leaves the precision open.
+        engine: The engine's name. "auto" or None lets Sinew choose.
+        device: The device. "auto" or None lets Sinew choose.
+        dtype: The precision of the weights. None lets Sinew choose.
         threads: The number of threads.
         providers: The providers of ONNX Runtime.
         ignore_recipe: True to ignore the bundle's quantisation recipe.
         adapters: Adapters of the bundle that the engine has to compute.
         prepared: Also accept an engine that ``sinew prepare`` measured to be faster and that supports less than the
-            others (:meth:`Backend.should`).
-        stream: The guidance of the stream that the engine will run (:func:`unstreamed`); None for no stream.
+            other engines (:meth:`Backend.should`).
+        stream: The guidance of the stream that the engine will run (:func:`unstreamed`). None for no stream.
 
     Raises:
-        SinewError: A request cannot be met. Nothing else is taken in place of what the user requested.
+        SinewError: A requested engine, device or precision is not possible. Sinew never replaces a request silently.
     """
     if bundle.manifest.base is not None:
         raise SinewError(
@@ -214,8 +214,12 @@ def _contenders(
     prepared: bool = False,
     stream: str | None = None,
 ) -> tuple[list[_Contender], list[_Passed]]:
-    """Return the engines that are verified and can run the bundle in the requested precision, in the order of
-    :data:`ORDER`, and those that are passed over, with their reasons."""
+    """Compare all engines with the request.
+
+    Returns:
+        The verified engines that can run the bundle in the requested precision, in the order of :data:`ORDER`, and the
+            engines that are passed over, with reasons.
+    """
     contenders: list[_Contender] = []
     passed_over: list[_Passed] = []
     kinds = {*recipe(bundle).values()} if options.recipe else set()
@@ -243,7 +247,13 @@ def _contenders(
 
 
 def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditions:
-    """Return the conditions of a measurement of the engines. ``word`` is the requested precision, if any."""
+    """Return the conditions for a measurement of the engines.
+
+    Args:
+        bundle: The bundle.
+        options: The options that all engines share.
+        word: The requested precision, or None.
+    """
     precision = word or ("fp32" if options.kind == "cpu" else "native")
     ignored = bool(recipe(bundle)) and not options.recipe
     return Conditions(bundle.path, options.device, precision, options.threads or 1, not ignored)
@@ -252,7 +262,7 @@ def _under(bundle: Bundle, options: EngineOptions, word: str | None) -> Conditio
 def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -> Times:
     """Return the times of these engines on this machine.
 
-    If no chunk was measured yet, their products are timed now, once, which takes milliseconds.
+    If no chunk was measured yet, the engines' small products are measured now, which takes milliseconds.
     """
     if len(contenders) < 2:
         return Times()
@@ -277,7 +287,7 @@ def _times(bundle: Bundle, contenders: Sequence[_Contender], word: str | None) -
 def _reason(
     bundle: Bundle, best: _Contender, contenders: Sequence[_Contender], times: Times, where: str
 ) -> str:
-    """Return why ``best`` is the engine to take, and the measured times."""
+    """Return the reason why ``best`` is chosen, with the measured times."""
     kinds = {*recipe(bundle).values()}
     seconds = times.text(best.name, {each.name for each in contenders})
     if kinds and best.options.recipe:
@@ -305,8 +315,10 @@ def _told(
     passed_over: Sequence[_Passed],
     times: Times,
 ) -> list[str]:
-    """Return notes about the other engines: those that were passed over although they come first by :data:`ORDER` or
-    follow the recipe, and those that were not measured yet.
+    """Return notes about other engines.
+
+    The notes are about engines that come earlier in :data:`ORDER` or follow the recipe but were passed over, and about
+    engines that were not measured yet.
     """
     names = [*BACKENDS]
     kinds = {*recipe(bundle).values()} if best.options.recipe else set()
@@ -326,7 +338,7 @@ def _told(
 
 
 class _Passed(NamedTuple):
-    """An engine that was passed over, and why."""
+    """An engine that was passed over, with the reason."""
 
     name: str
     text: str
@@ -334,7 +346,8 @@ class _Passed(NamedTuple):
 
 
 def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:
-    """Return the device and the reason: the device that a named engine is made for, else a GPU if PyTorch finds one."""
+    """Return the device and the reason. A named engine decides the device. Otherwise it is a GPU if PyTorch finds
+    one."""
     if device not in (None, AUTO):
         return device, ASKED
     if backend is not None and (own := backend.device()):
@@ -352,7 +365,7 @@ def choose_device(device: str | None, backend: Backend | None = None) -> tuple[s
 
 
 def exported_graphs(bundle: Bundle) -> Path | None:
-    """Return the folder of graphs that this bundle is the head of; None for a bundle with weights."""
+    """Return the folder of an export if this bundle is the header of the export, or None for a bundle with weights."""
     folder = bundle.path.parent
     return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
 
@@ -371,8 +384,8 @@ def _choice(
 
 
 def _each_once(passed_over: Sequence[_Passed]) -> str:
-    """Return the problems as text. A problem that several engines have is listed once, with all their names: "engine
-    cpu or plan needs torch"."""
+    """Return the problems as text, each problem once, with the names of all engines that have it: "engine cpu or plan
+    needs torch"."""
     owners: dict[tuple[bool, str], list[str]] = {}
     for name, problem, _ in passed_over:
         own = f"engine {name} "
@@ -385,14 +398,15 @@ def _each_once(passed_over: Sequence[_Passed]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Suitability:
-    """The answer to whether an engine can, or should, run a bundle. Without a reason against it, the answer is yes.
+    """The answer to whether an engine can run a bundle, or should run it. Without a reason against it, the answer is
+    yes.
 
     Attributes:
-        against: The reason against it, as a sentence. "" for yes.
-        elsewhere: True if the reason concerns devices or weights that are not here, so that it is not shown if
-            another engine was taken.
-        reason: The reason for it, if that is more than that it is the fastest verified engine.
-        unmade: The part that must be made before it can start, and how. "" for none.
+        against: The reason against the engine, as a sentence. "" means yes.
+        elsewhere: True if the reason concerns missing devices or weights. Such a reason is not shown if another engine
+            was chosen.
+        reason: A special reason for the engine, besides being the fastest verified engine.
+        unmade: The part that must be made before the engine can start, and how. "" for none.
         preparable: True if ``sinew prepare`` can make that part.
     """
 
@@ -407,20 +421,20 @@ YES = Suitability()
 
 
 class Backend:
-    """An engine that is not open yet: a record of its properties, and the hooks that it may define.
+    """An engine that is not open yet: a record of its properties, and the methods that it may override.
 
     Attributes:
         name: The engine's name.
-        opens: The function that opens the engine, as "module:function"; it takes (bundle, options).
+        opens: The function that opens the engine, as "module:function". Its arguments are (bundle, options).
         packages: The packages that the engine needs.
         follows: The precisions of a recipe that the engine computes, besides fp32.
-        stores_half: True if the engine multiplies weights that stay in half precision in float32.
+        stores_half: True if the engine multiplies weights in half precision with float32 arithmetic.
         copies_none: True if weights stay in the memory map of the file even if memory would suffice for copies.
-        runs_graphs: True if the engine needs the graphs of an export, and nothing else.
-        reference: True for the engine that the others are compared with.
+        runs_graphs: True if the engine needs the graphs of an export instead of weights.
+        reference: True for the engine that all other engines are compared with.
         capabilities: The capabilities that the engine has with some bundle on some device. An open engine states which
             of them it lacks with its bundle (:attr:`sinew.engine.engine.Facts.refusals`).
-        guides: The values of an observation's ``rtc`` that the engine follows.
+        guides: The values of an observation's ``rtc`` that the engine supports.
         counted_as: The program of ``sinew perf`` that predicts the memory of this engine.
     """
 
@@ -437,12 +451,12 @@ class Backend:
     counted_as: Literal["eager", "plan", "cpu"] = "plan"
 
     def can(self, bundle: Bundle, options: EngineOptions) -> Suitability:
-        """Check whether this engine, if it is installed, can run the bundle with these options.
+        """Check whether this engine can run the bundle with these options, if its packages are installed.
 
-        Packages, adapters and the recipe are checked from the record. Reads no weights.
+        The method uses the record of the bundle and reads no weights.
 
         Returns:
-            The answer, with the reason against it.
+            The answer, with the reason against the engine.
         """
         if options.graphs is not None and not self.runs_graphs:
             able = either([name for name, each in BACKENDS.items() if each.runs_graphs])
@@ -457,31 +471,36 @@ class Backend:
         return YES
 
     def should(self, bundle: Bundle, options: EngineOptions, prepared: bool = False) -> Suitability:
-        """Check whether this engine should run the bundle if the user chose none: it is verified, and starts without
-        delay or loss.
+        """Check whether this engine should run the bundle if the user named no engine: it must be verified, and start
+        without delay or loss.
 
-        prepared: Also accept an engine that ``sinew prepare`` measured to be faster and that supports less than the
-        others.
+        Args:
+            bundle: The bundle.
+            options: The engine's options.
+            prepared: Also accept an engine that ``sinew prepare`` measured to be faster and that supports less than the
+                other engines.
         """
         against = unproved(self, bundle, options)
         return Suitability(against, preparable=bool(against) and options.kind == "cpu")
 
     def product(self, bundle: Bundle, options: EngineOptions) -> Callable[[], object] | None:
-        """Return a function that computes one small product as this engine computes most of a chunk on a CPU.
+        """Return a function that computes one small product, in the way in which this engine computes most of a chunk
+        on a CPU.
 
-        The product is timed to choose between engines before a chunk was measured. None if the engine's products are
-        not known before it is opened."""
+        Sinew times the product to choose between engines before a chunk was measured. The result is None if the
+        engine's products are not known before it is opened.
+        """
         return None
 
     def streams(self, bundle: Bundle, options: EngineOptions) -> Refusal | None:
-        """Return why ``read`` and ``solve`` of this engine may not run at the same time, as a stream runs them; None if
-        they may."""
+        """Return the reason why ``read`` and ``solve`` of this engine may not run at the same time, as in a stream, or
+        None."""
         if options.kind != "cpu":
             return Refusal("a CPU", f"{options.device}, whose stream they share")
         return self.lacking(Capability.STREAM)
 
     def device(self) -> tuple[str, str] | None:
-        """Return the default device with the reason; None for any device."""
+        """Return the default device with the reason, or None if the engine supports any device."""
         return None
 
     def dtype(self, kind: str) -> tuple[str, str]:
@@ -489,7 +508,7 @@ class Backend:
         return ("fp32", REFERENCE) if kind == "cpu" else ("native", "as stored in the bundle")
 
     def open(self, bundle: Bundle, options: EngineOptions) -> Engine:
-        """Open the engine with options that :func:`choose` has checked, and return it."""
+        """Open the engine with options that :func:`choose` has checked."""
         lacking = {capability: self.lacking(capability) for capability in Capability}
         lacking[Capability.STREAM] = self.streams(bundle, options)
         module, _, function = self.opens.partition(":")
@@ -500,8 +519,8 @@ class Backend:
         return engine
 
     def lacking(self, capability: Capability) -> Refusal | None:
-        """Return the refusal of a capability that this engine lacks with every bundle, with the engines that have it;
-        None if this engine has the capability."""
+        """Return the refusal if this engine lacks a capability with every bundle, or None. The refusal names the
+        engines that have the capability."""
         if capability in self.capabilities:
             return None
         able = either(engines_that(capability)) or "of another package"
@@ -509,8 +528,10 @@ class Backend:
 
 
 def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suitability:
-    """Return the reason why an engine cannot run the bundle. The engine's packages and its capability to compute
-    adapters are checked first, then :meth:`Backend.can`, then the bundle's recipe.
+    """Return the reason why an engine cannot run the bundle.
+
+    The checks are in this order: the capability to compute adapters, the packages, :meth:`Backend.can`, and the
+    bundle's recipe.
     """
     name = backend.name
     if options.adapters and Capability.ADAPT not in backend.capabilities:
@@ -535,8 +556,8 @@ def rejection(backend: Backend, bundle: Bundle, options: EngineOptions) -> Suita
 
 
 def lowered(options: EngineOptions, bundle: Bundle) -> str:
-    """Return why PyTorch cannot compute in the half precision of ``options`` on this machine; "" if PyTorch can, or
-    need not."""
+    """Return the reason why PyTorch cannot compute in the half precision of ``options`` on this machine, or "" if it
+    can."""
     if options.kind != "cpu" or options.storage or options.graphs is not None:
         return ""
     words = {HALVES[info.type.name] for info in bundle.infos.values() if info.type.name in HALVES}
@@ -550,9 +571,10 @@ def lowered(options: EngineOptions, bundle: Bundle) -> str:
 
 
 def not_computed(backend: Backend, bundle: Bundle) -> str:
-    """Return the parts of the bundle's recipe that an engine does not compute.
+    """Return the parts of the bundle's recipe that an engine does not compute, as text.
 
-    Every engine computes with low-bit weights: an engine may widen them, which rounds nothing.
+    Every engine computes with low-bit weights. If an engine has no product for them, it widens them, which rounds no
+    number.
     """
     return ", ".join(
         f"{part} {kind}"
@@ -562,10 +584,11 @@ def not_computed(backend: Backend, bundle: Bundle) -> str:
 
 
 def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
-    """Return why there is no proof that an engine computes the same as the reference; "" if there is a proof.
+    """Return the reason why an engine is not verified against the reference, or "" if it is.
 
-    Proofs are the project's tests of this architecture in the precisions in force, and a run of `sinew validate` on
-    this machine."""
+    An engine is verified by the project's tests of this architecture in the precisions in use, or by `sinew validate`
+    on this machine.
+    """
     # The engine widens weights in precisions that it does not compute, so only the precisions that it computes
     # need a proof.
     kinds = backend.follows.intersection(recipe(bundle).values()) or {options.dtype}
@@ -575,8 +598,14 @@ def unproved(backend: Backend, bundle: Bundle, options: EngineOptions) -> str:
 
 
 def unstreamed(backend: Backend, bundle: Bundle, options: EngineOptions, guidance: str) -> str:
-    """Return why an engine cannot run a stream of the bundle whose whole chunks are continued by ``guidance`` (none,
-    or one of :attr:`Backend.guides`), "" if it can."""
+    """Return the reason why an engine cannot run a stream of the bundle, or "" if it can.
+
+    Args:
+        backend: The engine.
+        bundle: The bundle.
+        options: The engine's options.
+        guidance: The guidance that continues whole chunks: "none", or one of :attr:`Backend.guides`.
+    """
     if refusal := backend.streams(bundle, options):
         return str(refusal)
     if guidance not in (guidances := ("none", *backend.guides)):
@@ -587,9 +616,14 @@ def unstreamed(backend: Backend, bundle: Bundle, options: EngineOptions, guidanc
 def with_precision(
     backend: Backend, bundle: Bundle, options: EngineOptions, word: str | None
 ) -> tuple[EngineOptions, str]:
-    """Return the options with the precision of the weights on their device, and the reason for that precision.
+    """Return the options with the precision of the weights on the engine's device, and the reason for that precision.
 
-    ``word`` is the requested precision (fp32, bf16, fp16 or native); None leaves the precision open."""
+    Args:
+        backend: The engine.
+        bundle: The bundle.
+        options: The options without a precision.
+        word: The requested precision (fp32, bf16, fp16 or native), or None.
+    """
     dtype, reason = backend.dtype(options.kind) if word is None else (word, ASKED)
     storage, why = half_storage(backend, bundle, dtype, options.kind)
     return replace(options, dtype=dtype, storage=storage), f"{reason}; {why}" if storage else reason
@@ -598,9 +632,17 @@ def with_precision(
 def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tuple[str, str]:
     """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and the reason.
 
-    Both are empty strings where nothing is upcast: on GPUs, on a CPU that multiplies in the weights' own precision, and
-    where fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu never makes such a
-    copy).
+    Both are empty strings if no weight is widened:
+
+    * on GPUs
+    * on a CPU that multiplies in the weights' own precision
+    * if fp32 was chosen and a copy of all weights fits the available memory (engine cpu never makes such a copy)
+
+    Args:
+        backend: The engine.
+        bundle: The bundle.
+        dtype: The chosen precision.
+        kind: The kind of device.
     """
     if kind != "cpu" or not backend.stores_half or not bundle.infos:
         return "", ""
@@ -633,7 +675,8 @@ def half_storage(backend: Backend, bundle: Bundle, dtype: str, kind: str) -> tup
 
 
 class Backends(Mapping[str, Backend]):
-    """Name -> backend, in the order in which engines are tried. A backend's module is imported at its first lookup."""
+    """Name -> backend, in the order in which engines are tried. A backend's module is imported when it is looked up
+    first."""
 
     def __getitem__(self, name: str) -> Backend:
         return _backend(name)
@@ -652,8 +695,7 @@ BACKENDS = Backends()
 
 
 def engines_that(*capabilities: Capability, guides: Sequence[str] = ()) -> list[str]:
-    """Return the names of the engines that have all these capabilities and follow all these values of ``rtc``, for
-    error messages."""
+    """Return the names of the engines that have all these capabilities and support all these values of ``rtc``."""
     return [
         name
         for name, backend in BACKENDS.items()
@@ -679,7 +721,7 @@ def _backend(name: str) -> Backend:
 
 
 def recipe(bundle: Bundle) -> dict[str, str]:
-    """Return component -> precision, for the components that the bundle stores in less than its dtype."""
+    """Return component -> precision, for the components that the bundle stores in a lower precision than its dtype."""
     quantization = bundle.manifest.quantization
     return (
         {}
@@ -689,7 +731,7 @@ def recipe(bundle: Bundle) -> dict[str, str]:
 
 
 def other_precision() -> str:
-    """Return a note about this CPU's speed in bf16, which may be faster than the reference precision."""
+    """Return a note about bf16, which may be faster than fp32 on this CPU."""
     unit = machine.half_units("bf16")
     why = f"may be faster here ({unit}): time it" if unit else "has slow linear layers on this CPU"
     return f"{option('dtype', 'bf16')} {why}"
@@ -708,20 +750,19 @@ def installed(module: str) -> bool:
 
 
 def chosen_by(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of ``sinew.load`` that :func:`choose` takes too, without threads and adapters."""
+    """Return the options of ``sinew.load`` that :func:`choose` accepts, without threads and adapters."""
     names = ("engine", "device", "dtype", "providers", "ignore_recipe", "prepared")
     return {name: options[name] for name in names if name in options}
 
 
 def requested(choice: EngineChoice) -> str | None:
-    """Return the precision that the user chose (fp32, bf16, fp16 or native); None if the user left it open."""
+    """Return the precision that the user chose (fp32, bf16, fp16 or native), or None."""
     return choice.options.dtype if choice.dtype_reason.partition(";")[0] == ASKED else None
 
 
 def ready(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
-    """Return every verified engine that runs a bundle as ``choice`` does and needs no preparation, with ``choice``
-    among them, in the order of :data:`ORDER`.
-    """
+    """Return all verified engines that run a bundle as ``choice`` does and need no preparation, in the order of
+    :data:`ORDER`. The result contains ``choice``."""
     contenders, _ = _contenders(bundle, choice.options, requested(choice), prepared=True)
     return [
         _choice(each.backend, bundle, each.options, "verified", choice.device_reason, each.dtype_reason)
@@ -731,14 +772,18 @@ def ready(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
 
 
 def measured_under(bundle: Bundle, choice: EngineChoice) -> Conditions:
-    """Return the conditions under which measurements of ``choice`` and the other engines are stored."""
+    """Return the conditions for stored measurements of ``choice`` and the other engines."""
     return _under(bundle, choice.options, requested(choice))
 
 
 def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) -> list[str]:
-    """Return the engines whose chunks were not measured together with those of ``choice``, with its number of threads.
+    """Return the engines whose chunks were not measured together with ``choice``, with the same number of threads.
 
-    ``reference`` is True to list the reference too."""
+    Args:
+        bundle: The bundle.
+        choice: The engine in use.
+        reference: True to list the reference too.
+    """
     if choice.options.graphs or choice.ignored:
         return []
     times = measured.stored(measured_under(bundle, choice))
@@ -753,9 +798,9 @@ def unmeasured(bundle: Bundle, choice: EngineChoice, reference: bool = False) ->
 
 
 def candidates(bundle: Bundle, choice: EngineChoice) -> list[EngineChoice]:
-    """Return the choices that ``sinew prepare`` could make for a bundle, fastest first.
+    """Return the choices that ``sinew prepare`` could make for a bundle, the fastest first.
 
-    The choices are engines that run the bundle with the same recipe on the same device, once their form of the bundle
+    Each choice is an engine that runs the bundle with the same recipe on the same device, after its form of the bundle
     was made, verified and measured.
     """
     choices: list[EngineChoice] = []

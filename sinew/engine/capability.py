@@ -9,11 +9,11 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why something is impossible, in the form of every error: `expected X, got Y`.
+    """The reason why an action is impossible, in the form of every error: `expected X, got Y`.
 
     Attributes:
-        expected: The thing that would make it possible.
-        got: The thing that is there instead.
+        expected: The condition that the action requires, such as "a CPU".
+        got: The condition that was found instead.
     """
 
     expected: str
@@ -57,7 +57,7 @@ class Capability(StrEnum):
 
     @property
     def clause(self) -> str:
-        """The relative clause that follows the names of engines in a message."""
+        """Return a relative clause for messages, which follows the names of engines."""
         return CLAUSES[self]
 
 

@@ -1,4 +1,4 @@
-"""A second tree of modules over the parameters of a loaded model, to change modules without a copy of the weights."""
+"""Copy a model's tree of modules without its weights, so that modules can be changed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ CONTAINERS = {dict, OrderedDict, set, list}
 def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
     """Return a new module tree over the parameters of ``model``.
 
-    ``changing`` names the modules that will be changed: a module that contains none of them is shared with ``model``.
-    None copies every module.
+    Args:
+        model: The model, which is not changed.
+        changing: Names of the modules that the caller will change. A module that contains none of them is shared with
+            ``model``. None copies every module.
     """
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     if changing is not None:
@@ -31,11 +33,14 @@ def clone_model(model: Model, changing: Iterable[str] | None = None) -> Model:
 
 
 def copy_modules(module: M, known: dict[int, Any]) -> M:
-    """Return a copy of a module tree. ``known`` maps the identity of tensors and modules to their replacements; the
-    copies are added to it.
+    """Return a copy of a module tree.
 
     ``copy.deepcopy`` does the same two to five times slower, because it copies each module's dozen empty dictionaries
     of hooks. An object whose class defines ``__deepcopy__`` is copied by that method.
+
+    Args:
+        module: The root of the tree.
+        known: Identity of a tensor or module -> its replacement. The copies are added to this dict.
     """
     if id(module) in known:
         return known[id(module)]
@@ -56,7 +61,7 @@ def copy_modules(module: M, known: dict[int, Any]) -> M:
 
 
 def on_meta(model: Model) -> Model:
-    """Return the model's shapes and dtypes without its memory."""
+    """Return a copy of the model on the meta device, which has shapes and dtypes but no memory."""
     tensors = [*model.parameters(), *model.buffers()]
     empty: dict[int, Any] = {
         id(tensor): nn.Parameter(tensor.detach().to("meta"), requires_grad=False) for tensor in tensors

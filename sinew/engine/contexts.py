@@ -1,9 +1,14 @@
-"""The context of one observation as bytes: the result of the prefix, which the head reads on another machine.
+"""Convert the context of one observation to bytes and back, so that another machine can run the head.
 
-The bytes are a header (msgpack: the form and shape of each tensor) and then the tensors. ``fp32`` keeps every bit
-of a float32 context, ``bf16`` rounds floats to eight bits of mantissa, and ``int8`` rounds them to 255 steps up to the
-largest magnitude of each row along the last axis; the float32 scale of each row precedes the steps. Masks and indices
-are not rounded.
+A context is the result of the prefix. The bytes are a header (msgpack: the form and shape of each tensor) and then the
+tensors.
+
+* ``fp32`` keeps every bit of a float32 context.
+* ``bf16`` rounds floats to eight bits of mantissa.
+* ``int8`` rounds floats to 255 steps up to the largest magnitude of each row along the last axis. The float32 scales of
+  the rows precede the steps.
+
+Masks and indices are not rounded.
 """
 
 from __future__ import annotations
@@ -30,8 +35,15 @@ _SIZES = {"bool": 1, "int64": 8, "int32": 4, "fp32": 4, "bf16": 2, "int8": 1}
 
 
 def pack(context: Any, form: str) -> bytes:
-    """Return a context as bytes, with floats in ``form``. Raises SinewError for a context that has other objects than
-    tensors of floats, integers or masks."""
+    """Return a context as bytes.
+
+    Args:
+        context: A tree of tensors and None.
+        form: The form of floats: "fp32", "bf16" or "int8".
+
+    Raises:
+        SinewError: The context contains objects other than tensors of floats, integers or masks.
+    """
     heads: list[list[Any] | None] = []
     parts: list[bytes] = []
     for leaf in pytree.tree_leaves(context):
@@ -52,14 +64,20 @@ def pack(context: Any, form: str) -> bytes:
 
 
 def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None) -> Any:
-    """Return the context in ``data``, with the structure of ``template`` (a context of this model with any values).
+    """Return the context in ``data``, with the structure of ``template``.
 
-    ``longer`` is a context like ``template`` of a prompt with one more token. Axes in which the two differ may be
-    shorter in ``data``, all by the same number of tokens; all other sizes must be the template's. A context of other
-    sizes might broadcast, and would silently give other actions.
+    Sizes are compared and added up before memory is allocated. A context of other sizes might broadcast, and would
+    silently give other actions.
 
-    Raises SinewError for bytes that are not a context, or are the context of another model. Sizes are compared and
-    added up before memory is allocated.
+    Args:
+        data: The bytes from :func:`pack`.
+        template: A context of this model with any values.
+        device: The device for the tensors.
+        longer: A context like ``template`` for a prompt with one more token. Axes in which the two contexts differ may
+            be shorter in ``data``, all by the same number of tokens. All other sizes must be equal to the template's.
+
+    Raises:
+        SinewError: The bytes are not a context, or are the context of another model.
     """
     leaves, tree = pytree.tree_flatten(template)
     steps = _growth(leaves, leaves if longer is None else pytree.tree_leaves(longer))
@@ -100,7 +118,7 @@ def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None)
 
 
 def _growth(leaves: list[Any], longer: list[Any]) -> list[tuple[int, ...]]:
-    """Return by how much each axis of each tensor grows with one token."""
+    """Return by how many entries each axis of each tensor grows with one more token."""
     return [
         () if leaf is None else tuple(more - size for size, more in zip(leaf.shape, other.shape, strict=True))
         for leaf, other in zip(leaves, longer, strict=True)
@@ -112,7 +130,7 @@ def _bf16(x: Tensor) -> list[bytes]:
 
 
 def _int8(x: Tensor) -> list[bytes]:
-    """Return the float32 scales of the rows, then the steps."""
+    """Return the bytes of the rows' float32 scales, and the bytes of the int8 steps."""
     scale = x.abs().amax(-1, keepdim=True) / 127 if x.numel() else x[..., :1]
     steps = torch.where(scale > 0, x / scale, torch.zeros_like(x)).round().clamp(-127, 127).to(torch.int8)
     return [scale.numpy().tobytes(), steps.numpy().tobytes()]

@@ -1,11 +1,15 @@
-"""The interface of an engine: a record of facts, and two methods. This module needs numpy alone.
+"""The interface of an engine: a record of facts, and two methods. This module imports numpy, but no PyTorch.
 
     context = engine.read(inputs)                    # once per observation
     chunk = engine.solve(context, noise, steps)      # any number of times
 
-Everything else is made of the two methods: a chunk (:meth:`Engine.run`), batches (every array has a batch axis),
-streams (each method runs on its own thread), split execution (the context is sent to another machine), traces and times
-(:class:`Watch`).
+All other functions use these two methods:
+
+* a chunk: :meth:`Engine.run`
+* batches: every array has a batch axis
+* streams: each method runs on its own thread
+* split execution: the context is sent to another machine
+* traces and times: :class:`Watch`
 """
 
 from __future__ import annotations
@@ -78,7 +82,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The problems of a recording of one stage.
+    """The operations of one stage that a recording could not contain.
 
     Attributes:
         stage: The stage's name.
@@ -94,18 +98,18 @@ class Audited:
 
 
 class Engine(ABC):
-    """A model on a device. B observations are read and solved at once; one observation is a batch of one.
+    """A model on a device. It computes B observations at once, and one observation is a batch of one.
 
     ``run`` is not reentrant. A context is complete when :meth:`read` returns it and is never written to again, so
     :meth:`read` and :meth:`solve` may run on two threads unless ``facts.refusals`` has STREAM.
 
     Attributes:
         facts: The facts and capabilities of this engine.
-        model: The PyTorch model that the engine runs, on ``device``, with its rewrites in ``plan``; None if the engine
+        model: The PyTorch model that the engine runs, on ``device``, with its rewrites in ``plan``. None if the engine
             does not run a PyTorch model.
         adapters: Name -> engine that computes with this adapter over the same weights. A context can be solved only by
             the engine that read it.
-        reuse: The results that are kept of earlier observations; None if every read computes everything.
+        reuse: The stored results of earlier observations. None if every read computes everything.
     """
 
     facts: Facts
@@ -122,10 +126,13 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
-        """Return the context of the observations for the head.
+        """Return the context of the observations, which the head needs.
 
-        ``inputs`` has a batch axis (:func:`sinew.processing.stack`). Views are encoded once, even with several prompts
-        over them.
+        Views are encoded once, even with several prompts for the same views.
+
+        Args:
+            inputs: The observations, with a batch axis (:func:`sinew.processing.stack`).
+            watch: Measures and stops the run.
         """
 
     @abstractmethod
@@ -137,8 +144,16 @@ class Engine(ABC):
         guidance: Guidance | None = None,
         watch: Watch | None = None,
     ) -> np.ndarray:
-        """Return the actions that the solver reaches from ``noise``: both are float32 [B, H, A], the actions in model
-        units. A guidance with ``rows`` evaluates the head for several rows of the context per request."""
+        """Return the actions that the solver computes from ``noise``, float32 [B, H, A] in model units.
+
+        Args:
+            context: The result of :meth:`read`.
+            noise: The start of the solver, float32 [B, H, A].
+            steps: The number of solver steps.
+            guidance: Steers the solution. A guidance with ``rows`` evaluates the head for several rows of the context
+                per request.
+            watch: Measures and stops the run.
+        """
 
     def run(
         self,
@@ -158,34 +173,58 @@ class Engine(ABC):
         return trace
 
     def place(self, array: np.ndarray) -> Any:
-        """Return ``array`` in the form that a guidance of this engine needs."""
+        """Return ``array`` in the array type that a guidance of this engine needs."""
         return array
 
     def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
-        """Prepare everything that requests with frames of this size and prompts of up to ``longest`` tokens need, so
-        that no request waits for it."""
+        """Prepare the engine before the first request, so that no request waits for a preparation.
+
+        Args:
+            inputs: An observation with frames of the size that requests will have.
+            steps: The number of solver steps.
+            longest: The largest number of prompt tokens.
+        """
         return
 
     def audit(self, inputs: ModelInputs, steps: int) -> list[Audited]:
-        """Return the problems of a recording of the program for ``inputs``, one observation. Nothing is computed."""
+        """Return the operations that a recording of the program could not contain. The method computes no actions.
+
+        Args:
+            inputs: One observation.
+            steps: The number of solver steps.
+        """
         raise self.cannot(Capability.AUDIT)
 
     def start_reuse(self, inputs: ModelInputs) -> str:
-        """Start to keep results for later observations that repeat inputs like ``inputs``, a batch of one.
+        """Start to store results for later observations that repeat earlier ones.
 
-        Return why views are not kept one by one; "" if they are (:mod:`sinew.engine.reuse`). Call this method on the
-        thread that will infer."""
+        Call this method on the thread that will infer.
+
+        Args:
+            inputs: An example, a batch of one observation.
+
+        Returns:
+            The reason why views are not stored one by one, or "" if they are (:mod:`sinew.engine.reuse`).
+        """
         raise self.cannot(Capability.REUSE)
 
     def tune_threads(self, infer: Callable[[], object]) -> str:
-        """Try several numbers of threads, use the best number, and return the reason; "" if there is no choice."""
+        """Try several numbers of threads and use the best number.
+
+        Returns:
+            The reason for the number, or "" if the engine has no choice.
+        """
         return ""
 
     def exchange(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights, by their names in the bundle, for every later read and solve. Weights that are not named
-        stay.
+        """Replace weights for every later read and solve. Weights that are not named stay unchanged.
 
-        Raises :class:`SinewError` for weights that do not fit, and then replaces none."""
+        Args:
+            weights: Name in the bundle -> new weight.
+
+        Raises:
+            SinewError: A weight does not fit. No weight is replaced then.
+        """
         raise self.cannot(Capability.EXCHANGE)
 
     def say_text(
@@ -196,35 +235,52 @@ class Engine(ABC):
         behind: Sequence[int] | None = (),
         watch: Watch | None = None,
     ) -> tuple[Context, list[int]]:
-        """Generate text behind the prompt of one observation. Return the context with the text, and the text's tokens.
+        """Generate text after the prompt of one observation.
 
-        Each token is the likeliest one. The text ends before the token ``end``, or after ``most`` tokens. ``behind``
-        lists the tokens that follow the text before a head reads the context; None if no head reads it, and then the
-        returned context is None. The context of the prompt is computed once: each token adds one row to it.
+        Each token is the likeliest one. The context of the prompt is computed once, and each token adds one row to it.
+
+        Args:
+            inputs: The observation.
+            most: The largest number of tokens.
+            end: The token that ends the text. It is not part of the text.
+            behind: Tokens that follow the text before a head reads the context. None if no head reads the context.
+            watch: Measures and stops the run.
+
+        Returns:
+            The context with the text (None if ``behind`` is None), and the text's tokens.
         """
         raise self.cannot(Capability.SPEAK)
 
     def renew(self, context: Context, state: np.ndarray) -> Context:
-        """Return the context with a newer state, float32 [B, S], if the head reads the state; else the same context."""
+        """Return the context with a newer state, float32 [B, S]. Heads that do not read the state get the same
+        context."""
         return context
 
     def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """Return the head's output for ``x``, float32 [B, H, A], whose actions are at the denoising times ``times``,
-        float64 [B, H]."""
+        """Return the head's output, float32 [B, H, A], for actions at different denoising times.
+
+        Args:
+            context: The result of :meth:`read`.
+            x: The actions, float32 [B, H, A].
+            times: The denoising time of each action, float64 [B, H].
+        """
         raise self.cannot(Capability.ROLL)
 
     def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:
-        """Return the context of one observation with ``text`` behind its prompt, and the likeliest next token, from one
-        pass."""
+        """Read one observation with ``text`` after its prompt, in one pass.
+
+        Returns:
+            The context, and the likeliest next token.
+        """
         raise self.cannot(Capability.SPEAK)
 
     def check(self, capability: Capability) -> None:
-        """Raise SinewError if this engine lacks a capability, for example because its backend does not state it."""
+        """Raise SinewError if this engine lacks a capability."""
         if capability in self.facts.refusals:
             raise self.cannot(capability)
 
     def cannot(self, capability: Capability) -> SinewError:
-        """Return the error that rejects a call which needs a capability that this engine lacks."""
+        """Return the error for a call that needs a capability which this engine lacks."""
         name = type(self).__name__.removesuffix("Engine").lower()
         refusal = Refusal(f"an engine {capability.clause}", f"engine {name}")
         return SinewError(str(self.facts.refusals.get(capability, refusal)))

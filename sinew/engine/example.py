@@ -1,4 +1,4 @@
-"""One observation as tensors, and an example of it for tracing, export and measurements."""
+"""One observation as tensors, and an example of an observation for tracing, export and measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from sinew.processing import ModelInputs
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The sizes of one observation: views of height x width pixels, prompt tokens, solver steps."""
+    """The sizes of one observation.
+
+    Attributes:
+        views: Number of camera views.
+        height: Height of a view in pixels.
+        width: Width of a view in pixels.
+        tokens: Number of prompt tokens.
+        steps: Number of solver steps.
+    """
 
     views: int
     height: int
@@ -31,7 +39,8 @@ class Shapes:
 
 
 class Inputs(NamedTuple):
-    """The arguments of a model for B observations: ``embed_images`` takes the pixels, ``read`` takes the rest."""
+    """The arguments of a model for B observations. ``embed_images`` reads the pixels, and ``read`` reads the other
+    fields."""
 
     pixels: Tensor  # float32 [B, V, channels, height, width]
     camera_mask: Tensor  # bool [B, V]
@@ -41,14 +50,22 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
-        """Return observations with a batch axis (:func:`sinew.processing.stack`) as tensors on a device."""
+        """Return observations as tensors on a device. The observations have a batch axis
+        (:func:`sinew.processing.stack`)."""
         return cls._make([torch.from_numpy(getattr(inputs, name)).to(device) for name in cls._fields])
 
     @classmethod
     def example(
         cls, model: Model, shapes: Shapes, device: torch.device | str | None = None, batch: int = 1
     ) -> Inputs:
-        """Return zeros of ``shapes``, with true masks, on ``device`` (by default the model's). Only shapes matter."""
+        """Return an example whose values are zeros, and whose masks are True.
+
+        Args:
+            model: The model.
+            shapes: The sizes of an observation.
+            device: The device, by default the model's device.
+            batch: Number of observations.
+        """
         at = model.device if device is None else torch.device(device)
         return cls(
             torch.zeros(batch, shapes.views, model.channels, shapes.height, shapes.width, device=at),

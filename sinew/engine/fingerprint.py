@@ -12,12 +12,16 @@ SAMPLES, SAMPLE_BYTES = 1024, 4096
 
 
 def fingerprint(path: Path, purpose: object = "") -> str:
-    """Return the hex digest of ``purpose`` and of a file's size and bytes. Of a large file, only the first MiB and 1024
-    samples of 4 KiB are read.
+    """Return a hex digest that identifies the content of a file.
 
-    These bytes are enough to tell two bundles apart: the first MiB holds configuration and provenance, and weights that
-    were trained or quantised again differ nearly everywhere. Hashing all of a full-size bundle would take as long as
-    loading it.
+    Files of up to 64 MiB are read entirely. From a larger file, only the first MiB and 1024 samples of 4 KiB are read.
+    These bytes are enough to tell two bundles apart: the first MiB contains configuration and provenance, and weights
+    that were trained or quantised again differ nearly everywhere. Hashing all of a full-size bundle would take as long
+    as loading it.
+
+    Args:
+        path: The file.
+        purpose: A value that is part of the digest, such as the version of a format.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(f"{purpose}:{size}:".encode())

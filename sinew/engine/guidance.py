@@ -1,13 +1,15 @@
-"""Guidances steer a solution. With real-time chunking, it continues the chunk that is being executed; with
-classifier-free guidance, it follows an advantage.
+"""Guidances, which steer a solution of the solver.
 
-Real-time chunking is Black, Galliker and Levine 2025 (arXiv 2506.07339), algorithm 1 and equations 2 to 5. The variant
-without the Jacobian is LeRobot's; the ramp is Isaac-GR00T's; committed rows are Black, Ren, Equi and Levine 2025
-(arXiv 2512.05964), for policies that were trained on them.
+With real-time chunking, the solution continues the chunk that the robot is executing. With classifier-free guidance,
+the solution follows an advantage.
 
-The code works for either direction of time: tau runs from 0 (noise) to 1 (actions),
-tau = (t - start) / (end - start), and the head's output is d x / d t. Arrays are those of the engine: torch's, or
-numpy's where there is no torch. Only the Jacobian needs torch.
+Sources: real-time chunking is algorithm 1 and equations 2 to 5 in Black, Galliker and Levine 2025 (arXiv 2506.07339).
+The variant without the Jacobian is from LeRobot. The ramp is from Isaac-GR00T. Training with an action prefix is from
+Black, Ren, Equi and Levine 2025 (arXiv 2512.05964).
+
+The code works for either direction of time: tau = (t - start) / (end - start) runs from 0 (noise) to 1 (actions), and
+the head's output is d x / d t. Arrays are PyTorch tensors, or numpy arrays for engines without PyTorch. Only the
+Jacobian needs PyTorch.
 """
 
 from __future__ import annotations
@@ -22,20 +24,31 @@ from sinew.processing.continuation import Continuation
 
 
 def guidance_weight(tau: float, beta: float) -> float:
-    """Return min(beta, (1 - tau) / tau * (tau^2 + (1 - tau)^2) / (1 - tau)^2); beta at tau = 0 (equation 2)."""
+    """Return the weight of a guidance (equation 2 of arXiv 2506.07339).
+
+    The weight is min(beta, (1 - tau) / tau * (tau^2 + (1 - tau)^2) / (1 - tau)^2), and beta at tau = 0.
+
+    Args:
+        tau: Time of the solver, from 0 (noise) to 1 (actions).
+        beta: The largest weight.
+    """
     if tau <= 0.0 or tau >= 1.0:
         return beta
     return min(beta, (tau**2 + (1 - tau) ** 2) / (tau * (1 - tau)))
 
 
 class Inpainting:
-    """The guidance that pulls the denoised actions towards a target, row by row.
+    """The guidance that pulls the denoised actions towards a target.
 
-    With ``x1 = x + (end - t) * act(x)`` and J = d x1 / d x, the output becomes
-    ``act(x) + g / (end - start) * J^T [(target - x1) * weights]``.
+    With ``x1 = x + (end - t) * act(x)`` and J = d x1 / d x, the output becomes ``act(x) + g / (end - start) * J^T
+    [(target - x1) * weights]``. Observations of a batch do not affect each other.
 
-    ``target`` and ``weights`` are [B, H, A]; rows of a batch do not affect each other. Without ``jacobian``, J is left
-    out as LeRobot does, which is cheaper and pulls in another direction.
+    Args:
+        solver: The policy's solver.
+        target: The actions to continue, [B, H, A].
+        weights: The weight of each number of the target, [B, H, A].
+        beta: The largest guidance weight.
+        jacobian: False leaves J out, as LeRobot does. This is cheaper and pulls in another direction.
     """
 
     def __init__(self, solver: Solver, target: Any, weights: Any, beta: float, jacobian: bool):
@@ -62,11 +75,12 @@ class Inpainting:
 
 
 class Ramp:
-    """The guidance that multiplies the velocity of every number by ``strength`` [B, H, A]: frozen actions stay, and
-    the next actions move less.
+    """The guidance that multiplies the velocity of every number by ``strength``. Frozen actions stay, and the next
+    actions move less.
 
-    ``committed`` is bool [B, H], True for final actions, if the head was trained to know which actions are final; else
-    None.
+    Args:
+        strength: Factors of the velocity, [B, H, A].
+        committed: bool [B, H], True for final actions, if the head was trained with an action prefix. Otherwise None.
     """
 
     jacobian = False
@@ -79,13 +93,17 @@ class Ramp:
 
 
 class ClassifierFree:
-    """The guidance that extrapolates from the velocity of the prompt without an advantage to the velocity of the prompt
-    with an advantage: ``v = v_without + scale * (v_with - v_without)`` (Ho and Salimans 2022, arXiv 2207.12598; for
-    advantages Frans et al. 2025, arXiv 2505.23458, and pi*0.6, Amin et al. 2025, arXiv 2511.14759).
+    """The guidance that combines the velocities of a prompt with and without an advantage.
 
-    ``scale`` is float32 [B], one number for each request; ``place`` turns an array into one of the engine's. The
-    context has the B prompts with an advantage, followed by the B prompts without. ``inner`` is a guidance that takes
-    the velocity ``v`` as the head's output: real-time chunking then continues a chunk of the guided policy.
+    The velocity is ``v = v_without + scale * (v_with - v_without)``. Sources: Ho and Salimans 2022 (arXiv 2207.12598),
+    and for advantages Frans et al. 2025 (arXiv 2505.23458) and pi*0.6, Amin et al. 2025 (arXiv 2511.14759). The context
+    contains the B prompts with an advantage, followed by the B prompts without an advantage.
+
+    Args:
+        scale: One factor for each request, float32 [B].
+        place: Converts a numpy array to the engine's array type.
+        inner: A guidance that uses the velocity ``v`` as the head's output. Real-time chunking then continues a chunk
+            of the guided policy.
     """
 
     def __init__(self, scale: np.ndarray, place: Callable[[np.ndarray], Any], inner: Any = None):
@@ -107,10 +125,16 @@ class ClassifierFree:
 def guide(
     wanted: Sequence[Continuation], solver: Solver, noise: np.ndarray, place: Callable[[np.ndarray], Any]
 ) -> tuple[Guidance, np.ndarray]:
-    """Return the guidance of requests of one kind and beta, and the start of their solution, float32 [B, H, A].
+    """Return the guidance for requests of one kind and beta, and the start of their solution, float32 [B, H, A].
 
-    ``noise`` is float32 [B, H, A], one [H, A] for each request, also for a single request. ``place`` turns an array
-    into one of the engine's. Raises ValueError for noise of another shape: a missing axis would be broadcast silently.
+    Args:
+        wanted: One continuation for each request. All have the same kind and beta.
+        solver: The policy's solver.
+        noise: float32 [B, H, A], also for a single request.
+        place: Converts a numpy array to the engine's array type.
+
+    Raises:
+        ValueError: The noise has another shape. A missing axis would broadcast silently.
     """
     kind, beta = wanted[0].kind, wanted[0].beta
     shape = (len(wanted), *wanted[0].target.shape)

@@ -1,4 +1,4 @@
-"""Load a bundle's model on a device: open it, make the model, and place each weight for the engine, in this order."""
+"""Load a bundle's model on a device: open the bundle, make the model, and place each weight for the engine."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ BLOCK = 1 << 20  # number of bytes that one step of the check reads
 def open_model(
     bundle: Bundle, options: EngineOptions, engine: str, lowbit: bool = False
 ) -> tuple[Model, torch.device]:
-    """Return the bundle's model for an engine of PyTorch, and its device.
+    """Return the bundle's model for an engine that uses PyTorch, and its device.
 
-    lowbit: True if the engine computes with low-bit weights. Otherwise they are widened, with a log message unless
-    the architecture requires them (ternary).
+    Args:
+        bundle: The bundle.
+        options: The options of the engine.
+        engine: The engine's name, for log messages.
+        lowbit: True if the engine computes with low-bit weights. Otherwise the weights are widened, with a log message
+            unless the architecture requires low-bit weights (ternary).
     """
     where = open_device(options)
     half_stays = bool(options.storage)
@@ -60,9 +64,12 @@ def open_model(
 
 
 def open_device(options: EngineOptions, available: bool = True) -> torch.device:
-    """Return the device, and set PyTorch's number of threads; None leaves the process's one thread pool as it is.
+    """Return the device, and set PyTorch's number of threads.
 
-    With ``available`` False, the device need not be available."""
+    Args:
+        options: The options of the engine. ``threads`` None leaves PyTorch's number of threads unchanged.
+        available: False if the device need not be available.
+    """
     where = parse_device(options.device)
     if available:
         require_device(where)
@@ -87,7 +94,7 @@ def parse_device(text: str) -> torch.device:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise :class:`SinewError` for a device that this PyTorch cannot compute on."""
+    """Raise :class:`SinewError` for a device that the installed PyTorch cannot compute on."""
     if device.type in ("cpu", "meta"):
         return
     if device.type == "cuda":
@@ -117,21 +124,19 @@ def load_model(
     tables: bool = False,
     kernels: Callable[[], object] | None = None,
 ) -> Model:
-    """Return the bundle's architecture with its weights in precision ``dtype`` (fp32, bf16, fp16 or native).
-
-    Parameters are views of the memory map where possible.
+    """Return the bundle's architecture with its weights. Parameters are views of the memory map where possible.
 
     Args:
         bundle: The bundle.
         device: The device of the weights.
-        dtype: The precision of the weights.
-        lowbit: True if low-bit weights stay as they are stored, which needs float32 around them; else they are widened.
-        half_stays: True if matrices stay in half precision although the arithmetic is float32, where the chosen
-            precision or the bundle's is a half precision. "fp32" then computes the numbers of float32 without copies
-            of the matrices.
-        tables: True if tables of tokens stay in the host's memory: rows are converted when they are read, with the same
-            bits. Graphs that are recorded on a device need the tables there.
-        kernels: Installs compiled products. This function is called if low-bit weights are multiplied on a CPU.
+        dtype: The precision of the weights: fp32, bf16, fp16 or native.
+        lowbit: True keeps low-bit weights as they are stored, which needs float32 around them. False widens them.
+        half_stays: True keeps matrices in half precision although the arithmetic is float32, if the chosen precision or
+            the bundle's precision is a half precision. "fp32" then computes the numbers of float32 without copies of
+            the matrices.
+        tables: True keeps tables of tokens in the host's memory. Rows are converted when they are read, with the same
+            bits. Graphs that are recorded on a device need the tables on that device.
+        kernels: Installs compiled products. The function is called if low-bit weights are multiplied on a CPU.
     """
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
@@ -164,8 +169,10 @@ def load_model(
 
 
 def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
-    """Return the low-bit format of the weight of ``module`` in the bundle. Raises :class:`BundleError` if it does not
-    fit the layer.
+    """Return the low-bit format of the weight of ``module`` in the bundle.
+
+    Raises:
+        BundleError: The weight does not fit the layer.
     """
     name, where = bundle.lowbit[module], f"{bundle.path}: {module + WEIGHT}"
     rows, row_bytes = bundle.tensor(module + WEIGHT).shape
@@ -188,11 +195,14 @@ def stored_codes(bundle: Bundle, model: nn.Module, module: str) -> Codes:
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of the tensors of ``bundle`` in ``model``, which has no memory yet.
+    """The placement of a bundle's tensors in ``model``, which has no memory yet.
 
     Attributes:
+        bundle: The bundle.
+        model: The model on the meta device.
         tensors: Name -> tensor of the bundle.
-        coded: Module -> format of its low-bit weight. The other attributes are arguments of :func:`load_model`.
+        coded: Module -> format of its low-bit weight.
+        device, dtype, lowbit, half_stays, tables: Arguments of :func:`load_model`.
     """
 
     bundle: Bundle
@@ -214,8 +224,13 @@ class Placement:
         }
 
     def _store(self, name: str, layer: Linear | Embedding, coded: Codes | None) -> Store:
-        """Return the store of one layer. ``coded`` is the low-bit format of the layer's weight in the bundle; None if
-        the bundle stores floats."""
+        """Return the store of one layer.
+
+        Args:
+            name: The layer's name.
+            layer: The layer.
+            coded: The low-bit format of the layer's weight in the bundle, or None if the bundle stores floats.
+        """
         # Leave the store of such a layer unchanged: a subclass may compute with its weight in any way, and BitNet fixes
         # its low-bit format for every engine.
         if width_of(layer) is None or codes_of(layer):
@@ -230,8 +245,8 @@ class Placement:
         return HALF if isinstance(layer, Linear) and self._lying(name, own) != computed else PLAIN
 
     def shapes(self, stores: Mapping[str, Store]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the bundle's tensors as the model should have them. Low-bit weights have the shape in
-        which their store holds them."""
+        """Return the shape that each tensor of the bundle should have for the model. Low-bit weights have the shape in
+        which their store keeps them."""
         sizes = {name: tuple(info.shape) for name, info in self.bundle.infos.items()}
         for module, codes_there in self.coded.items():
             rows, row_bytes = self.tensors[module + WEIGHT].shape
@@ -242,10 +257,13 @@ class Placement:
         return sizes
 
     def state(self, stores: Mapping[str, Store]) -> dict[str, Tensor]:
-        """Return the tensors of the model. A tensor whose dtype and device do not change is a view of the file; the
-        pages of a copied tensor are released at once.
+        """Return the tensors of the model.
 
-        Raises :class:`BundleError` for invalid codes.
+        A tensor whose dtype and device do not change is a view of the file. The file's pages of a copied tensor are
+        released at once.
+
+        Raises:
+            BundleError: A weight contains invalid codes.
         """
         state: dict[str, Tensor] = {}
         for name in self.model.state_dict():
@@ -269,7 +287,7 @@ class Placement:
         return state
 
     def _lying(self, name: str, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the chosen precision keeps a tensor that the bundle stores as ``own``."""
+        """Return the dtype in which the chosen precision stores a tensor that has the dtype ``own`` in the bundle."""
         if self.dtype == "native" or (self.half_stays and self.dtype == "fp32"):
             return own
         if name.partition(".")[0] in self.model.float32_modules:
@@ -277,13 +295,13 @@ class Placement:
         return getattr(torch, DTYPES[self.dtype])
 
     def _computed(self, name: str, own: torch.dtype) -> torch.dtype:
-        """Return the dtype that the tensor is computed in."""
+        """Return the dtype in which the model computes with the tensor."""
         lying = self._lying(name, own)
         return torch.float32 if self.half_stays and lying in half.DTYPES else lying
 
     def _is_table(self, module: str) -> bool:
-        """Return True for a language model's table of tokens that stays as it is stored. Other tables are positions, or
-        are added as a whole."""
+        """Return True for a language model's table of tokens that stays as it is stored. Other tables contain
+        positions, or are added as a whole."""
         return (
             self.tables
             and module.rpartition(".")[2] == PROMPT_TABLE
@@ -292,10 +310,18 @@ class Placement:
 
 
 def check_codes(weight: Tensor, name: str, where: str) -> None:
-    """Raise :class:`BundleError` for invalid codes, for which the sums of kernels are not verified.
+    """Check the codes of a low-bit weight. The kernels' sums are not verified for invalid codes.
 
-    A byte holds four ternary codes of two bits; a code is 3 if both of its bits are set. The check copies at most one
-    block of bytes at a time.
+    A byte contains four ternary codes of two bits. A code is 3 if both of its bits are set. The check copies at most
+    one block of bytes at a time.
+
+    Args:
+        weight: uint8 tensor.
+        name: The low-bit format.
+        where: The file and the weight's name, for the error.
+
+    Raises:
+        BundleError: A code is invalid.
     """
     if name != "ternary":
         return
@@ -305,7 +331,7 @@ def check_codes(weight: Tensor, name: str, where: str) -> None:
 
 
 def stored_recipe(bundle: Bundle, model: Model) -> dict[str, str]:
-    """Return the formats that each component's low-bit weights are stored in, the format of most bytes first."""
+    """Return component -> formats of its low-bit weights, joined by "+". The format with the most bytes comes first."""
     nbytes: dict[str, Counter[str]] = {}
     for module, name in bundle.lowbit.items():
         nbytes.setdefault(model.component_of(module), Counter())[name] += bundle.infos[module + WEIGHT].nbytes

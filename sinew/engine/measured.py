@@ -1,11 +1,11 @@
-"""The measured times of the engines for one bundle on this machine, by which ``backend.choose`` chooses an engine.
+"""The measured times of the engines for one bundle on this machine. ``backend.choose`` uses them to choose an engine.
 
 The folder of :mod:`sinew.engine.prepared` has one JSON file per bundle (by fingerprint), kind of device, precision and
-number of threads. A file is valid for the same versions on the same hardware only, and holds two measurements:
+number of threads. A file is valid for the same versions on the same hardware only, and contains two measurements:
 
-* **chunks**: seconds of a whole chunk, by ``sinew prepare`` or in the background of ``sinew serve``.
-* **products**: seconds of one small product, which :func:`sinew.engine.backend.choose` times at once, because the same
-  instruction set is fast on one CPU and slow on another.
+* **chunks**: seconds of a whole chunk, measured by ``sinew prepare`` or in the background of ``sinew serve``.
+* **products**: seconds of one small product, which :func:`sinew.engine.backend.choose` measures at once, because the
+  same instruction set is fast on one CPU and slow on another.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds by engine. The times of one kind were measured in turn, so they can be compared.
+    """Seconds by engine. The engines were measured in turn, so their times can be compared.
 
     Attributes:
-        chunks: Seconds of a whole chunk, processor time where one thread of a CPU computes.
+        chunks: Seconds of a whole chunk. On a CPU with one thread, processor seconds.
         products: Seconds of a small product on a CPU.
-        unit: The kind of time of the chunks: "processor ms" or "ms".
-        note: The reason why the measurement of the chunks is less exact; "" if there is none.
+        unit: The unit of the chunks' times in messages: "processor ms" or "ms".
+        note: The reason why the measurement of the chunks is less exact, or "".
         threads: Number of threads that the chunks were measured with.
     """
 
@@ -81,20 +81,20 @@ class Times:
     threads: int = 1
 
     def of(self, *engines: str) -> tuple[str, Mapping[str, float]] | None:
-        """Return the name and the seconds of the best measurement that has all of these engines; None if there is no
-        such measurement."""
+        """Return the name and the seconds of the best measurement that contains all of these engines, or None."""
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
             if seconds.keys() >= {*engines}:
                 return what, seconds
         return None
 
     def faster(self, engine: str, than: str, margin: float = MARGIN) -> bool:
-        """Return whether ``engine`` is measurably faster than another. False if nothing was measured.
+        """Return whether ``engine`` is measurably faster than another engine. Without a measurement, the result is
+        False.
 
         Args:
             engine: The engine.
             than: The other engine.
-            margin: The least ratio of their times by which ``engine`` must be faster, if chunks were measured.
+            margin: The least ratio of the two times, if chunks were measured.
         """
         best = self.of(engine, than)
         if best is None:
@@ -103,7 +103,8 @@ class Times:
         return seconds[engine] * (margin if what == CHUNKS else PRODUCT_MARGIN) < seconds[than]
 
     def text(self, engine: str, others: set[str]) -> str:
-        """Return the measurement that decides between ``engine`` and ``others`` as text; "" if nothing was measured."""
+        """Return the measurement that decides between ``engine`` and ``others`` as text. Without a measurement,
+        return ""."""
         for what, seconds in ((CHUNKS, self.chunks), (PRODUCTS, self.products)):
             shown = {name: took for name, took in seconds.items() if name in {engine, *others}}
             if engine in shown and len(shown) > 1:
@@ -120,8 +121,8 @@ class Times:
 
 
 def stored(under: Conditions) -> Times:
-    """Return the times under these conditions, measured with these versions on this hardware; no times if nothing was
-    measured.
+    """Return the stored times for these conditions, these versions and this hardware. Without a measurement, the result
+    has no times.
 
     If the chunks were measured with one thread only, those times are used for another number of threads.
     """
@@ -152,7 +153,11 @@ def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def store(under: Conditions, **changes: Any) -> Times:
-    """Write measured times: ``changes`` has new values for attributes of :class:`Times`. The other attributes stay.
+    """Write measured times, and return all times for these conditions.
+
+    Args:
+        under: The conditions.
+        **changes: New values for attributes of :class:`Times`. The other attributes stay unchanged.
 
     Raises:
         OSError: The file cannot be written.
@@ -164,7 +169,8 @@ def store(under: Conditions, **changes: Any) -> Times:
 
 
 def time_products(products: Mapping[str, Callable[[], object]], threads: int) -> dict[str, float]:
-    """Return the seconds of each product: the shortest of :data:`TRIES` measurements, each product in turn.
+    """Return the seconds of each product. The products are measured in turn, and the shortest of :data:`TRIES` times
+    counts.
 
     Args:
         products: Engine -> function that computes the engine's product.

@@ -1,7 +1,8 @@
-"""Findings of ``sinew prepare``: a faster form of a bundle was made, verified and measured on this machine.
+"""Store findings of ``sinew prepare``: it makes a faster form of a bundle, verifies it and measures it on this machine.
 
-One JSON file per bundle (by fingerprint) and engine in ``$XDG_CACHE_HOME/sinew/prepared`` (``~/.cache`` by default).
-A finding of other versions, on other hardware, or in comparison with another engine is ignored, and is made again.
+The folder ``$XDG_CACHE_HOME/sinew/prepared`` (``~/.cache`` by default) has one JSON file per bundle (by fingerprint)
+and engine. A finding for other versions, other hardware or in comparison with another engine is ignored, and is made
+again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class EngineFinding:
         against: The engine that runs the bundle without the preparation.
         taken: True if the prepared engine is faster on this machine, and verified.
         why: The reason, as a sentence.
-        seconds: Engine -> measured seconds of a chunk, in processor time on a CPU; empty if no chunk was measured.
+        seconds: Engine -> measured seconds of a chunk. On a CPU, processor seconds. Empty if no chunk was measured.
         device: The device.
         threads: The number of threads that computed.
     """
@@ -50,7 +51,11 @@ class EngineFinding:
     threads: int = 1
 
     def keep(self, bundle: Path) -> Path:
-        """Write the finding to disk for the next start. Raises OSError."""
+        """Write the finding to disk for the next start.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         record = json.dumps({**asdict(self), **conditions(self.device)}, indent=2) + "\n"
         return machine.write_whole(_path(bundle, self.engine, self.threads), record.encode())
 
@@ -60,12 +65,12 @@ def folder() -> Path:
 
 
 def lock_of(bundle: Path, engine: str) -> Path:
-    """Return the file that is locked by the process that prepares a bundle for an engine."""
+    """Return the path of the lock file for the preparation of a bundle for an engine."""
     return _path(bundle, engine).with_suffix(".lock")
 
 
 def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding | None:
-    """Return the finding about an engine for a bundle, of these versions on this hardware; None if there is none."""
+    """Return the stored finding about an engine for a bundle, these versions and this hardware, or None."""
     threads = threads or 1
     try:
         record = read_json(_path(bundle, engine, threads))
@@ -86,7 +91,7 @@ def kept(bundle: Path, engine: str, threads: int | None = None) -> EngineFinding
 
 
 def forget(bundle: Path, engine: str, threads: int | None = None) -> None:
-    """Remove the finding about an engine, so that the next start tries again."""
+    """Remove the finding about an engine, so that the next start prepares the engine again."""
     with contextlib.suppress(OSError):
         _path(bundle, engine, threads or 1).unlink()
 
@@ -101,7 +106,7 @@ def _versions() -> dict[str, str]:
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """Return the versions and the hardware for which a finding or a measurement is valid, as values for JSON."""
+    """Return the versions and the hardware for which a finding or a measurement is valid, as a JSON-ready dict."""
     return {"sinew": __version__, "libraries": _versions(), "hardware": proofs.hardware(device)}
 
 

@@ -1,11 +1,11 @@
-"""Verified engines: by the project's tests for an architecture, by ``sinew validate`` for a bundle.
+"""Read which engines have been verified for an architecture or a bundle.
 
-``proofs.json`` in this folder lists the comparisons of the project's tests: [family, engine, precision] (``python -m
-tests.proofs`` writes it). Records of ``sinew validate`` state that on this machine, this engine computed the same as
-the reference for this bundle.
+``proofs.json`` in this folder lists the comparisons of the project's tests: [family, engine, precision]. The command
+``python -m tests.proofs`` writes it. A record of ``sinew validate`` states that, on this machine, the engine computed
+the same as the reference for one bundle.
 
-One JSON file per bundle (by fingerprint), engine and kind of device, in ``$XDG_CACHE_HOME/sinew/proofs``
-(``~/.cache`` by default). A record of another version of Sinew or other hardware is ignored.
+The folder ``$XDG_CACHE_HOME/sinew/proofs`` (``~/.cache`` by default) has one JSON file per bundle (by fingerprint),
+engine and kind of device. A record from another version of Sinew or other hardware is ignored.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def folder() -> Path:
 
 
 def hardware(device: str) -> str:
-    """Return the name of the GPU or CPU that computes on ``device``. The name of a CPU includes the instruction sets by
-    which kernels are chosen."""
+    """Return the name of the GPU or CPU that computes on ``device``. A CPU's name includes its instruction sets,
+    because they decide the kernels."""
     if device.partition(":")[0] != "cuda":
         return f"{machine.cpu_model()} ({machine.instructions()})"
     import torch
@@ -48,13 +48,13 @@ def hardware(device: str) -> str:
 
 
 def keep(bundle: Path, engine: str, device: str, report: dict[str, Any]) -> Path:
-    """Write the record of a validation, passed or not, and return its path."""
+    """Write the record of a validation, which passed or failed, and return its path."""
     record = {**report, "sinew": __version__, "hardware": hardware(device)}
     return machine.write_whole(_path(bundle, engine, device), (json.dumps(record, indent=2) + "\n").encode())
 
 
 def lacking(bundle: Path, engine: str, device: str) -> str:
-    """Return why there is no proof of the engine for the bundle on this machine; "" if there is a proof."""
+    """Return the reason why the engine is not verified for the bundle on this machine, or "" if it is verified."""
     command = f"`sinew validate {bundle} --engine {engine} --device {device}`"
     try:
         record = read_json(_path(bundle, engine, device), MAX_RECORD)
@@ -67,7 +67,8 @@ def lacking(bundle: Path, engine: str, device: str) -> str:
 
 
 def records(bundle: Path) -> list[dict[str, Any]]:
-    """Return the records of a bundle on this machine, of every engine, passed or not. Unreadable files are skipped."""
+    """Return all records of a bundle on this machine, for every engine, passed or failed. Unreadable files are
+    skipped."""
     reports = []
     for path in sorted(folder().glob(f"{fingerprint(bundle)[:16]}-*.json")):
         try:

@@ -1,9 +1,10 @@
-"""Keep results of an engine for later observations that repeat earlier ones to the byte. This module needs numpy alone.
+"""Store results of an engine for later observations with the same bytes. This module imports numpy, but no PyTorch.
 
-A context depends on everything that was read: if none of these inputs changed, the context is returned again. The
-tokens of a view depend on its pixels alone if the model encodes views separately. The order of sums in the products
-may still depend on the number of views, so that the tokens of a view encoded alone differ in their last bits from its
-tokens encoded among others. Whether they differ is tested before views are reused.
+A context depends on all of its inputs. If no input changed, the stored context is returned again. If the model encodes
+views separately, the tokens of a view depend on its pixels alone.
+
+The number of views may still change the order of sums in the products. The tokens of a view that is encoded alone then
+differ in their last bits from its tokens among other views. A test checks this before views are reused.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ FIELDS = ("camera_mask", "tokens", "token_mask", "pixels")
 
 
 class Reuse:
-    """The kept views and contexts of one engine.
+    """The stored views and contexts of one engine.
 
-    Only observations that are read alone, and views of shapes that were tested, are looked up and kept.
+    Only observations without a batch, and views of tested shapes, are looked up and stored.
 
     Args:
         encode: Pixels [B, V, ...] -> tokens [B, V, N, C] in the engine's own arrays.
         join: Joins one or several arrays of tokens along the axis of views, into a new array.
         same: Returns True if two arrays of tokens have the same bits.
         threads: Returns the number of threads that compute for the calling thread, because sums may depend on it.
-        renew: (context, newer state) -> the context that reading this state would give; None if the state cannot be
-            read separately from the other inputs.
+        renew: (context, newer state) -> the context for the newer state. None if the state cannot be read separately
+            from the other inputs.
+        alike: False if the model encodes its views together.
     """
 
     def __init__(
@@ -53,10 +55,15 @@ class Reuse:
         self._tried: dict[tuple[int, tuple[int, ...]], str] = {}
 
     def try_views(self, shape: tuple[int, ...]) -> str:
-        """Test whether views of pixels with ``shape`` [1, V, ...] may be encoded one by one; return why not, "" if they
-        may.
+        """Test whether views can be encoded one by one.
 
         Uniform random pixels are encoded together and one by one, and every bit is compared.
+
+        Args:
+            shape: Shape of the pixels, [1, V, ...].
+
+        Returns:
+            The reason why views cannot be encoded one by one, or "" if they can.
         """
         key = (self._threads(), tuple(shape))
         if not self._alike and shape[1] > 1:
@@ -75,12 +82,12 @@ class Reuse:
         return self._tried[key]
 
     def forget(self) -> None:
-        """Drop everything that was kept, because the weights changed."""
+        """Drop all stored views and contexts, because the weights changed."""
         self._views.clear()
         self._contexts.clear()
 
     def tokens(self, pixels: np.ndarray, watch: Watch) -> Any:
-        """Return the encoding of ``pixels``. Views with the same bytes as earlier ones are not computed again."""
+        """Return the encoding of ``pixels``. Views with the same bytes as stored views are not computed again."""
         if len(pixels) != 1 or self._tried.get(key := (self._threads(), pixels.shape), "not tried"):
             return self._encode(pixels)
         # Iterate over a copy, because a stream calls this method on another thread.
@@ -103,7 +110,7 @@ class Reuse:
         return whole
 
     def context(self, inputs: ModelInputs, watch: Watch) -> Any:
-        """Return the kept context of the same inputs; None if there is none."""
+        """Return the stored context of the same inputs, or None. A context with another state may be renewed."""
         for threads, seen, context in tuple(self._contexts):
             if threads != self._threads() or not all(
                 _equal(getattr(seen, n), getattr(inputs, n)) for n in FIELDS
@@ -119,7 +126,7 @@ class Reuse:
         return None
 
     def keep(self, inputs: ModelInputs, context: Any) -> None:
-        """Keep the context of inputs that were just read."""
+        """Store the context of inputs that the engine has just read."""
         if len(inputs.pixels) == 1:
             copied = ModelInputs(
                 inputs.pixels.copy(),

@@ -16,19 +16,19 @@ from sinew.models.base import Context
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """Return a copy of the tensor on the host. Floats become float32; other dtypes stay."""
+    """Return a copy of the tensor on the host. Floats become float32, and other dtypes stay."""
     wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
     return np.array(wide.cpu().numpy())
 
 
 def named_arrays(context: Context) -> dict[str, np.ndarray]:
-    """Return path -> array, for the tensors of a context."""
+    """Return path in the context -> array, for all tensors of a context."""
     leaves, _ = pytree.tree_flatten_with_path(context)
     return {".".join(map(place, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def place(entry: Any) -> str:
-    """Return the field's name, index or key of one step of a path into a context."""
+    """Return the field's name, index or key for one step of a path into a context."""
     for attribute in ("name", "idx", "key"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -37,7 +37,12 @@ def place(entry: Any) -> str:
 
 @contextmanager
 def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    """Within the block, add module -> indices to ``found`` whenever an embedding table is read."""
+    """Record the indices with which embedding tables are read inside the ``with`` block.
+
+    Args:
+        model: The model.
+        found: Receives module -> indices, int64 [n].
+    """
 
     def note(name: str):  # type: ignore[no-untyped-def]
         def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:

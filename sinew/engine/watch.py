@@ -1,4 +1,4 @@
-"""Follow one run of an engine: measure its times, cancel it, and keep the results of its stages."""
+"""Follow one run of an engine: measure its times, cancel the run, and store the results of its stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Trace:
 
     Attributes:
         vision: Image tokens [V, tokens, C].
-        prefix: Name in the context -> tensor that each step reads of the observation. A rewritten model may have other
+        prefix: Name in the context -> tensor of the observation that each step reads. A rewritten model may have other
             tensors than the reference.
         head: The output of each step of the solver, then the last x, all [H, A] in model units. If the head generates
             tokens, each token, [1], then the chunk.
@@ -32,17 +32,16 @@ class Trace:
 
 
 class Watch:
-    """A watch follows one run: it times the stages, stops the run between two stages, and keeps their results.
+    """Follow one run: measure the stages, stop the run between two stages, and store the results of the stages.
+
+    An engine that reuses views or the prefix sets ``reused_views`` and ``reused_prefix`` (:class:`sinew.core.Timing`).
 
     Args:
         cancel: Ends the run with :class:`CancelledError` when this event is set.
         trace: Receives the results of the stages of a single observation.
-        apart: True to make an engine that runs all stages as one graph run each stage separately.
-        between: Called after each step of the solver and after each token. Another run may begin there unless
-            ``facts.refusals`` has STREAM. An exception that ``between`` raises ends the run.
-
-    An engine that reuses views or the prefix sets ``reused_views`` and ``reused_prefix``
-    (:class:`sinew.core.Timing`).
+        apart: True makes an engine that runs all stages as one graph run each stage separately.
+        between: Called after each step of the solver and after each token. Another run may begin during this call
+            unless ``facts.refusals`` has STREAM. An exception that ``between`` raises ends the run.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Watch:
         self._begun = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """End a stage ("vision", "prefix", "text", "step"). The caller has waited for the device."""
+        """End a stage ("vision", "prefix", "text" or "step"). The caller must have waited for the device."""
         now = time.perf_counter()
         self._laps.setdefault(stage, []).append(1e3 * (now - self._begun))
         self.check()
@@ -79,8 +78,14 @@ class Watch:
             raise CancelledError("the inference was cancelled")
 
     def timing(self, batch: int = 1, **around: float) -> Timing:
-        """Return the milliseconds of the stages. An engine that ran all stages as one graph has the whole time in
-        ``step_ms``. ``around`` gives the times outside the engine, by their names in :class:`sinew.core.Timing`."""
+        """Return the milliseconds of the stages.
+
+        An engine that ran all stages as one graph reports the whole time in ``step_ms``.
+
+        Args:
+            batch: Number of observations.
+            **around: The times outside the engine, by their names in :class:`sinew.core.Timing`.
+        """
         laps = self._laps
         return Timing(
             vision_ms=sum(laps.get("vision", ())),
