@@ -1,1 +1,1 @@
-"""Episodes: what plays them, one or many, what is played, and the policy and the robot in them."""
+"""Play episodes of a task: one or many, in one process or several, with a policy and a simulated robot."""

@@ -1,8 +1,8 @@
-"""Between a gymnasium environment and Sinew's observations and actions.
+"""Adapters between a gymnasium environment and Sinew's observations and actions.
 
-Adding an environment whose observation is a nested dict takes no code: write a JSON file with the fields of
-:class:`Mapping` and give it as ``--adapter FILE.json``. Anything else: ``--adapter package.module:Class``.
-What the field's own simulators need beyond that is in :mod:`sinew_eval.suites`.
+An environment whose observation is a nested dict needs no code. Write a JSON file with the fields of :class:`Mapping`
+and pass it as ``--adapter FILE.json``. For any other environment, write a class and pass ``--adapter
+package.module:Class``. The module :mod:`sinew_eval.suites` has the adapters of public benchmarks.
 """
 
 from __future__ import annotations
@@ -29,35 +29,61 @@ from sinew_eval.suites.mapping import Mapping
 
 
 class EnvAdapter(Protocol):
-    """What the runner asks of an environment. One instance belongs to one environment."""
+    """Interface through which the runner uses an environment. Each environment has its own instance."""
 
     @property
     def control_hz(self) -> float: ...
 
     @property
     def max_steps(self) -> int:
-        """Of the episode that has begun."""
+        """Maximum number of control steps in the present episode."""
 
     def observation(self, raw: Any) -> dict[str, Any]:
-        """The environment's observation -> ``images``, ``state``, ``prompt``."""
+        """Convert an observation of the environment for the policy.
+
+        Args:
+            raw: Observation from ``reset`` or ``step``.
+
+        Returns:
+            A dict with ``images``, ``state`` and ``prompt``.
+        """
 
     def action(self, row: np.ndarray) -> Any:
-        """A row of a chunk, float32 [D] in world units -> what ``step`` takes."""
+        """Convert an action of the policy for the environment.
+
+        Args:
+            row: One action, float32 [D], in robot units.
+
+        Returns:
+            The argument of the environment's ``step``.
+        """
 
     def hold(self, last: Any | None) -> Any:
-        """What keeps the robot where it is, given the last action sent (None: none yet)."""
+        """Return the action that keeps the robot in its present place.
+
+        Args:
+            last: The action that was executed last. None before the first action.
+        """
 
     def success(self, info: dict[str, Any], terminated: bool, reward: float) -> bool: ...
 
     def task(self, info: dict[str, Any]) -> str:
-        """Name of the task of this episode; "/" separates parts that get rows of their own in reports."""
+        """Return the name of this episode's task.
+
+        Args:
+            info: Info dict of the last ``reset`` or ``step``.
+
+        Returns:
+            A name. "/" separates parts, and reports have a row for each part.
+        """
 
 
 class Direct:
-    """An environment whose observation is Sinew's, such as those of :mod:`sinew_eval.sim`.
+    """Adapter for an environment that already returns Sinew's observations, such as those of :mod:`sinew_eval.sim`.
 
-    To hold, an action of several numbers that moves relative to the present pose is all zeros but for the last
-    number, the gripper, which stays; before the first action it opens. A single number stays, or is the low end.
+    To hold the robot, an action of several numbers is zero except for the gripper, which is the last number and keeps
+    its value. The gripper opens before the first action. An action of a single number keeps its value. Before the
+    first action it is the low end of the action space.
     """
 
     def __init__(self, env: gymnasium.Env):
@@ -98,7 +124,7 @@ class Direct:
 
 
 class Mapped:
-    """An environment described by a :class:`Mapping`."""
+    """Adapter that follows a :class:`Mapping`."""
 
     def __init__(self, env: gymnasium.Env, mapping: Mapping):
         self.env, self.mapping = env, mapping
@@ -112,15 +138,26 @@ class Mapped:
         return _max_steps(self.env, self.mapping.max_steps)
 
     def fit(self, policy: AnyMapping[str, Any]) -> None:
-        """Find a frame for every camera of a policy, and its way with actions.
+        """Choose a frame for each camera of a policy, and the conversion of its actions.
 
-        policy: what its server says about it. Raises :class:`SinewError` where the two do not go together.
+        Args:
+            policy: Metadata of the policy, as a server returns them.
+
+        Raises:
+            SinewError: The policy does not fit the environment.
         """
         self._images = self._frames_for([camera["name"] for camera in policy["cameras"]])
         self.fit_actions(policy)
 
     def fit_actions(self, policy: AnyMapping[str, Any]) -> None:
-        """Find the way with a policy's actions alone. Raises :class:`SinewError` where they do not fit."""
+        """Choose the conversion of a policy's actions.
+
+        Args:
+            policy: Metadata of the policy, as a server returns them.
+
+        Raises:
+            SinewError: The policy's actions do not fit the environment.
+        """
         self._convert = ACTIONS[self._action_of(policy)]
         shape, dim = self.env.action_space.shape, int(policy["action"]["dim"])
         if shape and shape != (dim,):
@@ -211,8 +248,20 @@ class Mapped:
 def make_env(
     env_id: str, adapter: str = "", env_options: dict[str, Any] | None = None, **extra: Any
 ) -> tuple[gymnasium.Env, EnvAdapter]:
-    """An environment, by its id, ``module:id``, ``module:Class`` or the name that an installed package gives it, and
-    its adapter. ``extra`` (such as ``render_mode``) goes to the constructor as well."""
+    """Make an environment and its adapter.
+
+    Args:
+        env_id: Gymnasium id, ``module:id``, ``module:Class``, or the name that an installed package registers.
+        adapter: Name of the adapter. "" to choose the adapter by the environment's id.
+        env_options: Arguments of the environment's constructor.
+        **extra: Further arguments of the constructor, such as ``render_mode``.
+
+    Returns:
+        The environment and its adapter.
+
+    Raises:
+        SinewError: The environment or the adapter cannot be made.
+    """
     if (suite := suites.find(env_id)) is not None:
         return _open_suite(*suite, adapter, env_options or {})
     env_id = place_of(TASKS_GROUP, env_id)
@@ -239,8 +288,18 @@ def make_env(
 def _open_suite(
     suite: suites.Suite, tasks: Sequence[str], adapter: str, options: dict[str, Any]
 ) -> tuple[gymnasium.Env, EnvAdapter]:
-    """The options ``cameras``, ``prompt``, ``action`` and ``max_steps`` belong to the mapping, others to the
-    simulator."""
+    """Open tasks of a suite.
+
+    Args:
+        suite: The suite.
+        tasks: Names of the tasks.
+        adapter: Name of an adapter. "" for the suite's own mapping.
+        options: Options of ``--env-options``. ``cameras``, ``prompt``, ``action`` and ``max_steps`` change the
+            mapping. All others are arguments of the simulator.
+
+    Returns:
+        The environment and its adapter.
+    """
     module = importlib.import_module(suite.module)
     options = dict(options)
     changes: dict[str, Any] = {k: options.pop(k) for k in ("prompt", "action", "max_steps") if k in options}
@@ -257,7 +316,18 @@ def _open_suite(
 
 
 def named_adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
-    """Return the adapter that a text names: one of ADAPTERS, a .json file, module:Class. Raises SinewError."""
+    """Make an adapter from its name.
+
+    Args:
+        name: A key of ``ADAPTERS``, a .json file, or ``module:Class``.
+        env: The environment.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        SinewError: The name is unknown, or the adapter cannot be made.
+    """
     if name.endswith(".json"):
         return Mapped(env, read_mapping(Path(name)))
     named = ADAPTERS.get(name, name)
@@ -277,7 +347,17 @@ def named_adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
 
 
 def read_mapping(path: Path) -> Mapping:
-    """A :class:`Mapping` from a JSON object; an unknown or missing key is an error that names it."""
+    """Read a :class:`Mapping` from a JSON file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        SinewError: The file is not readable, or a key is unknown, missing or has a wrong value.
+    """
     with SinewError.at(path, ValueError, OSError):
         values = read_json(path)
     known = {f.name for f in fields(Mapping)}
@@ -334,7 +414,17 @@ _MAPPING: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def mapping_of(values: AnyMapping[str, Any]) -> Mapping:
-    """Return the :class:`Mapping` of an object from JSON. Raises TypeError for keys that it has not."""
+    """Build a :class:`Mapping` from a JSON object.
+
+    Args:
+        values: Fields of the mapping. Lists become tuples.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        TypeError: A key is not a field of :class:`Mapping`.
+    """
     lists = {name: tuple(values[name]) for name in ("state", "unseen", "rest") if name in values}
     return Mapping(**{**values, **lists})
 
@@ -368,7 +458,14 @@ def _max_steps(env: gymnasium.Env, given: int | None) -> int:
 
 
 def time_limit(env: gymnasium.Env) -> int | None:
-    """Return the control steps of an episode as an environment says them: itself, its id or a wrapper around it."""
+    """Read the maximum number of control steps from an environment, its id, or a wrapper around it.
+
+    Args:
+        env: The environment.
+
+    Returns:
+        The number of steps. None if the environment states none.
+    """
     limit = getattr(env.unwrapped, "max_steps", None)
     if not limit and env.spec is not None:
         limit = env.spec.max_episode_steps

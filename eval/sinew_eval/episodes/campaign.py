@@ -1,4 +1,6 @@
-"""Many episodes: in parallel processes, resumable, with one JSON line per finished episode."""
+"""Play many episodes in parallel processes, and continue after an interruption. The log has one JSON line per
+episode.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,30 @@ OnEpisode = Callable[[Variant, Episode], None]
 
 
 class RemotePlayer(Protocol):
-    """Plays episodes in another interpreter."""
+    """Interface of a player that plays episodes in another Python interpreter."""
 
     def play(
         self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
     ) -> Iterator[tuple[int, Episode]]:
-        """todo: index of a variant, seed. Yields the index and its episode, in any order."""
+        """Play episodes.
+
+        Args:
+            task: The task.
+            variants: The variants.
+            todo: Pairs of the index of a variant and a seed.
+            workers: Number of episodes that are played at the same time.
+
+        Yields:
+            The index of the variant and its episode, in any order.
+        """
 
     def watch(
         self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
     ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
-        """Do what :func:`sinew_eval.episodes.watched.watch` does."""
+        """Play episodes and return their control steps, like :func:`sinew_eval.episodes.watched.watch`."""
 
     def control_hz(self, task: Task) -> float:
-        """Return control steps per second."""
+        """Return the control steps per second of a task."""
 
 
 def run(
@@ -59,19 +71,29 @@ def run(
     listen: str | None = None,
     hosts: str | None = None,
 ) -> list[list[Episode]]:
-    """Episodes of every variant, in the order of ``seeds``.
+    """Play the episodes of every variant.
 
-    out: a folder; finished episodes are appended to its ``episodes.jsonl`` and are not played again.
-    workers: 1 plays in this process, more start that many (:mod:`sinew_eval.farm`), each with one compute thread; with
-        ``out`` others can join them.
-    on_episode: called for each episode, also for those found in the log. on_todo: called once with how many are not.
-    listen: HOST:PORT where other hosts may join (:mod:`sinew_eval.farm.hosts`), also with one worker.
-    hosts: a Ray cluster whose hosts play with so many workers, instead of this machine
-        (:mod:`sinew_eval.foreign.cluster`).
-    elsewhere: plays instead of this interpreter. player: makes what plays in this process, with one worker.
+    Args:
+        task: The task.
+        variants: The variants.
+        seeds: Seeds of the episodes.
+        workers: Number of processes. 1 plays in this process. More start as many worker processes
+            (:mod:`sinew_eval.farm`), each with one compute thread. With ``out``, other processes can join.
+        out: Folder of the run. Finished episodes are appended to its ``episodes.jsonl`` and are not played again.
+            None for no log.
+        on_episode: Called for each episode, also for episodes from the log.
+        on_todo: Called once with the number of episodes that are not in the log.
+        elsewhere: Player in another interpreter. None to play in this interpreter.
+        player: Makes the player in this process, for one worker.
+        listen: HOST:PORT where other hosts can join (:mod:`sinew_eval.farm.hosts`), also with one worker.
+        hosts: Address of a Ray cluster whose hosts play with ``workers`` processes instead of this machine
+            (:mod:`sinew_eval.foreign.cluster`).
 
-    Raises what an episode raises, and :class:`SinewError` where another run plays into ``out``; what was finished
-    before is in the log.
+    Returns:
+        The episodes of each variant, in the order of ``seeds``.
+
+    Raises:
+        SinewError: Another run uses ``out``. Errors of an episode are raised too. Finished episodes stay in the log.
     """
     keys = [key(task, variant) for variant in variants]
     done: dict[tuple[str, int], Episode] = {}
@@ -119,12 +141,28 @@ def run(
 
 
 def read_log(log: Path) -> dict[tuple[str, int], Episode]:
-    """(key, seed) -> episode. A line that a kill cut short is left out, and its episode played again."""
+    """Read a log of episodes.
+
+    Args:
+        log: The file. It may be missing.
+
+    Returns:
+        (key of the variant, seed) -> episode. A line that is cut short is skipped, and its episode is played again.
+    """
     return dict(episode_log.episodes_of(episode_log.read_log_file(log))) if log.exists() else {}
 
 
 def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
-    """Return the batch with which the log in ``out`` has episodes of a variant, whatever its own; None: it has none."""
+    """Find the batch size with which a log already contains episodes of a variant.
+
+    Args:
+        task: The task.
+        variant: The variant. Its own batch size is ignored.
+        out: Folder of the run.
+
+    Returns:
+        The batch size. None if the log has no episode of this variant.
+    """
     for name, _ in read_log(out / LOG):
         try:
             values = dict(parse_json(name))
@@ -138,12 +176,19 @@ def batch_played(task: Task, variant: Variant, out: Path) -> int | None:
 
 
 def _append(file: BinaryIO, key: str, group: Sequence[Episode]) -> None:
-    """Write the episodes of a group at once."""
+    """Write the episodes of a group in one write, so that a kill cannot separate them."""
     episode_log.append(file, b"".join(episode_log.line(key, episode) for episode in group))
 
 
 def open_log(log: Path) -> BinaryIO:
-    """Opened for appending, with the last line ended."""
+    """Open a log for appending. A last line that was cut short gets a line end.
+
+    Args:
+        log: The file, which may be missing.
+
+    Returns:
+        The unbuffered file.
+    """
     cut_short = False
     # Check that an existing log is a regular file. Opening a FIFO for appending would block until it has a reader.
     if log.exists():
@@ -168,8 +213,15 @@ def _play(
     listen: str | None,
     hosts: str | None,
 ) -> Iterator[tuple[int, Sequence[Episode]]]:
-    """Yield the variant's index and the episodes of a group. queue: the folder of what several workers play; None makes
-    one."""
+    """Play episodes with the chosen player.
+
+    Args:
+        queue: Folder of the queue for several workers. None to use a temporary folder.
+        make: Makes the player in this process.
+
+    Yields:
+        The index of the variant and the episodes of a group.
+    """
     if not todo:
         return
     if elsewhere is not None:

@@ -1,4 +1,4 @@
-"""By how much a policy's actions change in an episode if one of its inputs changes."""
+"""Measure how much a policy's actions change if one of its inputs changes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ def effects_of(task: Task, variant: Variant, seed: int) -> Effects:
 
     Args:
         task: The task.
-        variant: The policy, a bundle that computes here.
+        variant: The policy. It must be a bundle that is loaded in this process.
         seed: Seed of the episode.
 
+    Returns:
+        The effects of the instruction, each camera and the state.
+
     Raises:
-        SinewError: The policy computes elsewhere.
+        SinewError: The policy runs on a server.
     """
     player = EpisodePlayer(task)
     try:

@@ -1,4 +1,4 @@
-"""Finished episodes as lines of JSON, in a folder that one run at a time writes to."""
+"""Read and write finished episodes as lines of JSON, in a folder to which only one run writes at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,27 @@ MAX_LOG = 1 << 31  # largest log that Sinew reads, in bytes
 
 
 def line(key: str, episode: Episode) -> bytes:
-    """Return an episode as a line of JSON, as logs and queues have it."""
+    """Convert an episode to a line of a log.
+
+    Args:
+        key: Key of the variant (:func:`sinew_eval.episodes.player.key`).
+        episode: The episode.
+
+    Returns:
+        A line of JSON with a line end.
+    """
     return json.dumps({"key": key, **episode.to_dict()}).encode() + b"\n"
 
 
 def episodes_of(data: bytes) -> Iterator[tuple[tuple[str, int], Episode]]:
-    """Yield (key, seed) and the episode of each line. A line that a kill cut short, or that is no episode, is left
-    out."""
+    """Read the episodes in a log. A line that is cut short or contains no episode is skipped.
+
+    Args:
+        data: Content of the log.
+
+    Yields:
+        (key of the variant, seed) and the episode.
+    """
     for text in data.splitlines():
         try:
             values = parse_json(text, finite=False)
@@ -41,7 +55,7 @@ def episodes_of(data: bytes) -> Iterator[tuple[tuple[str, int], Episode]]:
 
 
 def read_log_file(path: Path) -> bytes:
-    """Return the bytes of a log, a regular file. Raises :class:`SinewError`."""
+    """Read a log, which must be a regular file. Raises :class:`SinewError` if the file cannot be read."""
     try:
         return read_bytes(path, MAX_LOG)
     except OSError as error:
@@ -51,7 +65,7 @@ def read_log_file(path: Path) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically: it is replaced by a complete file, or stays unchanged."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         beside.write_bytes(data)
@@ -65,7 +79,16 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def append(file: BinaryIO, data: bytes) -> None:
-    """Write all of ``data`` to an unbuffered log. Raises OSError that names it, also where a full disk takes a part."""
+    """Append data to an unbuffered log.
+
+    Args:
+        file: The log.
+        data: Complete lines.
+
+    Raises:
+        OSError: The data could not be written completely, for example because the disk is full. The error contains
+            the file name.
+    """
     try:
         if file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -76,9 +99,16 @@ def append(file: BinaryIO, data: bytes) -> None:
 
 @contextlib.contextmanager
 def sole(out: Path, hint: str = "`sinew eval --join {}` helps it") -> Iterator[None]:
-    """Hold the folder of a run: one head writes there. Raises :class:`SinewError` while another one does, with a hint.
+    """Lock the folder of a run, so that only one run writes to it.
 
-    A disk that cannot hold anything (some network file systems) is taken at its word.
+    If the file system cannot lock (some network file systems), the run continues with a warning.
+
+    Args:
+        out: The folder.
+        hint: Next step for the error message. ``{}`` is replaced by the folder.
+
+    Raises:
+        SinewError: Another run has locked the folder.
     """
     try:
         import fcntl

@@ -1,4 +1,6 @@
-"""The observations of an environment against the header of a bundle: no weights, no torch."""
+"""Check whether a bundle fits the observations of an environment. Only the bundle's header is read, without weights
+or torch.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,16 @@ TASKS = {
 
 
 def task_of(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
-    """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none.
-    allowed: as of :class:`sinew.processing.Processor`."""
+    """Choose the built-in task that fits a bundle.
+
+    Args:
+        target: The bundle.
+        rename: Renamed cameras, as ``NEW=OLD``.
+        **allowed: Options of :class:`sinew.processing.Processor`.
+
+    Returns:
+        The first built-in task that fits. If none fits, the first built-in task.
+    """
     processor = _processor(target, tuple(rename), **allowed)
     for task in TASKS:
         with suppress(SinewError):
@@ -39,9 +49,18 @@ def task_of(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed])
 
 
 def check_variants(task: Task, variants: Sequence[Variant]) -> float:
-    """Check that the bundles of ``variants`` take what the task's environment shows; return its control rate in Hz.
+    """Check that the bundles of ``variants`` accept the observations of the task. A server checks its requests
+    itself.
 
-    A server checks what it is sent. Raises :class:`SinewError` with the field that a policy does not take.
+    Args:
+        task: The task.
+        variants: The variants.
+
+    Returns:
+        The control rate of the task, in Hz.
+
+    Raises:
+        SinewError: A policy does not fit. The message names the field.
     """
     targets = {(v.target, v.rename, v.allow_missing_cameras, v.allow_empty_prompt) for v in variants}
     processors = [
@@ -56,8 +75,12 @@ def check_variants(task: Task, variants: Sequence[Variant]) -> float:
 
 
 class MisfitError(SinewError):
-    """A policy does not take what an environment shows. spec: of the policy. shown: cameras, numbers of state and
-    action of the environment."""
+    """A policy does not accept the observations of an environment.
+
+    Attributes:
+        spec: Specification of the policy.
+        shown: Names of the environment's cameras, number of values in its state, number of values in its action.
+    """
 
     def __init__(self, text: str, spec: PolicySpec, shown: tuple[tuple[str, ...], int, int]):
         super().__init__(text)
@@ -65,7 +88,7 @@ class MisfitError(SinewError):
 
 
 def _advice(env: str, error: MisfitError) -> str:
-    """Return the next step for a policy that does not fit, with options of the command line."""
+    """Return the next step for a policy that does not fit, as options of the command line."""
     spec, (cameras, state, action) = error.spec, error.shown
     plays = [task for task in TASKS if task != env and _plays(spec, task)]
     others = [f"this policy plays {plays[0]}"] if plays else []
@@ -97,8 +120,18 @@ def _processor(target: str, rename: tuple[str, ...], **allowed: Unpack[Allowed])
 
 
 def check_observation(task: Task, processors: Sequence[Processor]) -> float:
-    """Check the first observation of a task's environment; return the control rate in Hz. Raises
-    :class:`MisfitError`."""
+    """Check the first observation of a task's environment.
+
+    Args:
+        task: The task.
+        processors: Preprocessing of the policies.
+
+    Returns:
+        The control rate in Hz.
+
+    Raises:
+        MisfitError: A policy does not fit.
+    """
     env, adapter = make_env(task.env, task.adapter, task.env_options)
     try:
         if processors:

@@ -1,10 +1,11 @@
-"""Several episodes at once against one policy: what they ask at the same moment is one batch.
+"""Play several episodes at once against one policy, and answer their simultaneous requests in one batch.
 
-Each episode runs as it does alone, in a thread of its own that goes on until it needs something that all share: the
-policy, the next episode, and in a vectorised environment its step and its reset. When every episode waits, the thread
-that plays them answers one kind of request, of all that wait for it at once. So what is in a batch depends on the
-episodes and on nobody's clock. An answer in a batch rounds differently from the same answer alone, so commands repeat
-to the bit only in the same batches, and an episode that hangs by a rounding may end differently.
+Each episode runs in its own thread, called a seat, until it needs something that all episodes share: the policy, the
+next seed, or the step and reset of a vectorised environment. When every seat waits, one thread answers all waiting
+requests of one kind. Therefore the content of a batch depends only on the episodes, and not on timing.
+
+An answer in a batch rounds differently from the same answer alone. Commands repeat bit for bit only with equal
+batches, and a rounding difference can change the outcome of an episode.
 """
 
 from __future__ import annotations
@@ -33,19 +34,32 @@ Answer = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """Where one of the episodes is played: an environment of its own, or a part of a vectorised one."""
+    """Place where one of the episodes is played.
+
+    Attributes:
+        env: An environment, or a part of a vectorised environment.
+        adapter: The adapter of the environment.
+    """
 
     env: gymnasium.Env
     adapter: EnvAdapter
 
 
 class Shared(Protocol):
-    """A vectorised environment, whose parts are reset and stepped at once. together: only all of them can be reset."""
+    """Interface of a vectorised environment, whose parts are reset and stepped at the same time.
+
+    Attributes:
+        together: True if only all parts can be reset at once.
+    """
 
     together: bool
 
     def attend(self, ask: Callable[[int, str, Any], Any]) -> None:
-        """Take what its parts ask with."""
+        """Set the function with which the parts send their requests.
+
+        Args:
+            ask: Function of the seat, the kind of the request, and its data.
+        """
 
     def reset(self, asked: Mapping[int, Any]) -> Mapping[int, Any]: ...
 
@@ -53,14 +67,17 @@ class Shared(Protocol):
 
 
 class _Ended(BaseException):
-    """Ends the thread of an episode whose run has failed elsewhere; no environment takes it for an error of its own."""
+    """Ends the thread of an episode after another episode has failed. It is no Exception, so that environments do not
+    catch it.
+    """
 
 
 class Meeting:
-    """Where the threads of all seats wait until each of them does.
+    """Collects the requests of all seats and answers them when every seat waits.
 
-    answers: kind of a request (of :data:`ORDER`) -> what answers all that wait for it. together: kinds that are
-    answered only when all seats ask for just that.
+    Attributes:
+        answers: Kind of a request (one of :data:`ORDER`) -> function that answers all waiting requests of this kind.
+        together: Kinds that are answered only when every seat waits with this kind.
     """
 
     def __init__(self, seats: int):
@@ -73,7 +90,19 @@ class Meeting:
         self._changed = threading.Condition()
 
     def ask(self, seat: int, kind: str, what: Any) -> Any:
-        """Wait for the answer to a request. Raises it where it is an error."""
+        """Send a request and wait for its answer.
+
+        Args:
+            seat: Number of the seat.
+            kind: Kind of the request.
+            what: Data of the request.
+
+        Returns:
+            The answer.
+
+        Raises:
+            Exception: The answer is an error.
+        """
         with self._changed:
             self._asked[seat] = (kind, what)
             self._changed.notify_all()
@@ -87,7 +116,7 @@ class Meeting:
         return told
 
     def run(self, play: Callable[[int], None]) -> None:
-        """Run ``play`` for every seat to its end. Raises the first error of any."""
+        """Run ``play`` for every seat until all seats have ended. Raises the first error of any seat."""
         threads = [
             threading.Thread(target=self._sit, args=(play, seat), name=f"sinew-episode-{seat}", daemon=True)
             for seat in sorted(self._alive)
@@ -120,7 +149,7 @@ class Meeting:
                 self._changed.notify_all()
 
     def _answer(self) -> bool:
-        """Wait until all wait, and answer one kind of request; False when nobody is left."""
+        """Wait until every seat waits, and answer one kind of request. Returns False when all seats have ended."""
         with self._changed:
             while self._error is None and not self._alive <= self._asked.keys():
                 self._changed.wait()
@@ -138,7 +167,7 @@ class Meeting:
         return True
 
     def _due(self) -> tuple[str, dict[int, Any]]:
-        """Return the kind that is served now and the requests of that kind."""
+        """Return the kind that is answered next, and its requests."""
         for kind in ORDER:
             asked = {seat: what for seat, (name, what) in sorted(self._asked.items()) if name == kind}
             if asked and (len(asked) == len(self._asked) or kind not in self.together):
@@ -147,7 +176,7 @@ class Meeting:
 
 
 class _Asking:
-    """The policy, as one seat asks it."""
+    """The policy of one seat. It sends its requests to the meeting."""
 
     def __init__(self, policy: EvalPolicy, meeting: Meeting, seat: int):
         self._policy, self._meeting, self._seat = policy, meeting, seat
@@ -155,13 +184,13 @@ class _Asking:
         self.motion, self.served = policy.motion, policy.served
 
     def start(self, env: gymnasium.Env) -> None:
-        """Do nothing: the policy is told when the seats' next episodes are given out."""
+        """Do nothing. The policy is reset when a seat gets its next seed."""
 
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
         return self._meeting.ask(self._seat, INFER, (observation, seed))
 
     def close(self) -> None:
-        """Do nothing: it belongs to all seats."""
+        """Do nothing, because the policy belongs to all seats."""
 
 
 def play_together(
@@ -172,10 +201,22 @@ def play_together(
     shared: Shared | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Play an episode for each of ``seeds``, as many at once as there are seats; return them in that order.
+    """Play an episode for each seed, with as many episodes at once as there are seats. A free seat takes the next
+    seed.
 
-    A seat whose episode is over takes the next seed at once. shared: the vectorised environment that the seats are
-    parts of. on_episode: called for each that is over. Raises what an episode raises.
+    Args:
+        seats: Environments with their adapters.
+        policy: The policy.
+        conduct: Settings of the episodes.
+        seeds: Seeds of the episodes.
+        shared: Vectorised environment that contains the seats. None if the seats are separate environments.
+        on_episode: Called for each finished episode.
+
+    Returns:
+        The episodes, in the order of ``seeds``.
+
+    Raises:
+        SinewError: An episode failed.
     """
     seats = seats[: len(seeds)]
     meeting, found = Meeting(len(seats)), dict[int, Episode]()

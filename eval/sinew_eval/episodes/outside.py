@@ -1,7 +1,8 @@
-"""Records from elsewhere (pages, gates, plans of farms) and what a person typed: which names a record may use here.
+"""Decide which names in a record from another machine may be used here.
 
-The rule itself is :func:`sinew_client.typed_names.require_typed`. This module lists the names in a task and its
-variants, and says which are built in: this package's tasks and trained policies, suites, installed entry points.
+A record is a page, a gate, or the plan of a distributed run. :func:`sinew_client.typed_names.require_typed`
+implements the rule. This module lists the names in a task and its variants, and states which names are built in: this
+package's tasks and policies, suites, and installed entry points.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ POLICY, EDGE = "", "--edge-adapter"
 
 @dataclass(frozen=True)
 class TypedNames:
-    """What the person at this machine typed.
+    """Names that the person at this machine typed.
 
     Attributes:
-        env, adapter, env_options, reset_options: as of :class:`sinew_eval.episodes.settings.Task`.
-        edge_adapters: files of edge adapters.
-        policies: bundles (files that are here) and addresses.
+        env: Environment, as in :class:`sinew_eval.episodes.settings.Task`.
+        adapter: Adapter of the environment.
+        env_options: Arguments of the environment's constructor.
+        reset_options: Options of the environment's reset.
+        edge_adapters: Files of edge adapters.
+        policies: Bundles on this machine, and addresses of servers.
     """
 
     env: str = ""
@@ -62,18 +66,18 @@ class TypedNames:
 
     @classmethod
     def of(cls, task: Task, variants: Sequence[Variant]) -> TypedNames:
-        """Return the names of a run that this machine's command line asked for."""
+        """Collect the names of a run that this machine's command line started."""
         edges = tuple(dict.fromkeys(each.edge_adapter for each in variants if each.edge_adapter))
         policies = tuple(dict.fromkeys(each.target for each in variants))
         return cls(task.env, task.adapter, task.env_options, task.reset_options, edges, policies)
 
     def to_json(self) -> str:
-        """Return a text that :meth:`from_json` reads, for a process that this one starts."""
+        """Convert the names to text for a child process, which reads it with :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> TypedNames:
-        """Return the names that the process which started this one was given."""
+        """Read the names that the parent process passed on."""
         values = parse_json(text)
         lists = {name: tuple(values[name]) for name in ("edge_adapters", "policies")}
         return cls(**{**values, **lists})
@@ -81,12 +85,12 @@ class TypedNames:
 
 @dataclass(frozen=True)
 class PolicyFacts:
-    """What a record says of a variant's policy and edge adapter.
+    """Facts about the policy and the edge adapter of a variant in a record.
 
     Attributes:
-        kind: bundle, server or expert.
-        sha256: of the bundle; "" of others.
-        edge_sha256: of the edge adapter; "" where the record does not have it.
+        kind: "bundle", "server" or "expert".
+        sha256: SHA-256 of the bundle. "" for a server or an expert.
+        edge_sha256: SHA-256 of the edge adapter. "" if the record does not contain one.
     """
 
     kind: str
@@ -95,10 +99,18 @@ class PolicyFacts:
 
 
 def allowed_task(source: object, task: Task, typed: TypedNames) -> Task:
-    """Return the task of a record as it may be played here: with the names that were typed.
+    """Return the task of a record with the names that were typed on this machine.
+
+    Args:
+        source: File or address of the record, for messages.
+        task: The task in the record.
+        typed: The typed names.
+
+    Returns:
+        The task to play.
 
     Raises:
-        UntypedNameError: the record uses a name that is not built in and was not typed.
+        UntypedNameError: The record uses a name that is neither built in nor typed.
     """
     return allowed(source, task, [], [], typed)[0]
 
@@ -111,20 +123,23 @@ def allowed(
     typed: TypedNames,
     bundles: bool = True,
 ) -> tuple[Task, list[Variant]]:
-    """Return the task and the variants of a record as they may be played here: with the names that were typed, and the
-    bundles of this machine that have the recorded bytes.
+    """Return the task and the variants of a record with the names and bundles of this machine.
 
-    Nothing that the record names is imported, opened, hashed or contacted.
+    This function imports, opens, hashes or contacts nothing that only the record names.
 
     Args:
-        source: the record's file or address, for messages.
-        task, variants: as recorded.
-        facts: of each variant's policy.
-        typed: what the person typed.
-        bundles: False leaves the bundles as recorded, for a reader that fetches them afterwards.
+        source: File or address of the record, for messages.
+        task: The task in the record.
+        variants: The variants in the record.
+        facts: Facts about the policy of each variant.
+        typed: The typed names.
+        bundles: False to keep the recorded bundles, for a caller that downloads them afterwards.
+
+    Returns:
+        The task and the variants to play.
 
     Raises:
-        UntypedNameError: the record uses a name that is not built in and was not typed.
+        UntypedNameError: The record uses a name that is neither built in nor typed.
     """
     names = [*task_names(task)]
     changes: list[tuple[int | None, str]] = [(None, name.field.removeprefix("task.")) for name in names]
@@ -173,8 +188,9 @@ def is_built_in(env: str) -> bool:
 
 
 def _only_data(env: str, options: Mapping[str, Any]) -> bool:
-    """Return True if options of a built-in task can name neither code nor a file: those of this package's own tasks,
-    the mapping of a suite, and numbers."""
+    """Return True if options of a built-in task contain only data: options of this package's own tasks, the mapping
+    of a suite, and numbers. Such options can name neither code nor a file.
+    """
     if _OWN.fullmatch(env):
         return True
     return not has_text({name: value for name, value in options.items() if name not in _OF_MAPPING})
@@ -206,10 +222,10 @@ def _adapter_key(adapter: str) -> str:
 def _table(
     typed: TypedNames, variants: Sequence[Variant], facts: Sequence[PolicyFacts]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the typed values, by option and by the text that is compared.
+    """Build the table of typed values, by option and by the text that is compared with a record.
 
-    Files are hashed if a record has a hash to compare. A file whose whole path equals the recorded one is not hashed,
-    because that run was typed on this machine.
+    A file is hashed only if the record contains a hash. A bundle whose full path equals the recorded path is not
+    hashed, because that run was typed on this machine.
     """
     policies: dict[str, Any] = dict(
         typed_values(each for each in typed.policies if Target.parse(each).remote)
@@ -238,18 +254,25 @@ def _table(
 
 
 def own_hashes(typed: TypedNames) -> set[str]:
-    """Return the SHA-256 of the policies that are here: those of this package, and the typed bundles."""
+    """Return the SHA-256 of all policies on this machine: those of this package, and the typed bundles."""
     typed_files = [each for each in typed.policies if Target.parse(each).kind == LOCAL]
     return {file_hash(each) for each in (*map(str, embedded().values()), *typed_files)}
 
 
 def _hashed(files: Sequence[str], pending: set[str]) -> dict[str, str]:
-    """Return the files whose bytes have one of the hashes; of several the last."""
+    """Map each pending SHA-256 to a file with this hash. If several files have the hash, the last one counts."""
     return {f"sha256:{hash_}": file for file in files if pending and (hash_ := file_hash(file)) in pending}
 
 
 def say_names(source: object, task: Task, variants: Sequence[Variant], episodes: int) -> None:
-    """Print what a record is about to play."""
+    """Print the names of a record before it is played.
+
+    Args:
+        source: File or address of the record.
+        task: The task to play.
+        variants: The variants to play.
+        episodes: Number of episodes.
+    """
     adapter = f" with adapter {task.adapter}" if task.adapter else ""
     targets = ", ".join(dict.fromkeys(each.show("target") for each in variants))
     policy = f"; policy {targets}" if targets else ""

@@ -1,4 +1,4 @@
-"""Plays episodes of one task in this process, one after the other or several in lockstep."""
+"""Play episodes of one task in this process, one after the other or several in lockstep."""
 
 from __future__ import annotations
 
@@ -31,8 +31,18 @@ TURNS = 4
 
 
 def key(task: Task, variant: Variant) -> str:
-    """Everything that determines an episode except its seed: what has been played under the same key need not
-    be played again. The file name of a bundle does not count, its bytes do."""
+    """Return a text that identifies everything that determines an episode, except its seed.
+
+    Episodes with the same key and seed need not be played again. A bundle counts by its content and not by its file
+    name.
+
+    Args:
+        task: The task.
+        variant: The variant.
+
+    Returns:
+        A JSON text.
+    """
     what = {**task.to_dict(), **variant.to_dict(), "target": identity(variant.target)["id"]}
     if variant.edge_adapter:
         what["edge_adapter"] = identity(variant.edge_adapter)["id"]
@@ -40,10 +50,18 @@ def key(task: Task, variant: Variant) -> str:
 
 
 def groups(variant: Variant, seeds: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return seeds as they are played together, in their order: each alone, or those of a block of numbers in lockstep.
+    """Divide seeds into groups that are played together.
 
-    An answer depends in its last bits on the shape of its batch and on its place there. So both follow from the variant
-    and the seeds alone, not from which process is free. Numbers in a batch never mix: what the others are is no matter.
+    An answer's last bits depend on the size of its batch and on its place in the batch. Therefore the groups follow
+    from the variant and the seeds alone, and not from which process is free. Episodes in a batch do not influence
+    each other otherwise.
+
+    Args:
+        variant: The variant. Its ``batch`` is the number of episodes in lockstep.
+        seeds: The seeds.
+
+    Returns:
+        Groups of seeds, in the order of ``seeds``. A group has one seed if ``batch`` is 1.
     """
     if variant.batch == 1:
         return [(seed,) for seed in seeds]
@@ -54,9 +72,11 @@ def groups(variant: Variant, seeds: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class EpisodePlayer:
-    """Plays episodes of one task; keeps its environments and the last policy.
+    """Plays episodes of one task. It keeps its environments and the last policy open.
 
-    make: makes an environment and its adapter, what the task names if absent.
+    Args:
+        task: The task.
+        make: Makes an environment and its adapter. None to use the environment that the task names.
     """
 
     def __init__(self, task: Task, make: Callable[[], tuple[gymnasium.Env, EnvAdapter]] | None = None):
@@ -82,7 +102,15 @@ class EpisodePlayer:
         return run_episode(self.env, self.adapter, policy, conduct, seed)
 
     def play_group(self, variant: Variant, seeds: Sequence[int]) -> list[Episode]:
-        """Play episodes of one of :func:`groups`, in the order of ``seeds``."""
+        """Play a group of :func:`groups`.
+
+        Args:
+            variant: The variant.
+            seeds: Seeds of the group.
+
+        Returns:
+            The episodes, in the order of ``seeds``.
+        """
         if variant.batch == 1:
             return [self.play(variant, seed) for seed in seeds]
         policy, conduct = self.ready(variant), self.conduct(variant)
@@ -90,14 +118,22 @@ class EpisodePlayer:
         return play_together(seats, policy, conduct, seeds)
 
     def beside(self, count: int, policy: EvalPolicy) -> list[tuple[gymnasium.Env, EnvAdapter]]:
-        """Return so many environments with their adapters, fitted to a policy; makes those that are missing."""
+        """Return environments that are fitted to a policy. Missing environments are made.
+
+        Args:
+            count: Number of environments.
+            policy: The policy.
+
+        Returns:
+            The environments with their adapters.
+        """
         while 1 + len(self._beside) < count:
             self._beside.append(self._make())
             self._fit(self._beside[-1][1], policy)
         return [(self.env, self.adapter), *self._beside][:count]
 
     def conduct(self, variant: Variant) -> EpisodeSettings:
-        """Return how the episodes of a variant are played."""
+        """Return the settings with which the episodes of a variant are played."""
         return EpisodeSettings(
             variant.replan,
             variant.latency,
@@ -111,7 +147,7 @@ class EpisodePlayer:
         )
 
     def ready(self, variant: Variant) -> Any:
-        """Return the policy of a variant, open."""
+        """Return the open policy of a variant. The last policy stays open until another one is needed."""
         opened = (variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine)
         what = (*opened, variant.batch > 1)
         if what != self._opened:
@@ -147,7 +183,10 @@ class EpisodePlayer:
 
 
 class one_thread:  # noqa: N801 - used as a context
-    """One compute thread inside, as in workers: the number of threads decides how sums are split, so the last bits."""
+    """Context in which torch uses one compute thread, as in worker processes.
+
+    The number of threads decides how sums are split, and therefore their last bits.
+    """
 
     def __init__(self, variants: Sequence[Variant]):
         # Do not import torch for a run that computes on a server or without torch.

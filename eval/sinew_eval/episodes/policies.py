@@ -1,4 +1,4 @@
-"""The policy side of an episode: a bundle in this process, a server, or a scripted expert."""
+"""Policies of an episode: a bundle in this process, a server, or a scripted expert."""
 
 from __future__ import annotations
 
@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 
 
 class EvalPolicy(Protocol):
-    """Observation to actions. chunk_size: H, rows of a chunk. committed_rows: those that it was trained to continue.
-    motion: what it says that its actions are measured from; None where it says nothing. served: all that it says."""
+    """Interface of a policy, as the runner uses it.
+
+    Attributes:
+        chunk_size: H, number of actions in a chunk.
+        committed_rows: Length of the action prefix that the policy was trained to continue.
+        motion: Reference of the actions, as the policy states it. None if the policy states nothing.
+        served: The policy's metadata.
+    """
 
     chunk_size: int
     committed_rows: int
@@ -37,20 +43,32 @@ class EvalPolicy(Protocol):
     served: dict[str, Any]
 
     def start(self, env: gymnasium.Env) -> None:
-        """A new episode begins in ``env``, which has been reset."""
+        """Begin a new episode in ``env``, which has just been reset."""
 
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        """-> (float32 [H, D] in world units, milliseconds from call to actions)."""
+        """Compute a chunk.
+
+        Args:
+            observation: Images, state and prompt.
+            seed: Seed of the noise.
+
+        Returns:
+            Actions, float32 [H, D] in robot units, and the milliseconds from the call to the actions.
+        """
 
     def close(self) -> None: ...
 
 
 class EpisodePolicy:
-    """Any policy, as episodes ask it.
+    """Adapts any :class:`sinew_client.Policy` to the runner.
 
-    ``policy``: itself; ``last``: the answer to the latest request; ``served``: what it says about itself, as a
-    server's metadata do. Latency is the round trip of a server's answer, else the policy's own, preprocessing to world
+    The latency is the round trip of a server's answer, or else the policy's own time from preprocessing to robot
     units.
+
+    Attributes:
+        policy: The wrapped policy.
+        last: Answer to the latest request. None before the first request.
+        served: The policy's metadata, in the form of a server's metadata.
     """
 
     def __init__(self, policy: Policy, solver_steps: int | None = None):
@@ -68,7 +86,7 @@ class EpisodePolicy:
             self.policy.reset()
 
     def begin(self, session: str) -> None:
-        """Say that a new episode begins in ``session``, one of several that are asked about side by side."""
+        """Begin a new episode in ``session``, which is one of several that run at the same time."""
         self.policy.reset(session)
 
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
@@ -77,8 +95,14 @@ class EpisodePolicy:
     def infer_all(
         self, requests: Sequence[tuple[Mapping[str, Any], int, str]]
     ) -> list[tuple[np.ndarray, float] | Exception]:
-        """Answer several requests (observation, seed, session) at once where the policy can, else one by one; an
-        error stands in the place of the request that has it. Milliseconds are those of a request's whole batch."""
+        """Answer several requests, in one batch if the policy supports it.
+
+        Args:
+            requests: (observation, seed, session) of each request.
+
+        Returns:
+            For each request, its actions and the milliseconds of its batch, or its error.
+        """
         asked = [{**self._request(seen, seed), "session": session} for seen, seed, session in requests]
         if self.one_by_one or len(asked) == 1:
             return [_caught(self._infer, each) for each in asked]
@@ -90,7 +114,7 @@ class EpisodePolicy:
 
     @property
     def one_by_one(self) -> str:
-        """Return why several observations are computed one after the other; "" where they are computed at once."""
+        """Return why several observations are computed one after the other. "" if they are computed in one batch."""
         if not hasattr(self.policy, "run_batch"):
             return f"expected a policy that computes here, got {type(self.policy).__name__}"
         return str(getattr(self.policy, "unbatched", ""))
@@ -107,7 +131,18 @@ class EpisodePolicy:
 
 
 def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
-    """Return the result of a policy's ``infer``. Raises SinewError if it is not a chunk of the policy's actions."""
+    """Check the result of a policy's ``infer``.
+
+    Args:
+        answer: The result.
+        policy: The policy.
+
+    Returns:
+        The result.
+
+    Raises:
+        SinewError: The result is not a chunk of the policy's actions.
+    """
     dim = policy.spec.action.dim
     wanted = f"expected sinew_client.ActionChunk(actions) with actions of [rows, {dim}]"
     actions = getattr(answer, "actions", None)
@@ -122,7 +157,7 @@ def checked_chunk(answer: Any, policy: Any) -> ActionChunk:
 
 
 def _caught(call: Callable[[Any], Any], what: Any) -> Any:
-    """Return the result of a call, or its error."""
+    """Call a function. Returns its result, or the SinewError that it raised."""
     try:
         return call(what)
     except SinewError as error:
@@ -130,12 +165,18 @@ def _caught(call: Callable[[Any], Any], what: Any) -> Any:
 
 
 class InProcess(EpisodePolicy):
-    """A bundle loaded here."""
+    """A bundle that is loaded in this process."""
 
     policy: LoadedPolicy
 
     def __init__(self, bundle: str, solver_steps: int | None = None, **options: Any):
-        """Load a bundle. options: of :func:`sinew.load`."""
+        """Load a bundle.
+
+        Args:
+            bundle: Path of the bundle.
+            solver_steps: Number of solver steps. None for the bundle's own number.
+            **options: Options of :func:`sinew.load`.
+        """
         from sinew.policy import load
 
         policy = load(bundle, **options)
@@ -145,7 +186,12 @@ class InProcess(EpisodePolicy):
 
 
 class ServerPolicy(EpisodePolicy):
-    """A server. ``engine``: what runs its policy, and why. client: asks it."""
+    """A policy on a server.
+
+    Attributes:
+        client: Connection to the server.
+        engine: The server's metadata about the engine, and why the engine was chosen.
+    """
 
     def __init__(self, address: str, solver_steps: int | None, timeout: float = 60.0):
         self.client = client = Client(address, timeout=timeout, api_key=key_from_environment())
@@ -157,7 +203,7 @@ class ServerPolicy(EpisodePolicy):
 
     @property
     def one_by_one(self) -> str:
-        """Return why several observations are computed one after the other; "" where they are computed at once."""
+        """Return why several observations are computed one after the other. "" if they are computed in one batch."""
         if self.max_batch > 1:
             return ""
         return "this server computes one observation at a time; `sinew serve --max-batch auto`, or a number"
@@ -165,7 +211,7 @@ class ServerPolicy(EpisodePolicy):
     def infer_all(
         self, requests: Sequence[tuple[Mapping[str, Any], int, str]]
     ) -> list[tuple[np.ndarray, float] | Exception]:
-        """Ask for several at once, in messages that the server computes in one inference each."""
+        """Send several requests in messages that the server computes in one batch each."""
         client: Any = self.policy
         found: list[Any] = []
         for start in range(0, len(requests), self.max_batch):
@@ -177,7 +223,18 @@ class ServerPolicy(EpisodePolicy):
 
 
 def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
-    """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
+    """Open the policy of a variant.
+
+    Args:
+        variant: The variant.
+        env_id: Environment, which determines the expert for the target ``expert``.
+
+    Returns:
+        The open policy.
+
+    Raises:
+        SinewError: The policy cannot be opened.
+    """
     target = Target.parse(variant.target)
     if target.kind == EXPERT:
         return EpisodePolicy(open_expert(target.place or env_id))
@@ -202,7 +259,7 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
 def _computing(variant: Variant) -> dict[str, Any]:
     """Return the engine options of a variant's bundle, for :func:`sinew.load` and for the choice of an engine.
 
-    One thread, as in workers: sums are divided among threads, so their number affects the last bits.
+    A CPU uses one thread, as in worker processes, because the number of threads affects the last bits of sums.
     """
     names = ("engine", "device", "dtype", "ignore_recipe")
     threads = None if variant.device.startswith("cuda") else 1
@@ -210,7 +267,7 @@ def _computing(variant: Variant) -> dict[str, Any]:
 
 
 def chosen(variant: Variant) -> EngineChoice:
-    """Return the engine choice for a variant's bundle. Raises :class:`SinewError` if no engine runs it."""
+    """Choose the engine for a variant's bundle. Raises :class:`SinewError` if no engine runs the bundle."""
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.policy import open_bundle
 
@@ -231,7 +288,15 @@ STATED = (
 
 
 def stated_facts(target: str, env_id: str) -> dict[str, Any]:
-    """Return a policy's own statements about the execution of its chunks, without loading it."""
+    """Read a policy's statements about the execution of its chunks, without loading the policy.
+
+    Args:
+        target: The policy.
+        env_id: Environment, which determines the expert for the target ``expert``.
+
+    Returns:
+        Field of ``STATED`` -> value, or None if the policy states nothing.
+    """
     if target == EXPERT:
         found = (spec.to_dict() for start, (spec, _) in EXPERTS.items() if env_id.startswith(start))
         whole: Mapping[str, Any] = next(found, {})
@@ -246,9 +311,15 @@ def stated_facts(target: str, env_id: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def identity(target: str) -> dict[str, Any]:
-    """What tells one policy from another between two runs, and what a report says about it.
+    """Return the identity of a policy, which reports contain and which distinguishes policies between runs.
 
-    A bundle is known by the SHA-256 of its bytes, a server by what it says about itself.
+    A bundle is identified by the SHA-256 of its content, a server by its metadata.
+
+    Args:
+        target: The policy.
+
+    Returns:
+        A dict with ``kind``, ``id`` and, for a server, further metadata.
     """
     if target == EXPERT:
         return {"kind": "expert", "id": EXPERT}
@@ -285,10 +356,16 @@ def identity(target: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def file_hash(target: str) -> str:
-    """Return the SHA-256 of a file, or of the files in a folder of `sinew export`. It opens regular files only.
+    """Return the SHA-256 of a file, or of all files in a folder of `sinew export`. Only regular files are opened.
+
+    Args:
+        target: The file or folder.
+
+    Returns:
+        64 hexadecimal digits.
 
     Raises:
-        SinewError: there is no such file or folder, or it has something else in it.
+        SinewError: The file or folder does not exist, or contains something that is not a regular file.
     """
     path = Path(target)
     digest = hashlib.sha256()

@@ -1,4 +1,6 @@
-"""Episodes for Rerun's viewer while they are played (``sinew eval --rerun``): every control step, every answer."""
+"""Send episodes to the Rerun viewer while they are played (``sinew eval --rerun``): every control step and every
+answer.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,20 @@ from sinew_eval.episodes.watched import WatchedSteps
 
 
 class LoggedPlayer(EpisodePlayer):
-    """A player whose episodes follow each other on a Rerun recording.
+    """A player that logs its episodes to one Rerun recording, one after the other.
 
-    ``camera/NAME``, ``state/JOINT``, ``prompt`` and ``action/JOINT``, what was executed, at every control step;
-    ``answer/JOINT``, the first row of a chunk, and ``latency_ms`` where the policy was asked; ``success``, the share of
-    the episodes so far; ``episode``, a line at the beginning and the end of each. Timelines: ``time``, seconds of
-    simulated time over all episodes, ``step`` and ``episode``. labels: of several variants, whose entities then lie
-    under these names; empty for one.
+    Entities at every control step: ``camera/NAME``, ``state/JOINT``, ``prompt`` and ``action/JOINT``, the executed
+    action. Entities at every answer: ``answer/JOINT``, the first action of the chunk, and ``latency_ms``. Entities
+    per episode: ``success``, the share of successful episodes so far, and ``episode``, a line of text at its
+    beginning and end. Timelines: ``time`` (simulated seconds over all episodes), ``step`` and ``episode``.
 
-    target: of :func:`sinew.records.viewers.rerun_log.target_of`. Raises as :class:`RerunLog` does.
+    Args:
+        task: The task.
+        target: File or address, as :func:`sinew.records.viewers.rerun_log.target_of` returns it.
+        labels: Variant -> prefix of its entities. Empty for a single variant.
+
+    Raises:
+        SinewError: The recording cannot be opened, see :class:`RerunLog`.
     """
 
     def __init__(self, task: Task, target: Path | str, labels: Mapping[Variant, str]):
@@ -66,7 +73,12 @@ class LoggedPlayer(EpisodePlayer):
             self.log.close()
 
     def stepped(self, raw: Any, action: Any, _step: int) -> None:
-        """Log what was shown before a control step and what it executed."""
+        """Log the observation and the action of a control step.
+
+        Args:
+            raw: Observation of the environment before the step.
+            action: Action that the environment executes.
+        """
         seen = self.adapter.observation(raw)
         self._mark()
         if not self._steps:
@@ -79,7 +91,12 @@ class LoggedPlayer(EpisodePlayer):
         self._steps += 1
 
     def answered(self, actions: np.ndarray, milliseconds: float) -> None:
-        """Log an answer of the policy, at the step that asked."""
+        """Log an answer of the policy at the control step of its request.
+
+        Args:
+            actions: Actions of the chunk, [H, D].
+            milliseconds: Latency of the answer.
+        """
         self._mark()
         self.log.values(self.root, "answer", self.names["action"], actions[0])
         self.log.number(self.root, "latency_ms", milliseconds)
@@ -99,7 +116,7 @@ class LoggedPlayer(EpisodePlayer):
 
 
 class _Heard:
-    """A policy that tells a player of every answer."""
+    """Wraps a policy and reports every answer to a player."""
 
     def __init__(self, policy: EvalPolicy, player: LoggedPlayer):
         self._policy, self._player = policy, player
@@ -119,7 +136,7 @@ class _Heard:
 
 
 def _names(policy: Any) -> dict[str, tuple[str, ...]]:
-    """Return names of the state's and the action's numbers, as far as a policy says them."""
+    """Return the names of the state's and the action's numbers, if the policy states them."""
     if (loaded := getattr(policy, "policy", None)) is not None:
         return {"state": loaded.spec.state.names, "action": loaded.spec.action.names}
     served = getattr(policy, "served", {})

@@ -1,5 +1,6 @@
-"""A gymnasium environment as a robot for the controller's loop, whose time passes when it is acted on; its expert as a
-leader, which takes over from a policy."""
+"""Use a gymnasium environment as a robot for the control loop. Its time advances with each action. Its expert can
+take over from a policy.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 def opener(
     env_id: str, adapting: str, options: dict[str, Any], cameras: Mapping[str, str], episodes: int | None
 ) -> Callable[[dict[str, Any]], SimulatedRobot]:
-    """Make an environment and return what makes a robot of it for a policy (``sinew run --robot gym:ENV``).
+    """Make an environment, and return a function that makes a robot from it (``sinew run --robot gym:ENV``).
 
     Args:
         env_id: The environment.
-        adapting: Its adapter; "" for the one that its id implies.
-        options: Arguments of its constructor.
-        cameras: Camera of the policy -> the environment's.
-        episodes: Episodes after which the robot ends the run. None for no end.
+        adapting: Name of its adapter. "" for the adapter that the id implies.
+        options: Arguments of the environment's constructor.
+        cameras: Camera of the policy -> camera of the environment.
+        episodes: Number of episodes after which the robot ends the run. None for no end.
+
+    Returns:
+        A function of the policy's metadata that returns the robot.
 
     Raises:
-        SinewError: There is no such environment, or it needs an adapter.
+        SinewError: The environment does not exist, or it needs an adapter.
     """
     from sinew_eval.episodes.adapters import make_env
 
@@ -46,12 +50,22 @@ def opener(
 
 
 class SimulatedRobot:
-    """Steps an environment once per command or hold. Begins a new episode when one is over; ends after ``episodes``.
+    """Robot that steps an environment once per command or hold. After an episode, it begins the next one.
 
-    successes: how many of the finished episodes succeeded. on_episode: called with a reason and the instruction when
-    another one has begun. cameras: camera of the policy -> the environment's; the same names where absent.
-    options: of the environment's resets. success: of a trial (:meth:`set_up`), None while it goes on.
-    actions: what the environment was given in this episode, one for each of its ``steps``. info: what it said last.
+    Attributes:
+        successes: Number of successful episodes.
+        on_episode: Called with a reason and the instruction when another episode has begun.
+        success: Outcome of a trial (:meth:`set_up`). None while the trial runs.
+        actions: Actions that the environment executed in this episode, one for each of its ``steps``.
+        info: Info dict of the last reset or step.
+
+    Args:
+        env: The environment.
+        adapter: Its adapter.
+        episodes: Number of episodes after which the robot ends the run. None for no end.
+        seed: Seed of the first episode. The others follow.
+        cameras: Camera of the policy -> camera of the environment. None if the names are equal.
+        options: Options of the environment's reset.
     """
 
     # Observation of the present control step. It is None until the loop requests the observation.
@@ -76,13 +90,19 @@ class SimulatedRobot:
         self._begin()
 
     def set_up(self, seed: int) -> None:
-        """Begin the one episode of a trial, in the scene of a seed. Its world stands still until the first command."""
+        """Begin the single episode of a trial. The simulation does not advance before the first command.
+
+        Args:
+            seed: Seed of the scene.
+        """
         self._seed, self.episodes, self._waits, self.success = seed, 1, True, None
         self.finished = self.successes = 0
         self._begin()
 
     def facts(self) -> RobotFacts:
-        """Return the facts of a simulation. A hold is a step of its world, so no other thread may hold it."""
+        """Return the facts about a simulated robot. A hold is a step of the simulation, so only the loop's thread may
+        hold it.
+        """
         return RobotFacts(
             hz=self.adapter.control_hz,
             physical=False,
@@ -98,7 +118,9 @@ class SimulatedRobot:
         return ExpertLeader(self, **options)
 
     def observe(self) -> dict[str, Any]:
-        """Return the environment's observation, drawn once per step. ``age`` counts from the frame of a chunk."""
+        """Return the environment's observation, which is drawn once per step. ``age`` counts from the frame of a
+        chunk, in seconds.
+        """
         return dict(self._look())
 
     def _look(self) -> dict[str, Any]:
@@ -111,7 +133,7 @@ class SimulatedRobot:
 
     @property
     def task(self) -> str:
-        """The environment's own instruction of this episode, "" where it has none."""
+        """Return the environment's instruction of this episode. "" if the environment has none."""
         return str(self._look().get("prompt", ""))
 
     @property
@@ -150,7 +172,7 @@ class SimulatedRobot:
 
 
 class StreamedRobot(SimulatedRobot):
-    """Shows each frame once, with its own age; the state at every look."""
+    """Robot for streams: each frame appears in one observation, with its own age. The state is in every observation."""
 
     # Capture time of the newest frame that was returned, in seconds.
     _shown: float | None = None
@@ -166,10 +188,15 @@ class StreamedRobot(SimulatedRobot):
 
 
 class ExpertLeader:
-    """What the expert of a robot's environment would do now. Implements ``Leader`` of ``sinew_client.control``.
+    """Leader that executes the actions of the environment's expert. Implements ``Leader`` of
+    ``sinew_client.control``.
 
-    after: control steps of an episode after which it takes over by itself, until the next one begins; None: when told
-    alone. A policy that succeeds is done by then, so it corrects those that fail.
+    Successful episodes are usually shorter than ``after``, so the expert corrects the failing ones.
+
+    Args:
+        robot: The robot.
+        after: Control steps of an episode after which the expert takes over until the next episode. None to take over
+            only on request.
     """
 
     def __init__(self, robot: SimulatedRobot, after: int | None = None):
@@ -188,7 +215,7 @@ class ExpertLeader:
 
     @property
     def wanted(self) -> bool:
-        """Return True if the present episode takes longer than it should."""
+        """Return True if the present episode takes longer than ``after`` control steps."""
         return self._after is not None and self._robot.steps >= self._after
 
     def read(self) -> np.ndarray:

@@ -1,9 +1,11 @@
-"""One episode: an environment, a policy, a replan interval, a delay, a way to take over late chunks.
+"""Play one episode of an environment with a policy, a replan rule, a latency and a chunk merging.
 
-With simulated latency an episode follows from the arguments: the environment is determined by its seed, the delay and
-the noise of the k-th chunk by (noise, seed, k), whatever the variant. So variants are paired: at the same seed they
-meet the same world and the same luck. Commands repeat to the bit where the answers do: on the same machine, with the
-same engine, threads and batch. Elsewhere products round differently, and episodes are compared by their outcomes.
+With simulated latency, the arguments determine the episode. The seed determines the environment. (noise, seed, k)
+determines the delay and the noise of the k-th chunk for every variant. Therefore variants are paired: at the same
+seed they get the same scene and the same random numbers.
+
+Commands repeat bit for bit on the same machine with the same engine, threads and batch. Other machines round
+differently, so episodes are compared by their outcomes.
 """
 
 from __future__ import annotations
@@ -210,7 +212,19 @@ def run_episode(
     seed: int,
     watch: Watcher | None = None,
 ) -> Episode:
-    """Play one episode with the robot's own loop. ``watch`` sees every control step before it is taken."""
+    """Play one episode with the robot's own control loop.
+
+    Args:
+        env: The environment.
+        adapter: Its adapter.
+        policy: The policy.
+        conduct: Settings of the episode.
+        seed: Seed of the episode.
+        watch: Called before every control step.
+
+    Returns:
+        The record of the episode.
+    """
     begun = time.perf_counter()
     robot = SimulatedRobot(env, adapter, 1, seed, options=conduct.reset_options)
     task = adapter.task(robot.info)
@@ -269,27 +283,36 @@ def run_episode(
 
 
 def peak_of(policy: EvalPolicy) -> int:
-    """Return the most memory that the process had in which the policy computes, in bytes, as a server says it of
-    itself; 0 where nobody says it."""
+    """Return the largest memory of the process in which the policy computes, in bytes. 0 if a server does not state
+    it.
+    """
     if isinstance(policy, ServerPolicy):
         return int(policy.client.health().get("peak_bytes", 0))
     return machine.resident_bytes()["peak"] if isinstance(policy, InProcess) else 0
 
 
 def digest_of(actions: Sequence[Any]) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of what an environment was given, as little-endian float64: equal
-    where every number of every command is."""
+    """Return a digest of all actions of an episode. It is equal only if every number of every action is equal.
+
+    Args:
+        actions: Actions that the environment executed.
+
+    Returns:
+        16 hexadecimal digits of the SHA-256 over the actions as little-endian float64.
+    """
     whole = b"".join(np.asarray(action, "<f8").tobytes() for action in actions)
     return hashlib.sha256(whole).hexdigest()[:16]
 
 
 def ages_of(loop: Loop) -> dict[str, int]:
-    """Return how old the executed rows were, control steps since the frame -> rows, as JSON has keys."""
+    """Count the executed actions by their age: control steps since the frame (as text, for JSON) -> number of
+    actions.
+    """
     return {str(age): count for age, count in sorted(loop.controller.ages.items())}
 
 
 def _description(policy: EvalPolicy) -> dict[str, Any]:
-    """Return a policy's description. A foreign server may state nothing except its chunks."""
+    """Return a policy's description. A foreign server may state only its chunk size."""
     own = {"motion": policy.motion, "chunk_size": policy.chunk_size, "committed_rows": policy.committed_rows}
     return {**policy.served, **own}
 
@@ -317,10 +340,21 @@ def run_stream_episode(
     seed: int,
     costs: StreamCosts,
 ) -> Episode:
-    """Play one episode on a stream, whose windows take the conduct's latency longer to arrive.
+    """Play one episode with a stream. The conduct's latency delays each action window additionally.
 
-    Environments may tell when something happened (``info["stimuli"]``: "image" and "sensor", seconds or None); the
-    episode then has the reaction to it.
+    An environment may state when something happened: ``info["stimuli"]`` maps "image" and "sensor" to seconds or
+    None. The episode then contains the reaction times.
+
+    Args:
+        env: The environment.
+        adapter: Its adapter.
+        policy: The policy, which is loaded in this process.
+        conduct: Settings of the episode.
+        seed: Seed of the episode.
+        costs: Simulated times of the stream's two loops.
+
+    Returns:
+        The record of the episode.
     """
     begun = time.perf_counter()
     robot = StreamedRobot(env, adapter, 1, seed, options=conduct.reset_options)
@@ -363,7 +397,7 @@ def run_stream_episode(
 
 
 class StepByStep(Pace):
-    """The clock of a world that stands still between its steps: each tick is the next step, however late it is."""
+    """Clock of a simulation that waits between its steps. Each tick is the next step, however late it is."""
 
     def next(self) -> int:
         super().next()
@@ -371,10 +405,14 @@ class StepByStep(Pace):
 
 
 class Tally:
-    """Counts what happens in an episode, as a listener of its controller.
+    """Listener of a controller that counts events of an episode.
 
-    asked: the step of the newest request. held: steps after the first answer in which there was nothing to execute.
-    seams: steps that began another chunk.
+    Attributes:
+        asked: Control step of the newest request.
+        held: Control steps after the first answer without an action to execute.
+        misses: Chunks that arrived after the remaining actions had run out.
+        delays: Control steps from request to answer, for each answer.
+        seams: Control steps that began another chunk.
     """
 
     def __init__(self) -> None:
@@ -403,9 +441,14 @@ class Tally:
 
 
 def smoothness(actions: Sequence[Any], seams: Sequence[int]) -> tuple[float, float]:
-    """Return how far actions jump at most at the seams of chunks, and how unsteady they are everywhere (``Episode``).
+    """Measure how smooth the actions of an episode are.
 
-    seams: indices of the actions that began another chunk.
+    Args:
+        actions: The actions.
+        seams: Indices of the actions that began another chunk.
+
+    Returns:
+        The largest change at a seam, and the root mean square of the third difference, both in units of the action.
     """
     rows = [np.atleast_1d(np.asarray(action, np.float64)) for action in actions]
     jumps = [float(np.abs(rows[k] - rows[k - 1]).max()) for k in seams if 0 < k < len(rows)]
@@ -415,7 +458,14 @@ def smoothness(actions: Sequence[Any], seams: Sequence[int]) -> tuple[float, flo
 
 
 def reactions(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Return p50, p95, p99, max and a histogram of the milliseconds that each loop of a stream took to react."""
+    """Summarise the reaction times of streams.
+
+    Args:
+        episodes: Episodes of one variant.
+
+    Returns:
+        Name of a loop -> p50, p95, p99 and maximum in milliseconds, the count, and a histogram.
+    """
     found: dict[str, Any] = {}
     for name in LOOPS:
         values = [each for episode in episodes for each in episode.reactions_ms.get(name, ())]

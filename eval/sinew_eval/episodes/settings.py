@@ -1,4 +1,4 @@
-"""What distinguishes one run from another: the task, and the variant under test. Text forms included."""
+"""Settings of a run: the task, and the variants that are compared. Both have text forms."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ _LATENCY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Simulated delay from request to chunk. ``text`` is what the user wrote and what reports show.
+    """Simulated delay from request to chunk.
 
-    A number, ``uniform:LOW-HIGH`` or ``normal:MEAN,DEVIATION``; control steps, or milliseconds with a final
-    ``ms``. Commands leave at control ticks, so a delay takes effect at the first tick after it: 60 ms are two
-    steps at 20 Hz. Uniform steps are whole numbers including both ends.
+    Formats: a number, ``uniform:LOW-HIGH`` or ``normal:MEAN,DEVIATION``. Numbers are control steps, or milliseconds
+    with a final ``ms``. Uniform control steps are whole numbers and include both ends. A robot sends commands at
+    control ticks, so a delay takes effect at the next tick: 60 ms are two steps at 20 Hz.
+
+    Attributes:
+        text: The text that the user typed, which reports show.
     """
 
     text: str = "0"
@@ -56,7 +59,15 @@ class Latency:
             raise SinewError(f"latency: expected at most {MOST_DELAY}, got {self.text!r}")
 
     def steps(self, rng: np.random.Generator, control_hz: float) -> int:
-        """One draw, in control steps."""
+        """Draw one delay.
+
+        Args:
+            rng: Random generator.
+            control_hz: Control steps per second.
+
+        Returns:
+            The delay in control steps.
+        """
         found = _LATENCY.fullmatch(self.text)
         assert found is not None
         first, second = float(found["first"]), float(found["second"] or 0)
@@ -71,7 +82,7 @@ class Latency:
         return math.ceil(steps - 1e-9)
 
     def milliseconds(self, control_hz: float) -> float:
-        """The expected delay, for axes."""
+        """Return the expected delay in milliseconds, for the axes of figures."""
         found = _LATENCY.fullmatch(self.text)
         assert found is not None
         first = float(found["first"])
@@ -89,7 +100,13 @@ _COSTS = re.compile(
 
 @dataclass(frozen=True)
 class StreamCosts:
-    """What a prefix and a run of the head take, seconds of simulated time, and the guidance of whole chunks."""
+    """Simulated times of a stream's two loops.
+
+    Attributes:
+        prefix: Seconds of simulated time for one prefix.
+        head: Seconds of simulated time for one run of the action head.
+        guidance: Guidance of whole chunks: "guided", "no-jacobian", "ramp" or "none".
+    """
 
     prefix: float
     head: float
@@ -97,7 +114,7 @@ class StreamCosts:
 
     @classmethod
     def parse(cls, text: str) -> StreamCosts:
-        """Return the costs of ``PREFIX:HEAD[:GUIDANCE]``, milliseconds. Raises SinewError."""
+        """Read ``PREFIX:HEAD[:GUIDANCE]`` in milliseconds. Raises :class:`SinewError` for another format."""
         found = _COSTS.fullmatch(text)
         if found is None:
             raise SinewError(
@@ -108,11 +125,27 @@ class StreamCosts:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's
-    (``sinew_client.control.parse_rule``). ``handover``: auto takes what the policy's actions ask for. ``stream``:
-    PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (:mod:`sinew_eval.episodes.sources`), which
-    then takes the place of chunks. ``edge_adapter``: a file. A sweep writes "none" for either. ``batch``:
-    episodes that one process plays in lockstep; what they ask at the same moment is one inference."""
+    """A policy with the settings that a sweep changes.
+
+    Attributes:
+        target: Bundle, server (tcp://host:port), or "expert".
+        replan: Actions per inference, 0 for the whole chunk, or another rule of the robot
+            (``sinew_client.control.parse_rule``).
+        latency: Simulated delay from request to chunk.
+        handover: Chunk merging. "auto" chooses it by the policy's actions.
+        solver_steps: Number of solver steps. None for the policy's own number.
+        dtype: Number format. None for the engine's choice.
+        device: Device of the engine.
+        engine: Engine. None for the fastest engine that fits.
+        ignore_recipe: True to ignore the bundle's quantisation recipe.
+        rename: Renamed cameras, as ``NEW=OLD``.
+        allow_missing_cameras: True to accept observations without all cameras.
+        allow_empty_prompt: True to accept observations without a prompt.
+        stream: PREFIX:HEAD[:GUIDANCE], the milliseconds of a stream's two loops (:mod:`sinew_eval.episodes.sources`).
+            The stream then replaces chunks. "" for chunks, which a sweep writes as "none".
+        edge_adapter: File of an edge adapter. "" for none, which a sweep writes as "none".
+        batch: Episodes that one process plays in lockstep. One inference answers their simultaneous requests.
+    """
 
     target: str
     replan: int | str = REPLAN
@@ -153,7 +186,15 @@ class Variant:
             raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {self.engine!r}")
 
     def with_text(self, key: str, value: str) -> Variant:
-        """A copy with one field read from text, as ``--sweep`` and ``--compare`` give it."""
+        """Return a copy with one field read from text, as in ``--sweep`` and ``--compare``.
+
+        Args:
+            key: Name of the field, one of ``SWEEPABLE``.
+            value: Text of its value.
+
+        Raises:
+            SinewError: The field or the value is invalid.
+        """
         if key not in SWEEPABLE:
             raise SinewError(f"expected one of {', '.join(SWEEPABLE)}, got {key!r}")
         try:
@@ -162,8 +203,15 @@ class Variant:
             raise SinewError(f"{key}: expected a number, got {value!r}") from None
 
     def label(self, others: Sequence[Variant]) -> str:
-        """The fields in which ``others`` differ; the target's name where none does, with as many of its folders as tell
-        two of one name apart."""
+        """Return a short name that distinguishes this variant from the others.
+
+        Args:
+            others: All variants of the run.
+
+        Returns:
+            The fields in which the variants differ, or the target's file name if no field differs. Folders precede a
+            file name that is not unique.
+        """
         differing = [f.name for f in fields(self) if len({getattr(v, f.name) for v in others}) > 1]
         name = distinct_names([v.target for v in others if v is not self] + [self.target])[-1]
         return ", ".join(name if f == "target" else f"{f} {self.show(f)}" for f in differing) or name
@@ -191,7 +239,7 @@ class Variant:
         return {name: value for name, value in record.items() if value or name not in later}
 
     def record(self) -> dict[str, Any]:
-        """Return the record for a report: ``to_dict`` without the folders of this machine."""
+        """Return the record for a report: the result of ``to_dict`` without folders of this machine."""
         values = self.to_dict()
         if self.edge_adapter:
             values["edge_adapter"] = file_name(self.edge_adapter)
@@ -202,10 +250,16 @@ class Variant:
 
     @classmethod
     def from_dict(cls, values: Any) -> Variant:
-        """Return the variant of a record. It opens nothing that the record names.
+        """Build a variant from a record. Files and addresses in the record are not opened.
+
+        Args:
+            values: The record.
+
+        Returns:
+            The variant.
 
         Raises:
-            SinewError: a field is unknown, or has another type.
+            SinewError: A field is unknown, or has a wrong type.
         """
         checked = _checked("variant", values, _VARIANT_FIELDS)
         if "target" not in checked:
@@ -218,8 +272,14 @@ class Variant:
 
 
 def distinct_names(targets: Sequence[str]) -> list[str]:
-    """Return a name for each target: an address as it is, of a path the last part, and as many folders before it as
-    tell it from the other targets."""
+    """Return a short unique name for each target.
+
+    Args:
+        targets: Paths and addresses.
+
+    Returns:
+        An address unchanged. Of a path, the file name with as many folders as distinguish it from the other targets.
+    """
     paths = {each: [part for part in re.split(r"[\\/]", each) if part] or [each] for each in targets}
 
     def name(target: str) -> str:
@@ -236,7 +296,17 @@ def distinct_names(targets: Sequence[str]) -> list[str]:
 
 
 def parse_replan(text: str) -> int | str:
-    """Return steps, 0 for a full chunk, or the text of another rule. Raises ValueError that says what was expected."""
+    """Read a replan rule.
+
+    Args:
+        text: Number of control steps, "full", or another rule of the robot.
+
+    Returns:
+        A number of control steps, 0 for a full chunk, or the text of another rule.
+
+    Raises:
+        ValueError: The text is not a rule. The message states what is allowed.
+    """
     if text == "full" or text.isdecimal():
         return 0 if text == "full" else int(text)
     parse_rule(text)
@@ -244,7 +314,12 @@ def parse_replan(text: str) -> int | str:
 
 
 def rows_between(replan: int | str, chunk_size: int) -> int:
-    """Return the actions that are executed between two requests where every answer is in time."""
+    """Return the number of actions that are executed between two requests if every answer is in time.
+
+    Args:
+        replan: Replan rule, as :func:`parse_replan` returns it.
+        chunk_size: Actions in a chunk.
+    """
     if isinstance(replan, int):
         return min(replan or chunk_size, chunk_size)
     return parse_rule(replan).horizon(chunk_size)
@@ -255,7 +330,7 @@ _WITH_A_COMMA = {"latency": "normal:", "replan": "disagreement:"}
 
 
 def _listed(key: str, text: str) -> list[str]:
-    """Return the values of a list; a final unit of latencies, ``0,50,100ms``, holds for all plain numbers."""
+    """Split a list of values at its commas. A final unit, as in ``0,50,100ms``, applies to all plain numbers."""
     parts = [part for part in text.split(",") if part]
     if key == "latency" and parts and parts[-1].endswith("ms"):
         parts = [part + "ms" if re.fullmatch(_NUMBER, part) else part for part in parts]
@@ -284,7 +359,18 @@ SWEEPABLE = tuple(_PARSERS)
 
 
 def sweep(base: Variant, sweeps: Sequence[str]) -> list[Variant]:
-    """Every combination of ``KEY=VALUE,VALUE...`` texts, the first one varying slowest."""
+    """Combine the values of several settings.
+
+    Args:
+        base: Variant that is changed.
+        sweeps: Texts ``KEY=VALUE,VALUE...``, one per setting.
+
+    Returns:
+        A variant for every combination. The first setting varies slowest.
+
+    Raises:
+        SinewError: A text is invalid.
+    """
     axes = []
     for text in sweeps:
         key, separator, values = text.partition("=")
@@ -360,7 +446,19 @@ PROTOCOL_FIELDS = {
 
 
 def _checked(where: str, values: Any, known: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a record, each of the type that it has to have. Raises :class:`SinewError`."""
+    """Check the fields of a record.
+
+    Args:
+        where: Name of the record, for messages.
+        values: The record.
+        known: Field -> (description of the expected value, test of the value).
+
+    Returns:
+        The fields.
+
+    Raises:
+        SinewError: A field is unknown, or has a wrong type.
+    """
     if not isinstance(values, dict):
         raise SinewError(f"{where}: expected an object, got {shown(values)}")
     for name, value in values.items():
@@ -373,7 +471,9 @@ def _checked(where: str, values: Any, known: Mapping[str, tuple[str, Any]]) -> d
 
 
 def checked_protocol(values: Any) -> dict[str, Any]:
-    """Return the protocol of a gate, all fields of which are there. Raises :class:`SinewError`."""
+    """Check the protocol of a gate, which must have all fields. Raises :class:`SinewError` if a field is missing or
+    wrong.
+    """
     checked = _checked("protocol", values, PROTOCOL_FIELDS)
     if missing := [name for name in PROTOCOL_FIELDS if name not in checked]:
         raise SinewError(f"protocol.{missing[0]}: expected a value, got nothing")
@@ -386,16 +486,20 @@ def checked_protocol(values: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What every variant of a run shares.
+    """Settings that all variants of a run share.
 
-    env: gymnasium id; env_options: arguments of its constructor; reset_options: of ``reset``.
-    adapter: see :mod:`sinew_eval.episodes.adapters`; empty chooses by the id.
-    noise: a number that goes into every noise seed, to repeat a run with other noise.
-    realtime: pace the environment by the wall clock and use measured latency.
-    motion: what actions are measured from (sinew_client.control.Settings); None: rows go out as they come.
-    future: tell the policy the state that the robot will have when the answer arrives; needs ``motion``.
+    Attributes:
+        env: Gymnasium id.
+        env_options: Arguments of the environment's constructor.
+        reset_options: Options of the environment's ``reset``.
+        adapter: Name of the adapter (:mod:`sinew_eval.episodes.adapters`). "" to choose the adapter by the id.
+        noise: Number that enters every noise seed. Another number repeats a run with other noise.
+        realtime: True to use the wall clock and the measured latency.
+        motion: Reference of the actions (``sinew_client.control.Settings``). None for the policy's own statement.
+        future: True to send the state that the robot will have when the answer arrives. Needs ``motion``.
 
-    Raises :class:`SinewError` for a motion that is none.
+    Raises:
+        SinewError: ``motion`` is not a valid reference.
     """
 
     env: str = "sinew/Blocks-v0"
@@ -413,15 +517,21 @@ class Task:
 
     @classmethod
     def from_dict(cls, values: Any) -> Task:
-        """Return the task of a record. It opens and imports nothing that the record names.
+        """Build a task from a record. Files and code in the record are neither opened nor imported.
+
+        Args:
+            values: The record.
+
+        Returns:
+            The task.
 
         Raises:
-            SinewError: a field is unknown, or has another type.
+            SinewError: A field is unknown, or has a wrong type.
         """
         return cls(**_checked("task", values, _TASK_FIELDS))
 
     def record(self) -> dict[str, Any]:
-        """Return the record for a report: ``to_dict`` without the folders of this machine."""
+        """Return the record for a report: the result of ``to_dict`` without folders of this machine."""
         values: dict[str, Any] = portable(self.to_dict())
         return {
             **values,

@@ -1,8 +1,7 @@
-"""Where the rows of an episode come from: requests whose time is simulated, or measured by the wall clock, and streams
-in simulated time, whose two loops take as long as they are told.
+"""Sources of an episode's actions: requests with simulated or measured latency, and streams in simulated time.
 
-What is simulated is computed when it begins and counts from when it would have ended, so an episode's outcome does not
-depend on the machine that plays it.
+A simulated computation runs at once, and its result arrives after its simulated duration. Therefore the outcome of an
+episode does not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -22,17 +21,31 @@ from sinew_eval.episodes.settings import Latency, StreamCosts
 
 
 def chunk_seed(noise: int, seed: int, replan: int) -> int:
-    """Seed of the noise of one chunk; 63 bits, as every wire can carry."""
+    """Return the noise seed of one chunk. It has 63 bits, which every protocol can carry.
+
+    Args:
+        noise: Number of the run.
+        seed: Seed of the episode.
+        replan: Number of the chunk in the episode.
+    """
     words = np.random.SeedSequence([noise, seed, replan]).generate_state(2, np.uint32)
     return int(words[0]) << 31 | int(words[1]) >> 1
 
 
 class Simulated:
-    """Requests that are answered at once and whose answers are handed over when their delay has passed: the result of
-    an episode does not depend on the machine that plays it.
+    """Source whose requests are computed at once. The answers arrive after their simulated delay.
 
-    noise, seed: of the run and the episode, from which each request has its own delay and noise. hz: control steps per
-    second. latencies: milliseconds of every inference so far. What the policy raises ends the episode.
+    An error of the policy ends the episode.
+
+    Args:
+        policy: The policy.
+        noise: Number of the run, for the seeds of delay and noise.
+        seed: Seed of the episode, for the seeds of delay and noise.
+        latency: Simulated delay.
+        hz: Control steps per second.
+
+    Attributes:
+        latencies: Milliseconds of every inference so far.
     """
 
     continuous, failures = False, 0
@@ -67,11 +80,11 @@ class Simulated:
         self._pending = None
 
     def close(self, wait: float = 0.0) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, because this source has no connection."""
 
 
 class Measured(Requester):
-    """Requests by the wall clock, as a robot sends them. What the policy raises ends the episode."""
+    """Source whose requests are timed by the wall clock, as on a robot. An error of the policy ends the episode."""
 
     def __init__(self, policy: EvalPolicy, noise: int, seed: int):
         super().__init__(lambda: lambda request, _: policy.infer(*request["what"]), float("inf"))
@@ -94,12 +107,14 @@ class Measured(Requester):
 
 
 def _timeless(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an observation without the loop's own clock, which is nothing that a policy is asked."""
+    """Return an observation without the loop's clock, which policies do not receive."""
     return {name: value for name, value in observation.items() if name != "time"}
 
 
 def way(latency: Latency) -> float:
-    """Return the seconds of a constant latency in milliseconds. Raises SinewError for any other one."""
+    """Return a constant latency in seconds. Raises :class:`SinewError` for a latency that is not a plain number of
+    milliseconds.
+    """
     if latency.text != "0" and not (latency.text.endswith("ms") and latency.text[0].isdigit()):
         raise SinewError(
             f"latency: expected milliseconds, such as 50ms, beside --stream, got {latency.text!r}"
@@ -108,9 +123,13 @@ def way(latency: Latency) -> float:
 
 
 class SimulatedLink:
-    """A stream without a socket whose two loops run in simulated time. ``now``: seconds of it.
+    """A stream without a network, whose two loops run in simulated time.
 
-    way: seconds that each window is under way beside what the loops take; several may be at once.
+    Args:
+        session: The stream on the server's side.
+        costs: Simulated times of the two loops.
+        now: Returns the simulated time in seconds.
+        way: Additional seconds until each action window arrives. Several windows can be on the way at once.
     """
 
     def __init__(self, session: Session, costs: StreamCosts, now: Callable[[], float], way: float = 0.0):
@@ -152,12 +171,12 @@ class SimulatedLink:
         return found
 
     def restart(self) -> None:
-        """Let the next sample begin a stream that knows nothing of what was before."""
+        """Start a new stream with the next sample, without any state of the previous one."""
         self._session, self._slow, self._fast = self._session.anew(), None, None
         self._sent.clear()
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, because this source has no connection."""
 
     def _advance(self, until: float) -> None:
         while True:
@@ -175,7 +194,7 @@ class SimulatedLink:
         self._clock = until
 
     def _begin(self) -> None:
-        """Begin what is idle and has something to do."""
+        """Start each idle loop that has work."""
         if self._slow is None and (prefix := self._session.compute()) is not None:
             self._slow = (self._clock + self._costs.prefix, prefix)
         if self._fast is None and (window := self._session.run()) is not None:

@@ -1,4 +1,4 @@
-"""Variants of an evaluation: what --sweep and --compare ask for, and what will run each."""
+"""Build the variants of an evaluation from --sweep and --compare, and choose the engine of each variant."""
 
 from __future__ import annotations
 
@@ -29,8 +29,16 @@ ENV = "sinew/Blocks-v0"
 
 
 def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allowed]) -> str:
-    """Return the task to play where none was asked for: the embedded one whose observations the policy takes. allowed:
-    as of :class:`sinew.processing.Processor`."""
+    """Choose the task if the user named none: the built-in task whose observations the policy accepts.
+
+    Args:
+        target: The policy.
+        rename: Renamed cameras, as ``NEW=OLD``.
+        **allowed: Options of :class:`sinew.processing.Processor`.
+
+    Returns:
+        The gymnasium id of the task.
+    """
     if Target.parse(target).kind != LOCAL:
         return ENV
     try:
@@ -44,7 +52,18 @@ def default_env(target: str, rename: Sequence[str] = (), **allowed: Unpack[Allow
 
 
 def control_hz(task: Task, variants: Sequence[Variant]) -> float:
-    """Return the environment's rate, after a look whether the policies take what it shows: before any is loaded."""
+    """Check that the policies accept the observations of the environment, before any policy is loaded.
+
+    Args:
+        task: The task.
+        variants: The variants.
+
+    Returns:
+        The control rate of the environment, in Hz.
+
+    Raises:
+        SinewError: A policy does not fit, or a package is missing.
+    """
     try:
         from sinew_eval.episodes.fitting import check_variants
     except ModuleNotFoundError as error:
@@ -53,13 +72,27 @@ def control_hz(task: Task, variants: Sequence[Variant]) -> float:
 
 
 def usual_workers(alone: bool = False) -> int:
-    """Return how many processes play where nothing is said: one per core. alone: one, whom nothing may disturb."""
+    """Return the default number of worker processes: one per core.
+
+    Args:
+        alone: True for exactly one process, which nothing may disturb, for example in real time.
+    """
     return 1 if alone else machine.cores().physical
 
 
 def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] = ()) -> list[Variant]:
-    """Return the variants to play. Raises :class:`SinewError` for a repeated variant, and for an invalid edge
-    adapter.
+    """Build the variants to play.
+
+    Args:
+        base: The first variant.
+        sweeps: Texts of ``--sweep``.
+        compares: Texts of ``--compare``.
+
+    Returns:
+        The variants.
+
+    Raises:
+        SinewError: A variant is repeated, or an edge adapter is invalid.
     """
     found = parse_sweep(base, sweeps)
     for text in compares:
@@ -85,8 +118,20 @@ def variants(base: Variant, sweeps: Sequence[str] = (), compares: Sequence[str] 
 
 
 def settled(variant: Variant, task: Task | None = None, said: set[str] | None = None) -> Variant:
-    """Return the variant with the hand-over, the engine and the device that will play it, so that logs and reports name
-    them. said: reasons that were printed before."""
+    """Return a variant with the chunk merging, engine and device that will be used, so that logs and reports name
+    them.
+
+    Args:
+        variant: The variant.
+        task: The task. None if it does not matter.
+        said: Reasons that were printed before. New reasons are added.
+
+    Returns:
+        The variant.
+
+    Raises:
+        SinewError: The variant has options that only the server can set.
+    """
     kind = Target.parse(variant.target)
     if kind.remote:
         device = None if variant.device == "auto" else variant.device
@@ -103,7 +148,7 @@ def settled(variant: Variant, task: Task | None = None, said: set[str] | None = 
 
 
 def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant:
-    """Return the variant with the hand-over that ``auto`` stands for, and print why."""
+    """Replace the chunk merging ``auto`` by the chosen one, and print the reason."""
     if variant.handover != AUTO:
         return variant
     policy = stated_facts(variant.target, "" if task is None else task.env)
@@ -124,8 +169,19 @@ def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant
 def in_lockstep(
     variant: Variant, task: Task, out: Path | None, fastest: Callable[[Policy], tuple[int, str]]
 ) -> Variant:
-    """Return the variant with the batch that is fastest here, and print why; with that of the log where a run goes on,
-    whose episodes were played so. fastest: measures an open policy, and says the batch and why."""
+    """Return a variant with the fastest batch size on this machine, and print the reason.
+
+    A continued run keeps the batch size of its log, because its episodes were played with that size.
+
+    Args:
+        variant: The variant.
+        task: The task.
+        out: Folder of the run. None for no log.
+        fastest: Measures an open policy. Returns the batch size and the reason.
+
+    Returns:
+        The variant.
+    """
     from sinew_eval.episodes.campaign import batch_played
 
     if out is not None and (before := batch_played(task, variant, out)) is not None:

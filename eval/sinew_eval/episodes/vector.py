@@ -1,4 +1,6 @@
-"""A vectorised environment of gymnasium as environments of their own, which are reset and stepped at once."""
+"""Use the parts of a vectorised gymnasium environment as separate environments, which are reset and stepped at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ TOLD = ("control_hz", "max_steps", "task_description")
 
 
 class VectorParts:
-    """The parts of a vectorised environment, in lockstep (:class:`sinew_eval.episodes.lockstep.Shared`).
+    """The parts of a vectorised environment in lockstep (:class:`sinew_eval.episodes.lockstep.Shared`).
 
-    With ``AutoresetMode.DISABLED`` an episode that is over is followed by the next one at once. The other modes begin
-    the next episode by themselves, without its seed; so all parts wait for the last one, and are reset together.
+    With ``AutoresetMode.DISABLED``, a part begins its next episode at once. The other modes begin the next episode by
+    themselves, without its seed. Then every part waits for the last one, and all parts are reset together.
 
-    together: that this is so. Raises :class:`SinewError` for one whose reset mode is not known.
+    Attributes:
+        together: True if all parts are reset together.
+
+    Raises:
+        SinewError: The environment does not state its reset mode.
     """
 
     def __init__(self, env: gymnasium.vector.VectorEnv):
@@ -51,19 +57,26 @@ class VectorParts:
             part.ask = ask
 
     def reset(self, asked: Mapping[int, Any]) -> dict[int, Any]:
-        """asked: (seed, options) by part."""
+        """Reset the parts that requested it.
+
+        Args:
+            asked: Number of a part -> (seed, options).
+
+        Returns:
+            Number of a part -> (observation, info).
+        """
         options = next(iter(asked.values()))[1]
         observations, infos = self._reset({part: seed for part, (seed, _) in asked.items()}, options)
         return {part: (observations[part], _of(infos, part)) for part in asked}
 
     def step(self, asked: Mapping[int, Any]) -> dict[int, Any]:
-        """Take a step in each environment.
+        """Step all parts at the same time.
 
         Args:
-            asked: Number of an environment -> its action. An environment whose episode has ended repeats its last one.
+            asked: Number of a part -> its action. A part whose episode has ended repeats its last action.
 
         Returns:
-            Number of an environment -> its step, for those that were asked.
+            Number of a part -> result of its step, for the parts in ``asked``.
         """
         for part, action in asked.items():
             self._last[part] = np.asarray(action, self._rest.dtype)
@@ -101,7 +114,11 @@ class VectorParts:
 
 
 class Part(gymnasium.Env):
-    """One environment of a vectorised one. ask: waits until the others ask as well."""
+    """One environment of a vectorised environment.
+
+    Attributes:
+        ask: Sends a request and waits until all parts have sent one.
+    """
 
     ask: Callable[[int, str, Any], Any]
 
@@ -128,7 +145,7 @@ class Part(gymnasium.Env):
 
 
 def _of(infos: Mapping[str, Any], part: int) -> dict[str, Any]:
-    """Return the entries of infos that belong to one part, by their masks."""
+    """Return the entries of a vectorised info dict that belong to one part, by their masks."""
     found = {}
     for name, value in infos.items():
         mask = infos.get(f"_{name}")

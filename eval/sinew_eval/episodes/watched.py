@@ -1,4 +1,4 @@
-"""Episodes that somebody follows step by step: who records, films or logs them while they are played."""
+"""Follow episodes step by step, to record, film or log them while they are played."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ CAMERA = "camera/"  # prefix of a camera's name in a file of watched steps
 
 
 class WatchedSteps(gymnasium.Wrapper):
-    """Tells ``before(observation, action, step)`` of every step before it is taken: the environment's own observation,
-    what it is given, and how many steps of the episode were taken before."""
+    """Environment wrapper that reports every step before it is executed.
+
+    Args:
+        env: The environment.
+        before: Called with the environment's observation, the action, and the number of steps so far in the episode.
+    """
 
     def __init__(self, env: gymnasium.Env, before: Callable[[Any, Any, int], None]):
         super().__init__(env)
@@ -44,11 +48,15 @@ class WatchedSteps(gymnasium.Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class WatchedMoment:
-    """Holds what was there before a control step, or at the end of an episode.
+    """State of an episode before one control step, or at its end.
 
-    step: how many were taken before. images: what the policy saw by camera, uint8 [H, W, 3] or floats in [0, 1].
-    state: [S]. action: float32 [A], what was executed then; zeros at the end. prompt: the instruction. scene: what the
-    environment draws of itself, a picture as the others; None where it draws nothing.
+    Attributes:
+        step: Number of steps before this one.
+        images: Camera -> frame of the policy, uint8 [H, W, 3] or floats in [0, 1].
+        state: State of the robot, [S].
+        action: Executed action, float32 [A]. Zeros at the end of the episode.
+        prompt: Instruction.
+        scene: Picture that the environment draws of itself. None if it draws none.
     """
 
     step: int
@@ -60,13 +68,13 @@ class WatchedMoment:
 
 
 class WatchedEpisode(WatchedSteps):
-    """An environment that keeps what a film of its episode needs.
+    """Environment that stores the control steps of its episode for a film.
 
     Args:
         env: The environment.
-        adapter: Maps its observations to frames.
-        every: Control steps between two kept moments.
-        draws: True to keep a picture of the whole scene with each moment.
+        adapter: Converts its observations to frames.
+        every: Control steps between two stored steps.
+        draws: True to store a picture of the whole scene with each step.
     """
 
     def __init__(self, env: gymnasium.Env, adapter: EnvAdapter, every: int = 1, draws: bool = False):
@@ -79,7 +87,7 @@ class WatchedEpisode(WatchedSteps):
         return super().reset(**options)
 
     def end(self) -> None:
-        """Keep how the episode ended."""
+        """Store the state at the end of the episode."""
         self._keep(self.raw, np.zeros_like(self.moments[0].action))
 
     def _pass(self, raw: Any, action: Any, step: int) -> None:
@@ -95,9 +103,12 @@ class WatchedEpisode(WatchedSteps):
 
 
 class WatchedPlayer(EpisodePlayer):
-    """A player that keeps the moments of its last episode: of its control steps, and of its end.
+    """A player that stores the control steps of its last episode, and the end of the episode.
 
-    fps: at most so many of a second of the episode's own time, with the scene where the environment draws it; 0: all.
+    Args:
+        task: The task.
+        fps: Maximum number of stored steps per second of simulated time, with a picture of the scene if the
+            environment draws one. 0 to store every step without pictures.
     """
 
     def __init__(self, task: Task, fps: float = 0.0):
@@ -120,14 +131,24 @@ class WatchedPlayer(EpisodePlayer):
 
 
 def every(control_hz: float, fps: float) -> int:
-    """Return how many control steps lie between two moments that are kept."""
+    """Return the number of control steps between two stored steps. 1 if ``fps`` is 0."""
     return max(1, round(control_hz / fps)) if fps else 1
 
 
 def watch(
     task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
 ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
-    """Play episodes, todo: index of a variant, seed; yield the index, the episode and its moments."""
+    """Play episodes and store their control steps.
+
+    Args:
+        task: The task.
+        variants: The variants.
+        todo: Pairs of the index of a variant and a seed.
+        fps: Maximum number of stored steps per second of simulated time. 0 for all.
+
+    Yields:
+        The index of the variant, the episode, and its stored steps.
+    """
     player = WatchedPlayer(task, fps)
     try:
         with one_thread(variants):
@@ -138,7 +159,7 @@ def watch(
 
 
 def write_moments(path: Path, moments: Sequence[WatchedMoment]) -> None:
-    """Write moments as a file NAME.npz, for :func:`read_moments`."""
+    """Write stored steps to a file NAME.npz, for :func:`read_moments`."""
     names = ("step", "state", "action", "prompt")
     arrays: dict[str, Any] = {name: [getattr(each, name) for each in moments] for name in names}
     if moments[0].scene is not None:
@@ -149,7 +170,7 @@ def write_moments(path: Path, moments: Sequence[WatchedMoment]) -> None:
 
 
 def read_moments(path: Path) -> list[WatchedMoment]:
-    """Read a file of :func:`write_moments`."""
+    """Read the stored steps of a file from :func:`write_moments`."""
     found = read_npz(path, max_unpacked=MAX_FILM)
     scenes = found.get("scene", [None] * len(found["step"]))
     cameras = {name.removeprefix(CAMERA): each for name, each in found.items() if name.startswith(CAMERA)}
