@@ -1,1 +1,1 @@
-"""The verbs of this package: one file each, imported when it is used."""
+"""Commands of this package, one file each. A file is imported when its command is used."""

@@ -1,4 +1,6 @@
-"""``sinew recording dataset``: a LeRobot data set of episodes that are played here, or of what a server recorded."""
+"""``sinew recording dataset``: write a LeRobot data set from episodes that are played now, or from requests that a
+server recorded.
+"""
 
 from __future__ import annotations
 

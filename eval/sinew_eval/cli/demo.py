@@ -1,7 +1,7 @@
-"""``sinew demo``: a robot that works from the first command.
+"""``sinew demo``: a simulated robot that works after one command.
 
-A trained policy of the package, behind the real server, moves simulated blocks in closed loop. With
-``--full-size`` a random policy of SmolVLA's size goes the whole way instead, from checkpoint to actions.
+A trained policy of this package moves simulated blocks in closed loop, through the real server. With ``--full-size``,
+a random policy with the size of SmolVLA is written, converted and served instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""``sinew eval``: closed-loop success of a policy, with intervals, sweeps, comparisons and a gate."""
+"""``sinew eval``: measure the closed-loop success of a policy, with intervals, sweeps, comparisons and a success
+gate.
+"""
 
 from __future__ import annotations
 
@@ -61,44 +63,42 @@ EPISODES, SEED = 100, 5000
 @Parameter(name="*", group=Group("Episodes", sort_key=-1))
 @dataclass(frozen=True)
 class EpisodeFlags:
-    """The options that alone decide what is played.
+    """Options that determine what is played, together with the policy.
 
     Attributes:
-        env: Gymnasium id, module:Class, or the name of an installed task package. Default: the built-in task
-            that fits the policy. Tasks of suites run in their own interpreter.
+        env: Gymnasium id, module:Class, or the name of an installed task package. Default: the built-in task that
+            fits the policy. Tasks of suites run in their own interpreter.
         suite: Play all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ...
         episodes: Number of episodes, one per seed. Default: 100.
         seed: Seed of the first episode. The others follow. Default: 5000.
-        replan: Actions executed per inference, `full` for the whole chunk, or another rule of `sinew run`.
-            Default: a quarter of a chunk.
-        latency: Simulated time from request to chunk: control steps, `50ms`, `uniform:1-4` or
-            `normal:80,20ms`.
-        handover: Chunk merging: auto (chosen by the policy's actions), freeze (wait), naive (no
-            compensation), aligned (latency-compensated), ensemble, aggregate or rtc. Settings follow a colon:
-            aggregate:average, rtc:guided:exp:5, aligned+halt:1.5.
+        replan: Actions executed per inference, `full` for the whole chunk, or another rule of `sinew run`. Default: a
+            quarter of a chunk.
+        latency: Simulated time from request to chunk: control steps, `50ms`, `uniform:1-4` or `normal:80,20ms`.
+        handover: Chunk merging: auto (chosen by the policy's actions), freeze (wait), naive (no compensation),
+            aligned (latency-compensated), ensemble, aggregate or rtc. Settings follow a colon: aggregate:average,
+            rtc:guided:exp:5, aligned+halt:1.5.
         edge_adapter: File with a small network that refines the newest chunk in every control step.
-        stream: Use a stream instead of chunks: PREFIX:HEAD[:GUIDANCE] are the simulated milliseconds of its
-            two loops. --latency is then the additional time of each action window. GUIDANCE of whole chunks:
-            guided, no-jacobian, ramp or none.
-        motion: Reference of the actions: absolute (they are targets), a JSON object that describes delta
-            actions, or "as is" to execute actions unchanged. Default: as the policy states.
+        stream: Use a stream instead of chunks: PREFIX:HEAD[:GUIDANCE] are the simulated milliseconds of its two
+            loops. --latency is then the additional time of each action window. GUIDANCE of whole chunks: guided,
+            no-jacobian, ramp or none.
+        motion: Reference of the actions: absolute (they are targets), a JSON object that describes delta actions, or
+            "as is" to execute actions unchanged. Default: as the policy states.
         future: Send the state that the robot will have when the answer arrives. Needs --motion.
         solver_steps: Number of solver steps. Default: the bundle's own number.
         sweep: Play all given values of a setting, as KEY=VALUE,VALUE... KEY is replan, latency, handover,
             solver_steps, engine, dtype, edge_adapter or batch. Repeatable.
-        gate: Success gate (required success rate): a file, or the built-in blocks, pen or act. Sinew plays
-            its protocol and compares the success with its record. If the file names its own environment,
-            adapter or options, type the same names.
+        gate: Success gate (required success rate): a file, or the built-in blocks, pen or act. Sinew plays its
+            protocol and compares the success with its record. If the file names its own environment, adapter or
+            options, type the same names.
         record_gate: File to which the first variant is written as a gate.
         rerun: Send every step to Rerun: a file NAME.rrd, or the address of a running viewer,
             rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
-        batch: Episodes that each shard plays in lockstep, so that one inference answers all of them: a
-            number, or `auto` for the fastest here (with a server, its largest batch). Default: one episode
-            after the other.
+        batch: Episodes that each shard plays in lockstep, so that one inference answers all of them: a number, or
+            `auto` for the fastest here (with a server, its largest batch). Default: one episode after the other.
         realtime: Pace the environment by the clock and use the measured latency.
         noise: Number that enters every noise seed. Default: 0.
-        effects: After the episodes, measure by how much the actions change if one input changes: the
-            instruction, each camera, the state. Needs bundles.
+        effects: After the episodes, measure by how much the actions change if one input changes: the instruction,
+            each camera, the state. Needs bundles.
         adapter: Adapter for environments of other projects: a .json mapping or module:Class.
         env_options: Arguments of the environment's constructor, as a JSON object.
         reset_options: Options of every reset, as a JSON object.
@@ -228,7 +228,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
 
 
 def _effects(run: _Run) -> dict[str, Any]:
-    """Measure and print the effects of the inputs of each policy; return them by its name."""
+    """Measure and print the effects of the inputs of each policy. Returns them by the policy's name."""
     from sinew.cli.doctor_observe import effects_table
 
     from sinew_eval.episodes.effects import effects_of
@@ -245,8 +245,20 @@ def _effects(run: _Run) -> dict[str, Any]:
 
 
 def _typed(on: EpisodeFlags, target: str | None, compare: Sequence[str], flag: str) -> TypedNames:
-    """Return the names that were typed in addition to --repeat or --join. Raises :class:`SinewError` for flags that
-    would change what is played."""
+    """Collect the names that were typed in addition to --repeat or --join.
+
+    Args:
+        on: Options of the episodes.
+        target: The policy.
+        compare: Further policies.
+        flag: "--repeat" or "--join", for messages.
+
+    Returns:
+        The typed names.
+
+    Raises:
+        SinewError: An option would change what is played.
+    """
     others = replaced(on, env=None, adapter=None, env_options=None, reset_options=None, edge_adapter=None)
     if given := changed(others):
         raise SinewError(f"{given}: expected nothing that changes what {flag} plays")
@@ -263,7 +275,7 @@ def _typed(on: EpisodeFlags, target: str | None, compare: Sequence[str], flag: s
 
 
 def _refuse_together(on: EpisodeFlags, runs: Runs, workers: int | None) -> None:
-    """Raise :class:`SinewError` for flags that say nothing together, whatever is played."""
+    """Raise :class:`SinewError` for options that cannot be combined."""
     if on.suite is not None and on.env is not None:
         raise SinewError("--suite and --env: expected one of the two; --env takes a task of a suite as well")
     if on.edge_adapter is not None and on.gate is not None:
@@ -290,7 +302,16 @@ def _refuse_together(on: EpisodeFlags, runs: Runs, workers: int | None) -> None:
 def _asked(
     target: str, on: EpisodeFlags, cameras: Cameras, runs: Runs, held: Gate | None
 ) -> tuple[Task, Variant, range]:
-    """Return the task, the first variant and the seeds: as the flags say, else as the gate does, else as usual."""
+    """Return the task, the first variant and the seeds. Each setting comes from an option, else from the gate, else
+    from its default.
+
+    Args:
+        target: The policy.
+        on: Options of the episodes.
+        cameras: Options of the cameras.
+        runs: Options of the engine.
+        held: The gate. None without --gate.
+    """
     env = suites.named(on.suite) if on.suite is not None else on.env
     task = Task(
         env=env or default_env(target, cameras.rename, **cameras.allowed),
@@ -324,7 +345,14 @@ def _asked(
 
 
 def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Variant:
-    """Return the variant that an evaluation plays. more: Further fields of it."""
+    """Build the variant of an evaluation from options.
+
+    Args:
+        target: The policy.
+        runs: Options of the engine.
+        cameras: Options of the cameras.
+        **more: Further fields of the variant.
+    """
     return Variant(
         target,
         dtype=runs.dtype,
@@ -338,9 +366,18 @@ def variant_of(target: str, runs: Runs, cameras: Cameras, **more: Any) -> Varian
 
 
 def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None = None) -> Foreign | None:
-    """Return the separate Python environment that plays the environment; None if it is played here.
+    """Choose the Python interpreter that plays a task.
 
-    A suite is played here if its simulator has no Python environment of its own, and this one has its package.
+    A suite is played in this interpreter if its simulator has no interpreter of its own, and this one has its
+    package.
+
+    Args:
+        task: The task.
+        interpreter: Python executable that the user chose. None for none.
+        out: Folder of the run, for the log of the policy server.
+
+    Returns:
+        The player in another interpreter. None to play in this interpreter.
     """
     simulator = "" if (found := suites.find(task.env)) is None else found[0].simulator
     if interpreter is None and not simulator:
@@ -360,7 +397,7 @@ def elsewhere_for(task: Task, interpreter: Path | None = None, out: Path | None 
 
 
 def _fastest_batch(policy: Policy) -> tuple[int, str]:
-    """Return the batch that a server would make of this policy's requests here, and why."""
+    """Return the batch size that a server would choose for this policy on this machine, and the reason."""
     from sinew.serve.batching import Batcher
 
     batcher = Batcher(None)
@@ -370,8 +407,20 @@ def _fastest_batch(policy: Policy) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Run:
-    """Hold all that is played, and where: ``elsewhere`` in an interpreter of its own, else by ``workers`` processes of
-    this machine, of those that ``listen`` lets join, or of the cluster ``hosts``. viewer: Rerun's, of every step."""
+    """Everything that is played, and where it is played.
+
+    Attributes:
+        task: The task.
+        variants: The variants.
+        seeds: Seeds of the episodes.
+        control_hz: Control steps per second.
+        workers: Number of processes that play.
+        elsewhere: Player in another interpreter. None to play in this interpreter.
+        out: Folder of the run. None for none.
+        viewer: Rerun file or viewer that receives every step. None for none.
+        listen: HOST:PORT where other hosts can join. None for none.
+        hosts: Address of a Ray cluster that plays. None for none.
+    """
 
     task: Task
     variants: Sequence[Variant]
@@ -394,8 +443,16 @@ class _Run:
         workers: int | None,
         out: Path | None,
     ) -> _Run:
-        """Return the run of variants as they were asked for, each with the engine, device and hand-over that will play
-        it."""
+        """Build a run. Each variant gets the engine, device and chunk merging that will be used.
+
+        Args:
+            task: The task.
+            asked: Variants as they were requested.
+            seeds: Seeds of the episodes.
+            interpreter: Python executable that the user chose. None for none.
+            workers: Number of processes. None for the default.
+            out: Folder of the run. None for none.
+        """
         elsewhere = elsewhere_for(task, interpreter, out)
         rate = elsewhere.control_hz(task) if elsewhere is not None else control_hz(task, asked)
         said: set[str] = set()
@@ -403,8 +460,14 @@ class _Run:
         return cls(task, variants, seeds, rate, workers or usual_workers(task.realtime), elsewhere, out)
 
     def check(self, workers: int | None) -> None:
-        """Raise :class:`SinewError` for what cannot be played so, before anything is. workers: as they were asked
-        for."""
+        """Check the options before anything is played.
+
+        Args:
+            workers: Number of processes that the user requested. None for the default.
+
+        Raises:
+            SinewError: The options cannot be combined.
+        """
         batched = any(variant.batch > 1 for variant in self.variants)
         if self.viewer and self.elsewhere:
             raise SinewError(
@@ -425,7 +488,7 @@ class _Run:
             repetition.check_place(self.out, self.task, self.variants)
 
     def play(self) -> dict[str, Any]:
-        """Return the report, with the episodes themselves under "episodes"."""
+        """Play the episodes. Returns the report, with the episodes themselves under "episodes"."""
         columns = (
             *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
             *(TextColumn("{task.fields[rate]}"), TimeRemainingColumn()),
@@ -464,8 +527,12 @@ class _Run:
         return {**report, "episodes": results}
 
     def write(self, report: dict[str, Any], films: int) -> None:
-        """Write the report, its page and figures where there is a folder for them. films: of so many failures and
-        successes, which are played once more."""
+        """Write the report, its page and its figures into the folder of the run, if there is one.
+
+        Args:
+            report: The report.
+            films: Number of failures, and of successes, to film. Each filmed episode is played once more.
+        """
         if self.out is None:
             return
         shown = _told(report)
@@ -486,7 +553,13 @@ class _Run:
 
 
 class EpisodeBars:
-    """Show episodes as they end: a bar for each variant with its wins so far, their interval, and the pace."""
+    """Progress bars: one for each variant, with its successes so far, their interval, and the speed.
+
+    Args:
+        progress: Rich's progress display.
+        variants: The variants.
+        episodes: Number of episodes of each variant.
+    """
 
     def __init__(self, progress: Progress, variants: Sequence[Variant], episodes: int):
         self._progress, self._variants, self._episodes = progress, variants, episodes
@@ -497,11 +570,15 @@ class EpisodeBars:
 
     @property
     def played(self) -> int:
-        """Return how many episodes there are, those of the log included."""
+        """Return the number of finished episodes, including those from the log."""
         return sum(map(len, self._wins.values()))
 
     def begin(self, todo: int) -> None:
-        """Count from now on: what the log had says nothing of how fast this goes. todo: episodes that it lacks."""
+        """Start to measure the speed. Episodes from the log do not count, because they took no time.
+
+        Args:
+            todo: Number of episodes that the log lacks.
+        """
         if self._fresh:
             terminal.say(f"{self._fresh} of {self._fresh + todo} episodes were played before")
         self._fresh, self._begun = 0, time.monotonic()
@@ -509,7 +586,7 @@ class EpisodeBars:
             self._progress.reset(bar, completed=int(self._progress.tasks[bar].completed))
 
     def show(self, variant: Variant, episode: Episode) -> None:
-        """Count an episode."""
+        """Count a finished episode."""
         self._fresh += 1
         rate = self._fresh / max(time.monotonic() - self._begun, 1e-3)
         wins = self._wins[variant]
@@ -525,12 +602,12 @@ class EpisodeBars:
 
 
 def _told(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a report without its episodes, which the log has."""
+    """Return a report without its episodes, which are in the log."""
     return {name: value for name, value in report.items() if name != "episodes"}
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print under which conditions episodes or trials were played, their tables, and what a gate says of them."""
+    """Print the conditions of a run, its tables, and the verdict of its gate."""
     console = terminal.console()
     console.print(conditions(report), markup=False)
     for title, columns, rows in tables(report):
@@ -570,7 +647,7 @@ def _repeat(
     out: Path | None,
     films: int,
 ) -> int:
-    """Play a recorded run again, and print what is equal and what differs."""
+    """Play a recorded run again, and print what is equal and what differs. Returns the exit status."""
     recorded = repetition.read(path)
     task, variants = recorded.local(typed)
     say_names(path, task, variants, len(recorded.seeds))

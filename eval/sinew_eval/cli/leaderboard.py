@@ -1,4 +1,4 @@
-"""``sinew leaderboard``: evaluations side by side, ranked, with differences over common seeds.
+"""``sinew leaderboard``: rank evaluations, and compare them over common seeds.
 
 The last line of standard output is one JSON object.
 """
@@ -60,6 +60,6 @@ def leaderboard(*reports: Path, out: Path | None = None) -> None:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table whose texts come from reports, so that brackets in them are no markup."""
+    """Return a table whose texts come from reports. Brackets in these texts are not interpreted as markup."""
     cells = [[escape(cell) for cell in row] for row in rows]
     return terminal.table(escape(title), *map(escape, columns), rows=cells)

@@ -1,6 +1,8 @@
-"""``sinew trials``: policies on one robot, scene by scene, blind, each trial begun, judged and kept.
+"""``sinew trials``: compare policies on one robot, scene by scene and blind. A person starts, judges and confirms
+each trial.
 
-Space begins, pauses and goes on; ``s``, ``f`` and ``d`` say how it ended; Enter keeps that; ``q`` stops.
+The space key begins, pauses and continues a trial. ``s``, ``f`` and ``d`` give the verdict (success, failure,
+discard), Enter confirms it, and ``q`` stops.
 """
 
 from __future__ import annotations
@@ -64,21 +66,21 @@ BY_CHUNKS = ("substeps", "max_age", "finish", "future", "advantage", "guidance_s
 @Parameter(name="*", group="Trials")
 @dataclass(frozen=True)
 class TrialFlags:
-    """Trials of one policy, or of several in one sitting.
+    """Options for trials of one policy, or of several policies in one session.
 
     Attributes:
-        scenes: Number of scenes. Every policy has one trial in each. A person starts each trial and judges
-            it. A robot can do so itself, as simulated ones do: `set_up(seed)` prepares a scene, and `success`
-            is True, False, or None while the trial runs.
-        out: Folder with one line for each trial. The same command continues an interrupted run. `sinew
-            leaderboard` reads the folder.
+        scenes: Number of scenes. Every policy has one trial in each. A person starts each trial and judges it. A
+            robot can do so itself, as simulated ones do: `set_up(seed)` prepares a scene, and `success` is True,
+            False, or None while the trial runs.
+        out: Folder with one line for each trial. The same command continues an interrupted run. `sinew leaderboard`
+            reads the folder.
         compare: Another policy, or settings of the first one as KEY=VALUE,... (replan, handover, engine ...).
             Repeatable. All meet the same scenes in random order, and nothing shows which one drives.
         judge: File or FIFO to which another program writes lines: go, success, failure, discard REASON, quit.
         seed: Seed of the first scene. It sets the noise of the chunks and the scene of a simulated robot.
         order: Number that determines the order of the trials. Default: a random number, which is stored.
-        sequential: Also end when a sequential test shows a difference between two policies. Without this
-            flag, all scenes are played and no result is shown before the last one.
+        sequential: Also end when a sequential test shows a difference between two policies. Without this flag, all
+            scenes are played and no result is shown before the last one.
     """
 
     scenes: Count
@@ -185,8 +187,17 @@ def _asked(target: str, by: ChunkFlags, plan: TrialFlags, runs: Runs) -> list[Va
 
 
 def _same_robot(first: Mapping[str, Any], policy: Mapping[str, Any], name: str, posed: bool) -> None:
-    """Raise :class:`SinewError` where two policies see another robot, or move another one. posed: by poses, which it
-    reads as the first policy says them."""
+    """Check that two policies use the same observations and actions.
+
+    Args:
+        first: Metadata of the first policy.
+        policy: Metadata of another policy.
+        name: Name of the other policy, for messages.
+        posed: True if the actions are poses, whose reference must also be equal.
+
+    Raises:
+        SinewError: The policies differ.
+    """
 
     def seen(by: Mapping[str, Any]) -> dict[str, Any]:
         about: dict[str, Any] = {
@@ -204,7 +215,7 @@ def _same_robot(first: Mapping[str, Any], policy: Mapping[str, Any], name: str, 
 
 
 class TrialSetup(Keys):
-    """Holds what trials are played with: the robot, the policies, and the keyboard."""
+    """Everything that trials are played with: the robot, the policies, and the keyboard."""
 
     turn: PendingTrial
 
@@ -249,7 +260,7 @@ class TrialSetup(Keys):
         self.kept = None if lead.frames is None else FrameKeeper(lead.frames, rigs[0].plan, stack)
 
     def play(self, sitting: TrialSession) -> list[str]:
-        """Play what is due; return what failed, a sentence each."""
+        """Play the trials that are due. Returns one sentence for each failure."""
         from sinew_eval.trials.desk import DISCARD, OVER
 
         failed: list[str] = []
@@ -284,13 +295,13 @@ class TrialSetup(Keys):
         return failed
 
     def report(self, sitting: TrialSession) -> dict[str, Any] | None:
-        """Write what was played so far, and return it."""
+        """Write the report of all trials so far, and return it."""
         from sinew_eval.trials.report import write_report
 
         return write_report(sitting, self.rigs[0].plan.settings.hz, terminal.typed())
 
     def _set_up(self, own: ExitStack, sitting: TrialSession) -> Callable[[], Episode]:
-        """Set a trial up; return what makes its episode once it is over."""
+        """Prepare a trial. Returns a function that builds its episode when the trial is over."""
         from sinew_eval.episodes.robot import SimulatedRobot
         from sinew_eval.episodes.runner import StepByStep
         from sinew_eval.trials.desk import scene_noise
@@ -327,7 +338,7 @@ class TrialSetup(Keys):
         return lambda: self.desk.episode(turn, task, int(rig.plan.policy.get("chunk_size") or 0), latencies)
 
     def _drive(self, rig: RunContext) -> list[str]:
-        """Let a trial go on until it is over, or was left before that; return what failed."""
+        """Run a trial until it is over or the session is stopped. Returns one sentence for each failure."""
         loop = self.loop
         while not loop.stopped:
             drive(loop, rig.plan.robot, rig.plan.policy, None)

@@ -1,1 +1,1 @@
-"""Episodes that several processes and machines play, of one queue."""
+"""Share the episodes of one run between several processes and machines."""

@@ -1,12 +1,15 @@
-"""A queue of episodes in a folder, for the processes that play them: of this machine, and of others that see it.
+"""A queue of episodes in a folder, for worker processes on this machine and on machines that share the folder.
 
-    plan.json       what is to be played: task, variants, groups of seeds; written by the run (the head)
-    leases/NAME     who plays a group; its time of change is moved on for as long as the process lives
-    played/NAME     the episodes of a group, whole: a rename puts it there
+The run that started the queue is called its head. A worker plays groups of episodes from the queue. Files:
 
-What counts is ``played``: a group's name follows from what determines its episodes, so a group that was played twice is
-there once. A lease only saves work. It is over when its process is seen to be dead, or when nobody has moved it on for
-LEASE_S of the clock of whoever waits for it (no two machines compare their clocks). Then the group is played again.
+    plan.json       task, variants and groups of seeds, written by the head
+    leases/NAME     name of the worker that plays a group; the worker renews the file's time while it lives
+    played/NAME     the finished episodes of a group, written atomically
+
+Only ``played`` counts. The name of a group follows from everything that determines its episodes, so a group that was
+played twice is counted once. A lease only saves work. It ends when its worker is known to be dead, or when nobody has
+renewed it for LEASE_S seconds on the clock of a waiting worker. Clocks of two machines are never compared. Then
+another worker plays the group.
 """
 
 from __future__ import annotations
@@ -47,7 +50,13 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class SeedBatch:
-    """Seeds of a variant that are played together. name: of its files, the same in every run that plays them."""
+    """A group: seeds of one variant that are played together.
+
+    Attributes:
+        name: Name of the group's files, which is equal in every run that plays the group.
+        variant: Index of the variant.
+        seeds: Seeds of the episodes.
+    """
 
     name: str
     variant: int
@@ -61,8 +70,15 @@ class SeedBatch:
 
 @dataclass(frozen=True)
 class FarmPlan:
-    """What is to be played. keys: of the variants (:func:`sinew_eval.episodes.player.key`). lease_s: seconds without
-    a sign of life until a group is played by somebody else."""
+    """The task, the variants and the groups of a distributed run.
+
+    Attributes:
+        task: The task.
+        variants: The variants.
+        keys: Key of each variant (:func:`sinew_eval.episodes.player.key`).
+        jobs: The groups.
+        lease_s: A lease expires after this many seconds without a sign of life.
+    """
 
     task: Task
     variants: tuple[Variant, ...]
@@ -72,7 +88,13 @@ class FarmPlan:
 
     @classmethod
     def of(cls, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]]) -> FarmPlan:
-        """todo: index of a variant, seed."""
+        """Build a plan.
+
+        Args:
+            task: The task.
+            variants: The variants.
+            todo: Pairs of the index of a variant and a seed.
+        """
         keys = [key(task, variant) for variant in variants]
         jobs = tuple(
             SeedBatch.of(keys[index], index, seeds)
@@ -96,17 +118,34 @@ class FarmPlan:
 
     @classmethod
     def read(cls, folder: Path) -> FarmPlan:
-        """Return the plan in a folder. It opens nothing else.
+        """Read the plan in a folder. No other file is opened.
+
+        Args:
+            folder: The folder.
+
+        Returns:
+            The plan.
 
         Raises:
-            SinewError: the file is no plan.
-            FileNotFoundError: there is none.
+            SinewError: The file is not a plan.
+            FileNotFoundError: There is no file.
         """
         return cls.parse(read_file(folder / PLAN), folder / PLAN)
 
     @classmethod
     def parse(cls, data: bytes, source: object) -> FarmPlan:
-        """Return the plan in the bytes of its file. source: for messages. Raises :class:`SinewError`."""
+        """Read a plan from the content of its file.
+
+        Args:
+            data: The content.
+            source: Name of the file or address, for messages.
+
+        Returns:
+            The plan.
+
+        Raises:
+            SinewError: The content is not a plan.
+        """
         try:
             values = parse_json(data, max_values=MAX_VALUES)
         except ValueError as error:
@@ -146,26 +185,36 @@ class FarmPlan:
         return cls(Task.from_dict(values.get("task")), variants, tuple(keys), tuple(groups_), float(lease_s))
 
     def local(self, source: object, typed: TypedNames) -> tuple[Task, tuple[Variant, ...]]:
-        """Return the task and the variants with the names that were typed here
+        """Return the task and the variants with the names that were typed on this machine
         (:func:`sinew_eval.episodes.outside.allowed`).
 
+        Args:
+            source: Name of the file or address, for messages.
+            typed: The typed names.
+
+        Returns:
+            The task and the variants to play.
+
         Raises:
-            UntypedNameError: the plan uses a name that is not built in and was not typed.
-            SinewError: a key is not one that a run writes.
+            UntypedNameError: The plan uses a name that is neither built in nor typed.
+            SinewError: A key has not the form that a run writes.
         """
         task, variants = allowed(source, self.task, self.variants, self.facts(), typed)
         return task, tuple(variants)
 
     def facts(self) -> list[PolicyFacts]:
-        """Return the facts about each variant's policy, from the keys. Raises :class:`SinewError`."""
+        """Read the facts about each variant's policy from the keys. Raises :class:`SinewError` if a key is invalid."""
         return [_facts(variant, text) for variant, text in zip(self.variants, self.keys, strict=True)]
 
     def check(self, index: int, variant: Variant | None = None) -> None:
-        """Raise :class:`SinewError` where the policy here is another one than the run's.
+        """Check that a policy on this machine is equal to the policy of the run.
 
         Args:
-            index: of a variant.
-            variant: as it is played here; the plan's own if absent.
+            index: Index of the variant.
+            variant: Variant with the bundle of this machine. None for the variant in the plan.
+
+        Raises:
+            SinewError: The policies differ.
         """
         recorded = self.variants[index]
         here = variant or recorded
@@ -192,7 +241,13 @@ def _facts(variant: Variant, text: str) -> PolicyFacts:
 
 
 class EpisodeQueue:
-    """The files of a farm, as one process sees them. worker: its name in leases."""
+    """The queue in a folder, as one worker uses it.
+
+    Args:
+        folder: Folder of the queue.
+        worker: Name of the worker in its leases.
+        lease_s: A lease expires after this many seconds without a sign of life.
+    """
 
     def __init__(self, folder: Path, worker: str, lease_s: float = LEASE_S):
         self.folder, self.worker, self.lease_s = folder, worker, lease_s
@@ -202,7 +257,7 @@ class EpisodeQueue:
         self._lock = threading.Lock()
 
     def make(self) -> None:
-        """Make the folders."""
+        """Create the folders of the queue."""
         for name in (LEASES, PLAYED, LOGS):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -210,7 +265,7 @@ class EpisodeQueue:
         return (self.folder / PLAYED / job.name).exists()
 
     def claim(self, job: SeedBatch) -> bool:
-        """Take a group that nobody has played or plays; say whether that was so."""
+        """Take the lease of a group that nobody has played or is playing. Returns True on success."""
         if self.played(job):
             return False
         lease = self.folder / LEASES / job.name
@@ -239,15 +294,21 @@ class EpisodeQueue:
             return list(self._held)
 
     def adopt(self) -> None:
-        """Hold the leases that have this worker's name."""
+        """Take over the leases that already contain this worker's name."""
         for path in (self.folder / LEASES).iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if read_text(path, MAX_WORKER) == self.worker:
                     self._held.add(path.name)
 
     def take(self, left: list[SeedBatch]) -> SeedBatch | None:
-        """Claim the first group that nobody has played or plays; take it, and those that were played, out of ``left``.
-        None where others play all of them: they may die."""
+        """Take the lease of the first free group.
+
+        Args:
+            left: Groups that may be open. The claimed group and all played groups are removed from this list.
+
+        Returns:
+            The group. None if other workers are playing all open groups. Their leases may expire.
+        """
         for job in list(left):
             if self.claim(job):
                 left.remove(job)
@@ -259,7 +320,7 @@ class EpisodeQueue:
         return None
 
     def expire(self, job: SeedBatch) -> None:
-        """End the lease of a group on which nobody has given a sign of life for long enough."""
+        """End the lease of a group if its worker has given no sign of life for ``lease_s`` seconds."""
         state = _state(self.folder / LEASES / job.name)
         if state is None:
             self._seen.pop(job.name, None)
@@ -273,17 +334,36 @@ class EpisodeQueue:
             del self._seen[job.name]
 
     def store(self, job: SeedBatch, key: str, episodes: Sequence[Episode]) -> None:
-        """Put the episodes of a group where they count, and give it back."""
+        """Store the episodes of a group, and return its lease.
+
+        Args:
+            job: The group.
+            key: Key of the variant.
+            episodes: The episodes of the group.
+        """
         self.put(job, b"".join(line(key, episode) for episode in episodes))
 
     def put(self, job: SeedBatch, lines: bytes) -> None:
-        """Do that with episodes that are lines of JSON already."""
+        """Store the episodes of a group, and return its lease.
+
+        Args:
+            job: The group.
+            lines: The episodes as lines of JSON.
+        """
         write_whole(self.folder / PLAYED / job.name, lines)
         self.give_back(job)
 
     def read(self, job: SeedBatch, key: str) -> list[Episode] | None:
-        """Return the episodes of a group; None where it has not been played. What is not whole (a power cut) is
-        removed, and the group is open again."""
+        """Read the episodes of a group. An incomplete file, for example after a power cut, is removed, and the group
+        is open again.
+
+        Args:
+            job: The group.
+            key: Key of the variant.
+
+        Returns:
+            The episodes. None if the group has not been played.
+        """
         path = self.folder / PLAYED / job.name
         try:
             found = dict(episodes_of(read_file(path)))
@@ -300,14 +380,21 @@ class EpisodeQueue:
         (self.folder / LEASES / job.name).unlink(missing_ok=True)
 
     def beat(self) -> None:
-        """Give a sign of life on every lease that is held."""
+        """Renew all leases of this worker."""
         for name in self.held:
             # The lease is missing if another process assumed that this process was dead.
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.folder / LEASES / name)
 
     def release(self, worker: str) -> list[str]:
-        """End the leases of processes that are known to be dead, by the beginning of their names; return the groups."""
+        """End the leases of dead processes.
+
+        Args:
+            worker: Beginning of the workers' names.
+
+        Returns:
+            Names of the groups that are open again.
+        """
         found: list[str] = []
         if not (self.folder / LEASES).is_dir():
             return found
@@ -320,8 +407,8 @@ class EpisodeQueue:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes with every sign of life. Opening a file refreshes its state on a network file
-    system.
+    """Return a value that changes with every renewal of a lease. Opening the file refreshes this value on a network
+    file system.
     """
     try:
         with open_regular(path) as file:
@@ -333,6 +420,6 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a file of a run. Raises :class:`SinewError` for a file that is too large, and OSError."""
+    """Read a file of a run. Raises :class:`SinewError` if the file is too large, and OSError if it cannot be read."""
     with SinewError.at(path, ValueError):
         return read_bytes(path, MAX_BYTES)

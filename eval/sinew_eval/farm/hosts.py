@@ -1,18 +1,18 @@
-"""The queue of a run for hosts that do not see its folder: asked over HTTP, at the address that the run listens on.
+"""Serve the queue of a run over HTTP to hosts that cannot access its folder.
 
-    GET  /plan                  the plan, as it lies in the folder
-    GET  /bundle/N              the bytes of variant N's bundle
-    POST /claim    {worker}     -> {job, over}: a group to play, its name; None: others play what is left
+    GET  /plan                  the plan, as in the folder
+    GET  /bundle/N              the bundle of variant N
+    POST /claim    {worker}     -> {job, over}: name of a group to play, or null if other workers play the rest
     POST /beat     {worker}     a sign of life
-    POST /store/NAME?worker=W   the episodes of a group, a line of JSON each
+    POST /store/NAME?worker=W   the episodes of a group, one line of JSON each
 
-Every request carries the key of the run: that of ``SINEW_API_KEY``, or one that the run draws and shows. The rules for
-keys, Host and Origin are those of every listener (:mod:`sinew.serve.access`): a web page can neither read the plan nor
-store an episode.
+Every request contains the key of the run: the value of ``SINEW_API_KEY``, or a key that the run draws and prints. The
+rules for keys, Host and Origin are those of all listeners (:mod:`sinew.serve.access`), so a web page can neither read
+the plan nor store an episode.
 
-Leases and episodes are the same files as those of shards beside the run (``files.py``), so its promises
-hold: whatever is killed, an episode counts once. Every request may be sent again: a worker holds one group at a time,
-and is told it again. A run that was killed is asked until its successor answers.
+Leases and episodes are the same files as those of local workers (``files.py``). Therefore an episode counts once,
+whichever process is killed. Every request may be repeated. A worker has one group at a time, and gets the same group
+again if it repeats its request. Workers repeat requests to a killed run until its next process answers.
 """
 
 from __future__ import annotations
@@ -66,11 +66,18 @@ WORKER = re.compile(r"[\w.-]{1,100}")
 
 
 class QueueServer:
-    """Answers for a queue until it is closed. address: ``HOST:PORT``; port 0 takes a free one.
+    """Serves a queue until it is closed.
 
-    ``drawn`` is the key that this run has drawn; empty where ``SINEW_API_KEY`` has one.
+    Args:
+        folder: Folder of the queue.
+        plan: The plan.
+        address: ``HOST:PORT``. Port 0 chooses a free port.
 
-    Raises :class:`SinewError` for an address that cannot be listened on, and for one that others reach without a key.
+    Attributes:
+        drawn: Key that this run has drawn. "" if ``SINEW_API_KEY`` contains one.
+
+    Raises:
+        SinewError: The server cannot listen on the address, or other machines could reach it without a key.
     """
 
     def __init__(self, folder: Path, plan: FarmPlan, address: str):
@@ -113,7 +120,7 @@ class QueueServer:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
-        """Wait for workers to hear that all is played, if it is, for up to TOLD_S; then end."""
+        """Wait up to TOLD_S seconds until all workers know that everything is played. Then stop the server."""
         until = time.monotonic() + TOLD_S
         while self._waited_for() and time.monotonic() < until:
             time.sleep(0.05)
@@ -125,7 +132,7 @@ class QueueServer:
             return not self._still() and bool(self._untold)
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer a request, or refuse it by its status. What comes without the key is not read."""
+        """Answer a request, or reject it with an HTTP status. The body of a request without the key is not read."""
         # The headers have all methods of a mapping that are used below.
         headers: Any = request.headers
         if refused_page(request.command, request.path, headers, self._listen, keyed=True) is not None:
@@ -206,7 +213,9 @@ class QueueServer:
 
 
 def _drawn_key(path: Path) -> str:
-    """Return the key that this run has drawn, which only this user can read. Raises :class:`SinewError`."""
+    """Return the key that this run has drawn, from a file that only this user can read. Raises :class:`SinewError` if
+    the file cannot be used.
+    """
     try:
         if path.is_file() and (key := read_text(path, MAX_KEY).strip()):
             return key
@@ -237,15 +246,21 @@ class _Server(ThreadingHTTPServer):
         return threading.active_count() < MOST_THREADS
 
     def handle_error(self, *_: Any) -> None:
-        """Say nothing of a peer that left: it asks again."""
+        """Print nothing if a client disconnects, because it repeats its request."""
         logger.debug("a request ended early: %s", sys.exception())
 
 
 class RemoteQueue:
-    """Ask a queue elsewhere for a shard; see :class:`sinew_eval.farm.files.EpisodeQueue`.
+    """Client of a queue on another host, with the interface of :class:`sinew_eval.farm.files.EpisodeQueue`.
 
-    Raises :class:`SinewError` after AWAY_S without an answer, and for a refusal. Raises
-    :class:`~sinew_client.errors.ClientError` if the key would travel unencrypted to another machine.
+    Args:
+        address: Address of the run.
+        worker: Name of this worker.
+        lease_s: A lease expires after this many seconds without a sign of life.
+
+    Raises:
+        SinewError: The run has not answered for AWAY_S seconds, or has rejected a request.
+        ClientError: The key would travel unencrypted to another machine.
     """
 
     def __init__(self, address: str, worker: str, lease_s: float):
@@ -281,7 +296,20 @@ class RemoteQueue:
     def ask(
         self, verb: str, path: str, given: Mapping[str, Any] | bytes | None = None, into: Path | None = None
     ) -> bytes:
-        """Return an answer, asked for until there is one. into: a file for it, which may be larger than memory."""
+        """Send a request, and repeat it until an answer arrives.
+
+        Args:
+            verb: HTTP method.
+            path: Path of the request.
+            given: Body: bytes, or an object for JSON.
+            into: File for an answer that may be larger than memory. None to return the answer.
+
+        Returns:
+            Body of the answer. Empty if it was written to ``into``.
+
+        Raises:
+            SinewError: The run has not answered for AWAY_S seconds, or has rejected the request.
+        """
         body = given if isinstance(given, bytes | None) else json.dumps(given).encode()
         began = time.monotonic()
         while True:
@@ -314,15 +342,22 @@ class RemoteQueue:
 
 
 def fetch(address: str, folder: Path, typed: TypedNames) -> TypedNames:
-    """Write the plan of a run elsewhere into ``folder``, and the bundles that are not here.
+    """Download the plan of a run on another host, and the bundles that this machine lacks.
 
-    A bundle that comes is data: it is written under a name of this process, and has to have the SHA-256 of the plan.
+    A downloaded bundle is only data. It is stored under a name that this process chooses, and must have the SHA-256
+    in the plan.
+
+    Args:
+        address: Address of the run.
+        folder: Folder for the plan and the bundles.
+        typed: Names that were typed on this machine.
 
     Returns:
-        What was typed, and the bundles that came.
+        The typed names, with the downloaded bundles as further policies.
 
     Raises:
-        UntypedNameError: the plan names something that is not built in and was not typed.
+        UntypedNameError: The plan uses a name that is neither built in nor typed.
+        SinewError: The run does not answer, or a bundle has another SHA-256.
     """
     queue = RemoteQueue(address, "", 0.0)
     data = queue.ask("GET", "/plan")

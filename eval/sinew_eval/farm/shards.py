@@ -1,4 +1,4 @@
-"""The processes that play a queue of episodes (``files.py``), and whoever looks after them."""
+"""Start and supervise the worker processes (shards) that play a queue of episodes (``files.py``)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOTHING = (
 
 
 def left_over(folder: Path) -> dict[tuple[str, int], Episode]:
-    """Return the played episodes of a queue whose head has died, from whole groups and others."""
+    """Return the played episodes in a queue whose head has died."""
     found: dict[tuple[str, int], Episode] = {}
     if (folder / PLAYED).is_dir():
         for path in sorted((folder / PLAYED).iterdir()):
@@ -63,7 +63,7 @@ def left_over(folder: Path) -> dict[tuple[str, int], Episode]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a queue with all that is in it; the plan first, which others who play there look for."""
+    """Remove a queue. The plan is removed first, because other workers stop when it is missing."""
     (folder / PLAN).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -77,13 +77,22 @@ def play(
     listen: str | None = None,
     hosts: str | None = None,
 ) -> Iterator[tuple[int, list[Episode]]]:
-    """Play ``todo``, indices of variants and seeds, with so many processes, and whoever joins; yield a variant's index
-    and episodes of a group as they come.
+    """Play episodes with worker processes, and with other processes that join.
 
-    folder: of the queue, which stays until it is removed. listen: HOST:PORT where others may ask for a part
-    (:mod:`sinew_eval.farm.hosts`). hosts: a Ray cluster that plays instead of this machine
-    (:mod:`sinew_eval.foreign.cluster`). Raises :class:`SinewError` with what a shard could not do,
-    and where shards die again and again in one group.
+    Args:
+        folder: Folder of the queue, which stays until :func:`remove`.
+        task: The task.
+        variants: The variants.
+        todo: Pairs of the index of a variant and a seed.
+        shards: Number of worker processes.
+        listen: HOST:PORT where other hosts can join (:mod:`sinew_eval.farm.hosts`). None for none.
+        hosts: Address of a Ray cluster that plays instead of this machine (:mod:`sinew_eval.foreign.cluster`).
+
+    Yields:
+        The index of a variant and the episodes of a group, as soon as they are finished.
+
+    Raises:
+        SinewError: A worker failed with an error, or workers died repeatedly in the same group.
     """
     queue, plan = EpisodeQueue(folder, HEAD), FarmPlan.of(task, variants, todo)
     queue.make()
@@ -122,17 +131,21 @@ def play(
 
 
 def join(run: str, shards: int, typed: TypedNames | None = None) -> int:
-    """Help a run until everything is played; return the episodes that were played here.
+    """Help a run until everything is played.
 
     Args:
-        run: its folder, on a disk that both machines have, or the address that it listens on (http://HOST:PORT), which
-            also sends bundles.
-        shards: processes.
-        typed: the names that were typed here; the plan is data from another machine.
+        run: Folder of the run on a disk that both machines share, or the http:// address on which it listens. An
+            address also sends bundles.
+        shards: Number of worker processes.
+        typed: Names that were typed on this machine. The plan comes from another machine and may use no others.
+
+    Returns:
+        Number of episodes that were played here.
 
     Raises:
-        UntypedNameError: the plan names something that is not built in and was not typed.
-        SinewError: nothing is played there, the bundles here are others, or what :func:`play` raises of shards.
+        UntypedNameError: The plan uses a name that is neither built in nor typed.
+        SinewError: No run is active there, a bundle differs from the run's bundle, or a worker failed as in
+            :func:`play`.
     """
     typed = typed or TypedNames()
     address = run if run.startswith(SCHEME) else ""
@@ -164,11 +177,18 @@ def join(run: str, shards: int, typed: TypedNames | None = None) -> int:
 
 
 class WorkerPool:
-    """Processes of this machine that play, each started anew when it dies. how: the module that they run, and its
-    arguments behind the folder and a name: the typed names, and for SHARD the address of a run elsewhere.
+    """Worker processes on this machine. A process that dies is replaced.
 
-    Raises :class:`SinewError` from ``tend`` for what one of them has found to be wrong, and for DEATHS in one group, or
-    before the first.
+    Args:
+        folder: Folder of the queue.
+        count: Number of processes.
+        name: Beginning of the processes' names.
+        logs: Folder for the logs of the processes.
+        how: Module that the processes run, and its further arguments: the typed names, and for SHARD the address of
+            the run or "".
+
+    Attributes:
+        episodes: Episodes that were played by processes that have ended.
     """
 
     def __init__(self, folder: Path, count: int, name: str, logs: Path, how: Sequence[str]):
@@ -189,7 +209,15 @@ class WorkerPool:
             raise
 
     def tend(self) -> bool:
-        """Look after the processes; say whether any is left. Those that have nothing more to play end."""
+        """Supervise the processes once. A process ends when it finds no more episodes to play.
+
+        Returns:
+            True while a process is running.
+
+        Raises:
+            SinewError: A process reported an error, or DEATHS processes died in the same group or before their first
+                group.
+        """
         for name, process in list(self._shards.items()):
             code = process.poll()
             self._hear(name)
@@ -217,7 +245,7 @@ class WorkerPool:
         self.start()
 
     def _hear(self, name: str) -> None:
-        """Hand on what a shard has said to people since the last look."""
+        """Print the messages for the user that a worker has written to its log since the last call."""
         with open_regular(self._log(name)) as log:
             log.seek(self._heard[name])
             whole, end, _ = log.read().rpartition(b"\n")
@@ -227,7 +255,7 @@ class WorkerPool:
                 logger.warning("%s", text.removeprefix(SAID))
 
     def close(self) -> None:
-        """End all, also in the middle of an episode."""
+        """Kill all processes, also in the middle of an episode."""
         for process in self._shards.values():
             process.kill()
         for name, process in self._shards.items():
@@ -237,7 +265,7 @@ class WorkerPool:
         self._shards.clear()
 
     def start(self) -> None:
-        """Start one more."""
+        """Start one more process."""
         self._begun += 1
         name = f"{self.name}-{os.getpid()}-{self._begun}."
         places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
@@ -256,7 +284,11 @@ class WorkerPool:
 
 
 class Deaths:
-    """Counts what dies while it plays in ``folder``, by group, and before the first one ("")."""
+    """Counts the deaths of workers by group, and the deaths before a first group ("").
+
+    Args:
+        folder: Folder of the queue.
+    """
 
     def __init__(self, folder: Path):
         self._played, self._deaths = folder / PLAYED, Counter[str]()
@@ -264,8 +296,17 @@ class Deaths:
         self._progress = 0
 
     def count(self, released: Sequence[str], how: str, said: Sequence[str] = ()) -> None:
-        """Count a death. Raises :class:`SinewError` for DEATHS in one group, or DEATHS before a group while nobody
-        plays anything; released: the names of groups that it had. said: its last words."""
+        """Count a death.
+
+        Args:
+            released: Names of the groups that the worker was playing.
+            how: How the worker died, for the message.
+            said: Last lines of the worker's log.
+
+        Raises:
+            SinewError: DEATHS workers died in the same group, or before a first group without any progress in
+                between.
+        """
         progress = self._played.stat().st_mtime_ns
         # Some shard has finished a group since the last death, so earlier deaths before a first group do not count.
         if progress != self._progress:
@@ -288,18 +329,20 @@ def _lines(log: Path) -> list[str]:
 
 
 def work(folder: Path, worker: str, typed: TypedNames, address: str = "") -> int:
-    """Play what is open in a queue until nothing is; return how many episodes were played here.
-
-    Whoever has nothing to take waits for those who have: they may die.
+    """Play groups of a queue until all are played. A worker without a free group waits, because another worker may
+    die.
 
     Args:
-        folder: of the queue.
-        worker: the name of this process in it.
-        typed: the names that were typed on this machine's command line; the plan may use no others.
-        address: of the run, where ``folder`` has only its plan.
+        folder: Folder of the queue.
+        worker: Name of this process in the queue.
+        typed: Names that were typed on this machine's command line. The plan may use no others.
+        address: Address of the run if ``folder`` contains only its plan. "" for a local queue.
+
+    Returns:
+        Number of episodes that were played here.
 
     Raises:
-        SinewError: there is no plan, it names what was not typed, or an episode cannot be played.
+        SinewError: There is no plan, the plan uses a name that was not typed, or an episode failed.
     """
     try:
         plan = FarmPlan.read(folder)
@@ -347,14 +390,21 @@ def beat(queue: EpisodeQueue | RemoteQueue, ended: threading.Event) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed parent closes nothing but its end of the pipe."""
+    """End this process when its parent has ended, which closes the other end of the pipe."""
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 def main(play: Callable[[], int]) -> int:
-    """Play as a shard of the process that started this one; its standard input tells that the parent lives."""
+    """Play as the worker of a parent process. The worker ends when its standard input is closed.
+
+    Args:
+        play: Plays the episodes, and returns their number.
+
+    Returns:
+        The exit status.
+    """
     # Ignore Ctrl-C, which reaches the shards too. The parent process stops them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,1 +1,1 @@
-"""Episodes that are played elsewhere: simulators in interpreters of their own, hosts of a Ray cluster."""
+"""Play episodes in other environments: simulators in their own Python interpreters, and hosts of a Ray cluster."""

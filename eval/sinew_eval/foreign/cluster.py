@@ -1,11 +1,11 @@
-"""Episodes on the hosts of a Ray cluster: one shard of the run, which hands its groups on to actors. Needs ray.
+"""Play episodes on the hosts of a Ray cluster. One worker of the run passes its groups on to Ray actors. Needs ray.
 
-The queue stays where it is (:mod:`sinew_eval.farm.files`): this process holds the leases of whatever the cluster plays,
-and stores what comes back. So what is lost with an actor, a host, the cluster or this process has not been played, and
-its group is open again. Ray starts actors, finds them places and says that one has died; nothing of that is done here.
+The queue stays in its folder (:mod:`sinew_eval.farm.files`). This process has the leases of all groups on the
+cluster, and stores the results. Therefore a group is open again if an actor, a host, the cluster or this process is
+lost. Ray itself starts the actors, chooses their hosts and reports their deaths.
 
-A bundle is taken from the same path where a host has it with the same bytes, else from the host's store, where it has
-the name of its SHA-256; a host that has neither is sent it once.
+A host uses a bundle at the same path if it has the same content. Otherwise it uses the bundle in its store, whose
+name is the SHA-256. A host without the bundle gets it once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BLOCK = 16 << 20  # bytes of a bundle in one message
 
 
 def check(hosts: str) -> None:
-    """Raise :class:`SinewError` for what names no cluster."""
+    """Raise :class:`SinewError` if a text is not the address of a cluster."""
     host, _, port = hosts.removeprefix(CLIENT).rpartition(":")
     reachable = hosts.startswith(CLIENT) and host and port.isdecimal() and 0 < int(port) < 1 << 16
     if hosts != HERE and not reachable:
@@ -63,7 +63,18 @@ def check(hosts: str) -> None:
 
 
 def connected(hosts: str, patience_s: float) -> Any:
-    """Return the module ray, connected. Raises :class:`SinewError` where no cluster answers for ``patience_s``."""
+    """Connect to a Ray cluster.
+
+    Args:
+        hosts: Address of the cluster.
+        patience_s: How long to wait for the cluster, in seconds.
+
+    Returns:
+        The module ray, connected.
+
+    Raises:
+        SinewError: No cluster answered in time.
+    """
     check(hosts)
     # Turn off Ray's usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -98,10 +109,13 @@ def connected(hosts: str, patience_s: float) -> Any:
 
 
 class RemoteWorker:
-    """Plays on a host what the run elsewhere asks for. plan: the bytes of its file.
+    """Plays groups on a host of the cluster. A received bundle stays in the cache for the next run.
 
-    What was sent stays among the bundles of the cache, and the next run finds it. Raises :class:`SinewError` where this
-    host has not what the task needs.
+    Args:
+        plan: Content of the plan's file.
+
+    Raises:
+        SinewError: This host lacks something that the task needs.
     """
 
     def __init__(self, plan: bytes):
@@ -114,7 +128,11 @@ class RemoteWorker:
         self.player = EpisodePlayer(self.plan.task)
 
     def missing(self) -> list[int]:
-        """Return one variant of each bundle that has to be sent. Where none has, open the first."""
+        """Find the bundles that this host lacks. If it lacks none, open the first policy.
+
+        Returns:
+            Index of one variant for each missing bundle.
+        """
         found: dict[Path, int] = {}
         for index, variant in enumerate(self.plan.variants):
             try:
@@ -133,7 +151,17 @@ class RemoteWorker:
         return [*found.values()]
 
     def receive(self, index: int, block: bytes, place: int, last: bool) -> None:
-        """Append to a bundle, at byte ``place`` of it. Raises :class:`SinewError` where the whole is another one."""
+        """Append a block to a bundle.
+
+        Args:
+            index: Index of the variant.
+            block: The block.
+            place: Position of the block in the bundle, in bytes.
+            last: True for the last block.
+
+        Raises:
+            SinewError: The complete bundle has another SHA-256.
+        """
         kept = self._kept(index)
         part = kept.with_name(f".{kept.name}.{os.getpid()}")
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +182,15 @@ class RemoteWorker:
             raise
 
     def play(self, index: int, seeds: tuple[int, ...]) -> bytes:
-        """Return the episodes of a group, a line of JSON each."""
+        """Play a group.
+
+        Args:
+            index: Index of the variant.
+            seeds: Seeds of the group.
+
+        Returns:
+            The episodes, one line of JSON each.
+        """
         variant = self.variants[index]
         with one_thread([variant]):
             episodes = self.player.play_group(variant, seeds)
@@ -165,7 +201,9 @@ class RemoteWorker:
 
 
 def _actor() -> Any:
-    """Return the class of an actor. It travels by value, as a host without Sinew is to say so itself."""
+    """Return the class of an actor. Ray sends the class itself, so that a host without Sinew can report that it is
+    missing.
+    """
 
     class Episodes:
         def open(self, plan: bytes, release: str) -> dict[str, Any]:
@@ -212,14 +250,14 @@ def _actor() -> Any:
 
 
 class RefusedError(Exception):
-    """A host that cannot play."""
+    """A host cannot play."""
 
 
 Life = Generator[Any, Any, None]
 
 
 class RemoteWorkerSlot:
-    """An actor, what it is asked for, and the groups whose leases are held for it."""
+    """An actor, its pending request, and the groups whose leases this process has for the actor."""
 
     def __init__(self, actor: Any):
         self.actor, self.node, self.name = actor, "", ""
@@ -230,10 +268,14 @@ class RemoteWorkerSlot:
 
 
 class Hosts:
-    """The actors of a run on a cluster. ray: the module, connected.
+    """The actors of a run on a cluster.
 
-    ``play`` raises :class:`SinewError` with what an episode could not do, where actors die again and again in one
-    group, and where no host has what the task needs.
+    Args:
+        ray: The module ray, connected.
+        folder: Folder of the queue.
+        queue: The queue.
+        count: Number of actors.
+        typed: Names that were typed on this machine's command line.
     """
 
     def __init__(self, ray: Any, folder: Path, queue: EpisodeQueue, count: int, typed: TypedNames):
@@ -252,7 +294,11 @@ class Hosts:
         self._seats = [self._seat() for _ in range(count)]
 
     def play(self) -> None:
-        """Play until nothing is open, or the run has ended."""
+        """Play until all groups are played, or until the run has ended.
+
+        Raises:
+            SinewError: An episode failed, actors died repeatedly in the same group, or no host can play the task.
+        """
         for seat in self._seats:
             self._step(seat, None)
         while self._queue.goes_on and (self._left or any(seat.held for seat in self._seats)):
@@ -277,7 +323,7 @@ class Hosts:
         return seat
 
     def _step(self, seat: RemoteWorkerSlot, ref: Any) -> None:
-        """Give an actor the answer that it has come to, and go on to its next question."""
+        """Pass an answer to the actor's sequence of requests, and send the next request."""
         try:
             answer = None if ref is None else self._ray.get(ref)
             seat.ref = next(seat.life) if ref is None else seat.life.send(answer)
@@ -294,7 +340,7 @@ class Hosts:
             self._again(seat)
 
     def _again(self, seat: RemoteWorkerSlot) -> None:
-        """Open the groups of an actor again, and start another one in its place."""
+        """Open the groups of an actor again, and replace the actor."""
         for job, _ in reversed(seat.held):
             self._queue.give_back(job)
             self._left.insert(0, job)
@@ -357,7 +403,7 @@ class Hosts:
                 place += len(block)
 
     def _look(self) -> None:
-        """Say once that actors find no place."""
+        """Print once that actors wait for free CPUs."""
         waiting = sum(not seat.node for seat in self._seats)
         if waiting and not self._told and time.monotonic() - self._begun > PLACE_S:
             there = self._ray.cluster_resources().get("CPU", 0)
@@ -367,8 +413,18 @@ class Hosts:
 
 
 def work(folder: Path, worker: str, typed: TypedNames, hosts: str, count: int) -> int:
-    """Play what is open in a queue on a cluster until nothing is; return how many episodes were played. typed: the
-    names on the command line of the run; the plan may use no others."""
+    """Play groups of a queue on a cluster until all are played.
+
+    Args:
+        folder: Folder of the queue.
+        worker: Name of this process in the queue.
+        typed: Names that were typed on the run's command line. The plan may use no others.
+        hosts: Address of the cluster.
+        count: Number of actors.
+
+    Returns:
+        Number of episodes that were played.
+    """
     played = any((folder / files.PLAYED).iterdir())
     ray = connected(hosts, AWAY_S if played else 0.0)
     queue = EpisodeQueue(folder, worker)

@@ -1,7 +1,7 @@
-"""A model server of vla-eval as the policy of an episode: ``vla-eval://HOST:PORT``.
+"""Use a model server of vla-eval as the policy of an episode: ``vla-eval://HOST:PORT``.
 
-Such a server answers each observation with the action of that control step, and keeps its chunks to itself. Source:
-vla-eval 0.8.0, ``connection.py``, ``protocol/*.py``, ``model_servers/{serve,predict}.py``.
+Such a server answers each observation with one action and manages its chunks itself. Source: vla-eval 0.8.0,
+``connection.py``, ``protocol/*.py``, ``model_servers/{serve,predict}.py``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,16 @@ KINDS = "biuf"  # kinds of numpy dtypes that an action may have
 
 
 class ModelServer:
-    """See :class:`sinew_eval.episodes.policies.EvalPolicy`. hello: what the server says of itself.
+    """Policy on a model server of vla-eval, see :class:`sinew_eval.episodes.policies.EvalPolicy`.
 
-    Raises :class:`SinewError` for an address that does not answer, or does not speak the protocol.
+    Args:
+        address: ``vla-eval://HOST:PORT``.
+
+    Attributes:
+        hello: The server's description of itself.
+
+    Raises:
+        SinewError: The server does not answer, or uses another protocol.
     """
 
     chunk_size, committed_rows = 1, 0
@@ -74,7 +81,15 @@ class ModelServer:
         self._begun = True
 
     def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
-        """Return float32 [1, D]. The protocol has no place for a seed: a server draws its noise as it likes."""
+        """Request one action.
+
+        Args:
+            observation: Images, state and prompt.
+            seed: Not used, because the protocol has no field for a seed. The server draws its own noise.
+
+        Returns:
+            The action, float32 [1, D], and the milliseconds of the request.
+        """
         begun = time.perf_counter()
         seen = {
             "images": {name: np.asarray(frame) for name, frame in observation["images"].items()},
@@ -152,7 +167,7 @@ class ModelServer:
 
 
 def _to_map(value: Any) -> Any:
-    """Return an array as its servers read it."""
+    """Convert an array to the map that model servers of vla-eval read."""
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{type(value).__name__} does not travel")
     dense = np.ascontiguousarray(value)
@@ -165,7 +180,9 @@ def _to_map(value: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    """Return the array of a map that is one, another value as it is. Raises ValueError or TypeError."""
+    """Convert a map that contains an array to this array. Other values stay unchanged. Raises ValueError or TypeError
+    for an invalid map.
+    """
     if not isinstance(value, dict) or value.get("__ndarray__") is not True:
         return value
     shape, data, dtype = (value.get(name) for name in ("shape", "data", "dtype"))
@@ -177,7 +194,7 @@ def _array(value: Any) -> Any:
 
 
 def said(address: str) -> dict[str, Any]:
-    """Return a server's description. Raises :class:`SinewError`."""
+    """Return a model server's description of itself. Raises :class:`SinewError` if the server does not answer."""
     policy = ModelServer(address)
     try:
         return policy.hello

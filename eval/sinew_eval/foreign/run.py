@@ -1,6 +1,6 @@
-"""Simulators in interpreters of their own: making them, finding them, playing episodes in them.
+"""Create and find the Python interpreters of simulators, and play episodes in them.
 
-Each is an ordinary client of a server, over the real socket. A bundle is served for as long as it is needed.
+Each interpreter is an ordinary client of a policy server. A bundle is served for as long as the episodes need it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Where the interpreters are: SINEW_SIMS, ``build/sims`` of a checkout, or the user's cache."""
+    """Return the folder of the interpreters: SINEW_SIMS, ``build/sims`` of a checkout, or the user's cache."""
     if given := os.environ.get("SINEW_SIMS"):
         return Path(given)
     checkout = PACKAGES[1].parent
@@ -72,9 +72,17 @@ def python_of(place: Path) -> Path:
 
 
 def set_up(simulator: str) -> Path:
-    """Make the interpreter of one simulator, or find that it is there. Returns it.
+    """Create the interpreter of a simulator, unless it already exists.
 
-    Raises :class:`SinewError` for a simulator that cannot be installed, with what to do instead, and when pip fails.
+    Args:
+        simulator: Name of the simulator.
+
+    Returns:
+        Path of the Python executable.
+
+    Raises:
+        SinewError: The simulator is unknown or must be installed by hand, or pip failed. The message states the next
+            step.
     """
     if simulator not in suites.SIMULATORS:
         raise SinewError(f"--setup: expected one of {', '.join(suites.SIMULATORS)}, got {simulator!r}")
@@ -99,14 +107,19 @@ def set_up(simulator: str) -> Path:
 
 
 def _step(simulator: str, command: list[str]) -> None:
-    """Run one command, whose words are shown: it may fetch hundreds of megabytes. Raises :class:`SinewError`."""
+    """Run a command of the installation, which may download hundreds of megabytes, and print the command. Raises
+    :class:`SinewError` if it fails.
+    """
     progress.say(f"{simulator}: {' '.join(command)}")
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
         raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}") from None
 
 
 def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
-    """Link a simulator's meshes to where it looks for them: the hub's, or else the copy of the package index."""
+    """Link a simulator's meshes to the folder where the simulator searches them.
+
+    The meshes come from the Hugging Face hub, or else from a copy in the package index.
+    """
     packages = next(python.parent.parent.glob("[Ll]ib/**/site-packages"))
     place = packages / meshes.place
     if place.is_dir() and not place.is_symlink():
@@ -131,7 +144,7 @@ def _set_up_meshes(simulator: str, meshes: suites.Meshes, python: Path) -> None:
 
 
 def interpreter(simulator: str) -> Path:
-    """The interpreter of one simulator; raises :class:`SinewError` with what to do where there is none."""
+    """Return the Python executable of a simulator. Raises :class:`SinewError` with the next step if there is none."""
     recipe = suites.SIMULATORS[simulator]
     place = folder() / simulator
     stamp = _stamp(place)
@@ -143,7 +156,7 @@ def interpreter(simulator: str) -> Path:
 
 
 def is_set_up(simulator: str) -> bool:
-    """Return True if a simulator has an interpreter of its own, from any versions."""
+    """Return True if a simulator has its own interpreter, with any versions of the packages."""
     return bool(_stamp(folder() / simulator))
 
 
@@ -160,7 +173,13 @@ def _recipe_stamp(simulator: str) -> str:
 
 
 def versions_of(python: Path) -> dict[str, str]:
-    """Return the versions of Python and of the packages that may change an outcome, in another interpreter.
+    """Read the versions of Python and of the packages that may change an outcome, in another interpreter.
+
+    Args:
+        python: The Python executable.
+
+    Returns:
+        Name of a package -> version.
 
     Raises:
         SinewError: The interpreter does not run.
@@ -177,7 +196,15 @@ def versions_of(python: Path) -> dict[str, str]:
 
 
 class Foreign:
-    """Plays in another interpreter; see :class:`sinew_eval.episodes.campaign.RemotePlayer`. log: of the server."""
+    """Plays episodes in another Python interpreter; see :class:`sinew_eval.episodes.campaign.RemotePlayer`.
+
+    Args:
+        python: The Python executable.
+        log: File for the log of the policy server. None for a temporary file.
+
+    Raises:
+        SinewError: The interpreter does not exist or does not run.
+    """
 
     def __init__(self, python: Path, log: Path | None = None):
         if not python.is_file():
@@ -187,7 +214,7 @@ class Foreign:
         self.versions = versions_of(python)
 
     def control_hz(self, task: Task) -> float:
-        """Where the suite does not say it, it is asked of the interpreter."""
+        """Return the control rate of a task. If the suite does not state the rate, ask the interpreter."""
         if (found := suites.find(task.env)) is not None and found[0].control_hz:
             return found[0].control_hz
         with Worker(self.python, task) as worker:
@@ -196,8 +223,11 @@ class Foreign:
     def play(
         self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
     ) -> Iterator[tuple[int, Episode]]:
-        """Variants of one policy share its server; the episodes of one task follow each other, because to
-        change the task may take longer than to play it."""
+        """Play episodes; see :meth:`sinew_eval.episodes.campaign.RemotePlayer.play`.
+
+        Variants with the same policy share one server. Episodes of the same task follow each other, because changing
+        the task can take longer than an episode.
+        """
         found = suites.find(task.env)
         tasks = len(found[1]) if found is not None else 1
         todo = sorted(todo, key=lambda job: (job[0], job[1] % tasks, job[1]))
@@ -218,7 +248,9 @@ class Foreign:
     def watch(
         self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], fps: float = 0.0
     ) -> Iterator[tuple[int, Episode, list[WatchedMoment]]]:
-        """Do what :func:`sinew_eval.episodes.watched.watch` does, in the other interpreter."""
+        """Play episodes in the other interpreter and return their steps, like
+        :func:`sinew_eval.episodes.watched.watch`.
+        """
         with tempfile.TemporaryDirectory() as scratch, Worker(self.python, task, fps) as worker:
             for index, group in itertools.groupby(todo, lambda job: job[0]):
                 with self._address(variants[index]) as address:
@@ -230,7 +262,7 @@ class Foreign:
 
     @contextmanager
     def _address(self, variant: Variant) -> Iterator[str]:
-        """What the interpreter is given as the variant's policy."""
+        """Yield the address of the variant's policy. A bundle is served while the context is open."""
         if Target.parse(variant.target).kind != LOCAL:
             yield variant.target
             return
@@ -241,8 +273,8 @@ class Foreign:
 
 
 def _flags(variant: Variant) -> tuple[str, ...]:
-    """Return the options of `sinew serve` for a variant: those that define how its policy runs. The others belong to
-    the robot.
+    """Return the options of `sinew serve` for a variant: those that define how its policy runs. The other options
+    belong to the robot.
     """
     found = ["--device", variant.device]
     for name in ("engine", "dtype"):
@@ -260,7 +292,9 @@ def _flags(variant: Variant) -> tuple[str, ...]:
 
 
 def _there(variant: Variant, address: str) -> Variant:
-    """Return a variant as the other interpreter gets it: what its server was told is not its own."""
+    """Return the variant for the other interpreter: the address of the server, without options that the server
+    already has.
+    """
     return replace(variant, target=address, dtype=None, device="cpu")
 
 
@@ -298,19 +332,24 @@ def _share(
 
 
 class KilledError(SinewError):
-    """A process was ended by a signal: memory that ran out, somebody's kill."""
+    """A signal ended a process, for example because memory ran out."""
 
 
 class Worker:
-    """One process of the other interpreter. Its environment has been made when this returns. fps: of the moments
-    that its episodes leave; None: none are kept."""
+    """One process of the other interpreter. It has made its environment when the constructor returns.
+
+    Args:
+        python: The Python executable.
+        task: The task.
+        fps: Maximum number of stored steps per second of simulated time. None to store no steps.
+    """
 
     def __init__(self, python: Path, task: Task, fps: float | None = None):
         self._python, self._task = python, task.to_dict() | ({} if fps is None else {"fps": fps})
         self._start()
 
     def again(self) -> None:
-        """Start anew."""
+        """Restart the process."""
         self.close()
         self._start()
 
@@ -336,7 +375,19 @@ class Worker:
             raise
 
     def play(self, variant: Variant, seed: int, file: Path | None = None) -> Episode:
-        """Play an episode. file: where its moments are written."""
+        """Play an episode.
+
+        Args:
+            variant: The variant.
+            seed: Seed of the episode.
+            file: File for the stored steps of the episode. None to store none.
+
+        Returns:
+            The record of the episode.
+
+        Raises:
+            SinewError: The episode failed, or the process ended.
+        """
         more = {} if file is None else {"file": str(file)}
         return Episode.from_dict(self._ask({"variant": variant.to_dict(), "seed": seed, **more})["episode"])
 
@@ -366,7 +417,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Also in the middle of an episode, whose result nobody waits for."""
+        """Kill the process, also in the middle of an episode."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):

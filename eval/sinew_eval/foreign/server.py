@@ -1,4 +1,4 @@
-"""``sinew serve`` as a child process, for runs that must go through the real server."""
+"""Run ``sinew serve`` as a child process, for episodes that must use the real server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,18 @@ STOP_SECONDS = 30
 
 @contextmanager
 def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """Yields the server's address once it is warm; stops it afterwards, and where this process ends, however it does.
+    """Serve a bundle. The server stops with the context, and also if this process is killed.
 
-    Its log goes to ``log``. It keeps its engine. Raises :class:`SinewError` when it does not start, or does not end
-    cleanly.
+    Args:
+        bundle: The bundle.
+        log: File for the server's log.
+        *arguments: Further options of `sinew serve`.
+
+    Yields:
+        The server's address, when it is ready.
+
+    Raises:
+        SinewError: The server did not start, or did not end cleanly.
     """
     command = [
         sys.executable,
@@ -76,7 +84,7 @@ def _stop(server: subprocess.Popen[str]) -> int:
 
 
 def _end_with_standard_input() -> None:
-    """Ends this process as SIGTERM does once the other end of standard input is closed, as it is of a killed parent."""
+    """End this process with SIGTERM when its standard input is closed, which also happens when the parent is killed."""
     while os.read(0, 1 << 16):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,12 +1,14 @@
-"""Plays episodes in a simulator's own interpreter: JSON lines in on standard input, JSON lines out on standard output.
+"""Play episodes in a simulator's own Python interpreter. Requests arrive as JSON lines on standard input. Answers
+leave as JSON lines on standard output.
 
-Started by :mod:`sinew_eval.foreign.run` as a script. That interpreter has the simulator, gymnasium, numpy and
-protobuf, and neither sinew nor torch: the packages are imported here from where the parent has them, by their
-folders, so that nothing else that lies beside them gets in.
+:mod:`sinew_eval.foreign.run` starts this file as a script. The interpreter has the simulator, gymnasium, numpy and
+protobuf, but neither sinew nor torch. Sinew's packages are imported from the folders of the parent process, so that
+no other package of the parent is visible.
 
-In: the task, then one request per line, ``{"variant": {...}, "seed": 0}``. Out: ``{"control_hz": 50.0}`` when the
-environment is there, then one ``{"episode": {...}}`` per request; ``{"error": "..."}`` for what a user can mend. With
-``fps`` beside the task, a request has a ``file``, into which the moments of its episode are written.
+The first request is the task. Every further request is ``{"variant": {...}, "seed": 0}``. The first answer is
+``{"control_hz": 50.0}``, when the environment is ready. Then each request gets ``{"episode": {...}}``, or ``{"error":
+"..."}`` for an error that the user can fix. If the task contains ``fps``, a request also contains a ``file`` for the
+stored steps of the episode.
 """
 
 import importlib.util
@@ -20,7 +22,7 @@ PYTHON = (3, 10)  # oldest Python that can import the evaluation's code
 
 
 def _adopt(name, folder):
-    """Import one package from its folder."""
+    """Import a package from its folder."""
     first = os.path.join(folder, "__init__.py")  # noqa: PTH118 - no more imports than needed before the check below
     spec = importlib.util.spec_from_file_location(name, first, submodule_search_locations=[folder])
     assert spec is not None
@@ -31,7 +33,7 @@ def _adopt(name, folder):
 
 
 def _end_with_parent():
-    """A killed parent closes nothing, and an episode may be long."""
+    """End this process when its parent has ended. The parent may be killed during a long episode."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(1.0)

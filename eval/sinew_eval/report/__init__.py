@@ -1,1 +1,1 @@
-"""Statistics, tables, figures, animations and gates of finished episodes."""
+"""Statistics, tables and success gates of finished episodes."""

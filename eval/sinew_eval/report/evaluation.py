@@ -1,4 +1,4 @@
-"""``sinew.evaluate``: episodes of a policy in an environment, from Python."""
+"""``sinew.evaluate``: play episodes of a policy in an environment, from Python."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class Evaluation:
 
     @property
     def success(self) -> float:
-        """Share of episodes that succeeded."""
+        """Return the share of episodes that succeeded."""
         return self.successes / len(self.episodes)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % score interval of the success (Wilson 1927)."""
+        """Return the 95 % score interval of the success (Wilson 1927)."""
         return statistics.wilson(self.successes, len(self.episodes))
 
     @property
@@ -112,7 +112,9 @@ class Evaluation:
         return f"<Evaluation {self}>"
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: the success of each task, its 95 % interval as a plot, and the mean steps."""
+        """Return a table for notebooks: the success of each task, its 95 % interval as a plot, and the mean number of
+        steps.
+        """
         tasks = self.by_task()
         parts = {"all": self, **(tasks if len(tasks) > 1 else {})}
         rows = "".join(
@@ -136,7 +138,7 @@ class Evaluation:
 
 
 def _bar(found: Evaluation) -> str:
-    """Return the success as a bar and its interval as a line, an inline SVG."""
+    """Draw the success as a bar and its interval as a line. Returns an inline SVG."""
     low, high = (WIDTH * each for each in found.interval)
     return (
         f'<svg role="img" width="{WIDTH}" height="16" viewBox="0 0 {WIDTH} 16"><title>{html.escape(str(found))}'
@@ -230,7 +232,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])")
 
 
 def _in_python(text: str) -> str:
-    """Return a message with the flags of ``sinew eval`` as parameters of :func:`evaluate`, but in backticks."""
+    """Replace options of ``sinew eval`` in a message by parameters of :func:`evaluate`, except in backticks."""
     known = inspect.signature(evaluate).parameters
 
     def parameter(flag: re.Match[str]) -> str:
@@ -388,8 +390,14 @@ def _vectorised(
 
 
 class GivenPlayer(EpisodePlayer):
-    """Plays with an open policy, if there is one, and with environments that are made elsewhere. keeps: they, as the
-    policy, belong to the caller and stay open."""
+    """A player with environments that the caller makes, and optionally with the caller's open policy.
+
+    Args:
+        task: The task.
+        make: Makes an environment and its adapter.
+        policy: The caller's policy. None to open the policy of the variant.
+        keeps: True if the environments belong to the caller and stay open.
+    """
 
     def __init__(
         self,
@@ -421,7 +429,15 @@ class GivenPlayer(EpisodePlayer):
 
 
 def adapted(env: gymnasium.Env, adapter: Adapter) -> EnvAdapter:
-    """Return the adapter of an environment. Raises :class:`SinewError` for what is none."""
+    """Return the adapter of an environment.
+
+    Args:
+        env: The environment.
+        adapter: Name of an adapter, a mapping, a class, or None for an environment that returns Sinew's observations.
+
+    Raises:
+        SinewError: There is no such adapter.
+    """
     if adapter is None:
         return Direct(env)
     if isinstance(adapter, str):

@@ -1,7 +1,7 @@
-"""The success gate: a recorded run of the reference, and the rule that later runs are held against.
+"""The success gate: a recorded run of a reference policy, and the rule with which later runs are compared.
 
-A gate file fixes the protocol (environment, seeds, replan interval, latency, hand-over), names the seeds at
-which the reference failed, and so allows paired comparison over any prefix of its seeds.
+A gate file fixes the protocol (environment, seeds, replan rule, latency, chunk merging). It also contains the seeds
+at which the reference failed, so any part of its seeds allows a paired comparison.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ GATES = Path(__file__).parents[1] / "gates"  # gates of the built-in tasks
 
 @dataclass(frozen=True, slots=True)
 class GateRule:
-    """A run fails if any of these holds.
+    """Rule of a gate. A run fails if any of the conditions is true.
 
-    floor: the upper end of its 95 % interval is below this.
-    max_drop, alpha: its success is more than ``max_drop`` below the reference's and McNemar's p < ``alpha``.
-    inside: its success is below the lower end of the reference's interval over the same seeds.
+    Attributes:
+        floor: The run fails if the upper end of its 95 % interval is below this success rate.
+        max_drop: The run fails if its success is lower than the reference's by more than this, and the p-value of
+            McNemar's test is below ``alpha``.
+        alpha: Level of significance for ``max_drop``.
+        inside: True to fail a run whose success is below the lower end of the reference's interval over the same
+            seeds.
     """
 
     floor: float = 0.85
@@ -48,8 +52,17 @@ class GateRule:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """``protocol``: fields of Task and Variant by name. ``reference``: where the recorded run comes from. ``path``: the
-    file, for messages."""
+    """A recorded run with its protocol and rule.
+
+    Attributes:
+        protocol: Fields of the task and the variant, by name.
+        first_seed: First seed of the run.
+        episodes: Number of episodes.
+        failed_seeds: Seeds at which the reference failed.
+        reference: Policy, date and machine of the recorded run.
+        rule: The rule.
+        path: The file, for messages. None if the gate was not read from a file.
+    """
 
     protocol: dict[str, Any]
     first_seed: int
@@ -61,14 +74,16 @@ class Gate:
     path: Path | None = field(default=None, compare=False)
 
     def task(self, typed: TypedNames | None = None) -> Task:
-        """Return the task to play, with actions as they come.
+        """Return the task to play. Actions are executed unchanged.
 
         Args:
-            typed: what the person typed; nothing if absent.
+            typed: Names that the person typed. None for none.
+
+        Returns:
+            The task.
 
         Raises:
-            UntypedNameError: the gate names an environment, an adapter or options that are not built in, and that
-                were not typed.
+            UntypedNameError: The gate uses an environment, an adapter or options that are neither built in nor typed.
         """
         task = Task(**{name: self.protocol[name] for name in TASK}, motion=dict(AS_IS))
         return allowed_task(self.path or "gate", task, typed or TypedNames())
@@ -79,7 +94,17 @@ class Gate:
         return {seed: seed not in failed for seed in range(self.first_seed, self.first_seed + self.episodes)}
 
     def judge(self, episodes: Sequence[Episode]) -> tuple[bool, str]:
-        """Whether a run passes, and why. Its seeds must be among the recorded ones."""
+        """Judge a run.
+
+        Args:
+            episodes: Episodes of the run. Their seeds must be in the record.
+
+        Returns:
+            True if the run passes, and the reason.
+
+        Raises:
+            SinewError: A seed is not in the record.
+        """
         run = {e.seed: e.success for e in episodes}
         recorded = self.outcomes
         if foreign := sorted(run.keys() - recorded.keys()):
@@ -101,8 +126,16 @@ class Gate:
         return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
 
     def fails_from(self, seeds: Iterable[int]) -> int:
-        """How many of the episodes of ``seeds`` that the reference won a run must lose to fail, winning all others;
-        0 if so few episodes cannot fail it."""
+        """Return how many episodes a run must lose to fail the gate.
+
+        Only episodes that the reference won count. The run is assumed to win all others.
+
+        Args:
+            seeds: Seeds of the run.
+
+        Returns:
+            The number of lost episodes. 0 if the run cannot fail, because it has too few episodes.
+        """
         recorded = self.outcomes
         outcomes = [recorded[seed] for seed in seeds]
         count, won = len(outcomes), sum(outcomes)
@@ -121,7 +154,17 @@ class Gate:
         return low if low <= won else 0
 
     def _faults(self, wins: int, count: int, reference_wins: int, p_value: float) -> list[str]:
-        """What of the rule so many wins of ``count`` break."""
+        """List the parts of the rule that a run breaks.
+
+        Args:
+            wins: Successful episodes of the run.
+            count: Episodes of the run.
+            reference_wins: Successful episodes of the reference over the same seeds.
+            p_value: P-value of McNemar's test.
+
+        Returns:
+            One text for each broken part.
+        """
         low = statistics.wilson(reference_wins, count)[0]
         upper = statistics.wilson(wins, count)[1]
         drop = (reference_wins - wins) / count
@@ -141,16 +184,19 @@ class Gate:
     ) -> tuple[Task, dict[str, Any]]:
         """Return the task of this gate, and the fields of a variant that is compared with it.
 
-        The task is the gate's. How the policy is run may be what is tested.
+        The task is always the gate's. Fields of the variant may differ, because they may be the subject of the test.
 
         Args:
-            task: the task as it was typed.
-            given: fields of the variant, None where they were not typed.
-            flags: fields of the task, None where they were not typed.
+            task: The task that was typed.
+            given: Fields of the variant. None for a field that was not typed.
+            flags: Fields of the task. None for a field that was not typed.
+
+        Returns:
+            The task, and the fields of the variant.
 
         Raises:
-            SinewError: another task was typed.
-            UntypedNameError: see :meth:`task`.
+            SinewError: Another task was typed.
+            UntypedNameError: See :meth:`task`.
         """
         for name, flag in flags.items():
             typed = getattr(task, name)
@@ -167,8 +213,14 @@ class Gate:
         return self.task(TypedNames(**names)), own
 
     def judge_report(self, report: dict[str, Any]) -> bool:
-        """Judge every variant of a report that has its episodes beside it, and note the verdicts under ``gate``. Return
-        whether all pass."""
+        """Judge every variant of a report, and store the verdicts under ``gate``.
+
+        Args:
+            report: A report that contains its episodes.
+
+        Returns:
+            True if all variants pass.
+        """
         verdicts = []
         for entry, episodes in zip(report["variants"], report["episodes"], strict=True):
             passed, text = self.judge(episodes)
@@ -195,7 +247,17 @@ class Gate:
 
 
 def read_gate(path: Path) -> Gate:
-    """Return the gate of a file, or, by its task's name alone, one of this package. Raises :class:`SinewError`."""
+    """Read a gate.
+
+    Args:
+        path: A file, or the name of a built-in task for the gate of this package.
+
+    Returns:
+        The gate.
+
+    Raises:
+        SinewError: The file is missing or is not a gate.
+    """
     if not path.exists() and path.parent == Path() and not path.suffix:
         names = sorted(each.stem for each in GATES.glob("*.json"))
         if path.name not in names:
@@ -247,7 +309,7 @@ def _rule(values: Any) -> GateRule:
 
 
 def record(report: dict[str, Any]) -> Gate:
-    """A gate from the first variant of a report."""
+    """Build a gate from the first variant of a report. Raises :class:`SinewError` for a run in real time."""
     entry = report["variants"][0]
     task, variant = report["task"], entry["variant"]
     if task["realtime"]:

@@ -1,4 +1,4 @@
-"""Episodes to numbers, and numbers to a JSON document, markdown and terminal tables."""
+"""Convert episodes to numbers, and numbers to a JSON report, Markdown and terminal tables."""
 
 from __future__ import annotations
 
@@ -37,9 +37,19 @@ def document(
     command: str = "",
     simulator: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return everything about a run that can be put into JSON. The first variant is the baseline of comparisons.
+    """Build the report of a run.
 
-    simulator: The versions in the interpreter that plays, if it is another one.
+    Args:
+        task: The task.
+        control_hz: Control steps per second.
+        variants: The variants. The first one is the baseline of comparisons.
+        results: Episodes of each variant.
+        workers: Number of processes that played.
+        command: Command line of the run.
+        simulator: Versions of the packages in the interpreter that played, if it is another one.
+
+    Returns:
+        The report, ready for JSON.
     """
     return {
         "schema": SCHEMA,
@@ -61,9 +71,21 @@ def document(
 
 
 def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label: str) -> dict[str, Any]:
-    """What is known about one variant. Rates in Hz: ``chunk_rate`` of inferences back to back,
-    ``control_rate`` amortised over the actions executed per chunk, both from the median latency; ``step_ms`` is that
-    latency over the actions executed per chunk; ``age_ms`` of executed actions, since their frame."""
+    """Summarise the episodes of one variant.
+
+    Some fields of the result: ``chunk_rate_hz`` is the rate of inferences without a pause. ``control_rate_hz`` is
+    this rate times the actions executed per chunk. ``step_ms`` is the median latency divided by the actions executed
+    per chunk. ``age_ms`` is the time from a frame to the execution of an action.
+
+    Args:
+        variant: The variant.
+        episodes: Its episodes.
+        control_hz: Control steps per second.
+        label: Short name of the variant.
+
+    Returns:
+        The entry of the variant in the report.
+    """
     latency = statistics.summarize([ms for episode in episodes for ms in episode.latency_ms])
     delays = [d for episode in episodes for d in episode.delays]
     chunks, executed = sum(e.chunks for e in episodes), sum(e.executed for e in episodes)
@@ -101,7 +123,7 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
 
 
 def edge(variant: Variant) -> dict[str, Any]:
-    """Return the file and the SHA-256 of an edge adapter, for a report; {} without one."""
+    """Return the file name and the SHA-256 of the edge adapter, for a report. Empty without an edge adapter."""
     if not variant.edge_adapter:
         return {}
     return {
@@ -116,8 +138,8 @@ def versions(simulator: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the versions of Python and of the installed packages that may change an outcome.
 
     Args:
-        simulator: The versions in the interpreter that plays, if it is another one. They are named "simulator mujoco"
-            and so on, and this interpreter's own simulation packages are left out, as they play nothing.
+        simulator: Versions in the interpreter that plays, if it is another one. Their names get the prefix
+            "simulator", and the simulation packages of this interpreter are left out, because they are not used.
 
     Returns:
         Package -> version.
@@ -130,10 +152,14 @@ def versions(simulator: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def facts(variant: Variant) -> dict[str, Any]:
-    """Return the facts about a bundle: its name, architecture and backbone, its file's name and bytes and its
-    parameters.
+    """Return facts about a variant's policy.
 
-    Fewer for a server, none for an expert.
+    Args:
+        variant: The variant.
+
+    Returns:
+        For a bundle: name, architecture, backbone, file name, bytes and parameters. For a server: name, architecture
+        and backbone. For an expert: nothing.
     """
     about = identity(variant.target)
     if about["kind"] != "bundle":
@@ -154,7 +180,7 @@ def facts(variant: Variant) -> dict[str, Any]:
 
 
 def dtype_of(variant: Variant) -> str:
-    """The precision that a variant computes in, component by component; empty for an expert."""
+    """Return the number formats of a variant's components. "" for an expert."""
     about = identity(variant.target)
     if about["kind"] != "bundle":
         return str(about.get("dtype", ""))
@@ -162,8 +188,17 @@ def dtype_of(variant: Variant) -> str:
 
 
 def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
-    """Per task, and per part of task names such as "red/left"; in alphabetical order, whole tasks first. A last part
-    that only one task has ("easy/reach") would say the same twice and is left out."""
+    """Summarise the success by task.
+
+    Parts of a task's name, such as "red" in "red/left", also get an entry. A last part that only one task has
+    ("easy/reach") is left out, because its entry would repeat that of the task.
+
+    Args:
+        episodes: The episodes.
+
+    Returns:
+        Name -> success, in alphabetical order. Whole tasks come first.
+    """
     groups: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         parts = episode.task.split("/")
@@ -184,8 +219,17 @@ def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
 def comparison(
     variants: Sequence[Variant], results: Sequence[Sequence[Episode]], index: int
 ) -> dict[str, Any]:
-    """Return McNemar's exact test of one variant against the first, seed by seed, and the difference with its interval:
-    success of the variant less that of the first."""
+    """Compare one variant with the first one over common seeds.
+
+    Args:
+        variants: The variants.
+        results: Episodes of each variant.
+        index: Index of the compared variant.
+
+    Returns:
+        McNemar's exact test, and the difference with its interval: success of the variant minus success of the first
+        one.
+    """
     first, second = ({e.seed: e.success for e in results[i]} for i in (0, index))
     test = stats.mcnemar(first, second)
     difference, low, high = stats.paired_difference(second, first)
@@ -269,7 +313,14 @@ def _number(value: float | None) -> str:
 
 
 def tables(report: dict[str, Any]) -> list[tuple[str, Sequence[str], list[list[str]]]]:
-    """(title, columns, rows) of every table of a report; a column whose name begins with ``>`` is set to the right."""
+    """Build the tables of a report.
+
+    Args:
+        report: The report.
+
+    Returns:
+        (title, columns, rows) of each table. A column whose name begins with ``>`` is aligned to the right.
+    """
     variants = report["variants"]
     found: list[tuple[str, Sequence[str], list[list[str]]]] = [
         ("Success", SUCCESS_COLUMNS, [[v["label"], *success_cells(v)] for v in variants]),
@@ -289,8 +340,15 @@ def tables(report: dict[str, Any]) -> list[tuple[str, Sequence[str], list[list[s
 
 
 def suite_rows(variants: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return success as papers print it: a row for each first part of the tasks' names, which is where their benchmark
-    or difficulty stands, and at last one for all; a column for each variant. Empty where tasks are not grouped."""
+    """Build the table of success by suite, as papers print it.
+
+    Args:
+        variants: Entries of the variants in the report.
+
+    Returns:
+        One row for each first part of the tasks' names, which is the benchmark or the difficulty, then one row for
+        all tasks. One column for each variant. Empty if the tasks' names have no parts.
+    """
     groups = sorted({name.partition("/")[0] for name in variants[0]["by_task"] if "/" in name})
     found = [[group, *(_suite_cell(each["by_task"][group]) for each in variants)] for group in groups]
     return [*found, ["all", *map(_suite_cell, variants)]] if len(groups) > 1 else found
@@ -302,7 +360,7 @@ def _suite_cell(entry: dict[str, Any]) -> str:
 
 
 def conditions(report: dict[str, Any]) -> str:
-    """One paragraph: what was run, where, how."""
+    """Return one paragraph that states what was run, where and how."""
     task, seeds = report["task"], report["seeds"]
     variant, policy = report["variants"][0]["variant"], report["variants"][0]["policy"]
     ran = f"{variant['device']}, engine {variant.get('engine', 'eager')}"
@@ -336,7 +394,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def swept(report: dict[str, Any]) -> list[str]:
-    """Fields of the variants that take more than one value, in the order of their first change."""
+    """Return the fields of the variants that have more than one value, in the order of their first change."""
     variants = [entry["variant"] for entry in report["variants"]]
     names = [name for name in variants[0] if all(name in variant for variant in variants)]
     changed = []

@@ -28,10 +28,17 @@ class McNemar:
 
 
 def mcnemar(first: Mapping[int, bool], second: Mapping[int, bool]) -> McNemar:
-    """Exact two-sided test over the seeds that both have (McNemar 1947, binomial form).
+    """Run McNemar's exact two-sided test over the seeds that both variants played (McNemar 1947, binomial form).
 
-    Under equal success each discordant pair falls on either side with probability one half; pairs that agree
-    say nothing. p = min(1, 2 P[Binomial(n, 1/2) <= min(b, c)]).
+    Under equal success, each discordant pair favours either variant with probability 1/2. Pairs with equal outcomes
+    carry no information. With b and c discordant pairs and n = b + c, p = min(1, 2 P[Binomial(n, 1/2) <= min(b, c)]).
+
+    Args:
+        first: Seed -> success of the first variant.
+        second: Seed -> success of the second variant.
+
+    Returns:
+        The counts and the p-value.
     """
     seeds = first.keys() & second.keys()
     only_first = sum(first[seed] and not second[seed] for seed in seeds)
@@ -40,7 +47,7 @@ def mcnemar(first: Mapping[int, bool], second: Mapping[int, bool]) -> McNemar:
 
 
 def binomial_p(b: int, c: int) -> float:
-    """Two-sided exact p-value of b against c successes of a fair coin."""
+    """Return the two-sided exact p-value of b against c successes of a fair coin."""
     n = b + c
     tail = sum(math.comb(n, k) for k in range(min(b, c) + 1))
     return min(1.0, 2 * tail / 2**n)
@@ -53,11 +60,20 @@ Z80 = 0.8416212335729143  # quantile of the standard normal distribution at 0.8
 
 
 def pairs_needed(pairs: int, only_first: int, only_second: int) -> int | None:
-    """Return how many pairs McNemar's test at 5 % takes to show a difference as large as the one that was seen, about
-    four times of five; None where none was seen.
+    """Return the number of pairs with which McNemar's test at 5 % shows the observed difference in about four of five
+    runs.
 
-    Connor 1987 (Biometrics 43, 207 to 211): n = (z_a sqrt(p) + z_b sqrt(p - d^2))^2 / d^2 of the difference d and the
-    share p of pairs that disagree; more where these are few and the test, being exact, needs them.
+    Formula of Connor 1987 (Biometrics 43, 207 to 211): n = (z_a sqrt(p) + z_b sqrt(p - d^2))^2 / d^2, with the
+    difference d and the share p of discordant pairs. For few pairs, the number is increased until the exact test has
+    enough power.
+
+    Args:
+        pairs: Observed pairs.
+        only_first: Pairs in which only the first variant succeeded.
+        only_second: Pairs in which only the second variant succeeded.
+
+    Returns:
+        The number of pairs. None if no difference was observed.
     """
     if only_first == only_second:
         return None
@@ -70,7 +86,13 @@ def pairs_needed(pairs: int, only_first: int, only_second: int) -> int | None:
 
 
 def mcnemar_power(pairs: int, only_first: float, only_second: float) -> float:
-    """Return how often McNemar's exact test at 5 % shows a difference, by the shares of pairs that disagree."""
+    """Return the probability that McNemar's exact test at 5 % shows a difference.
+
+    Args:
+        pairs: Number of pairs.
+        only_first: Share of pairs in which only the first variant succeeds.
+        only_second: Share of pairs in which only the second variant succeeds.
+    """
     agree, power = max(0.0, 1 - only_first - only_second), 0.0
     for b in range(pairs + 1):
         for c in range(pairs - b + 1):
@@ -81,12 +103,14 @@ def mcnemar_power(pairs: int, only_first: float, only_second: float) -> float:
 
 
 def anytime_p(disputed: Sequence[bool]) -> float:
-    """Return a p-value of equal success that holds whenever one stops, also because of what was seen.
+    """Return a p-value of equal success that stays valid if the test stops at any time, for any reason.
 
-    disputed: of the pairs that disagree, in the order in which they were complete, whether the first won. Under equal
-    success they are a fair coin, and E = 2^n B(b + 1, c + 1), a uniform mixture over all other coins, is a martingale
-    that begins at 1: the chance that it ever reaches 1 / a is at most a (Ville 1939; Robbins 1970, Annals of
-    Mathematical Statistics 41, 1397 to 1409). So p = 1 / max E.
+    Under equal success, the discordant pairs are tosses of a fair coin. E = 2^n B(b + 1, c + 1) is a uniform mixture
+    over all other coins. It is a martingale that begins at 1, so the chance that it ever reaches 1 / a is at most a
+    (Ville 1939; Robbins 1970, Annals of Mathematical Statistics 41, 1397 to 1409). Therefore p = 1 / max E.
+
+    Args:
+        disputed: For each discordant pair, in the order of completion, True if the first variant won.
     """
     won, smallest = 0, 1.0
     for count, first in enumerate(disputed, 1):
@@ -96,10 +120,17 @@ def anytime_p(disputed: Sequence[bool]) -> float:
 
 
 def paired_difference(first: Mapping[int, bool], second: Mapping[int, bool]) -> tuple[float, float, float]:
-    """Return the success of ``first`` less that of ``second`` over the seeds that both have, and its 95 % interval.
+    """Return the difference of success over the seeds that both variants played, and its 95 % interval.
 
-    Method 10 of Newcombe 1998 (Statistics in Medicine 17, 2635 to 2650): the score intervals of both, combined with
-    their correlation.
+    Method 10 of Newcombe 1998 (Statistics in Medicine 17, 2635 to 2650) combines the score intervals of both variants
+    with their correlation.
+
+    Args:
+        first: Seed -> success of the first variant.
+        second: Seed -> success of the second variant.
+
+    Returns:
+        Success of the first variant minus success of the second variant, and the lower and upper end of the interval.
     """
     seeds = first.keys() & second.keys()
     if not seeds:
@@ -122,15 +153,17 @@ def paired_difference(first: Mapping[int, bool], second: Mapping[int, bool]) -> 
 
 
 def amortized_rate(steps: float, latency_ms: float) -> float:
-    """Control rate in Hz when each inference of ``latency_ms`` is followed by ``steps`` executed actions.
+    """Return the control rate that inference alone would allow, in Hz. It is an upper bound of the real rate.
 
-    An upper bound set by inference alone: what one could drive if nothing else took time.
+    Args:
+        steps: Actions executed per inference.
+        latency_ms: Time of an inference, in milliseconds.
     """
     return 1e3 * steps / latency_ms if latency_ms > 0 else math.inf
 
 
 def success(outcomes: Sequence[bool]) -> dict[str, Any]:
-    """``wins``, ``episodes``, ``success`` and its 95 % ``interval``."""
+    """Return the number of ``wins`` and ``episodes``, the ``success`` rate, and its 95 % ``interval``."""
     wins, count = sum(outcomes), len(outcomes)
     low, high = wilson(wins, count)
     rate = wins / count if count else None

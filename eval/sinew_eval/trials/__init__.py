@@ -1,1 +1,1 @@
-"""Trials of policies on one robot: a sitting and its plan, one trial and its verdict, the report."""
+"""Trials of policies on one robot: the session and its plan, a trial and its verdict, the report."""

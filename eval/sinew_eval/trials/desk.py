@@ -1,4 +1,4 @@
-"""How one trial stands, by what a person, a file, the robot and the time say of it; and the episode that it then is."""
+"""State of one trial, as a person, a file, the robot and the clock determine it, and the episode record of a trial."""
 
 from __future__ import annotations
 
@@ -36,11 +36,23 @@ SET_UP, RUNS, JUDGED, OVER = "waits", "runs", "is judged", "is over"
 
 
 class VerdictInput:
-    """Takes verdicts from any thread; one for all trials of a sitting.
+    """Receives verdicts from any thread. One object serves all trials of a session.
 
-    waits: somebody says when a trial begins. asks: and keeps a verdict, which may be changed until then. limit: control
-    steps after which a trial has failed. state: SET_UP, RUNS, JUDGED or OVER. verdict, by, note: how it ended, who said
-    so, and what was written. left: the sitting was ended. Raises :class:`SinewError` for a file that is not there.
+    Args:
+        waits: True if a person or a program starts each trial.
+        asks: True if a person confirms each verdict. The verdict can be changed until then.
+        limit: Control steps after which a trial has failed. None for no limit.
+        judge: File or FIFO with verdicts. None for none.
+
+    Attributes:
+        state: SET_UP, RUNS, JUDGED or OVER.
+        verdict: SUCCESS, FAILURE or DISCARD.
+        by: Origin of the verdict: "key", "file", "robot", "time" or "loop".
+        note: Reason that the judge wrote.
+        left: True if the session was stopped.
+
+    Raises:
+        SinewError: The file of verdicts does not exist.
     """
 
     loop: Loop
@@ -66,7 +78,7 @@ class VerdictInput:
                 )
 
     def begin(self, loop: Loop) -> None:
-        """Take a trial that is set up, which waits or begins."""
+        """Attach a prepared trial. The trial waits for its start, or begins at once."""
         self.loop, self.tally = loop, TrialTally()
         if not self.waits:
             # Discard lines that were written too late for the previous trial.
@@ -80,8 +92,17 @@ class VerdictInput:
             self.take("go", "")
 
     def take(self, said: str, by: str) -> bool:
-        """Do what somebody says: go, success, failure, discard REASON, keep, quit; return whether that was due. A
-        person's verdict is not changed by the robot, nor by the time."""
+        """Apply an input: go, success, failure, discard REASON, keep, or quit.
+
+        The robot and the clock do not change a verdict that a person gave.
+
+        Args:
+            said: The input.
+            by: Origin of the input.
+
+        Returns:
+            True if the input was valid in this state.
+        """
         with self._lock:
             return self._take(said, by)
 
@@ -109,7 +130,7 @@ class VerdictInput:
         return True
 
     def ended(self) -> None:
-        """Take note that the robot has ended the run."""
+        """Handle the end of the run by the robot."""
         self._ask_robot()
         if self.state == RUNS:
             self.take(f"{DISCARD} the robot ended the run without a verdict", "loop")
@@ -117,7 +138,7 @@ class VerdictInput:
             self.take("quit", "loop")
 
     def lost(self, why: str) -> None:
-        """Discard a failure that nobody saw, and that was not the policy's."""
+        """Discard a failure that no person has seen if the policy did not cause it."""
         if self.verdict == FAILURE and self.by in ("robot", "time") and not self.waits:
             self.verdict, self.by, self.note = DISCARD, "loop", why
 
@@ -133,7 +154,7 @@ class VerdictInput:
             self.take(SUCCESS if found else FAILURE, "robot")
 
     def _read(self) -> None:
-        """Do what the file says."""
+        """Apply the new lines of the file with verdicts."""
         if self._file is not None:
             # No program has written to the FIFO since the last read.
             with suppress(BlockingIOError):
@@ -154,7 +175,7 @@ class VerdictInput:
                 progress.say(f"--judge: {refused[0]}{more}")
 
     def _look(self, _command: Any) -> None:
-        """See after a control step whether the file, the robot or the time says something."""
+        """After a control step, check the file, the robot and the clock."""
         self._read()
         self._ask_robot()
         if self.state == RUNS and self.limit is not None and self.tally.steps >= self.limit:
@@ -163,7 +184,14 @@ class VerdictInput:
             self.take(f"{DISCARD} {LOST} requests in a row had no answer", "loop")
 
     def episode(self, turn: PendingTrial, task: str, chunk_size: int, latencies: list[float]) -> Episode:
-        """Return the trial. task: its name on boards. latencies: milliseconds of each answer."""
+        """Build the record of the trial.
+
+        Args:
+            turn: The trial.
+            task: Name of the task on leaderboards.
+            chunk_size: Actions in a chunk.
+            latencies: Milliseconds of each answer.
+        """
         report, machine, tally = self.loop.report(), self.loop.robot, self.tally
         actions = machine.actions if isinstance(machine, SimulatedRobot) else None
         return Episode(
@@ -194,7 +222,12 @@ class VerdictInput:
 
 
 class TrialTally(Tally):
-    """Counts what happens between the beginning of a trial and its verdict, pauses left out. steps: of the control."""
+    """Counts events between the start of a trial and its verdict, except during pauses.
+
+    Attributes:
+        steps: Control steps of the trial.
+        counts: True while the trial runs.
+    """
 
     steps, counts = 0, False
 
@@ -207,7 +240,13 @@ class TrialTally(Tally):
 
 
 def scene_noise(seed: int, solver_steps: int | None) -> Callable[[], dict[str, Any]]:
-    """Return a function with the further fields of the k-th request of a trial, as for an episode with this seed."""
+    """Return a function with further fields for each request of a trial. The noise is that of an episode with this
+    seed.
+
+    Args:
+        seed: Seed of the scene.
+        solver_steps: Number of solver steps. None for the policy's own number.
+    """
     asked = count()
     more = {} if solver_steps is None else {"solver_steps": solver_steps}
     return lambda: {"seed": chunk_seed(0, seed, next(asked)), **more}

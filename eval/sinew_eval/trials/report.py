@@ -1,4 +1,6 @@
-"""The report and the page of a sitting: those of an evaluation, with its plan, and films of what was kept."""
+"""Report and page of a session of trials: those of an evaluation, with the session's plan, and films of the stored
+steps.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ PICTURES = 60  # largest number of frames in a film
 
 
 def write_report(sitting: TrialSession, control_hz: float, command: str) -> dict[str, Any] | None:
-    """Write ``report.json`` of what was played, and return it; None before each policy has a trial that counts."""
+    """Write ``report.json`` of the trials so far.
+
+    Args:
+        sitting: The session.
+        control_hz: Control steps per second.
+        command: Command line of the session.
+
+    Returns:
+        The report. None until each policy has a trial that counts.
+    """
     results = sitting.results()
     if not all(results):
         return None
@@ -57,7 +68,16 @@ def _trial(each: Episode) -> dict[str, Any]:
 
 
 def write_page(sitting: TrialSession, record: dict[str, Any], frames: Path | None) -> Path:
-    """Write the page of a report, and return it. frames: where ``sinew run --frames`` has kept the steps."""
+    """Write the page of a report.
+
+    Args:
+        sitting: The session.
+        record: The report.
+        frames: Folder in which ``sinew run --frames`` stored the steps. None for no films.
+
+    Returns:
+        Path of the page.
+    """
     path = sitting.out / run_page.PAGE
     kept = frames is not None and any(frames.glob("*.npz"))
     found = [] if frames is None or not kept else films(sitting, frames, record["control_hz"])
@@ -89,7 +109,7 @@ def _parts(record: dict[str, Any], films: Sequence[Film]) -> Iterator[str]:
 
 
 def films(sitting: TrialSession, frames: Path, control_hz: float) -> list[Film]:
-    """Return a film of each trial whose steps were kept, scene by scene."""
+    """Make a film of each trial with stored steps, scene by scene."""
     places: dict[str, list[Path]] = defaultdict(list)
     for path in record_files(frames):
         with open_record(path) as npz:
@@ -110,7 +130,7 @@ def films(sitting: TrialSession, frames: Path, control_hz: float) -> list[Film]:
 
 
 def _moment(path: Path, control_hz: float) -> WatchedMoment:
-    """Return a control step that was kept, counted from where the loop began."""
+    """Read a stored control step. Its number counts from the start of the loop."""
     record = read_record(path)
     seen = record.observation
     images = {name: parts.pixels(record, name) for name in seen.images}

@@ -1,12 +1,13 @@
-"""A sitting: trials of policies on one robot, blind, in an order drawn before, each a line that no kill can lose.
+"""A session: blind trials of policies on one robot, in an order that is drawn in advance. Every trial survives a
+kill.
 
-    sitting.json     what was planned before the first trial
-    episodes.jsonl   a line when a trial is set up, and its episode when it ends, on the disk before anything goes on
-    report.json      what `sinew leaderboard` reads, anew after each trial
+    sitting.json     the plan, written before the first trial
+    episodes.jsonl   a line when a trial is prepared, and its episode when it ends, written to disk at once
+    report.json      the report for `sinew leaderboard`, rewritten after each trial
 
-A scene is a block of a randomised complete block design: every policy meets it, in an order of its own, and the k-th
-chunk of each has the noise of (scene, k). A trial that was interrupted, or discarded for a written reason, does not
-count and comes again.
+The design is a randomised complete block design, and a scene is a block. Every policy gets one trial in each scene,
+in an order that is drawn per scene. The k-th chunk of each policy has the noise of (scene, k). A trial that was
+interrupted or discarded does not count and is repeated.
 """
 
 from __future__ import annotations
@@ -40,8 +41,17 @@ SHOWN_AT = 0.05  # a sequential session ends at this p-value
 
 @dataclass(frozen=True, slots=True)
 class PendingTrial:
-    """A trial that is due: the number-th of ``total``, of a variant's index in a scene (counted from 1). name: of its
-    files, with the attempt. again: the scene was set up before."""
+    """The next trial of a session.
+
+    Attributes:
+        number: Number of the trial, from 1.
+        total: Number of trials in the session.
+        scene: Number of the scene, from 1.
+        seed: Seed of the scene.
+        variant: Index of the policy.
+        name: Name of the trial's files, with the number of the attempt.
+        again: True if the scene was set up before.
+    """
 
     number: int
     total: int
@@ -53,11 +63,21 @@ class PendingTrial:
 
 
 class TrialSession:
-    """The trials of a folder: those that were played, and which is due.
+    """The trials in a folder: those that were played, and the next one.
 
-    scenes: that each policy meets. seed: of the first. order: what the order follows from; drawn if absent.
-    sequential: end also once the difference of the two policies is shown (``stats.anytime_p``). rules: how each trial
-    is driven and ends, by name. Raises :class:`SinewError` for a folder with another plan.
+    Args:
+        out: The folder.
+        task: The task.
+        variants: The policies.
+        scenes: Number of scenes.
+        seed: Seed of the first scene.
+        order: Number that determines the order of the trials. None to draw one.
+        sequential: True to end as soon as a sequential test shows a difference between two policies
+            (:func:`anytime_p`).
+        rules: Name -> value of the options that define how each trial is driven and ends.
+
+    Raises:
+        SinewError: The folder contains another plan.
     """
 
     def __init__(
@@ -98,7 +118,18 @@ class TrialSession:
             self.episodes.append((self.keys.index(name), each))
 
     def _planned(self, order: int | None, rules: Mapping[str, Any]) -> int:
-        """Write the plan, or read that of a sitting that goes on; return what its order follows from."""
+        """Write the plan, or check the plan of a session that continues.
+
+        Args:
+            order: Number that determines the order of the trials. None for the number in the plan, or a random one.
+            rules: Options that define how each trial is driven and ends.
+
+        Returns:
+            The number that determines the order.
+
+        Raises:
+            SinewError: The folder contains another plan.
+        """
         asked: dict[str, Any] = {"format": FORMAT, "scenes": self.scenes, "seed": self.seed}
         asked |= {"sequential": self.sequential, "policies": self.keys, **rules}
         path = self.out / PLAN
@@ -129,7 +160,7 @@ class TrialSession:
         return int(asked["order"])
 
     def results(self) -> list[list[Episode]]:
-        """Return the trials that count, of each variant by scene."""
+        """Return the trials that count, for each variant in the order of the scenes."""
         return [
             sorted(
                 (each for at, each in self.episodes if at == index and each.counted),
@@ -139,18 +170,18 @@ class TrialSession:
         ]
 
     def pairs(self) -> list[tuple[bool, ...]]:
-        """Return the outcomes of each scene that every policy has met, scene by scene."""
+        """Return the outcomes of each scene that every policy has completed, scene by scene."""
         wins = [{each.seed: each.success for each in episodes} for episodes in self.results()]
         met = sorted(set.intersection(*(set(each) for each in wins)))
         return [tuple(each[seed] for each in wins) for seed in met]
 
     @property
     def p(self) -> float:
-        """Return the p-value of equal success of two policies that holds at any time."""
+        """Return the p-value of equal success of two policies, which is valid at any time."""
         return anytime_p([first for first, second in self.pairs() if first != second])
 
     def due(self) -> PendingTrial | None:
-        """Return the next trial; None where the plan is done."""
+        """Return the next trial. None if the plan is complete."""
         done = {(each.seed - self.seed, index) for index, each in self.episodes if each.counted}
         for number, (scene, variant) in enumerate(self._schedule, 1):
             if (scene, variant) not in done:
@@ -165,17 +196,19 @@ class TrialSession:
         return None
 
     def begin(self, turn: PendingTrial) -> None:
-        """Note that a trial is set up: one that is then killed is known."""
+        """Log that a trial is prepared, so that an interrupted trial is known."""
         self._append(json.dumps({"begun": turn.name, "seed": turn.seed}).encode() + b"\n")
         self._begun[turn.number].append(turn.name)
 
     def end(self, turn: PendingTrial, episode: Episode) -> None:
-        """Keep how a trial ended."""
+        """Store the episode of a finished trial."""
         self._append(episode_log.line(self.keys[turn.variant], episode))
         self.episodes.append((turn.variant, episode))
 
     def take(self, trial: str) -> str:
-        """Return the name of a trial's frames, in a folder that may have those of other sessions."""
+        """Return the name under which a trial's frames are stored. The folder may also contain frames of other
+        sessions.
+        """
         return f"trial {trial} of {self.order}"
 
     def _append(self, line: bytes) -> None:
@@ -184,7 +217,14 @@ class TrialSession:
             os.fsync(file.fileno())
 
     def plan(self, labels: Sequence[str]) -> dict[str, Any]:
-        """Return the plan, whether it was kept, and the trials that do not count."""
+        """Describe the plan.
+
+        Args:
+            labels: Short names of the policies.
+
+        Returns:
+            The plan, whether it was followed, and the trials that do not count.
+        """
         ended = {each.trial for _, each in self.episodes}
         played, kept = len(self.pairs()), self.due() is None
         if self.sequential:
@@ -218,7 +258,7 @@ def _is_order(value: Any) -> bool:
 
 
 def _begun(log: Path, line: bytes) -> str:
-    """Return the name of a trial that was set up. Raises :class:`SinewError`."""
+    """Read the name of a trial from a line of the log. Raises :class:`SinewError` if the line is invalid."""
     try:
         name = parse_json(line).get("begun")
     except ValueError as error:
@@ -229,7 +269,16 @@ def _begun(log: Path, line: bytes) -> str:
 
 
 def _unlike(path: Path, planned: Sequence[Any], asked: Sequence[str]) -> tuple[str, Any, Any]:
-    """Return the first thing in which policies are not those that were planned, by their keys."""
+    """Find the first difference between the planned and the requested policies.
+
+    Args:
+        path: File of the plan, for messages.
+        planned: Keys of the planned policies.
+        asked: Keys of the requested policies.
+
+    Returns:
+        Name of the differing field, planned value, requested value.
+    """
     for number, keys in enumerate(zip(planned, asked, strict=False), 1):
         try:
             before, now = (parse_json(key.rpartition(" #")[0]) for key in keys)
