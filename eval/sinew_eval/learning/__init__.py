@@ -1,1 +1,1 @@
-"""What policy gradients need of a policy: drawn actions, their log-probabilities, weights that are exchanged."""
+"""Reinforcement learning with policy gradients: sampled actions, their log-probabilities, and replaceable weights."""

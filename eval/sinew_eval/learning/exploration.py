@@ -1,18 +1,18 @@
-"""Actions that are drawn rather than computed, with their log-probabilities: what policy gradients need of an engine.
+"""Sample actions with their log-probabilities, which policy gradients need from an engine.
 
-A flow policy explores by noise at the steps of its solver. Each step is then a Gaussian, and a chunk a chain of K of
-them whose joint log-probability is the sum. With s from 1 (noise) to 0 (actions), steps of d = 1 / K, and the velocity
-u = dx / ds:
+A flow policy explores by noise at the steps of its solver. Each step is then a Gaussian, and a chunk is a chain of K
+of them, whose joint log-probability is the sum. s goes from 1 (noise) to 0 (actions) in steps of d = 1 / K, and u =
+dx / ds is the velocity:
 
-* ``flow-sde``: the stochastic equation with the marginals of the flow, x <- x - d (u + sigma^2 / (2 s) (x + (1 - s) u))
-  with noise of deviation sigma sqrt(d), sigma = level sqrt(s / (1 - s)); at s = 1, 1 - s is that of the next step
-  (Flow-GRPO, Liu et al. 2025, arXiv 2505.05470; pi_RL, Chen et al. 2025, arXiv 2510.25889);
-* ``flow-cps``: noise that keeps the share of noise what the schedule says (Wang and Yu 2025, arXiv 2509.05952);
-* ``flow-noise``: Euler, and noise of deviation ``level`` (ReinFlow, Zhang et al. 2025, arXiv 2505.22094, whose network
-  for the deviation no bundle has).
+* ``flow-sde``: stochastic differential equation with the marginals of the flow, x <- x - d (u + sigma^2 / (2 s) (x +
+  (1 - s) u)) with noise of deviation sigma sqrt(d), sigma = level sqrt(s / (1 - s)). At s = 1, 1 - s is that of the
+  next step (Flow-GRPO, Liu et al. 2025, arXiv 2505.05470; pi_RL, Chen et al. 2025, arXiv 2510.25889).
+* ``flow-cps``: noise that keeps the share of noise of the schedule (Wang and Yu 2025, arXiv 2509.05952).
+* ``flow-noise``: Euler steps with noise of deviation ``level`` (ReinFlow, Zhang et al. 2025, arXiv 2505.22094, whose
+  network for the deviation is in no bundle).
 
-A policy that says tokens draws them from its own scores. A diffusion policy that draws noise anyway (DDPM) needs none
-of these: its steps are Gaussians as they are (DPPO, Ren et al. 2024, arXiv 2409.00588).
+An autoregressive policy samples tokens from its own scores. A diffusion policy that already draws noise (DDPM) needs
+no exploration, because its steps are Gaussians (DPPO, Ren et al. 2024, arXiv 2409.00588).
 """
 
 from __future__ import annotations
@@ -66,11 +66,14 @@ class Exploration:
             )
 
     def of_flow(self, s: float, d: float) -> tuple[float, float, float]:
-        """Return (keep, gain, fresh) of a solver step.
+        """Return the coefficients of a solver step with noise.
 
         Args:
             s: Share of noise before the step.
-            d: Decrease of that share in the step, for dx / ds.
+            d: Decrease of this share in the step.
+
+        Returns:
+            Factor of x, factor of the velocity dx / ds, and deviation of the noise.
         """
         if self.kind == "flow-noise":
             return 1.0, -d, self.level
@@ -88,7 +91,11 @@ class Exploration:
 
 @dataclass(frozen=True)
 class ExploringSolver(Solver):
-    """A solver that integrates a velocity, with the noise of an exploration: noise k + 1 is that of step k."""
+    """A solver that integrates a velocity, with the noise of an exploration. Noise k + 1 belongs to step k.
+
+    Attributes:
+        exploration: Kind and level of the noise.
+    """
 
     exploration: Exploration = Exploration("flow-sde", 0.5)
 
@@ -113,7 +120,15 @@ class ExploringSolver(Solver):
 def exploring(solver: Solver, exploration: Exploration | None) -> Solver:
     """Return the solver of a policy that explores.
 
-    Raises :class:`SinewError` for an exploration that does not fit, and where nothing would be drawn.
+    Args:
+        solver: Solver of the policy.
+        exploration: The exploration. None for a policy that already draws noise in its steps.
+
+    Returns:
+        The solver with noise.
+
+    Raises:
+        SinewError: The exploration does not fit the solver, or no noise would be drawn.
     """
     if exploration is None:
         if solver.draws(2) == 1:
@@ -141,8 +156,13 @@ def _mean(step: Step, x: Any, output: Any) -> Any:
 
 
 class DenoisingChain:
-    """Keeps what a solution goes through, as a guidance that changes nothing: where each step begins and the mean of
-    where it ends, [B, H, A] each."""
+    """Records a solution, as a guidance that changes nothing: the value before each step and the mean of the value
+    after it, [B, H, A] each.
+
+    Attributes:
+        begins: Value before each step.
+        steps: The solver steps.
+    """
 
     jacobian = False
 
@@ -159,8 +179,15 @@ class DenoisingChain:
         return output
 
     def ended(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the chain, float32 [B, K + 1, H, A], and log-probabilities, float32 [B, K, H, A]; 0 where a step draws
-        nothing. x: where it ended."""
+        """Return the recorded chain.
+
+        Args:
+            x: The solution, [B, H, A].
+
+        Returns:
+            The chain, float32 [B, K + 1, H, A], and the log-probabilities, float32 [B, K, H, A], which are 0 for a
+            step without noise.
+        """
         chain = np.stack([*self.begins, x], axis=1)
         parts = [
             log_density(chain[:, k + 1], mean, step.fresh) if step.draw else np.zeros_like(mean)
@@ -170,11 +197,13 @@ class DenoisingChain:
 
 
 class TokenChooser:
-    """Draws tokens from the scores of a head, by one uniform number for each, or takes given ones; keeps tokens and
-    log-probabilities.
+    """Samples tokens from the scores of a head, or repeats given tokens. It records tokens and log-probabilities.
 
-    numbers: uniform in [0, 1), float64 [B, most]. given: int64 [B, n] in their place. temperature: by which scores are
-    divided. allowed: the first and the last id that may be said; None: all.
+    Args:
+        numbers: Uniform random numbers in [0, 1), one per token, float64 [B, longest]. None if ``given`` is used.
+        given: Tokens to repeat, int64 [B, n]. None to sample.
+        temperature: Divisor of the scores.
+        allowed: First and last allowed token id. None for all.
     """
 
     def __init__(
@@ -189,7 +218,14 @@ class TokenChooser:
         self.log_probs: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """logits: [B, 1, vocabulary] -> int64 [B]."""
+        """Choose the next token.
+
+        Args:
+            logits: Scores, [B, 1, vocabulary].
+
+        Returns:
+            Token ids, int64 [B].
+        """
         import torch
 
         first, last = self._allowed or (0, logits.shape[-1] - 1)
@@ -208,7 +244,14 @@ class TokenChooser:
         return self.tokens[-1]
 
     def said(self, end: int) -> tuple[Tensor, Tensor]:
-        """Return tokens, int64 [B, n], and log-probabilities, float32 [B, n]; 0 behind the one that ends a sentence."""
+        """Return the chosen tokens.
+
+        Args:
+            end: Id of the token that ends a sequence.
+
+        Returns:
+            Tokens, int64 [B, n], and log-probabilities, float32 [B, n], which are 0 after the end token.
+        """
         import torch
 
         tokens, found = torch.stack(self.tokens, dim=1), torch.stack(self.log_probs, dim=1)
@@ -218,7 +261,7 @@ class TokenChooser:
 
 @contextmanager
 def choosing(model: Any, chooser: TokenChooser) -> Iterator[None]:
-    """Let ``chooser`` take the model's tokens inside."""
+    """Context in which ``chooser`` chooses the model's tokens."""
     model.choose = chooser
     try:
         yield
@@ -227,14 +270,20 @@ def choosing(model: Any, chooser: TokenChooser) -> Iterator[None]:
 
 
 def allowed_tokens(model: Any) -> tuple[int, int] | None:
-    """Return the first and the last id of tokens that mean something, where they lie together."""
+    """Return the first and the last id of the tokens that have a meaning. None if these ids are not consecutive."""
     return getattr(model.action_tokens, "ids", None)
 
 
 def flow_log_probs(model: Any, inputs: ModelInputs, chains: np.ndarray) -> Tensor:
-    """Return the log-probabilities of chains under a model, float32 [B, K, H, A], through which autograd goes.
+    """Compute the log-probabilities of chains under a model. Autograd goes through them.
 
-    inputs: of B observations, with a batch axis. chains: float32 [B, K + 1, H, A], of a solution of ``model.solver``.
+    Args:
+        model: The model.
+        inputs: Inputs of B observations, with a batch axis.
+        chains: Recorded solutions of ``model.solver``, float32 [B, K + 1, H, A].
+
+    Returns:
+        float32 [B, K, H, A].
     """
     import torch
 
@@ -256,8 +305,17 @@ def flow_log_probs(model: Any, inputs: ModelInputs, chains: np.ndarray) -> Tenso
 def token_log_probs(
     model: Any, inputs: ModelInputs, sentences: Sequence[np.ndarray], temperature: float
 ) -> Tensor:
-    """Return the log-probabilities of sentences under a model, float32 [B, n] of the longest, through which autograd
-    goes; 0 behind a shorter one's end. sentences: int64 [n] each."""
+    """Compute the log-probabilities of token sequences under a model. Autograd goes through them.
+
+    Args:
+        model: The model.
+        inputs: Inputs of B observations, with a batch axis.
+        sentences: Token sequences, int64 [n] each.
+        temperature: Divisor of the scores.
+
+    Returns:
+        float32 [B, longest n], which is 0 after the end of a shorter sequence.
+    """
     import torch
 
     longest = max(map(len, sentences))

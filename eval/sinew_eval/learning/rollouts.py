@@ -1,4 +1,4 @@
-"""A policy that explores, for reinforcement learning: chunks with log-probabilities, and weights that are exchanged."""
+"""A policy that explores, for reinforcement learning: chunks with log-probabilities, and replaceable weights."""
 
 from __future__ import annotations
 
@@ -283,7 +283,9 @@ class RolloutPolicy(Policy):
     def _said(
         self, rows: Sequence[Prepared], context: Any, noise: np.ndarray, watch: Watch
     ) -> tuple[Any, Any, Any]:
-        """Return the chunks of drawn sentences (NaN where one spells none), the sentences, their log-probabilities."""
+        """Return the chunks of sampled token sequences (NaN if a sequence encodes no chunk), the sequences, and their
+        log-probabilities.
+        """
         engine, tokens = self.engine, self.engine.model.action_tokens
         assert self.exploration is not None
         numbers = np.stack([np.random.default_rng(row.seed).random(tokens.most) for row in rows])

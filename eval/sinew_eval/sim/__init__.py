@@ -1,7 +1,7 @@
-"""Simulated tasks that need no download, no display and no GPU, as gymnasium environments.
+"""Simulated tasks as gymnasium environments. They need no download, no display and no GPU.
 
-Importing this module registers them: ``sinew/Blocks-v0``, ``sinew/BlocksShove-v0``, ``sinew/BlocksGoal-v0``,
-``sinew/Pen-v0``, ``sinew/Egg-v0``.
+Importing this module registers ``sinew/Blocks-v0``, ``sinew/BlocksShove-v0``, ``sinew/BlocksGoal-v0``,
+``sinew/Pen-v0`` and ``sinew/Egg-v0``.
 """
 
 from __future__ import annotations

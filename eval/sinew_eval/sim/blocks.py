@@ -1,11 +1,12 @@
-"""The blocks task: "put the red block into the left bin", by a gantry gripper with contact physics.
+"""The blocks task: "put the red block into the left bin", with a gantry gripper and contact physics.
 
-Observation (directly usable as Sinew's): ``images`` {"front", "wrist"} uint8 [size, size, 3]; ``state``
-float32 [4]: fingertip point x, y, z in metres and the opening between the fingers in metres; ``prompt``.
-Action float32 [4] in [-1, 1]: the next target of the fingertip point as an offset from where it is now, 2 cm
-per unit and axis, and the gripper (open above 0, else close). 20 Hz.
+Observation, in Sinew's format: ``images`` {"front", "wrist"} uint8 [size, size, 3]; ``state`` float32 [4]: x, y, z of
+the point between the fingertips, and the opening between the fingers, all in metres; ``prompt``. Action float32 [4]
+in [-1, 1]: displacement of the fingertip point from its present position, with 2 cm per unit and axis, and the
+gripper (open above 0, else close). The control rate is 20 Hz.
 
-For policies without language the goal is five numbers behind the state: 1 for the named colour, 1 for the named side.
+For policies without language, the state has five more numbers for the goal: 1 for the named colour, 1 for the named
+side, else 0.
 """
 
 from __future__ import annotations
@@ -52,12 +53,18 @@ class World:
 
 
 class BlocksEnv(gymnasium.Env):
-    """One episode is a function of ``reset``'s seed and options and of the actions.
+    """The blocks environment. An episode is a function of ``reset``'s seed and options, and of the actions.
 
-    ``options``: "color", "side", "phrasing" (an index into PHRASINGS, or "held_out") fix what is otherwise
-    drawn; "switch": (step, color, side) changes the instruction before that step.
-    ``goal_in_state``: the goal follows in the state, as numbers.
-    ``shove_step``: before this step the named block jumps to another free place, at least 5 cm away.
+    Options of ``reset``: "color", "side" and "phrasing" (an index into PHRASINGS, or "held_out") fix values that are
+    drawn otherwise. "switch": (step, color, side) changes the instruction before that step.
+
+    Args:
+        image_size: Width and height of a frame, in pixels.
+        shove_step: Before this step, the named block jumps to another free place that is at least 5 cm away. None for
+            no jump.
+        render_mode: Gymnasium's render mode.
+        render_size: Width and height of a rendered picture, in pixels.
+        goal_in_state: True to append the goal to the state, as numbers.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": scene.CONTROL_HZ}  # noqa: RUF012 - gymnasium's interface
@@ -99,7 +106,7 @@ class BlocksEnv(gymnasium.Env):
 
     @property
     def task(self) -> str:
-        """Which of the six goals: "red/left" ..."""
+        """Return the goal, one of six, such as "red/left"."""
         return f"{COLORS[self._color]}/{SIDES[self._side]}"
 
     @property
@@ -107,7 +114,13 @@ class BlocksEnv(gymnasium.Env):
         return self._prompt
 
     def switch_instruction(self, color: str, side: str, phrasing: int | str = 0) -> None:
-        """Change the goal in mid-episode; the next observation carries the new prompt."""
+        """Change the goal during an episode. The next observation has the new prompt.
+
+        Args:
+            color: Colour of the block.
+            side: Side of the bin.
+            phrasing: Index into PHRASINGS, or "held_out".
+        """
         self._color, self._side = COLORS.index(color), SIDES.index(side)
         self.phrasing = -1 if phrasing == "held_out" else int(phrasing)
         self._prompt = instruction(color, side, HELD_OUT if self.phrasing < 0 else PHRASINGS[self.phrasing])
@@ -159,7 +172,7 @@ class BlocksEnv(gymnasium.Env):
         return self.observation(), float(info["is_success"]), info["is_success"], False, info
 
     def shove(self, rng: np.random.Generator) -> None:
-        """Move the named block to a free place at least 5 cm from where it is."""
+        """Move the named block to a free place that is at least 5 cm away."""
         blocks = self._blocks()[:, :2]
         others = [blocks[i] for i in range(len(COLORS)) if i != self._color]
         for _ in range(100):
@@ -188,7 +201,9 @@ class BlocksEnv(gymnasium.Env):
 
     @staticmethod
     def _free_place(others: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-        """A point of the field that is SPACING away from all ``others``; the last draw if there is none."""
+        """Draw a point that is SPACING away from all ``others``. After 200 draws without success, return the last
+        one.
+        """
         for _ in range(200):
             xy = rng.uniform(-scene.FIELD, scene.FIELD)
             if all(np.hypot(*(xy - o)) > scene.SPACING for o in others):
@@ -202,7 +217,7 @@ class BlocksEnv(gymnasium.Env):
         return {"is_success": bool(in_bin and released), "task": self.task, "step": self._step}
 
     def observation(self) -> dict[str, Any]:
-        """The present moment; also for after :meth:`switch_instruction` or :meth:`shove`."""
+        """Return the present observation, also after :meth:`switch_instruction` or :meth:`shove`."""
         goal = (
             [*np.eye(len(COLORS))[self._color], *np.eye(len(SIDES))[self._side]] if self.goal_in_state else ()
         )
@@ -211,7 +226,15 @@ class BlocksEnv(gymnasium.Env):
         return {"images": images, "state": state, "prompt": self._prompt}
 
     def view(self, camera: str, size: int | None = None) -> np.ndarray:
-        """uint8 [size, size, 3] from one of ``cameras``, or from "overview", which no policy sees."""
+        """Draw the image of a camera.
+
+        Args:
+            camera: One of ``cameras``, or "overview", which policies do not receive.
+            size: Width and height in pixels. None for ``image_size``.
+
+        Returns:
+            uint8 [size, size, 3].
+        """
         size = size or self.image_size
         ee = self._ee()
         moving = scene.hand_boxes(ee, self._opening()).joined(self._block_boxes())
@@ -229,7 +252,7 @@ class BlocksEnv(gymnasium.Env):
         return scene.block_boxes(poses[:, :3], rotation_from_quaternion(poses[:, 3:]))
 
     def pose(self) -> np.ndarray:
-        """The generalised positions of everything, float64 [nq], from which a video is drawn."""
+        """Return the generalised positions of all bodies, float64 [nq], from which a film is drawn."""
         return self._data.qpos.copy()
 
     def render(self) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""A scripted expert for the blocks task: a function of the present state alone.
+"""A scripted expert for the blocks task. Its action depends only on the present state.
 
-Because it remembers nothing, its action is right after a shove, a random burst or a change of the
-instruction, and every such moment is a demonstration of recovery.
+Because it has no memory, its action is correct after a shove, a random disturbance or a new instruction. Every such
+situation is a demonstration of recovery.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPOTS = np.array([[x, y] for x in (-0.08, 0.0, 0.08) for y in (-0.11, -0.04, 0.
 
 
 def act(world: World) -> np.ndarray:
-    """The action float32 [4] in this state."""
+    """Return the expert's action in a state, float32 [4]."""
     target, goal = world.blocks[world.color], scene.BIN_CENTERS[world.side]
     between = _between_fingers(world)
     held = between if between is not None and world.opening < _HELD else None
@@ -45,7 +45,7 @@ def act(world: World) -> np.ndarray:
 
 
 def _reach(world: World, target: np.ndarray) -> np.ndarray:
-    """Above the block, down around it, close."""
+    """Move above the block, then down around it, then close the fingers."""
     offset = target[:2] - world.ee[:2]
     distance = float(np.abs(offset).max())
     low = world.ee[2] < target[2] + 0.055
@@ -66,7 +66,7 @@ def _reach(world: World, target: np.ndarray) -> np.ndarray:
 
 
 def _carry(world: World, goal: np.ndarray, height: float) -> np.ndarray:
-    """With a block in the fingers: up, across, down to ``height``, always closed."""
+    """Carry the block in the closed fingers: up, across, and down to ``height`` in metres."""
     offset = goal - world.ee[:2]
     distance = float(np.abs(offset).max())
     if distance > 0.012:
@@ -80,14 +80,19 @@ def _rise(world: World, gripper: float) -> np.ndarray:
 
 
 def _action(move: np.ndarray, gripper: float) -> np.ndarray:
-    """move: metres. Scaled down as a vector, so that the hand goes straight."""
+    """Build an action.
+
+    Args:
+        move: Displacement in metres, [3]. A long one is scaled down as a whole, so that the hand moves straight.
+        gripper: Action of the gripper.
+    """
     scaled = move / STEP_SIZE
     scaled = scaled / max(1.0, float(np.abs(scaled).max()))
     return np.array([*scaled, gripper], dtype=np.float32)
 
 
 def _between_fingers(world: World) -> int | None:
-    """Index of the block that the fingers enclose, if any."""
+    """Return the index of the block between the fingers. None if there is no block."""
     offset = np.abs(world.blocks - world.ee)
     inside = (offset[:, 0] < 0.016) & (offset[:, 1] < 0.020) & (offset[:, 2] < 0.020)
     if not inside.any() or world.opening < 0.030:
@@ -101,14 +106,14 @@ def _in_bin(block: np.ndarray, center: np.ndarray, lift: float) -> bool:
 
 
 def _stack_height(world: World, center: np.ndarray) -> float:
-    """How much higher to release because another block already lies in the middle of the bin."""
+    """Return the additional release height if another block is already in the middle of the bin, in metres."""
     others = np.delete(world.blocks, world.color, axis=0)
     near = (np.abs(others[:, :2] - center).max(axis=1) < 0.042) & (others[:, 2] < 0.05)
     return STACK if near.any() else 0.0
 
 
 def _free_spot(world: World, held: int) -> np.ndarray:
-    """The nearest place on the table where a block fits without touching another."""
+    """Return the nearest place on the table where a block touches no other block."""
     others = np.delete(world.blocks[:, :2], held, axis=0)
     gap = np.hypot(*(_SPOTS[:, None] - others[None]).transpose(2, 0, 1)).min(axis=1)
     distance = np.hypot(*(_SPOTS - world.ee[:2]).T)

@@ -1,7 +1,7 @@
-"""Geometry of the blocks task: the MuJoCo model as generated text, and the same boxes for the renderer.
+"""Geometry of the blocks task: the MuJoCo model as text, and the same boxes for the renderer.
 
-World axes: x to the right and y away from the front camera, z up; metres. The origin is the middle of the
-table's surface.
+World axes in metres: x points to the right and y away from the front camera, z points up. The origin is the middle of
+the table's surface.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WRIST = RenderCamera.looking((0.0, 0.0, 0.052), (0.0, 0.0, 0.0), tan_half=1.1)
 
 
 def _bin_boxes() -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """center, half, index of the bin: four walls each."""
+    """Return (center, half size, index of the bin) of the four walls of each bin, in metres."""
     out, h, w = [], BIN_HEIGHT / 2, BIN_WALL
     for index, (x, y) in enumerate(BIN_CENTERS):
         r = BIN_INNER + w
@@ -70,7 +70,7 @@ def _bin_boxes() -> list[tuple[np.ndarray, np.ndarray, int]]:
 
 
 def model_xml() -> str:
-    """The MuJoCo model. Bodies: the hand (three slides, two fingers) and one free body per block."""
+    """Return the MuJoCo model. Its bodies are the hand (three slides, two fingers) and one free body per block."""
     walls = "".join(f'<geom type="box" pos="{_text(c)}" size="{_text(s)}"/>' for c, s, _ in _bin_boxes())
     blocks = "".join(
         f'<body name="{color}" pos="0 0 {0.1 + 0.1 * i}"><freejoint name="{color}"/>'
@@ -113,7 +113,7 @@ def _text(v: np.ndarray) -> str:
 
 
 def static_boxes() -> Boxes:
-    """Table and bins. The table is a thin slab; each bin has a floor of its colour."""
+    """Return the boxes of the table and the bins. The table is a thin slab, and each bin has a floor in its colour."""
     center = [np.array([0.0, 0.0, -0.01])]
     half = [np.array([0.34, 0.22, 0.01])]
     color: list[tuple[float, ...]] = [_TABLE_RGB]
@@ -129,7 +129,12 @@ def static_boxes() -> Boxes:
 
 
 def hand_boxes(ee: np.ndarray, opening: float) -> Boxes:
-    """The gripper with the point between its fingertips at ``ee`` [3] m, ``opening`` m between the fingers."""
+    """Return the boxes of the gripper.
+
+    Args:
+        ee: Point between the fingertips, [3] in metres.
+        opening: Distance between the fingers, in metres.
+    """
     x = opening / 2 + FINGER_HALF[0]
     center = [(-x, 0, FINGER_RISE), (x, 0, FINGER_RISE), (0, 0, PALM_RISE), (0, 0, STEM_RISE)]
     half = [FINGER_HALF, FINGER_HALF, PALM_HALF, STEM_HALF]
@@ -138,7 +143,12 @@ def hand_boxes(ee: np.ndarray, opening: float) -> Boxes:
 
 
 def block_boxes(position: np.ndarray, rotation: np.ndarray) -> Boxes:
-    """position [3, 3] m, rotation [3, 3, 3], in the order of COLORS."""
+    """Return the boxes of the blocks, in the order of COLORS.
+
+    Args:
+        position: Centres, [3, 3] in metres.
+        rotation: Rotation matrices, [3, 3, 3].
+    """
     half = np.full((len(COLORS), 3), BLOCK_HALF)
     return Boxes(position, half, rotation, np.array([_RGB[c] for c in COLORS], dtype=np.float64))
 

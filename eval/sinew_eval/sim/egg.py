@@ -1,14 +1,14 @@
-"""The egg: a force that the camera cannot see in time.
+"""The egg task: a force that the camera cannot show in time.
 
-An egg rolls between two jaws at a moment that nobody foresees. The jaws close at 0.2 m/s; the egg's thickness lies
-along the camera's line of sight, so no picture tells when they will touch it. From the touch on the force grows by
-1.7 N per control step, and at 10 N the shell breaks: 25 ms. A camera of 30 frames a second that is two frames late
-knows of it when it is over; a force sensor knows at once. numpy alone, everything is analytic.
+An egg rolls between two jaws at a random time. The jaws close at 0.2 m/s. The egg's thickness is along the camera's
+line of sight, so no frame shows when the jaws will touch it. After the touch, the force grows by 1.7 N per control
+step, and at 10 N the shell breaks after 25 ms. A camera with 30 frames per second and two frames of delay shows this
+too late. A force sensor shows it at once. The simulation is analytic and needs only numpy.
 
-Observation: ``images`` {"front"}, ``state`` float32 [2]: opening of the jaws (1 is 80 mm) and force (1 is 10 N),
-the two numbers of the high-rate sensor; ``prompt``. Action float32 [1]: speed of the jaws, 1 closes at 0.2 m/s, -1
-opens. One step is 1/240 s. ``info["camera_age"]``: seconds since the newest frame was exposed; a chunk counts its
-rows from the state, which is fresh, and not from that frame.
+Observation: ``images`` {"front"}, ``state`` float32 [2]: opening of the jaws (1 is 80 mm) and force (1 is 10 N), both
+from the fast sensor; ``prompt``. Action float32 [1]: speed of the jaws, where 1 closes at 0.2 m/s and -1 opens. One
+step is 1/240 s. ``info["camera_age"]``: seconds since the exposure of the newest frame. A chunk counts its actions
+from the fresh state and not from that frame.
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ _EGG, _JAW = np.array([238.0, 214.0, 180.0]), np.array([70.0, 95.0, 160.0])
 
 
 class EggEnv(gymnasium.Env):
-    """``camera_fps``: a divisor of 240. ``camera_delay``: seconds from exposure until the frame is here."""
+    """The egg environment.
+
+    Args:
+        image_size: Width and height of a frame, in pixels.
+        camera_fps: Frames per second, a divisor of 240.
+        camera_delay: Seconds from exposure until the frame arrives.
+        render_mode: Gymnasium's render mode.
+        render_size: Width and height of a rendered picture, in pixels.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 60}  # noqa: RUF012 - gymnasium's interface
     control_hz = CONTROL_HZ
@@ -90,12 +98,12 @@ class EggEnv(gymnasium.Env):
 
     @property
     def time(self) -> float:
-        """Return seconds since reset."""
+        """Return the seconds since reset."""
         return self.step_count / CONTROL_HZ
 
     @property
     def force(self) -> float:
-        """Return the force on the egg now, N."""
+        """Return the present force on the egg, in N."""
         return STIFFNESS * max(0.0, self.width - self.opening) if self.time >= self.arrival else 0.0
 
     def step(self, action: np.ndarray):
@@ -138,7 +146,7 @@ class EggEnv(gymnasium.Env):
 
     @property
     def frame_time(self) -> float:
-        """Return when the newest frame that is here was exposed; never before reset."""
+        """Return the exposure time of the newest frame that has arrived, in seconds. It is never before reset."""
         return (
             max(0, int(np.floor((self.time - self.camera_delay) * self.camera_fps + _EPS))) / self.camera_fps
         )
@@ -154,7 +162,7 @@ class EggEnv(gymnasium.Env):
 
 
 def look(rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """Return a random position of an egg in the picture (x, y), its length, and the light."""
+    """Draw the position (x, y) of an egg in the picture, its length, and the light."""
     return (
         float(rng.uniform(-0.08, 0.08)),
         float(rng.uniform(-0.05, 0.05)),
@@ -164,8 +172,15 @@ def look(rng: np.random.Generator) -> tuple[float, float, float, float]:
 
 
 def picture(there: bool, look: tuple[float, float, float, float], size: int) -> np.ndarray:
-    """Return the camera's picture along the jaws' way, uint8 [size, size, 3]: the far jaw, and the egg if it is
-    there.
+    """Draw the camera's picture along the direction of the jaws, with the far jaw.
+
+    Args:
+        there: True to draw the egg.
+        look: Position (x, y) of the egg, its length, and the light.
+        size: Width and height in pixels.
+
+    Returns:
+        uint8 [size, size, 3].
     """
     x, y, length, light = look
     rows, cols = np.mgrid[0:size, 0:size] / size - 0.5  # [size, size] each
@@ -179,11 +194,16 @@ def picture(there: bool, look: tuple[float, float, float, float], size: int) -> 
 
 
 def expert_action(there: bool, force: float) -> float:
-    """Return the speed that somebody commands who has seen an egg (``there``) and feels ``force`` N: close until it is
-    touched, then stop. Nothing announces the touch, so a plan made before it closes on."""
+    """Return the speed of an expert: close until the egg is touched, then stop. Nothing announces the touch, so a
+    plan that was made before it continues to close.
+
+    Args:
+        there: True if the expert has seen an egg.
+        force: Present force, in N.
+    """
     return 1.0 if there and force < TOUCH else 0.0
 
 
 def act(env: EggEnv) -> np.ndarray:
-    """Return the expert's action, float32 [1], in the environment's present step."""
+    """Return the expert's action in the environment's present step, float32 [1]."""
     return np.array([expert_action(env.frame_time >= env.arrival, CRUSH * float(env.sample[1]))], np.float32)

@@ -1,4 +1,4 @@
-"""Scripted experts of simulated tasks: policies that read the simulator, where others have to see."""
+"""Scripted experts of simulated tasks. They read the state of the simulator instead of images."""
 
 from __future__ import annotations
 
@@ -25,21 +25,29 @@ Act = Callable[[], np.ndarray]
 
 
 class Expert(OpenPolicy):
-    """A policy whose ``begin(env)`` returns what it does in the episode of an environment that has been reset."""
+    """A scripted policy.
+
+    Args:
+        spec: Specification of the policy.
+        begin: Function of an environment after its reset. Returns the function that computes the actions of the
+            episode.
+    """
 
     def __init__(self, spec: PolicySpec, begin: Callable[[Any], Act]):
         self.spec, self._begin = spec, begin
         self._act: Act | None = None
 
     def start(self, env: gymnasium.Env) -> None:
-        """A new episode begins in ``env``, which has been reset."""
+        """Begin a new episode in ``env``, which has just been reset."""
         self._refuse_closed()
         self._act = self._begin(env.unwrapped)
 
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return the expert's action. The observation and ``timeout`` are not used, because nothing here takes long."""
+        """Return the expert's action. The observation and ``timeout`` are not used, because the expert reads the
+        simulator and computes quickly.
+        """
         self._refuse_closed()
         if self._act is None:
             raise SinewError(f"{self.spec.name}: expected start(env) before the first observation")
@@ -55,21 +63,23 @@ class Expert(OpenPolicy):
 def expert_spec(
     name: str, action: VectorSpec, chunk_size: int = 1, motion: MotionSpec | None = None
 ) -> PolicySpec:
-    """Return an expert's specification, without cameras and state, because it reads neither."""
+    """Return an expert's specification, which has neither cameras nor a state."""
     return PolicySpec(
         "expert", name, (), VectorSpec(0), action, chunk_size, 0, 1, 0, solver=SINGLE, motion=motion
     )
 
 
 def _blocks(env: Any) -> Act:
-    """One action a chunk, since it needs to see the state again."""
+    """Start the expert of the blocks task. A chunk has one action, because the next action needs the new state."""
     from sinew_eval.sim import blocks_expert
 
     return lambda: blocks_expert.act(env.world())[None]
 
 
 def _pen(env: Any) -> Act:
-    """What somebody could know at the moment of the newest frame: the ceiling of every policy on this task."""
+    """Start the expert of the pen task. It knows only the state at the time of the newest frame, so its success is
+    the upper limit of all policies.
+    """
     from sinew_eval.sim import pen
 
     def act() -> np.ndarray:
@@ -81,7 +91,7 @@ def _pen(env: Any) -> Act:
 
 
 def _egg(env: Any) -> Act:
-    """What somebody does who sees the newest frame and feels the present force: one action a chunk."""
+    """Start the expert of the egg task. It uses the newest frame and the present force. A chunk has one action."""
     from sinew_eval.sim import egg
 
     return lambda: egg.act(env)[None]
@@ -100,10 +110,14 @@ EXPERTS: dict[str, tuple[PolicySpec, Callable[[Any], Act]]] = {
 
 
 def open_target(place: str, **options: Any) -> Expert:
-    """Open the expert that ``expert:ENV`` names (entry point of ``sinew.targets``).
+    """Open the expert of ``expert:ENV`` (entry point of ``sinew.targets``).
+
+    Args:
+        place: Gymnasium id of the environment.
+        **options: Not supported.
 
     Raises:
-        SinewError: No environment is named, it has no expert, or an option is given.
+        SinewError: No environment is named, the environment has no expert, or an option is given.
     """
     if not place:
         raise SinewError("expert: expected expert:ENV, such as expert:sinew/Blocks-v0")
@@ -113,7 +127,7 @@ def open_target(place: str, **options: Any) -> Expert:
 
 
 def open_expert(env_id: str) -> Expert:
-    """Return the expert of an environment. Raises :class:`SinewError` where there is none."""
+    """Return the expert of an environment. Raises :class:`SinewError` if there is none."""
     for start, (spec, begin) in EXPERTS.items():
         if env_id.startswith(start):
             return Expert(spec, begin)

@@ -1,8 +1,9 @@
-"""Pictures of the blocks task by MuJoCo's own renderer: lights, shadows, any size. For people; no policy sees them.
+"""Pictures of the blocks task with MuJoCo's own renderer: lights, shadows, any size. They are for people, and
+policies do not receive them.
 
-It needs OpenGL without a display, EGL or OSMesa, and which of them is used is settled when mujoco is imported. So it
-runs in a process of its own, and whatever else happens in this one stays free of graphics libraries:
-``python -m sinew_eval.sim.film WIDTH HEIGHT POSES.npy`` writes raw frames to its standard output.
+The renderer needs OpenGL without a display, through EGL or OSMesa. The choice is fixed when mujoco is imported.
+Therefore the renderer runs in its own process, and this process stays free of graphics libraries. ``python -m
+sinew_eval.sim.film WIDTH HEIGHT POSES.npy`` writes raw frames to standard output.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _METAL, _FINGERS = "0.55 0.56 0.60 1", "0.16 0.16 0.19 1"
 
 @lru_cache(maxsize=1)
 def backend() -> str:
-    """Return which of EGL and OSMesa draws here. Raises :class:`SinewError` with the reason of each that does not."""
+    """Return "egl" or "osmesa", whichever works here. Raises :class:`SinewError` with the reason of each failure."""
     reasons = []
     for name in BACKENDS:
         try:
@@ -47,7 +48,16 @@ def backend() -> str:
 
 
 def frames(poses: np.ndarray, width: int = WIDTH, height: int = HEIGHT) -> Iterator[np.ndarray]:
-    """Yield uint8 [height, width, 3] for each of ``poses``, float64 [n, nq] of ``BlocksEnv.pose``."""
+    """Draw a frame for each pose.
+
+    Args:
+        poses: Poses of ``BlocksEnv.pose``, float64 [n, nq].
+        width: Width in pixels.
+        height: Height in pixels.
+
+    Yields:
+        uint8 [height, width, 3].
+    """
     yield from _draw(backend(), poses, width, height)
 
 
@@ -76,7 +86,9 @@ def _draw(name: str, poses: np.ndarray, width: int, height: int) -> Iterator[np.
 
 
 def model_xml() -> str:
-    """Return the task's MuJoCo model with colours, lights, a table and a sky. It is posed and drawn, never stepped."""
+    """Return the task's MuJoCo model with colours, lights, a table and a sky. It is only posed and drawn, never
+    simulated.
+    """
     root = ElementTree.fromstring(scene.model_xml())  # noqa: S314 - text of ours
     visual = ElementTree.SubElement(root, "visual")
     ElementTree.SubElement(visual, "global", offwidth="1920", offheight="1440")
@@ -136,7 +148,7 @@ def model_xml() -> str:
 
 
 def _axes(eye: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the camera's right and up."""
+    """Return the camera's right and up directions as unit vectors."""
     forward = (at - eye) / np.linalg.norm(at - eye)
     right = np.cross(forward, [0.0, 0.0, 1.0])
     right /= np.linalg.norm(right)
@@ -148,7 +160,7 @@ def _text(values: np.ndarray) -> str:
 
 
 def main(width: int, height: int, poses: Path) -> None:
-    """Draw every pose of a file; the frames go to standard output."""
+    """Draw every pose of a file, and write the frames to standard output."""
     import mujoco
 
     model = mujoco.MjModel.from_xml_string(model_xml())

@@ -1,14 +1,15 @@
-"""The falling pen: how long from a photon to a closed gripper?
+"""The falling pen: a test of the time from light to a closed gripper.
 
-After "Running VLAs at Real-time Speed" (Ma et al. 2025), section 7. A pen hangs above a pair of jaws and is
-let go at a moment that the camera cannot foresee. It falls about 30 cm; the jaws need 60 ms to touch it and
-must do so while its body is between them, a window of about 56 ms. Everything is analytic, and the catch is
-decided kinematically: a contact simulation rewards closing early, with the pen wedged on closed jaws.
+Source: "Running VLAs at Real-time Speed" (Ma et al. 2025), section 7. A pen hangs above a pair of jaws and is
+released at a random time that the camera cannot show in advance. It falls about 30 cm. The jaws need 60 ms to touch
+the pen and must do so while its body is between them, which takes about 56 ms. The simulation is analytic, and the
+catch is decided by kinematics. A contact simulation would reward early closing, because the pen gets wedged on closed
+jaws.
 
-Observation: ``images`` {"now", "previous"}, two consecutive frames as two views; ``state`` float32 [1], the
-opening of the jaws, 1 open to 0 closed; ``prompt``. Action float32 [1]: 0.5 and above closes, below opens.
-One step is a slot of 1/60 s. ``info["frame_age"]`` is how old "now" is when the policy gets it, in seconds:
-an action chunk that counts time from the frame starts at slot ``frame_age * control_hz``.
+Observation: ``images`` {"now", "previous"}, two consecutive frames as two cameras; ``state`` float32 [1], the opening
+of the jaws from 1 (open) to 0 (closed); ``prompt``. Action float32 [1]: 0.5 and above closes, below opens. One step
+is 1/60 s. ``info["frame_age"]`` is the age of "now" in seconds when the policy receives it. A chunk that counts from
+the frame begins at its action number ``frame_age * control_hz``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,16 @@ _WALL_RGB, _FLOOR_RGB = np.array([206.0, 203.0, 196.0]), np.array([168.0, 164.0,
 
 @dataclass(frozen=True)
 class DropEpisode:
-    """One episode: all that reset draws. Seconds and metres; camera offsets are small misplacements."""
+    """All random values of one episode, in seconds and metres.
+
+    Attributes:
+        release: Time of the release.
+        height: Height of the pen's lower end above the jaws before the release.
+        lateral: Sideways offset of the pen.
+        camera_z: Vertical offset of the camera.
+        camera_x: Sideways offset of the camera.
+        camera_scale: Factor of the camera's magnification.
+    """
 
     release: float
     height: float
@@ -53,19 +63,27 @@ class DropEpisode:
     camera_scale: float
 
     def bottom(self, time: float) -> float:
-        """Height of the pen's lower end above the jaws."""
+        """Return the height of the pen's lower end above the jaws at a time, in metres."""
         falling = max(0.0, time - self.release)
         return self.height - 0.5 * GRAVITY * falling * falling
 
     @property
     def best_command(self) -> float:
-        """When the jaws must start closing to touch the pen at its middle."""
+        """Return the time at which the jaws must start to close, so that they touch the pen at its middle. Seconds."""
         middle = self.release + np.sqrt(2 * (self.height + PEN_LENGTH / 2) / GRAVITY)
         return float(middle - CLOSING_TIME * (1 - TOUCH))
 
 
 class PenEnv(gymnasium.Env):
-    """``camera_fps``: a divisor of 60. ``camera_delay``: seconds from exposure until the frame is here."""
+    """The pen environment.
+
+    Args:
+        image_size: Width and height of a frame, in pixels.
+        camera_fps: Frames per second, a divisor of 60.
+        camera_delay: Seconds from exposure until the frame arrives.
+        render_mode: Gymnasium's render mode.
+        render_size: Width and height of a rendered picture, in pixels.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - gymnasium's interface
     control_hz = CONTROL_HZ
@@ -117,12 +135,12 @@ class PenEnv(gymnasium.Env):
 
     @property
     def opening(self) -> float:
-        """Of the jaws now, 1 open to 0 closed."""
+        """Return the present opening of the jaws, from 1 (open) to 0 (closed)."""
         return self._openings[-1]
 
     @property
     def time(self) -> float:
-        """Seconds since reset."""
+        """Return the seconds since reset."""
         return self._slot / CONTROL_HZ
 
     def step(self, action: np.ndarray):
@@ -147,7 +165,7 @@ class PenEnv(gymnasium.Env):
         return self._observation(), float(info["is_success"]), done, False, info
 
     def _touch(self, time: float) -> str:
-        """What the jaws find when they reach the pen's width at ``time``."""
+        """Return the outcome for jaws that reach the pen's width at ``time``: "early", "caught" or "late"."""
         self.touch_time = time
         bottom = self.drop.bottom(time)
         if bottom > -MARGIN:
@@ -165,7 +183,9 @@ class PenEnv(gymnasium.Env):
         }
 
     def _frame_time(self, back: int) -> float:
-        """Exposure time of the newest frame that has arrived, ``back`` frames ago; never before reset."""
+        """Return the exposure time of the newest frame that has arrived, or of the frame ``back`` frames before it.
+        It is never before reset.
+        """
         newest = int(np.floor((self.time - self.camera_delay) * self.camera_fps + _EPS))
         return max(0, newest - back) / self.camera_fps
 
@@ -178,7 +198,15 @@ class PenEnv(gymnasium.Env):
         }
 
     def view(self, time: float, size: int | None = None) -> np.ndarray:
-        """What the camera sees at ``time``, not after now: uint8 [size, size, 3]."""
+        """Draw the camera's image at a time that has passed.
+
+        Args:
+            time: Seconds since reset.
+            size: Width and height in pixels. None for ``image_size``.
+
+        Returns:
+            uint8 [size, size, 3].
+        """
         opening = self._openings[round(time * CONTROL_HZ)]
         bottom = self.drop.bottom(time)
         if self.outcome == "caught":
@@ -190,7 +218,17 @@ class PenEnv(gymnasium.Env):
 
 
 def picture(drop: DropEpisode, bottom: float, opening: float, size: int) -> np.ndarray:
-    """The scene, drawn with exact area coverage: a shift of a hundredth of a pixel changes the picture."""
+    """Draw the scene with exact area coverage, so that a shift by a hundredth of a pixel changes the picture.
+
+    Args:
+        drop: Values of the episode.
+        bottom: Height of the pen's lower end above the jaws, in metres.
+        opening: Opening of the jaws, from 1 (open) to 0 (closed).
+        size: Width and height in pixels.
+
+    Returns:
+        uint8 [size, size, 3].
+    """
     scale = size / (_VIEW[1] - _VIEW[0]) * drop.camera_scale
 
     def rows(low: float, high: float) -> np.ndarray:
@@ -221,22 +259,31 @@ def picture(drop: DropEpisode, bottom: float, opening: float, size: int) -> np.n
 
 
 def _coverage(low: float, high: float, size: int) -> np.ndarray:
-    """Share of each of ``size`` unit cells that [low, high] covers."""
+    """Return the share of each of ``size`` unit cells that the interval [low, high] covers."""
     edge = np.arange(size)
     return np.clip(np.minimum(high, edge + 1) - np.maximum(low, edge), 0.0, 1.0)
 
 
 def _touched(coverage: np.ndarray) -> slice:
-    """The cells from the first to the last that is covered."""
+    """Return the slice from the first to the last covered cell."""
     found = np.flatnonzero(coverage)
     return slice(found[0], found[-1] + 1) if len(found) else slice(0)
 
 
 def expert_chunk(drop: DropEpisode, frame_time: float, slots: int) -> np.ndarray:
-    """Commands float32 [slots] from ``frame_time`` on, as somebody could know them at that moment.
+    """Return the expert's commands, based only on the state at the time of a frame.
 
-    While the pen hangs, nothing announces its release: the commands are all zero, even where this episode
-    will have closed later. Learning the future from such frames would only teach the average of all releases.
+    While the pen hangs, nothing announces its release. Therefore all commands are 0, even if the jaws have to close
+    later in this episode. A policy that learned the future from such frames would only learn the average release
+    time.
+
+    Args:
+        drop: Values of the episode.
+        frame_time: Time of the frame, in seconds.
+        slots: Number of commands.
+
+    Returns:
+        Commands from ``frame_time`` on, float32 [slots].
     """
     times = frame_time + np.arange(slots) / CONTROL_HZ
     if frame_time <= drop.release:
@@ -245,5 +292,5 @@ def expert_chunk(drop: DropEpisode, frame_time: float, slots: int) -> np.ndarray
 
 
 def act(env: PenEnv) -> np.ndarray:
-    """The expert's action float32 [1] in the environment's present slot."""
+    """Return the expert's action in the environment's present step, float32 [1]."""
     return expert_chunk(env.drop, env.time, 1)

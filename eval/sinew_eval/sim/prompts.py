@@ -1,7 +1,7 @@
 """The instructions of the blocks task.
 
-Phrasing is part of the test: a policy that keys on word order instead of words fails on the phrasing that
-was held out of training.
+The phrasing is part of the test: a policy that relies on the order of words instead of their meaning fails with the
+phrasing that training does not use.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def instruction(color: str, side: str, phrasing: str = PHRASINGS[0]) -> str:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word that an instruction can have, in alphabetical order."""
+    """Return every word that an instruction can contain, in alphabetical order."""
     words = {w for p in (*PHRASINGS, HELD_OUT) for w in p.split() if "{" not in w}
     return tuple(sorted(words | set(COLORS) | set(SIDES)))

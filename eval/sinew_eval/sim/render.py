@@ -1,12 +1,12 @@
-"""A renderer for scenes of coloured boxes, in numpy alone: no OpenGL, no display, no mesh, no file.
+"""A renderer for scenes of coloured boxes, in pure numpy: no OpenGL, no display, no meshes and no files.
 
-Boxes have convex faces, so a pixel is inside a face when its viewing ray lies on the inner side of the four
-planes through the camera and the face's edges (homogeneous rasterisation, Olano and Greer 1997). Each
-plane, and the inverse depth of the face, is linear in the pixel's coordinates: a whole frame is a few
-broadcast additions, nothing is clipped, and a face may even pass behind the camera.
+The faces of a box are convex. A pixel is inside a face if its viewing ray is on the inner side of the four planes
+through the camera and the face's edges (homogeneous rasterisation, Olano and Greer 1997). Each plane, and the inverse
+depth of the face, is linear in the pixel's coordinates. Therefore a frame needs only a few broadcast additions and no
+clipping, and a face may even extend behind the camera.
 
-The arithmetic after the camera transform is single additions and comparisons of float32 numbers, so the
-same poses give the same bytes wherever numpy runs.
+After the camera transform, all arithmetic is single additions and comparisons of float32 numbers. Therefore the same
+poses give the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ _BATCH = 32  # number of faces that are drawn at once, so that the work arrays f
 
 @dataclass(frozen=True)
 class Boxes:
-    """n boxes. center [n, 3] m; half [n, 3] m; rotation [n, 3, 3], columns are the box's axes in the world;
-    color [n, 3] in 0..255 at full light."""
+    """n boxes.
+
+    Attributes:
+        center: Centres in metres, [n, 3].
+        half: Half sizes in metres, [n, 3].
+        rotation: Rotation matrices, [n, 3, 3]. The columns are the box's axes in the world.
+        color: Colours in full light, [n, 3], from 0 to 255.
+    """
 
     center: F64
     half: F64
@@ -51,8 +57,13 @@ class Boxes:
 
 @dataclass(frozen=True)
 class RenderCamera:
-    """A pinhole. ``rotation`` has the rows right, down, forward in world coordinates; ``tan_half`` is the
-    tangent of half the field of view, the same in both directions; square pixels, square image."""
+    """A pinhole camera with square pixels and a square image.
+
+    Attributes:
+        position: Position in the world, [3] in metres.
+        rotation: [3, 3]. The rows are the directions right, down and forward in the world.
+        tan_half: Tangent of half the field of view, equal in both directions.
+    """
 
     position: F64
     rotation: F64
@@ -60,8 +71,15 @@ class RenderCamera:
 
     @classmethod
     def looking(cls, position: tuple[float, ...], target: tuple[float, ...], tan_half: float) -> RenderCamera:
-        """Placed at ``position``, looking at ``target``, the horizon level. Only square roots are used, which
-        every machine rounds alike."""
+        """Build a camera that looks at a target, with a level horizon.
+
+        Only square roots are used, which every machine rounds equally.
+
+        Args:
+            position: Position of the camera, [3] in metres.
+            target: Point in the middle of the image, [3] in metres.
+            tan_half: Tangent of half the field of view.
+        """
         p, t = np.asarray(position, dtype=np.float64), np.asarray(target, dtype=np.float64)
         forward = _unit(t - p)
         up = np.array([0.0, 0.0, 1.0]) if abs(forward[2]) < 0.99 else np.array([0.0, 1.0, 0.0])
@@ -74,7 +92,12 @@ class RenderCamera:
 
 @dataclass
 class RenderedFrame:
-    """A picture being drawn: color uint8 [size, size, 3] and inverse depth float32 [size, size]."""
+    """A picture that is being drawn.
+
+    Attributes:
+        color: uint8 [size, size, 3].
+        inverse_depth: float32 [size, size].
+    """
 
     color: NDArray[np.uint8]
     inverse_depth: F32
@@ -90,7 +113,16 @@ class RenderedFrame:
 
 
 def draw(frame: RenderedFrame, camera: RenderCamera, boxes: Boxes) -> RenderedFrame:
-    """Draw ``boxes`` into ``frame``, in place; nearer surfaces win. Returns ``frame``."""
+    """Draw boxes into a frame in place. Nearer surfaces hide others.
+
+    Args:
+        frame: The frame.
+        camera: The camera.
+        boxes: The boxes.
+
+    Returns:
+        ``frame``.
+    """
     planes, colors = _visible_faces(camera, boxes)
     size = frame.color.shape[0]
     # Coordinates of the pixel centres in the image plane at depth 1: u points to the right, v points down.
@@ -104,7 +136,14 @@ def draw(frame: RenderedFrame, camera: RenderCamera, boxes: Boxes) -> RenderedFr
 
 
 def _paint(frame: RenderedFrame, along_u: F32, along_v: F32, colors: NDArray[np.uint8]) -> None:
-    """along_u, along_v: float32 [faces, 5, size]: four edge planes and the inverse depth, per column and row."""
+    """Draw faces into a frame.
+
+    Args:
+        frame: The frame.
+        along_u: Four edge planes and the inverse depth per column, float32 [faces, 5, size].
+        along_v: Four edge planes and the inverse depth per row, float32 [faces, 5, size].
+        colors: Colours of the faces, [faces, 3].
+    """
     values = along_v[:, :, :, None] + along_u[:, :, None, :]  # [faces, 5, rows, cols]
     inside = np.minimum(np.minimum(values[:, 0], values[:, 1]), np.minimum(values[:, 2], values[:, 3]))
     depth = np.where(inside >= 0, values[:, 4], np.float32(-1.0))  # [faces, rows, cols]
@@ -120,7 +159,15 @@ def _paint(frame: RenderedFrame, along_u: F32, along_v: F32, colors: NDArray[np.
 
 
 def _visible_faces(camera: RenderCamera, boxes: Boxes) -> tuple[F64, NDArray[np.uint8]]:
-    """Planes [faces, 5, 3] (four inner-side edge tests, one inverse depth) and colours [faces, 3]."""
+    """Find the faces that the camera can see.
+
+    Args:
+        camera: The camera.
+        boxes: The boxes.
+
+    Returns:
+        Planes [faces, 5, 3] (four tests of the inner side, one inverse depth), and colours [faces, 3].
+    """
     corners = boxes.center[:, None] + (_SIGNS * boxes.half[:, None]) @ boxes.rotation.transpose(0, 2, 1)
     seen_from = (corners - camera.position) @ camera.rotation.T  # [n, 8, 3] right, down, forward
     quads = seen_from[:, _FACES].reshape(-1, 4, 3)  # [6 n, corner, 3]
@@ -146,7 +193,7 @@ def _visible_faces(camera: RenderCamera, boxes: Boxes) -> tuple[F64, NDArray[np.
 
 
 def rotation_from_quaternion(quaternion: F64) -> F64:
-    """w, x, y, z [n, 4] (unit) -> [n, 3, 3]."""
+    """Convert unit quaternions (w, x, y, z) [n, 4] to rotation matrices [n, 3, 3]."""
     w, x, y, z = np.moveaxis(np.asarray(quaternion, dtype=np.float64), -1, 0)
     rows = [
         [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
@@ -157,7 +204,7 @@ def rotation_from_quaternion(quaternion: F64) -> F64:
 
 
 def _cross(a: F64, b: F64) -> F64:
-    """Cross product over the last axis; numpy's own spends most of its time checking shapes."""
+    """Return the cross product over the last axis. numpy's own function spends most of its time on checks of shapes."""
     ax, ay, az = a[..., 0], a[..., 1], a[..., 2]
     bx, by, bz = b[..., 0], b[..., 1], b[..., 2]
     return np.stack([ay * bz - az * by, az * bx - ax * bz, ax * by - ay * bx], axis=-1)

@@ -1,8 +1,9 @@
-"""Benchmarks of the field, each in an interpreter of its own: their simulators' pins exclude each other and ours.
+"""Public benchmarks. Each has its own Python interpreter, because the pinned packages of the simulators exclude each
+other and Sinew's.
 
-This file is data, and is read on both sides: by ``sinew eval``, which serves the policy, and by the interpreter
-that plays. The modules beside it are imported on the other side only. An episode's task is its seed modulo the
-number of tasks, and its trial the quotient: all tasks get the same trials.
+This file contains only data. Both ``sinew eval``, which serves the policy, and the interpreter that plays import it.
+Only the second one imports the other modules of this package. An episode's task is its seed modulo the number of
+tasks, and its trial is the quotient, so all tasks get the same trials.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ class Suite:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Files of a simulator that its packages do not have.
+    """Files that a simulator needs and its packages do not contain.
 
-    hub: data set of the Hugging Face hub, asked first. copy: what the package index has (``NAME-meshes.txt``). folder:
-    where that is installed, place: where the simulator looks; both below site-packages. has: a file among them.
+    Attributes:
+        hub: Data set on the Hugging Face hub, which is tried first.
+        copy: Description of the copy in the package index (``NAME-meshes.txt``).
+        folder: Folder of the installed copy, below site-packages.
+        place: Folder in which the simulator searches, below site-packages.
+        has: One of the files, to check that they are complete.
     """
 
     hub: str
@@ -50,11 +55,14 @@ class Meshes:
 
 @dataclass(frozen=True)
 class SimulatorSetup:
-    """How ``sinew eval --setup`` makes an interpreter. Versions are in ``eval/sinew_eval/foreign/simulators/NAME.txt``.
+    """How ``sinew eval --setup`` creates an interpreter. The versions are in
+    ``eval/sinew_eval/foreign/simulators/NAME.txt``.
 
-    packages: installed with what they need. data: installed alone, for the files that they carry.
-    by_hand: why this cannot be installed, and what to do instead; nothing is installed then.
-    meshes: what its packages do not have.
+    Attributes:
+        packages: Packages that are installed with their dependencies.
+        data: Packages that are installed without dependencies, because only their files are needed.
+        by_hand: Why the simulator cannot be installed automatically, and what to do instead. "" if it can.
+        meshes: Files that the packages do not contain. None for none.
     """
 
     packages: Sequence[str] = ()
@@ -180,7 +188,9 @@ def _libero(name: str, *benchmarks: str) -> Suite:
 
 
 def _vla_eval(name: str) -> Suite:
-    """Its tasks are known to the interpreter that plays alone; so may be its rate, 0 here."""
+    """Return the suite of a benchmark of vla-eval. Only the interpreter that plays knows its tasks, and perhaps its
+    rate, which is 0 here then.
+    """
     hz = VLA_EVAL[name][1] if name in VLA_EVAL else None
     own = f"{VLA_EVAL_PREFIX}{name}"
     return Suite(own, "vla-eval", "sinew_eval.suites.vla_eval", (own,), hz or 0.0)
@@ -208,7 +218,14 @@ SUITES = {suite.name: suite for suite in _ALL}
 
 
 def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
-    """The suite and the tasks that a name stands for: a suite's, or one of its tasks'. None: neither."""
+    """Find the suite and the tasks for the name of a suite or of one of its tasks.
+
+    Args:
+        env_id: The name.
+
+    Returns:
+        The suite and the names of the tasks. None if there is no such suite or task.
+    """
     if env_id in SUITES:
         return SUITES[env_id], SUITES[env_id].tasks
     for suite in _ALL:
@@ -222,14 +239,14 @@ def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
 
 
 def importable(env_id: str) -> bool:
-    """Return True if this interpreter has the simulator's package of a suite, or of one of its tasks."""
+    """Return True if this interpreter has the simulator's package for a suite or for one of its tasks."""
     found = find(env_id)
     package = found[1][0].partition("/")[0] if found is not None else ""
     return package in SIMULATION and importlib.util.find_spec(package) is not None
 
 
 def named(name: str) -> str:
-    """``name`` if it is a suite's; raises :class:`SinewError` otherwise."""
+    """Return ``name`` if it is the name of a suite. Otherwise, raise :class:`SinewError`."""
     if name not in SUITES:
         raise SinewError(
             f"--suite: expected one of {', '.join(SUITES)}, got {name!r}{did_you_mean(name, SUITES)}"

@@ -1,10 +1,10 @@
-"""gym-aloha: two ViperX arms, absolute joint positions at 50 Hz, one camera above.
+"""gym-aloha: two ViperX arms with absolute joint positions at 50 Hz, and one camera above.
 
-Sources: gym_aloha ``env.py``, ``tasks/sim.py`` (state and action: 6 joints in radians and a gripper from 0, closed,
-to 1, open, left arm first; success is reward 4), openpi ``examples/aloha_sim/env.py`` (the camera is ``cam_high``),
-LeRobot ``envs/configs.py`` (``top``, 400 steps). The sentences are those of LeRobot's data sets
-``aloha_sim_transfer_cube_human`` and ``aloha_sim_insertion_human``; openpi's checkpoint says "Transfer cube"
-(``--env-options '{"prompt": "Transfer cube"}'``).
+Sources: gym_aloha ``env.py`` and ``tasks/sim.py`` (state and action: 6 joints in radians and a gripper from 0,
+closed, to 1, open, left arm first; success is reward 4), openpi ``examples/aloha_sim/env.py`` (the camera is
+``cam_high``), LeRobot ``envs/configs.py`` (``top``, 400 steps). The instructions are those of LeRobot's data sets
+``aloha_sim_transfer_cube_human`` and ``aloha_sim_insertion_human``. openpi's checkpoint was trained with "Transfer
+cube" (``--env-options '{"prompt": "Transfer cube"}'``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Simulator(Registered):
         return self._last
 
     def step(self, action: np.ndarray) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """An episode whose physics becomes unstable, as by joint angles of a wrong scale, has failed."""
+        """Step the simulator. An episode fails if its physics becomes unstable, for example because of joint angles
+        in a wrong unit.
+        """
         from dm_control.rl.control import PhysicsError
 
         try:

@@ -1,4 +1,4 @@
-"""What the simulators' modules share: several tasks behind one gymnasium environment, frames drawn on demand."""
+"""Base classes of the simulators: several tasks in one gymnasium environment, and frames that are drawn on demand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sinew.core import SinewError
 
 
 class SimulatorFrame:
-    """An image that is drawn when somebody looks at it: most control steps of an episode ask for no chunk.
+    """An image that is drawn when it is read, because most control steps of an episode request no chunk.
 
-    It shows the simulator at that moment, so it must be looked at before the next step.
+    The image shows the simulator at the time of reading, so it must be read before the next step.
     """
 
     def __init__(self, draw: Callable[[], np.ndarray]):
@@ -28,9 +28,10 @@ class SimulatorFrame:
 
 
 class Tasks(gymnasium.Env):
-    """One of several tasks, opened when its turn comes. Subclasses open, begin and step it.
+    """Environment with several tasks. A task is opened when an episode needs it. Subclasses implement opening,
+    resetting and stepping.
 
-    The seed of ``reset`` chooses: task = seed modulo the number of tasks, trial = their quotient.
+    The seed of ``reset`` determines the episode: task = seed modulo the number of tasks, trial = quotient.
     """
 
     max_steps: int
@@ -57,11 +58,11 @@ class Tasks(gymnasium.Env):
         raise NotImplementedError
 
     def begin(self, trial: int) -> Any:
-        """Start an episode; returns the raw observation."""
+        """Start an episode. Returns the raw observation."""
         raise NotImplementedError
 
     def label(self, task: str) -> str:
-        """The task's name in reports; parts between "/" get rows of their own."""
+        """Return the task's name in reports. "/" separates parts, and reports have a row for each part."""
         return task
 
     def close(self) -> None:
@@ -69,8 +70,13 @@ class Tasks(gymnasium.Env):
 
 
 class Registered(Tasks):
-    """Tasks that are registered gymnasium environments, made with ``options``; their own time limit is lifted,
-    because that of the mapping counts."""
+    """Tasks that are registered gymnasium environments. Their own time limit is disabled, because the limit of the
+    mapping applies.
+
+    Args:
+        tasks: Gymnasium ids.
+        **options: Arguments of the environments' constructors.
+    """
 
     def __init__(self, tasks: Sequence[str], **options: Any):
         super().__init__(tasks)
@@ -108,7 +114,7 @@ class Registered(Tasks):
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Turns the many ways in which OpenGL can be absent into one error that says what to do."""
+    """Replace the various errors of a missing OpenGL by one error that states the next step."""
     try:
         yield
     except SinewError:

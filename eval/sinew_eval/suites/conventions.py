@@ -1,6 +1,7 @@
-"""What published policies and simulators disagree about: orientations, grippers, frames upside down. numpy alone.
+"""Conversions between the conventions of published policies and simulators: orientations, grippers, frames upside
+down. Needs only numpy.
 
-Quaternions are (x, y, z, w) unless a name says otherwise. Every function takes and gives plain arrays.
+Quaternions are (x, y, z, w) unless a name states another order. Every function accepts and returns plain arrays.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import numpy as np
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
-    """Unit quaternion [4] -> axis times angle [3], the angle in [0, 2 pi].
+    """Convert a unit quaternion [4] to an axis times an angle [3], with the angle in [0, 2 pi].
 
-    As robosuite does it (``transform_utils.quat2axisangle``), and so as LIBERO's demonstrations have it: w is
-    clipped, and q and -q are *not* the same: a negative w gives the long way round.
+    The formula is that of robosuite (``transform_utils.quat2axisangle``), and therefore that of LIBERO's
+    demonstrations: w is clipped, and q and -q give *different* results. A negative w gives an angle above pi.
     """
     x, y, z, w = np.asarray(quaternion, np.float64)
     w = min(1.0, max(-1.0, w))
@@ -25,7 +26,7 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
 
 
 def matrix(quaternion: np.ndarray) -> np.ndarray:
-    """Unit quaternion [4] -> rotation matrix [3, 3]."""
+    """Convert a unit quaternion [4] to a rotation matrix [3, 3]."""
     x, y, z, w = np.asarray(quaternion, np.float64)
     return np.array(
         [
@@ -37,7 +38,9 @@ def matrix(quaternion: np.ndarray) -> np.ndarray:
 
 
 def roll_pitch_yaw(rotation: np.ndarray) -> np.ndarray:
-    """Rotation matrix [3, 3] = Rz(yaw) Ry(pitch) Rx(roll) -> [3]; roll is 0 where pitch is a right angle."""
+    """Convert a rotation matrix [3, 3] = Rz(yaw) Ry(pitch) Rx(roll) to [roll, pitch, yaw] in radians. Roll is 0 if
+    pitch is a right angle.
+    """
     pitch = np.arctan2(-rotation[2, 0], np.hypot(rotation[0, 0], rotation[1, 0]))
     if np.hypot(rotation[0, 0], rotation[1, 0]) < 1e-9:
         return np.array([0.0, pitch, np.arctan2(-rotation[0, 1], rotation[1, 1])])
@@ -51,7 +54,9 @@ def roll_pitch_yaw(rotation: np.ndarray) -> np.ndarray:
 
 
 def axis_angle_of_rpy(angles: np.ndarray) -> np.ndarray:
-    """Roll, pitch, yaw [3] -> axis times angle [3]: SimplerEnv takes the latter, Bridge policies give the former."""
+    """Convert [roll, pitch, yaw] to an axis times an angle [3], in radians. Policies of BridgeData return the former,
+    SimplerEnv needs the latter.
+    """
     (cr, cp, cy), (sr, sp, sy) = np.cos(np.asarray(angles) / 2), np.sin(np.asarray(angles) / 2)
     return axis_angle(
         np.array(
@@ -70,8 +75,14 @@ _BRIDGE_REST = np.array([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]])
 
 
 def bridge_state(eef_pose: np.ndarray) -> np.ndarray:
-    """SimplerEnv's ``agent/eef_pos`` [8] (position, quaternion wxyz, gripper opening) -> BridgeData's state [8]:
-    position, roll, pitch, yaw from the pose pointing down, 0, gripper opening."""
+    """Convert SimplerEnv's ``agent/eef_pos`` to BridgeData's state.
+
+    Args:
+        eef_pose: [8]: position, quaternion (w, x, y, z), gripper opening.
+
+    Returns:
+        [8]: position, roll, pitch and yaw relative to a gripper that points down, 0, gripper opening.
+    """
     pose = np.asarray(eef_pose, np.float64)
     angles = roll_pitch_yaw(matrix(np.roll(pose[3:7], -1)) @ _BRIDGE_REST.T)
     return np.concatenate([pose[:3], angles, [0.0], pose[7:8]])
@@ -85,21 +96,23 @@ STATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _opening_to_closing(action: np.ndarray) -> np.ndarray:
-    """The last number: 0 (close) to 1 (open) -> +1 (close) or -1 (open), nothing between."""
+    """Convert the last number from 0 (closed) to 1 (open) into +1 (close) or -1 (open)."""
     action = action.copy()
     action[-1] = -1.0 if action[-1] > 0.5 else 1.0
     return action
 
 
 def _opening_to_sign(action: np.ndarray) -> np.ndarray:
-    """The last number: 0 (close) to 1 (open) -> -1 (close) or +1 (open), nothing between."""
+    """Convert the last number from 0 (closed) to 1 (open) into -1 (close) or +1 (open)."""
     action = action.copy()
     action[-1] = 1.0 if action[-1] > 0.5 else -1.0
     return action
 
 
 def _euler_and_opening(action: np.ndarray) -> np.ndarray:
-    """As :func:`_opening_to_sign`, and numbers 3 to 5 from roll, pitch, yaw to axis and angle."""
+    """Convert the gripper as :func:`_opening_to_sign`, and numbers 3 to 5 from roll, pitch, yaw to an axis times an
+    angle.
+    """
     action = _opening_to_sign(action)
     action[3:6] = axis_angle_of_rpy(action[3:6])
     return action
@@ -114,5 +127,5 @@ ACTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def turned(frame: np.ndarray) -> np.ndarray:
-    """A frame [height, width, 3] turned by 180 degrees."""
+    """Turn a frame [height, width, 3] by 180 degrees."""
     return np.ascontiguousarray(frame[::-1, ::-1])

@@ -1,13 +1,16 @@
-"""LIBERO: a Panda arm, displacements and a gripper in [-1, 1] at 20 Hz; two cameras, both upside down.
+"""LIBERO: a Panda arm with displacements and a gripper in [-1, 1] at 20 Hz, and two cameras, both upside down.
 
 Sources: openpi ``examples/libero/main.py`` (256-pixel frames turned by 180 degrees; state [8]: position, axis-angle,
 both fingers; 10 steps in which objects settle, at [0, 0, 0, 0, 0, 0, -1]; the simulator's seed is 7; the first 50
-recorded initial states; done is success), LeRobot ``envs/libero.py`` and ``processor/env_processor.py``
-(the same), hf-libero ``benchmark/__init__.py`` (order of tasks). The gripper closes at +1. Policies that were trained
-on its recordings as they are give it so; others give an opening from 0 to 1 (vla.cpp
-``eval/utils/sim_adapters/libero.py``, openvla ``experiments/robot/robot_utils.py``). Which, their actions' units say.
+recorded initial states; done is success), LeRobot ``envs/libero.py`` and ``processor/env_processor.py`` (the same),
+hf-libero ``benchmark/__init__.py`` (order of tasks).
 
-Only the simulator of hf-libero is used. Its ``benchmark`` wants torch to read arrays; they are read here instead.
+The gripper closes at +1. Policies that were trained on the unchanged recordings return this value. Other policies
+return an opening from 0 to 1 (vla.cpp ``eval/utils/sim_adapters/libero.py``, openvla
+``experiments/robot/robot_utils.py``). The units of a policy's actions state which of both it returns.
+
+Only hf-libero's simulator is used. Its module ``benchmark`` needs torch to read arrays, so this module reads them
+itself.
 """
 
 from __future__ import annotations
@@ -51,12 +54,19 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 
 
 class Simulator(Tasks):
-    """size: of frames, in pixels. settle: control steps before the policy's first. seed: of the simulator, which
-    moves what the initial state leaves open. drawn: initial states are drawn from the task's own regions, by the trial
-    as the seed, in place of the 50 recorded ones: for demonstrations that leave those to the evaluation.
+    """LIBERO's simulator with frames that are drawn on demand.
 
-    robosuite draws both cameras in every control step, after its first physics step. Here their sensors keep what the
-    simulator was at that moment, and a frame is drawn when somebody looks at it: the same pixels.
+    robosuite draws both cameras in every control step, after its first physics step. This class only copies the state
+    of the simulator at that time, and draws a frame when it is read. The pixels are equal.
+
+    Args:
+        tasks: Names of the tasks.
+        size: Width and height of a frame, in pixels.
+        settle: Control steps before the policy's first action.
+        seed: Seed of the simulator, which determines what the initial state leaves open.
+        drawn: True to draw the initial state from the task's own regions, with the trial as the seed. False for the
+            50 recorded states. Demonstrations use drawn states, so that the recorded ones stay reserved for
+            evaluation.
     """
 
     action_space = gymnasium.spaces.Box(-1, 1, (7,), np.float32)
@@ -104,7 +114,9 @@ class Simulator(Tasks):
         return self._with_frames(raw), reward, bool(done), False, {"is_success": bool(done)}
 
     def _draw_later(self) -> None:
-        """Let the first camera's sensor copy the simulator's data, and the others nothing."""
+        """Replace the first camera's sensor by one that copies the simulator's data, and the others by one that does
+        nothing.
+        """
         from robosuite.utils.observables import sensor
 
         data = self._env.sim.data._data  # noqa: SLF001 - mujoco's own, below robosuite's names
@@ -129,7 +141,7 @@ class Simulator(Tasks):
         return {**raw, **frames}
 
     def _draw(self, camera: str) -> np.ndarray:
-        """Return a frame uint8 [size, size, 3] of what the sensors saw last, the first row at the bottom."""
+        """Draw a frame uint8 [size, size, 3] of the copied state. The first row is the lowest one."""
         sim = self._env.sim
         context = sim._render_context_offscreen  # noqa: SLF001 - what sim.render draws with
         now, context.data = context.data, SimpleNamespace(_data=self._seen)
@@ -140,17 +152,17 @@ class Simulator(Tasks):
             context.data = now
 
     def expert(self) -> Expert:
-        """Return the policy of ``sinew eval expert``, which proves that success is possible and detected."""
+        """Return the scripted expert of ``sinew eval expert``. It shows that success is possible and detected."""
         return Expert(expert_spec("LIBERO's scripted expert", VectorSpec(7)), libero_expert.begin)
 
     @property
     def robosuite(self) -> Any:
-        """Return the environment below LIBERO's wrapper."""
+        """Return the robosuite environment inside of LIBERO's wrapper."""
         return self._env.env
 
     @property
     def current(self) -> str:
-        """Return the name of the task that is open."""
+        """Return the name of the open task."""
         return self._current
 
     def label(self, task: str) -> str:
@@ -168,15 +180,16 @@ class Simulator(Tasks):
 
 
 def sentence(name: str) -> str:
-    """The instruction in a task's file name; LIBERO-90 and -10 put the scene before it, in capitals."""
+    """Return the instruction in a task's file name. In LIBERO-90 and -10, the scene precedes it in capitals."""
     words = name.split("_")
     first = next((i + 1 for i, word in enumerate(words) if word.startswith("SCENE")), 0)
     return " ".join(words[first:])
 
 
 def _root() -> Path:
-    """The folder of LIBERO's files. Its meshes are looked for before anything is imported that would ask the
-    terminal, or the network, for what is missing."""
+    """Return the folder of LIBERO's files. It checks for the meshes first, because LIBERO's import would ask for
+    missing files in the terminal or on the network.
+    """
     spec = importlib.util.find_spec("libero")
     root = Path(next(iter(spec.submodule_search_locations or ("",)))) / "libero" if spec is not None else None
     if root is None or not (root / "bddl_files").is_dir():
@@ -205,7 +218,7 @@ def _root() -> Path:
 
 
 def _task_names(root: Path) -> dict[str, list[str]]:
-    """Benchmark -> names of its tasks in the order of their numbers."""
+    """Return benchmark -> names of its tasks in the order of their numbers."""
     path = root / "benchmark" / "libero_suite_task_map.py"
     spec = importlib.util.spec_from_file_location("libero_suite_task_map", path)
     assert spec is not None
@@ -216,9 +229,19 @@ def _task_names(root: Path) -> dict[str, list[str]]:
 
 
 def read_states(path: Path) -> np.ndarray:
-    """Initial states [50, N], float64, of one task: an array that torch has saved, which is a pickle in a zip file.
+    """Read the initial states of a task. torch has saved them as a pickle in a zip file.
 
-    The pickle is looked at, not run: its opcodes hold the shape, the type and one text with the numbers' bytes.
+    The pickle is parsed and not executed: its opcodes contain the shape, the type, and one text with the bytes of the
+    numbers.
+
+    Args:
+        path: The file.
+
+    Returns:
+        float64 [50, N].
+
+    Raises:
+        SinewError: The file does not contain one float64 array.
     """
     try:
         with open_archive(path) as archive:

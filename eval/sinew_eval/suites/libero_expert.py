@@ -1,9 +1,12 @@
-"""LIBERO's tasks that are picking up and putting down, played from the simulator's own poses.
+"""Scripted expert for LIBERO's pick-and-place tasks. It uses the poses in the simulator.
 
-A grasp is the narrowest horizontal direction across the object's collision geometry, taken from above where the palm
-passes beside what stands around; what is wider than the fingers open is held by its rim, on the arm's side. Actions
-are those of robosuite's operational-space controller (``controllers/config/osc_pose.json``): 1 is a displacement of
-50 mm, or a turn of 0.5 rad about an axis of the world, of where the hand is now; the gripper closes at +1.
+The hand grasps an object from above, along the narrowest horizontal direction of its collision geometry, and the palm
+must not touch surrounding objects. An object that is wider than the open fingers is grasped at its rim, on the arm's
+side.
+
+Actions are those of robosuite's operational-space controller (``controllers/config/osc_pose.json``): 1 is a
+displacement by 50 mm, or a turn by 0.5 rad about an axis of the world, relative to the present pose of the hand. The
+gripper closes at +1.
 """
 
 from __future__ import annotations
@@ -44,8 +47,16 @@ SQUEEZE = 8  # control steps that the fingers need to close or to open
 
 
 def begin(simulator: Any) -> Act:
-    """Return the function that computes the action of every control step, float32 [1, 7]. Raises SinewError for other
-    tasks.
+    """Start an episode of the expert.
+
+    Args:
+        simulator: The simulator, after a reset.
+
+    Returns:
+        A function that computes the action of each control step, float32 [1, 7].
+
+    Raises:
+        SinewError: The task is not a pick-and-place task that the expert can solve.
     """
     env = simulator.robosuite
     goals = env.parsed_problem["goal_state"]
@@ -77,12 +88,12 @@ def _play(env: Any, goals: list[list[str]]) -> Iterator[np.ndarray]:
 
 
 def _holds(env: Any, goal: list[str]) -> bool:
-    """Return whether the simulator says so now."""
+    """Return True if the simulator reports that a goal is reached now."""
     return bool(env._eval_predicate(goal))  # noqa: SLF001 - it has no other name
 
 
 def _open(env: Any, place: str) -> bool:
-    """Return whether nothing is above the middle of a place."""
+    """Return True if no object is above the middle of a place."""
     _, rim = _target(env, place)
     middle = env.sim.data.get_site_xpos(place)
     return free(env.sim, middle[:2], rim, rim - middle[2])
@@ -125,7 +136,15 @@ def _put(hand: Hand, env: Any, how: str, thing: str, place: str) -> Iterator[np.
 
 
 def _target(env: Any, place: str) -> tuple[np.ndarray, float]:
-    """Return the target of a thing: xy, and the height that it has to pass, in metres."""
+    """Find the target for an object.
+
+    Args:
+        env: LIBERO's environment.
+        place: Name of the place.
+
+    Returns:
+        xy of the target, and the height that the object has to pass, in metres.
+    """
     state = env.object_states_dict[place]
     body = env.obj_body_id.get(getattr(state, "parent_name", None) or place)
     # The target is a part of the table.
@@ -153,7 +172,17 @@ class Hand:
         self.across = self.yaw = np.arctan2(*(left - right)[1::-1])
 
     def go(self, place: Any, yaw: float, grip: float, near: float = NEAR) -> Iterator[np.ndarray]:
-        """Move until there. place: of the point between the pads, metres; yaw: in which the fingers close, radians."""
+        """Move the hand to a place.
+
+        Args:
+            place: Target of the point between the finger pads, in metres.
+            yaw: Direction in which the fingers close, in radians.
+            grip: Action of the gripper.
+            near: Distance at which the target counts as reached, in metres.
+
+        Yields:
+            The action of each control step, float32 [7].
+        """
         goal = from_vector(np.array([0.0, 0.0, yaw - self.across])) @ self.down
         self.yaw = yaw
         before, still = np.full(6, np.inf), 0
@@ -181,13 +210,24 @@ class Hand:
 def grasp(
     points: np.ndarray, yaw: float, around: np.ndarray, base: np.ndarray, free: Callable[[np.ndarray], bool]
 ) -> tuple[np.ndarray, float, bool]:
-    """Return the hand's place [2], metres, and the direction in which it closes, of corners [N, 2] from above, and
-    whether it holds a rim.
+    """Choose the place and direction of a grasp from above.
 
-    The narrowest direction, or one less far from ``yaw`` that is at most 10 mm wider per radian; beside the middle as
-    far as the fingers allow where the palm would otherwise meet ``around``, points [M, 2]. What is too wide is held by
-    its rim where ``free`` says of places [2] below the open fingers that they get down there; nearer to ``base`` [2],
-    the arm's, is better. Directions are modulo pi, in radians. Raises :class:`SinewError` where there is neither.
+    The narrowest direction is best, but a direction closer to ``yaw`` may be wider by 10 mm per radian. If the palm
+    would touch ``around``, the hand moves sideways as far as the fingers allow. An object that is too wide is grasped
+    at its rim, preferably close to the arm's base.
+
+    Args:
+        points: Corners of the object as seen from above, [N, 2] in metres.
+        yaw: Present closing direction, in radians.
+        around: Points of other objects that are as high as the palm, [M, 2] in metres.
+        base: Position of the arm's base, [2] in metres.
+        free: Returns True if an open finger can move down at a place [2].
+
+    Returns:
+        Place of the hand [2] in metres, closing direction in radians modulo pi, and True for a grasp at the rim.
+
+    Raises:
+        SinewError: No grasp is possible.
     """
     best: tuple[float, np.ndarray, float, bool] | None = None
     narrowest = np.inf
@@ -217,7 +257,17 @@ def grasp(
 
 
 def free(sim: Any, place: np.ndarray, high: float, depth: float) -> bool:
-    """Return whether nothing is met from above until ``depth`` below ``high`` at a place [2], all in metres."""
+    """Check that a finger can move down at a place.
+
+    Args:
+        sim: The simulator.
+        place: xy of the place, in metres.
+        high: Height at which the object begins, in metres.
+        depth: Distance below ``high`` that must be free, in metres.
+
+    Returns:
+        True if a ray from above meets no geometry.
+    """
     import mujoco
 
     start, collides = np.array([*place, high + CLEAR]), np.array([1, 0, 0, 0, 0, 0], np.uint8)
@@ -229,7 +279,15 @@ def free(sim: Any, place: np.ndarray, high: float, depth: float) -> bool:
 
 
 def corners(sim: Any, body: int) -> np.ndarray:
-    """Return vertices [N, 3] of what a body collides with, metres in the world; boxes around what is no mesh."""
+    """Return the corners of a body's collision geometry.
+
+    Args:
+        sim: The simulator.
+        body: Index of the body.
+
+    Returns:
+        Vertices of meshes, and corners of the bounding boxes of other shapes, [N, 3] in metres in the world.
+    """
     model, data = sim.model._model, sim.data  # noqa: SLF001 - mujoco's own, below robosuite's names
     found = [np.zeros((0, 3))]
     for geom in range(model.ngeom):

@@ -1,4 +1,4 @@
-"""How the parts of an environment's observations and actions are called, as data."""
+"""Describe the names and conventions of an environment's observations and actions as data."""
 
 from __future__ import annotations
 
@@ -11,20 +11,28 @@ from sinew_eval.suites.conventions import ACTIONS, STATES
 
 @dataclass(frozen=True)
 class Mapping:
-    """How an environment names things. Keys of nested dicts are joined with "/"; "" is the whole observation.
+    """Names and conventions of an environment. "/" joins the keys of nested dicts, and "" is the whole observation.
 
-    images: camera of the policy -> key of a uint8 frame. known_as: key -> further camera names, by which
-        an environment finds the frame for a policy that calls it otherwise. unseen: cameras of policies that this
-        environment has no frame for, and that they do without.
-    turned: the frames are upside down, and are turned by 180 degrees.
-    state: keys whose values are concatenated; "key|name" passes one through a function of ``conventions.STATES``.
-    action: a function of ``conventions.ACTIONS``, for all policies, or by a unit of their actions or by architecture,
-        of which the first that fits counts ("" for the others; without it they are refused).
-    clip: actions are cut to the action space. False where that says less than the environment takes.
-    prompt: the instruction; empty takes the environment's ``task_description``.
-    hold: "last" repeats the last action (absolute actions), "zero" sends zeros (relative ones), "rest" sends
-        ``rest`` with the gripper (the last number) of the last action.
-    success: key of ``info``. control_hz, max_steps: where the environment does not say.
+    Attributes:
+        images: Camera of the policy -> key of a uint8 frame.
+        state: Keys whose values are concatenated. "key|name" converts a value with a function of
+            ``conventions.STATES``.
+        prompt: Instruction. "" to use the environment's ``task_description``.
+        task: Name of the task in reports. "" to use the environment's name.
+        hold: "last" repeats the last action (absolute actions), "zero" sends zeros (relative actions), and "rest"
+            sends ``rest`` with the gripper (last number) of the last action.
+        success: Key of ``info`` that states success.
+        control_hz: Control steps per second. None if the environment states the rate.
+        max_steps: Maximum number of control steps. None if the environment states it.
+        known_as: Key of a frame -> other names of the same camera in published policies.
+        unseen: Cameras of policies that have no frame in this environment. The policies run without them.
+        turned: True to turn frames by 180 degrees, because they are upside down.
+        action: A function of ``conventions.ACTIONS``. Or a map from a unit of the policy's actions, or an
+            architecture, to such a function. The first match counts, and "" matches all other policies. A policy
+            without a match is rejected.
+        clip: True to clip actions to the action space. False if the environment accepts more than its action space
+            declares.
+        rest: Action for ``hold`` "rest".
     """
 
     images: dict[str, str]

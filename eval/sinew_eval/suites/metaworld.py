@@ -1,9 +1,10 @@
-"""Meta-World: a Sawyer arm, 50 tasks, a displacement and a gripper in [-1, 1] at 80 Hz; state [4] hand and opening.
+"""Meta-World: a Sawyer arm and 50 tasks, with a displacement and a gripper in [-1, 1] at 80 Hz. State [4]: hand
+position and gripper opening.
 
 Sources: LeRobot ``envs/metaworld.py`` (camera ``corner2``, moved and turned by 180 degrees, 480 x 480; state: the
 first four numbers; success ends the episode; objects placed by the seed) and metaworld ``sawyer_xyz_env.py`` (500
-steps). The sentences that published policies were trained with are LeRobot's and are read from its package, which
-is installed for this one file.
+steps). The instructions with which published policies were trained are read from LeRobot's package, which is
+installed only for this file.
 """
 
 from __future__ import annotations
@@ -37,9 +38,16 @@ _CAMERA, _CAMERA_POSITION = "corner2", (0.75, 0.075, 0.7)
 
 
 class Simulator(Tasks):
-    """size: of frames, in pixels. state: 4 as published policies take it, or all 39 numbers, which hold the places of
-    objects and goal. plain: no shadows, no anti-aliasing: some ten times faster without a GPU, and not what
-    published policies have seen."""
+    """Meta-World's simulator.
+
+    Args:
+        tasks: Names of the tasks.
+        size: Width and height of a frame, in pixels.
+        state: Size of the state: 4 for published policies, or 39 for all numbers, including the positions of objects
+            and goal.
+        plain: True to draw without shadows and anti-aliasing. This is about ten times as fast without a GPU, but
+            differs from the frames in the training data of published policies.
+    """
 
     max_steps = 500
     action_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
@@ -97,12 +105,14 @@ class Simulator(Tasks):
         super().close()
 
     def expert(self) -> Expert:
-        """For ``sinew eval expert``: the ceiling, and a test of everything but the policy."""
+        """Return the expert of ``sinew eval expert``. It shows the highest possible success, and tests everything
+        except a policy.
+        """
         return Expert(expert_spec("Meta-World's scripted policies", VectorSpec(4)), _scripted)
 
 
 def _scripted(simulator: Any) -> Act:
-    """Meta-World's own scripted policies, which read the full state from the simulator."""
+    """Start Meta-World's own scripted policy for the open task. It reads the full state from the simulator."""
     from metaworld.policies import ENV_POLICY_MAP
 
     assert isinstance(simulator, Simulator)

@@ -1,7 +1,7 @@
-"""gym-pusht: a disc pushes a T onto its outline; absolute positions in [0, 512] at 10 Hz, drawn without OpenGL.
+"""gym-pusht: a disc pushes a T onto its outline, with absolute positions in [0, 512] at 10 Hz. Frames need no OpenGL.
 
 Sources: gym_pusht ``envs/pusht.py`` (success: 95 % covered), LeRobot ``envs/configs.py`` (300 steps; the camera is
-``image``) and the sentence of its data set ``pusht``.
+``image``) and the instruction of its data set ``pusht``.
 """
 
 from __future__ import annotations

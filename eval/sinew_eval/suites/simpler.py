@@ -1,9 +1,10 @@
-"""SimplerEnv: BridgeData's WidowX in simulation, 5 Hz. Needs an NVIDIA GPU with Vulkan; never run by us.
+"""SimplerEnv: BridgeData's WidowX in simulation at 5 Hz. Needs an NVIDIA GPU with Vulkan. We have never run this
+file.
 
 Sources: SimplerEnv ``simpler_env/__init__.py``, ``utils/env/observation_utils.py`` (camera ``3rd_view_camera``),
 ``scripts/octo_bridge.sh`` (60 control steps, 120 for the eggplant; 24 placements of the objects),
 ``policies/octo/octo_model.py`` (roll, pitch, yaw become axis and angle; the gripper opens at +1 above 0.5); vla.cpp
-``eval/sim/simpler/simpler_env.py`` (state [8] in BridgeData's frame; GR00T's rotations go through as they are).
+``eval/sim/simpler/simpler_env.py`` (state [8] in BridgeData's frame; rotations of GR00T are not converted).
 """
 
 from __future__ import annotations

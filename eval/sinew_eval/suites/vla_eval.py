@@ -1,10 +1,12 @@
-"""vla-eval's benchmarks: classes that its own program plays, here behind one gymnasium environment.
+"""Benchmarks of vla-eval as one gymnasium environment. vla-eval's own program normally plays these classes.
 
-Frames are those of ``images`` by their names, the state is ``states`` or ``state``, the instruction is
-``task_description``; actions go to the benchmark as they are. An episode's task is its seed modulo the number of tasks
-and its ``episode_idx`` the quotient, which chooses the initial state. Sources: vla-eval 0.8.0, ``benchmarks/base.py``,
-``orchestrator.py`` (observation parameters, limits, what ends an episode), ``runners/sync_runner.py``,
-``benchmarks/libero/benchmark.py`` (its gripper closes at +1, its frames are upright).
+An observation has the frames in ``images`` under their names, the state in ``states`` or ``state``, and the
+instruction in ``task_description``. Actions go to the benchmark unchanged. An episode's task is its seed modulo the
+number of tasks. Its ``episode_idx`` is the quotient, which determines the initial state.
+
+Sources: vla-eval 0.8.0, ``benchmarks/base.py``, ``orchestrator.py`` (observation parameters, limits, end of an
+episode), ``runners/sync_runner.py``, ``benchmarks/libero/benchmark.py`` (its gripper closes at +1, its frames are
+upright).
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ MAPPING = Mapping(images={}, state=("state",), clip=False)
 
 
 class Simulator(gymnasium.Env):
-    """params: arguments of the benchmark's constructor. control_hz: where it is not known. render: gpu or cpu, what it
-    draws with."""
+    """Environment of a benchmark.
+
+    Args:
+        tasks: Name of the benchmark, as the only entry.
+        params: Arguments of the benchmark's constructor.
+        control_hz: Control steps per second, if Sinew does not know the rate.
+        render: "gpu" or "cpu", for drawing.
+    """
 
     def __init__(
         self,
@@ -142,7 +150,7 @@ def _load(name: str, place: str) -> Any:
 
 
 def _draw_with(kind: Any, mode: str, name: str) -> None:
-    """Choose the renderer, before any simulator is imported."""
+    """Choose the renderer. This must happen before a simulator is imported."""
     from vla_eval.render import apply_render_mode
 
     try:
@@ -152,7 +160,7 @@ def _draw_with(kind: Any, mode: str, name: str) -> None:
 
 
 def _accepted(kind: Any) -> set[str]:
-    """Return the arguments of a constructor, with those of its bases that it hands on."""
+    """Return the arguments of a constructor, including those that it passes on to its base classes."""
     found: set[str] = set()
     for each in kind.__mro__:
         if "__init__" not in vars(each) or each is object:
@@ -165,7 +173,9 @@ def _accepted(kind: Any) -> set[str]:
 
 
 def _action_space(benchmark: Any) -> gymnasium.spaces.Box:
-    """Return a space of as many numbers as the benchmark's parts have; of any where it leaves one open."""
+    """Return a space with the total size of the benchmark's action parts, or of any size if the benchmark leaves one
+    open.
+    """
     try:
         dims = [int(part.dims) for part in benchmark.get_action_spec().values()]
     except NotImplementedError:
