@@ -1,4 +1,4 @@
-"""What `sinew` asks this package for: observations of a simulated task that a policy fits, and its success gate.
+"""Interface for `sinew`: observations of a simulated task that a policy fits, and its success gate.
 
 The entry point `sinew.judges` names this module.
 """
@@ -73,7 +73,7 @@ def _play(policy: Policy, env: Any, adapter: Any) -> Iterator[Observation]:
 
 @dataclass(frozen=True)
 class SuccessGate:
-    """A gate as it may be played here.
+    """A gate with the names that may be used on this machine.
 
     Attributes:
         gate: The recorded run.
@@ -86,13 +86,19 @@ class SuccessGate:
     def play(
         self, bundle: Path, choice: EngineChoice, episodes: int, ignore_recipe: bool = False
     ) -> dict[str, Any]:
-        """Play the first ``episodes`` of the gate with the engine of ``choice``.
+        """Play episodes of the gate.
+
+        Args:
+            bundle: The bundle.
+            choice: The engine.
+            episodes: Number of episodes, from the first one of the gate.
+            ignore_recipe: True to ignore the bundle's quantisation recipe.
 
         Returns:
             The verdict, ready for JSON.
 
         Raises:
-            UntypedNameError: The gate uses names that are not built in and were not typed.
+            UntypedNameError: The gate uses names that are neither built in nor typed.
         """
         from sinew_eval.episodes import campaign
 
@@ -132,15 +138,21 @@ def gate(
     env_options: dict[str, Any] | None = None,
     reset_options: dict[str, Any] | None = None,
 ) -> SuccessGate:
-    """Read a gate and check that its names may be used here.
+    """Read a gate, and check that its names may be used on this machine.
 
     Args:
         path: The file.
-        env, adapter, env_options, reset_options: What the person typed of the names in it.
+        env: Environment that the person typed. "" for none.
+        adapter: Adapter that the person typed. "" for none.
+        env_options: Arguments of the environment's constructor that the person typed.
+        reset_options: Options of the reset that the person typed.
+
+    Returns:
+        The gate.
 
     Raises:
-        UntypedNameError: The gate uses names that are not built in and were not typed.
-        SinewError: The file is no gate.
+        UntypedNameError: The gate uses names that are neither built in nor typed.
+        SinewError: The file is not a gate.
     """
     success = SuccessGate(read_gate(path), TypedNames(env, adapter, env_options, reset_options))
     success.gate.task(success.typed)
@@ -148,7 +160,7 @@ def gate(
 
 
 def gate_of(bundle: Path) -> tuple[SuccessGate | None, str]:
-    """Return the embedded gate whose task a bundle can play, and the reason in words."""
+    """Return the built-in gate whose task a bundle can play, or None, and the reason as a text."""
     try:
         from sinew_eval.episodes.fitting import check_observation
     except ModuleNotFoundError as error:

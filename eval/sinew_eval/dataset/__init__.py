@@ -1,1 +1,1 @@
-"""Data sets in LeRobot's layout: of episodes that a policy or an expert plays, and of what a server recorded."""
+"""Write LeRobot data sets from episodes that a policy or an expert plays, and from requests that a server recorded."""

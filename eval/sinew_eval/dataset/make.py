@@ -1,4 +1,4 @@
-"""Write a data set: of what a server recorded, or of episodes that a policy plays here."""
+"""Write a data set from the requests that a server recorded, or from episodes that a policy plays now."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from sinew_eval.episodes.settings import Task, Variant
 def of_records(
     records: Path, out: Path, hz: float | None, bundle: Path | None, corrections: bool = False
 ) -> dict[str, Any]:
-    """Write the requests of a recording as frames, and return what was counted.
+    """Write the requests of a recording as frames of a data set.
 
-    hz: requests per second; None: that of `sinew run --frames`, or the control rate of ``bundle``, which also names the
-    joints where the frames do not. corrections: only the control steps in which a human drove
-    (:func:`sinew_eval.dataset.records.episodes`). Raises :class:`SinewError` where neither says the rate, or where no
-    two requests follow each other.
+    Args:
+        records: Folder of the recording.
+        out: New folder of the data set.
+        hz: Requests per second. None for the rate of `sinew run --frames`, or the control rate of ``bundle``.
+        bundle: Bundle that names the joints if the recording does not. None for none.
+        corrections: True to keep only the control steps in which a person drove
+            (:func:`sinew_eval.dataset.records.episodes`).
+
+    Returns:
+        Number of episodes, frames and tasks.
+
+    Raises:
+        SinewError: The rate is unknown, or no two requests follow each other.
     """
     from sinew.policy import open_bundle
     from sinew.records.recorder import read_records
@@ -62,10 +71,18 @@ def of_episodes(
     successes: bool,
     elsewhere: RemotePlayer | None = None,
 ) -> dict[str, Any]:
-    """Play an episode per seed, write every control step as a frame, and return what was counted.
+    """Play an episode per seed, and write every control step as a frame of a data set.
 
-    variant: settled (:func:`sinew_eval.episodes.variants.settled`). successes: leave out episodes that failed.
-    elsewhere: plays in another interpreter.
+    Args:
+        variant: The policy, as :func:`sinew_eval.episodes.variants.settled` returns it.
+        task: The task.
+        seeds: Seeds of the episodes.
+        out: New folder of the data set.
+        successes: True to leave out failed episodes.
+        elsewhere: Player in another interpreter. None to play in this interpreter.
+
+    Returns:
+        Number of episodes, frames, tasks, played episodes and successes.
     """
     from sinew_eval.episodes.variants import control_hz
     from sinew_eval.episodes.watched import watch

@@ -1,4 +1,4 @@
-"""Records of `sinew serve --record` as episodes of a data set: one frame per request."""
+"""Convert records of `sinew serve --record` to episodes of a data set, with one frame per request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ GAP = 2.5  # a pause of more periods without a request ends an episode
 
 @dataclass(frozen=True, slots=True)
 class _RecordedRequest:
-    """What tells episodes apart; the frames stay on the disk until their episode is written."""
+    """The data that separates episodes. The frames stay on disk until their episode is written.
+
+    Attributes:
+        path: File of the record.
+        when: Time of the request, in seconds.
+        prompt: Instruction.
+    """
 
     path: Path
     when: float
@@ -29,13 +35,23 @@ class _RecordedRequest:
 
 
 def episodes(records: Iterable[Record], hz: float, corrections: bool = False) -> Iterator[list[DatasetFrame]]:
-    """Yield the frames of each episode: the requests of a session that follow each other at ``hz`` requests a second.
+    """Group the requests of a recording into episodes.
 
-    A longer pause than 2.5 periods begins another episode, so does another instruction. The action of a frame is the
-    first row of the answer; a request that was answered with an error ends an episode, too. Raises
-    :class:`SinewError` where the requests did not come at that rate: a data set has one rate, and nothing here
-    invents frames in between. corrections: only of control steps in which a human drove; what a policy did between two
-    of them ends an episode. Each record is read twice, so that no more than one episode is in memory.
+    A new episode begins after a pause of more than 2.5 periods, with another instruction, and after a request that
+    failed. The action of a frame is the first action of the answer. Each record is read twice, so that only one
+    episode is in memory.
+
+    Args:
+        records: The records.
+        hz: Requests per second. A data set has one rate, and no frames are interpolated.
+        corrections: True to keep only the control steps in which a person drove. Steps of a policy between them end
+            an episode.
+
+    Yields:
+        The frames of an episode.
+
+    Raises:
+        SinewError: The requests came at another rate, or there are no consecutive requests.
     """
     running: dict[str, list[_RecordedRequest]] = defaultdict(list)
     steps: list[float] = []
@@ -77,21 +93,27 @@ def episodes(records: Iterable[Record], hz: float, corrections: bool = False) ->
 
 
 def control_hz(records: Iterable[Record]) -> float | None:
-    """Return the rate at which a robot of `sinew run --frames` was driven, whose records tell their control steps by
-    the seconds of that rate; None of requests, which come when they come."""
+    """Find the control rate of a recording by `sinew run --frames`, whose records have control times at this rate.
+
+    Args:
+        records: The records.
+
+    Returns:
+        The rate in Hz. None for records of requests, which have no regular rate.
+    """
     times = [_when(record) for record in islice(records, 32) if record.by]
     steps = [after - before for before, after in pairwise(times) if after > before]
     return round(1 / min(steps), 6) if steps else None
 
 
 def _when(record: Record) -> float:
-    """Return the moment of a request: the robot's own clock where it gave one."""
+    """Return the time of a request in seconds: the robot's own clock if the request contains it, else the server's."""
     own = record.observation.time
     return parts.seconds(record, "time", record.meta.get("recorded") if own is None else own)
 
 
 def _frame(record: Record) -> DatasetFrame:
-    """Return a request as a control step."""
+    """Convert a request to a control step of a data set."""
     seen, rows = record.observation, parts.rows(record)
     images = {name: parts.pixels(record, name) for name in seen.images}
     assert rows is not None

@@ -1,4 +1,4 @@
-"""Statistics of a data set as LeRobot keeps them: min, max, mean, std, count and five quantiles of every column."""
+"""Statistics of a data set in LeRobot's format: min, max, mean, std, count and five quantiles of every column."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
 class Statistics:
-    """Exact statistics of columns that are added to: vectors are kept, pictures counted by value and channel."""
+    """Exact statistics of columns. Vectors are stored, and images are counted by value and channel."""
 
     def __init__(self) -> None:
         self._vectors: dict[str, list[np.ndarray]] = {}
@@ -18,18 +18,18 @@ class Statistics:
         self._pictures: dict[str, int] = {}
 
     def vectors(self, key: str, values: np.ndarray) -> None:
-        """Add rows [n, D] of numbers or truths."""
+        """Add rows [n, D] of numbers or booleans to a column."""
         self._vectors.setdefault(key, []).append(np.asarray(values))
 
     def picture(self, key: str, picture: np.ndarray) -> None:
-        """Add a frame, uint8 [height, width, 3]."""
+        """Add a frame, uint8 [height, width, 3], to a column."""
         counts = self._counts.setdefault(key, np.zeros((3, 256), np.int64))
         for channel in range(3):
             counts[channel] += np.bincount(picture[..., channel].reshape(-1), minlength=256)
         self._pictures[key] = self._pictures.get(key, 0) + 1
 
     def merge(self, other: Statistics) -> None:
-        """Add what another one has seen."""
+        """Add the data of other statistics."""
         for key, parts in other._vectors.items():
             self._vectors.setdefault(key, []).extend(parts)
         for key, counts in other._counts.items():
@@ -37,7 +37,9 @@ class Statistics:
             self._pictures[key] = self._pictures.get(key, 0) + other._pictures[key]
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """Return plain lists by column and name; pictures in [0, 1] with shape [3, 1, 1], as LeRobot's are."""
+        """Return the statistics as lists by column and name. Images have values in [0, 1] and shape [3, 1, 1], as in
+        LeRobot.
+        """
         found = {key: _of_vectors(np.concatenate(parts)) for key, parts in self._vectors.items()}
         return found | {key: _of_counts(each, self._pictures[key]) for key, each in self._counts.items()}
 
@@ -55,7 +57,12 @@ def _of_vectors(values: np.ndarray) -> dict[str, Any]:
 
 
 def _of_counts(counts: np.ndarray, pictures: int) -> dict[str, Any]:
-    """counts: int64 [3, 256], how often each channel had each value."""
+    """Compute the statistics of images.
+
+    Args:
+        counts: How often each channel had each value, int64 [3, 256].
+        pictures: Number of images.
+    """
     values = np.arange(256) / 255.0
     total = counts.sum(1, keepdims=True)
     mean = (counts @ values) / total[:, 0]

@@ -1,7 +1,7 @@
-"""LeRobot's data set layout, version 3.0, which LeRobot 0.4 and 0.5 read and train on.
+"""Write data sets in LeRobot's layout, version 3.0, which LeRobot 0.4 and 0.5 can read and train with.
 
-Rows of all episodes follow each other in ``data/chunk-000/file-000.parquet`` and so on, pictures among them as PNG
-(lossless; LeRobot's own recordings are videos, and its reader takes both), ``meta/`` says what they are. Layout:
+All episodes are rows of ``data/chunk-000/file-000.parquet`` and further files. Images are stored in them as lossless
+PNG. LeRobot's own recordings contain videos, and its reader supports both. ``meta/`` describes the data. Layout:
 lerobot 0.4.4, ``datasets/lerobot_dataset.py`` and ``datasets/utils.py``.
 """
 
@@ -41,9 +41,14 @@ INDICES = {
 
 @dataclass(frozen=True)
 class DatasetFrame:
-    """One control step: images {camera: uint8 [h, w, 3]}, state float [S], action float [A], and the instruction.
+    """One control step. If the first frame has an optional value, all frames must have it.
 
-    human: whether a person drove, LeRobot's ``intervention``; None where nobody knows. What the first has, all have.
+    Attributes:
+        images: Camera -> frame, uint8 [height, width, 3].
+        state: State of the robot, [S].
+        action: Action, [A].
+        task: Instruction.
+        human: True if a person drove (LeRobot's ``intervention``). None if it is unknown.
     """
 
     images: Mapping[str, np.ndarray]
@@ -54,10 +59,18 @@ class DatasetFrame:
 
 
 class DatasetWriter:
-    """Writes episodes one after another, beside ``out``, which is there from :meth:`close` on.
+    """Writes a data set, one episode after another. The folder ``out`` appears when :meth:`close` has finished.
 
-    out: a folder that does not exist yet. fps: control steps per second, a whole number. state, action: names of
-    their numbers. Raises :class:`MissingPackageError` without pyarrow, :class:`SinewError` for what does not fit.
+    Args:
+        out: New folder.
+        fps: Control steps per second, a whole number.
+        state: Names of the values in the state.
+        action: Names of the values in an action.
+        robot: Type of the robot.
+
+    Raises:
+        MissingPackageError: pyarrow is missing.
+        SinewError: An argument is invalid, or the folder exists.
     """
 
     def __init__(
@@ -96,7 +109,7 @@ class DatasetWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        """After a failure or a signal, leave a whole data set of the episodes that were complete, or nothing."""
+        """Close the writer. After an error, the complete episodes become a valid data set."""
         if kind is None or self._closed:
             return
         if self._episodes:
@@ -106,7 +119,12 @@ class DatasetWriter:
             self._end()
 
     def add(self, frames: Sequence[DatasetFrame], success: bool | None = None) -> None:
-        """Append an episode. success: None where nobody knows; what the first one has, all have."""
+        """Append an episode.
+
+        Args:
+            frames: Control steps of the episode.
+            success: Outcome. None if it is unknown. If the first episode has an outcome, all episodes must have one.
+        """
         if not frames:
             return
         if not self._features:
@@ -163,7 +181,9 @@ class DatasetWriter:
             self._end_file()
 
     def close(self) -> dict[str, int]:
-        """Write what describes the data, and give it its name; return how many episodes, frames and tasks there are."""
+        """Write the description of the data, and rename the folder to its final name. Returns the number of episodes,
+        frames and tasks.
+        """
         self._closed = True
         try:
             self._end_file()
@@ -218,7 +238,7 @@ class DatasetWriter:
         (meta / "stats.json").write_text(json.dumps(self._statistics.table(), indent=4))
 
     def _end(self) -> None:
-        """Close what is open, and remove what has no name."""
+        """Close open files, and remove the temporary folder."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -239,7 +259,7 @@ class DatasetWriter:
         return self._folder / DATA.format(chunk_index=chunk, file_index=file)
 
     def _describe(self, frame: DatasetFrame, judged: bool) -> dict[str, dict[str, Any]]:
-        """Return LeRobot's ``features``: what the columns are, from the first frame."""
+        """Return LeRobot's ``features``, the description of the columns, from the first frame."""
         features: dict[str, dict[str, Any]] = {}
         for camera, picture in frame.images.items():
             if not camera.isprintable() or not camera.strip(". ") or "/" in camera or "\\" in camera:

@@ -1,1 +1,1 @@
-"""``sinew demo``: what everybody sees first, and no other part of Sinew needs."""
+"""``sinew demo``: the demonstrations of the package. No other module imports this one."""

@@ -1,7 +1,7 @@
-"""The closed-loop demo: a trained policy of the package, behind the real server, moves simulated blocks.
+"""The closed-loop demo: a trained policy of this package moves simulated blocks through the real server.
 
-Success and latency are measured through the client over the socket. Then the same server is asked with injected
-latency, to show what late actions cost under three hand-overs: the default, aligned and naive.
+Success and latency are measured by the client over the network socket. Then the same server is used with injected
+latency, to show the effect of late actions with three kinds of chunk merging: the default, aligned and naive.
 """
 
 from __future__ import annotations
@@ -61,12 +61,21 @@ def run(
     sweep_episodes: int = SWEEP_EPISODES,
     film: bool | None = None,
 ) -> dict[str, Any]:
-    """Writes an animation, a figure of success over injected latency, and ``report.json`` into ``out_dir``.
+    """Play the demo, and write an animation, a figure of success over injected latency, and ``report.json``.
 
-    policy: one of ``PLAYED``. sweep_episodes: per point of the figure; 0 leaves it out. film: draw the animation
-    by MuJoCo's renderer; None: where there is one.
-    Returns the report. Raises :class:`SinewError` when the bundle is missing, the server does not start, or there is
-    nothing to draw the film with that was asked for.
+    Args:
+        out_dir: Folder for the files.
+        episodes: Number of episodes.
+        console: Rich console for the output.
+        policy: Key of ``PLAYED``.
+        sweep_episodes: Episodes for each point of the figure. 0 for no figure.
+        film: True to draw the animation with MuJoCo's renderer. None to use this renderer if it works.
+
+    Returns:
+        The report.
+
+    Raises:
+        SinewError: The bundle is missing, the server did not start, or the requested renderer does not work.
     """
     console = console or Console(highlight=False, emoji=False)
     if film is not False:
@@ -105,7 +114,7 @@ def run(
 
 @contextmanager
 def _served(bundle: Path, out_dir: Path, console: Console) -> Iterator[str]:
-    """Yields the address of a server with a bundle."""
+    """Serve a bundle, and yield the server's address."""
     started = time.perf_counter()
     console.print(f"server     starting with {bundle.name}", soft_wrap=True)
     with serving(bundle, out_dir / f"serve-{bundle.stem}.log") as address:
@@ -123,7 +132,21 @@ def _drive(
     told: str,
     drawing: ThreadPoolExecutor,
 ) -> tuple[dict[str, Any], Future[None] | None]:
-    """Play the episodes of the animation, and print them. Return the report, and what draws the film, if one is."""
+    """Play and print the episodes of the animation.
+
+    Args:
+        address: Address of the server.
+        out_dir: Folder for the files.
+        episodes: Number of episodes.
+        console: Rich console for the output.
+        film: True to draw a film with MuJoCo's renderer.
+        played: The environment.
+        told: How the policy receives the instruction, for the output.
+        drawing: Executor in which the film is drawn.
+
+    Returns:
+        The report, and the future of the film, which is None without a film.
+    """
     task, base = Task(played), Variant(address)
     env, adapter = make_env(task.env, render_mode="rgb_array", render_size=256)
     policy = ServerPolicy(address, None)
@@ -149,7 +172,7 @@ def _drive(
 
 
 def _sweep(address: str, episodes: int, console: Console, played: str) -> dict[str, Any]:
-    """Play the points of the figure, and print them."""
+    """Play and print the points of the figure. Returns their report."""
     task = Task(played)
     with ExitStack() as stack:
         players: list[Player] = []

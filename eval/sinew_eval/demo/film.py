@@ -1,4 +1,4 @@
-"""Episodes as a film: the scene as MuJoCo draws it, and beside it what the policy saw, did and took for it."""
+"""Film of episodes: the scene as MuJoCo draws it, and next to it the policy's images, actions and latency."""
 
 from __future__ import annotations
 
@@ -29,8 +29,19 @@ _GOOD, _BAD = (0, 122, 70), (190, 45, 30)
 
 @dataclass(frozen=True)
 class Shot:
-    """One control step. pose: for the renderer. images, prompt: what the policy was shown. actions: float32 [n, D], up
-    to and with this step's; names: theirs. latency_ms: of the requests so far. result: at the end of an episode."""
+    """One control step of a film.
+
+    Attributes:
+        pose: Pose of the scene, for the renderer.
+        images: Camera -> frame that the policy received.
+        prompt: Instruction.
+        actions: Executed actions up to this step, float32 [n, D].
+        latency_ms: Latencies of all requests so far, in milliseconds.
+        step: Number of the control step.
+        names: Names of the action's values.
+        result: Text with the outcome, at the end of an episode. "" before.
+        success: True if the episode succeeded.
+    """
 
     pose: np.ndarray
     images: Mapping[str, np.ndarray]
@@ -44,7 +55,7 @@ class Shot:
 
 
 def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: range) -> list[Shot]:
-    """Play episodes on a server and return what is to be drawn of them."""
+    """Play episodes on a server. Returns the control steps to draw."""
     shots: list[Shot] = []
     scene: Any = env.unwrapped
     names = tuple(policy.served["action"].get("names") or getattr(scene, "action_names", ()))
@@ -79,11 +90,11 @@ def shoot(policy: ServerPolicy, env: gymnasium.Env, adapter: EnvAdapter, seeds: 
 
 
 def write_film(shots: Sequence[Shot], path: Path, fps: float) -> None:
-    """Draw every second shot, and the last of each episode, which stands for a while, as an animated WebP. A picture
+    """Draw every second control step, and the last one of each episode with a pause, as an animated WebP. A picture
     takes 0.2 s without a GPU.
 
     Args:
-        shots: One for each control step.
+        shots: The control steps.
         path: File to write.
         fps: Control steps per second.
     """
@@ -99,7 +110,12 @@ def write_film(shots: Sequence[Shot], path: Path, fps: float) -> None:
 
 
 def compose(scene: np.ndarray, shot: Shot) -> Image.Image:
-    """Return one picture: the scene uint8 [h, w, 3] at the left, cameras, actions and latency at the right."""
+    """Compose one picture: the scene on the left, and cameras, actions and latency on the right.
+
+    Args:
+        scene: Picture of the scene, uint8 [height, width, 3].
+        shot: The control step.
+    """
     height, width = scene.shape[:2]
     picture = Image.new("RGB", (width + SIDE, height), _PAPER)
     picture.paste(Image.fromarray(scene), (0, 0))
@@ -123,12 +139,12 @@ def compose(scene: np.ndarray, shot: Shot) -> Image.Image:
 
 
 def _bounds(actions: np.ndarray) -> tuple[float, float]:
-    """Return the range that strips show: one unit to either side, or what the actions need."""
+    """Return the range of the actions' strips: -1 to 1, or more if the actions need it."""
     return min(-1.0, float(actions.min())), max(1.0, float(actions.max()))
 
 
 def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font: Any) -> None:
-    """Write the instruction on the scene, and the outcome under it."""
+    """Draw the instruction and the outcome on the scene."""
     lines = [(shot.prompt, (255, 255, 255))]
     if shot.result:
         lines.append((shot.result, (140, 240, 170) if shot.success else (255, 160, 150)))
@@ -138,7 +154,7 @@ def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font:
 
 
 def _trails(draw: ImageDraw.ImageDraw, shot: Shot, box: tuple[int, int, int, int], font: Any) -> None:
-    """Draw each number of the last actions as a line of its own strip."""
+    """Draw each value of the last actions as a line in its own strip."""
     left, top, right, bottom = box
     actions = shot.actions
     rows = actions[-TRAIL:]

@@ -1,8 +1,8 @@
-"""``sinew demo --full-size``: the whole way with no download, at full size.
+"""``sinew demo --full-size``: all steps from a checkpoint to actions, without a download, for a policy of full size.
 
-A random checkpoint of full size is written, converted, served by a real server process, and
-asked for actions by the real client over a socket, with photographs that scikit-image's wheel carries.
-The weights are noise: the timings mean something, the actions do not.
+A random checkpoint is written, converted and served by a real server process. The real client sends photographs from
+the package scikit-image over a network socket. The weights are random, so the times are realistic and the actions are
+not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ STATE = [0.0, -45.0, 60.0, 10.0, 0.0, 20.0]  # joint angles of a six-axis arm, i
 
 
 def run(workdir: Path, console: Console, *, prepare_only: bool, rounds: int, tiny: bool) -> None:
-    """The whole way; ``tiny`` takes a policy of a million parameters, for tests."""
+    """Run all steps of the demo.
+
+    Args:
+        workdir: Folder for the checkpoint and the bundle.
+        console: Rich console for the output.
+        prepare_only: True to stop after the conversion.
+        rounds: How often each scene is sent.
+        tiny: True for a policy of a million parameters, for tests.
+    """
     scenes = photographs()
     workdir.mkdir(parents=True, exist_ok=True)
     bundle = prepare_bundle(workdir, console, tiny)
@@ -44,7 +52,7 @@ def run(workdir: Path, console: Console, *, prepare_only: bool, rounds: int, tin
 
 
 def photographs() -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    """Instructions, each with a pair of uint8 frames [height, width, 3] of various sizes."""
+    """Return instructions, each with a pair of uint8 frames [height, width, 3] of various sizes."""
     try:
         from skimage import data
     except ImportError:
@@ -58,7 +66,7 @@ def photographs() -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
 
 
 def prepare_bundle(workdir: Path, console: Console, tiny: bool) -> Path:
-    """Write checkpoint and bundle unless they are there; returns the bundle."""
+    """Write the checkpoint and the bundle, unless they exist. Returns the path of the bundle."""
     from sinew.convert import convert
 
     bundle = workdir / "policy.gguf"
@@ -91,7 +99,7 @@ def prepare_bundle(workdir: Path, console: Console, tiny: bool) -> Path:
 
 
 def is_current(bundle: Path) -> bool:
-    """Whether this version of the code can read the bundle."""
+    """Return True if this version of the code can read the bundle."""
     from sinew.bundle import Bundle
 
     try:
@@ -103,7 +111,7 @@ def is_current(bundle: Path) -> bool:
 
 @contextmanager
 def transfer(console: Console, description: str) -> Iterator[Any]:
-    """A progress bar of bytes; yields ``update(done, total)``."""
+    """Show a progress bar of bytes. Yields the function ``update(done, total)``."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # Without a terminal, a progress bar would only fill the log.
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -116,7 +124,14 @@ def _rate(count: int, seconds: float) -> str:
 
 
 def drive(address: str, scenes: list[Any], rounds: int, console: Console) -> None:
-    """Send every scene over the socket; print the actions of the last answer and all timings."""
+    """Send every scene to the server, and print the actions of the last answer and all times.
+
+    Args:
+        address: Address of the server.
+        scenes: Instructions with their frames.
+        rounds: How often each scene is sent.
+        console: Rich console for the output.
+    """
     from sinew_client import Client
 
     timings = Table(title="milliseconds per request, seen from the client")

@@ -1,4 +1,4 @@
-"""Episodes on the terminal while they run, their timings, and the film of the first few."""
+"""Show episodes in the terminal while they run, measure their times, and film the first ones."""
 
 from __future__ import annotations
 
@@ -29,10 +29,19 @@ Player = tuple[ServerPolicy, gymnasium.Env, EnvAdapter]
 
 
 class ReportView:
-    """Plays variants one after the other on one server. ``env`` must render if anything is to be filmed.
+    """Plays variants one after the other on one server.
 
-    also: further players, each with a connection and an environment of its own, that play episodes at the same time.
-    stages: milliseconds of every request, stage by stage. frames, pauses: what ``animation.write_gif`` takes.
+    Args:
+        console: Rich console for the output.
+        policy: Connection to the server.
+        env: The environment. It must render if an episode is filmed.
+        adapter: Its adapter.
+        also: Further players that play episodes at the same time, each with its own connection and environment.
+
+    Attributes:
+        stages: Stage -> milliseconds of every request.
+        frames: Frames of the film, for ``animation.write_gif``.
+        pauses: Pauses of the film, for ``animation.write_gif``.
     """
 
     def __init__(
@@ -55,10 +64,10 @@ class ReportView:
         """Play the episodes of each variant.
 
         Args:
-            variants: One after the other.
-            seeds: Of one variant, at most.
-            film: Number of episodes of the first variant that are filmed; these need a single player.
-            look: Number of episodes after which a variant ends if all of them succeeded, or none.
+            variants: The variants, one after the other.
+            seeds: Seeds of each variant.
+            film: Number of episodes of the first variant that are filmed. These need a single player.
+            look: Number of episodes after which a variant ends if all or none of them succeeded. 0 for no early end.
 
         Returns:
             The episodes of each variant, in the order of their seeds.

@@ -1,1 +1,1 @@
-"""What a run leaves for others: pages that hold their films and records, runs that are played again, boards, cards."""
+"""Results of a run for other people: pages with films and records, repetitions of runs, and leaderboards."""

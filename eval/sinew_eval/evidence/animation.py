@@ -1,4 +1,4 @@
-"""Episodes as an animated GIF: the scene, what the policy sees of it, and the instruction."""
+"""Show episodes as an animated GIF: the scene, the policy's images, and the instruction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ _COLORS = {True: (0, 122, 70), False: (190, 45, 30), None: _INK}
 def compose(
     scene: np.ndarray, images: Mapping[str, np.ndarray], prompt: str, status: str, success: bool | None = None
 ) -> Image.Image:
-    """One picture. scene: uint8 [size, size, 3]; images: what the policy gets, stacked at the right side."""
+    """Compose one picture.
+
+    Args:
+        scene: Picture of the scene, uint8 [size, size, 3].
+        images: Camera -> frame of the policy, stacked on the right.
+        prompt: Instruction.
+        status: Text of the second line.
+        success: Outcome, which colours the second line. None while the episode runs.
+    """
     size = scene.shape[0]
     side = size // max(2, len(images))
     picture = Image.new("RGB", (size + side, size + 2 * CAPTION), _PAPER)
@@ -37,7 +45,14 @@ def compose(
 
 
 def write_gif(frames: Sequence[Image.Image], path: Path, fps: float, pauses: Mapping[int, float]) -> None:
-    """``pauses``: seconds for which the frame of that index stands. GIF counts in hundredths of a second."""
+    """Write an animated GIF. The format rounds times to hundredths of a second.
+
+    Args:
+        frames: The pictures.
+        path: File to write.
+        fps: Pictures per second.
+        pauses: Index of a picture -> its duration in seconds.
+    """
     palette = _palette(frames)
     indexed = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     durations = [round(1e3 * pauses.get(index, 1 / fps)) for index in range(len(frames))]
@@ -51,7 +66,7 @@ def write_gif(frames: Sequence[Image.Image], path: Path, fps: float, pauses: Map
 
 
 def _palette(frames: Sequence[Image.Image]) -> Image.Image:
-    """One palette for all frames, or colours would flicker; from a few of them side by side."""
+    """Choose one palette for all frames from a sample of them. Different palettes would make colours flicker."""
     chosen = [frames[i] for i in np.linspace(0, len(frames) - 1, min(8, len(frames))).astype(int)]
     width, height = chosen[0].size
     sheet = Image.new("RGB", (width * len(chosen), height))

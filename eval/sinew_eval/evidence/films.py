@@ -1,4 +1,4 @@
-"""Films of episodes that were played, by playing them once more: the outcome of an episode follows from its seed."""
+"""Film episodes by playing them again. The seed determines an episode, so its outcome is the same."""
 
 from __future__ import annotations
 
@@ -27,8 +27,15 @@ MOST_VARIANTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Film:
-    """variant: index of it. episode: what was played now. same: it gave every command of the run's. webp, still: the
-    film, and its last picture, as files."""
+    """The film of an episode.
+
+    Attributes:
+        variant: Index of the variant.
+        episode: Record of the filmed episode.
+        same: True if the filmed episode had the same commands as the episode of the run.
+        webp: Animated WebP.
+        still: Last picture as WebP.
+    """
 
     variant: int
     episode: Episode
@@ -38,8 +45,16 @@ class Film:
 
 
 def chosen(results: Sequence[Sequence[Episode]], count: int) -> list[int]:
-    """Return the seeds to film: of up to ``count`` failures and as many successes of the first variant, those first
-    about which variants disagree."""
+    """Choose the seeds to film: failures and successes of the first variant. Seeds at which the variants disagree
+    come first.
+
+    Args:
+        results: Episodes of each variant.
+        count: Maximum number of failures, and of successes.
+
+    Returns:
+        The seeds.
+    """
     won = [{each.seed: each.success for each in episodes} for episodes in results]
     disputed = {seed for seed, success in won[0].items() if any(each[seed] != success for each in won[1:])}
     seeds = sorted(won[0], key=lambda seed: (seed not in disputed, seed))
@@ -58,8 +73,19 @@ def shoot(
     control_hz: float,
     elsewhere: RemotePlayer | None = None,
 ) -> list[Film]:
-    """Play the chosen seeds of the first ``MOST_VARIANTS`` variants again, and film them. elsewhere: plays them in
-    another interpreter."""
+    """Play the chosen seeds of the first ``MOST_VARIANTS`` variants again, and film them.
+
+    Args:
+        task: The task.
+        variants: The variants.
+        results: Episodes of each variant.
+        count: Maximum number of failures, and of successes.
+        control_hz: Control steps per second.
+        elsewhere: Player in another interpreter. None to play in this interpreter.
+
+    Returns:
+        The films.
+    """
     seeds, shown = chosen(results, count), variants[:MOST_VARIANTS]
     todo = [(index, seed) for index in range(len(shown)) for seed in seeds]
     before = [{each.seed: each for each in episodes} for episodes in results]
@@ -74,7 +100,15 @@ def shoot(
 def film_of(
     variant: int, episode: Episode, moments: Sequence[WatchedMoment], period_s: float, same: bool = True
 ) -> Film:
-    """Return the film of what was seen of an episode. period_s: seconds of each picture."""
+    """Make the film of an episode from its stored steps.
+
+    Args:
+        variant: Index of the variant.
+        episode: Record of the episode.
+        moments: Stored steps of the episode.
+        period_s: Duration of each picture, in seconds.
+        same: True if the episode had the same commands as the episode of the run.
+    """
     pictures = [_picture(each, f"step {each.step}") for each in moments[:-1]]
     outcome = "success" if episode.success else "no success"
     pictures.append(_picture(moments[-1], f"{outcome} after {episode.steps} steps", episode.success))
@@ -82,14 +116,16 @@ def film_of(
 
 
 def _picture(moment: WatchedMoment, status: str, success: bool | None = None) -> Image.Image:
-    """Return the scene, or else what the first camera saw, beside what the policy saw."""
+    """Compose a picture: the scene, or else the first camera, next to the policy's images."""
     images = {name: _square(frame, SIDE // 2) for name, frame in moment.images.items()}
     scene = next(iter(moment.images.values())) if moment.scene is None else moment.scene
     return compose(_square(scene, SIDE), images, moment.prompt, status, success)
 
 
 def _square(frame: Any, side: int) -> np.ndarray:
-    """Return a frame, uint8 or floats in [0, 1], as uint8 [side, side, 3], with bars where it is none."""
+    """Convert a frame (uint8, or floats in [0, 1]) to uint8 [side, side, 3], with bars at the sides that have no
+    pixels.
+    """
     pixels = np.asarray(frame)
     if pixels.dtype.kind == "f":
         pixels = (255 * np.clip(pixels, 0, 1)).astype(np.uint8)
@@ -97,7 +133,7 @@ def _square(frame: Any, side: int) -> np.ndarray:
 
 
 def _files(pictures: Sequence[Image.Image], period_s: float) -> tuple[bytes, bytes]:
-    """Return the film as an animated WebP, and its last picture."""
+    """Encode the film as an animated WebP, and its last picture as a WebP."""
     durations = [round(1e3 * period_s)] * (len(pictures) - 1) + [round(1e3 * PAUSE_S)]
     film, still = io.BytesIO(), io.BytesIO()
     options: dict[str, Any] = {"append_images": list(pictures[1:]), "duration": durations, "loop": 0}

@@ -1,4 +1,4 @@
-"""Reports of several evaluations side by side: a board for each task, ranked, with differences over common seeds."""
+"""Rank the reports of several evaluations: one board for each task, with differences over common seeds."""
 
 from __future__ import annotations
 
@@ -49,12 +49,19 @@ TOLD = (
 
 @dataclass(frozen=True)
 class Standing:
-    """One variant of one report.
+    """One variant of one report, as a row of a board.
 
-    file: of the bundle, or a server's address. wins: seed -> whether it succeeded there. entry: what a board says of
-    it. chunk: actions of a chunk. step_ms: milliseconds of inference for each executed action; inference_ms: of a
-    chunk, p50. seconds_to_success: of the robot's own time, mean of the successes. peak_bytes: the most memory of the
-    policy's process, the simulator's included where they share one. size_bytes: of the bundle.
+    ``entry`` contains, among others: ``chunk`` (actions in a chunk), ``step_ms`` (milliseconds of inference per
+    executed action), ``inference_ms`` (median per chunk), ``seconds_to_success`` (mean of the successful episodes, in
+    the robot's time), ``peak_bytes`` (largest memory of the policy's process, including the simulator if it is the
+    same process), and ``size_bytes`` (size of the bundle).
+
+    Attributes:
+        name: Name of the policy.
+        file: File name of the bundle, or address of the server.
+        variant: Fields of the variant.
+        wins: Seed -> True if the episode succeeded.
+        entry: The row, ready for JSON.
     """
 
     name: str
@@ -69,9 +76,16 @@ class Standing:
 
 
 def reports(paths: Sequence[Path]) -> list[Path]:
-    """Return the reports that paths name: a report itself (JSON or page), or all ``report.json`` in a folder.
+    """Find the reports at several paths.
 
-    Raises :class:`SinewError` for a folder without any.
+    Args:
+        paths: Reports (JSON or page), or folders whose ``report.json`` files all count.
+
+    Returns:
+        The reports.
+
+    Raises:
+        SinewError: A folder contains no report, or there are too many reports.
     """
     found: list[Path] = []
     for path in paths:
@@ -88,19 +102,28 @@ def reports(paths: Sequence[Path]) -> list[Path]:
 
 
 def named_reports(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return the reports that paths name, by the names that boards give them: without the folders that they share."""
+    """Return the reports at several paths by their short names, which omit common folders."""
     found = reports(paths)
     return dict(zip(distinct_names([str(path) for path in found]), found, strict=True))
 
 
 def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return a board for each task of the reports in ``paths``, in the order in which they come.
+    """Build a board for each task of the reports.
 
-    ``entries`` are ranked by success, then by milliseconds a step; those of equal success have one rank. ``pairs``
-    compares each two over the seeds that both played: the difference of success with its 95 % interval (Newcombe's
-    method 10), McNemar's exact test, and how many more pairs would show a difference of that size; of a sequential
-    sitting of trials ``p_anytime``, which is its test. ``trials``: seed -> success by label, of trials on a robot.
-    Raises :class:`SinewError` for what is no report.
+    ``entries`` are ranked by success, then by milliseconds per step. Entries with equal success have the same rank.
+    ``pairs`` compares each two entries over the seeds that both played: the difference of success with its 95 %
+    interval (Newcombe's method 10), McNemar's exact test, and the number of additional pairs that would show a
+    difference of this size. ``p_anytime`` is the p-value of a sequential session of trials. ``trials`` contains seed
+    -> success by label, for trials on a robot.
+
+    Args:
+        paths: Reports, or folders with reports.
+
+    Returns:
+        The boards, in the order in which their tasks appear.
+
+    Raises:
+        SinewError: A file is not a report.
     """
     tasks: dict[str, list[Standing]] = {}
     titles: dict[str, dict[str, Any]] = {}
@@ -119,7 +142,7 @@ def boards(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task of a board. Raises :class:`SinewError`."""
+    """Return the task of a report. Raises :class:`SinewError` if a field is wrong."""
     task = _object("task", record.get("task"))
     return {
         "env": _text("task.env", task.get("env")),
@@ -251,7 +274,16 @@ def _whole_of(name: str, value: Any, most: int) -> int:
 
 
 def _number_of(name: str, value: Any, above: bool = False) -> float:
-    """Return a number from 0; above: 0 is none."""
+    """Check a number that must be at least 0.
+
+    Args:
+        name: Name of the field, for messages.
+        value: The value.
+        above: True to reject 0 too.
+
+    Raises:
+        SinewError: The value is not such a number.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= MAX_NUMBER or (above and not value):
         raise SinewError(f"{name}: expected a number {'above' if above else 'from'} 0, got {shown(value)}")
@@ -301,8 +333,11 @@ def _board(task: Mapping[str, Any], found: Sequence[Standing]) -> dict[str, Any]
 
 
 def _labels(ranked: Sequence[Standing]) -> list[str]:
-    """Return a name for each row, of its own: the policy's, and in what it differs from the others of that name; its
-    report, and at last a number, where nothing else tells two apart."""
+    """Return a unique name for each row.
+
+    The name consists of the policy's name and the fields in which rows with this name differ. If rows are still
+    equal, the report's name and then a number are added.
+    """
     found = []
     for each in ranked:
         same = [other for other in ranked if other.name == each.name]
@@ -345,7 +380,7 @@ COLUMNS = (
 
 
 def rows(board: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of ``COLUMNS``, an entry each."""
+    """Return one row of cells for each entry, in the order of ``COLUMNS``."""
     found = []
     for entry in board["entries"]:
         low, high = entry["interval"]
@@ -380,7 +415,12 @@ PAIR_COLUMNS = (
 
 
 def pair_rows(board: Mapping[str, Any], first: str | None = None) -> list[list[str]]:
-    """Return the cells of ``PAIR_COLUMNS`` for each two with common seeds. first: of those with this label alone."""
+    """Return one row of cells for each pair with common seeds, in the order of ``PAIR_COLUMNS``.
+
+    Args:
+        board: The board.
+        first: Only pairs whose first entry has this label. None for all pairs.
+    """
     found = []
     for pair in board["pairs"]:
         low, high = (100 * end for end in pair["interval"])
@@ -407,7 +447,7 @@ def task_columns(board: Mapping[str, Any]) -> list[str]:
 
 
 def task_rows(board: Mapping[str, Any]) -> list[list[str]]:
-    """Return success with its interval by task, a task each; nothing where there is one task alone."""
+    """Return one row for each task, with the success of each entry and its interval. Empty for a single task."""
     names = list(dict.fromkeys(name for entry in board["entries"] for name in entry["by_task"]))
     if len(names) < 2:
         return []
@@ -425,7 +465,7 @@ def task_rows(board: Mapping[str, Any]) -> list[list[str]]:
 
 
 def plans(board: Mapping[str, Any]) -> list[str]:
-    """Return the plan of each session of trials, and whether it was kept, a sentence each."""
+    """Return a sentence for each session of trials: its plan, and whether it was followed."""
     found = {
         entry["report"]: f"{entry['report']}: {entry['plan']['said']}"
         for entry in board["entries"]
@@ -435,7 +475,7 @@ def plans(board: Mapping[str, Any]) -> list[str]:
 
 
 def _scenes(board: Mapping[str, Any]) -> str:
-    """Return the trials in pairs: a row for each scene, those about which policies disagree first."""
+    """Return a table of the trials, one row for each scene. Scenes at which the policies disagree come first."""
     trials = board["trials"]
     rows = []
     for seed in sorted({seed for wins in trials.values() for seed in wins}):
@@ -449,7 +489,7 @@ def _scenes(board: Mapping[str, Any]) -> str:
 
 
 def _films(board: Mapping[str, Any], paths: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the films on the pages beside the reports of sittings, those of a scene side by side."""
+    """Yield the films from the pages of the sessions of trials, with the films of a scene side by side."""
     for report in dict.fromkeys(entry["report"] for entry in board["entries"] if entry["plan"]):
         path = paths[report].with_suffix(".html")
         try:
@@ -471,7 +511,12 @@ def title(board: Mapping[str, Any]) -> str:
 
 
 def markup(record: Mapping[str, Any], paths: Mapping[str, Path]) -> str:
-    """Return the page of a record: ``boards`` and ``date``. paths: of :func:`named_reports`."""
+    """Return the HTML page of a leaderboard.
+
+    Args:
+        record: The boards and the date.
+        paths: Short name -> file of each report (:func:`named_reports`).
+    """
     return page.page("Leaderboard", _parts(record, paths), record)
 
 

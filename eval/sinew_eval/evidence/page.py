@@ -1,4 +1,4 @@
-"""Pages that hold everything that they show: no script, no font and no picture from anywhere else."""
+"""Self-contained HTML pages: they load no script, font or picture from elsewhere."""
 
 from __future__ import annotations
 
@@ -57,7 +57,13 @@ Cell = str | tuple[str, str]  # a text, or a text and its CSS class
 
 
 def page(title: str, parts: Iterable[str], record: Mapping[str, Any]) -> str:
-    """Return a page. parts: markup of its body. record: JSON that programs read out of it (:func:`record_in`)."""
+    """Return an HTML page.
+
+    Args:
+        title: Title of the page.
+        parts: Markup of the body.
+        record: JSON object inside the page, which programs read with :func:`record_in`.
+    """
     data = json.dumps(record, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\u0021--")
     return "\n".join(
         [
@@ -78,13 +84,13 @@ def page(title: str, parts: Iterable[str], record: Mapping[str, Any]) -> str:
 
 
 def record_in(markup: str) -> str | None:
-    """Return the JSON text of a page's record, None where there is none."""
+    """Return the JSON text of a page's record. None if the page contains none."""
     found = _RECORD.search(markup)
     return None if found is None else found[1]
 
 
 def webp(data: bytes) -> str:
-    """Return a picture's bytes as an address that a page holds."""
+    """Return a data URL with the bytes of a WebP picture."""
     return "data:image/webp;base64," + base64.b64encode(data).decode()
 
 
@@ -93,7 +99,13 @@ def text(value: object) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], best: int = -1) -> str:
-    """Return a table; a column whose name begins with ``>`` has numbers. best: the row that stands out."""
+    """Return an HTML table.
+
+    Args:
+        columns: Names of the columns. A name that begins with ``>`` marks a column of numbers.
+        rows: The cells.
+        best: Index of the highlighted row. -1 for none.
+    """
     number = [' class="number"' if name.startswith(">") else "" for name in columns]
     head = "".join(
         f'<th scope="col"{kind}>{text(name.removeprefix(">"))}</th>'
@@ -113,7 +125,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], best: int = -1
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> str:
-    """Return names and what they are, without those that are empty."""
+    """Return an HTML list of names and values. Empty values are left out."""
     found = "".join(
         f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in rows if value not in ("", None)
     )

@@ -1,4 +1,4 @@
-"""Figures of sweeps: success with Wilson intervals over the replan interval, the latency, or anything else."""
+"""Figures of sweeps: success with Wilson intervals over the replan rule, the latency, or another setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ check = figures.check
 
 
 def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
-    """A PNG per swept field. Raises :class:`MissingPackageError` where matplotlib is missing."""
+    """Write a PNG for each swept setting.
+
+    Args:
+        report: The report.
+        out: Folder for the figures.
+
+    Returns:
+        Paths of the figures.
+
+    Raises:
+        MissingPackageError: matplotlib is missing.
+    """
     changed = [name for name in swept(report) if name != "target"]
     if not changed:
         return []
@@ -36,7 +47,7 @@ def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
 
 
 def plot_replan(report: dict[str, Any], others: Sequence[str], path: Path) -> None:
-    """Draw success above and the amortised control rate below, after the supplement's figure 1."""
+    """Draw the success above and the amortised control rate below, over the replan interval."""
     figure, (axis, rates) = figures.new(2, height=5.2, sharex=True, height_ratios=(3, 2))
     _success_axis(axis, report)
     lines = _lines(report, others)
@@ -61,7 +72,7 @@ def plot_replan(report: dict[str, Any], others: Sequence[str], path: Path) -> No
 
 
 def plot_sweep(report: dict[str, Any], name: str, others: Sequence[str], path: Path) -> None:
-    """Draw success over a swept field, one line per combination of the other fields."""
+    """Draw the success over a swept setting, with one line for each combination of the other settings."""
     figure, axis = figures.new()
     _success_axis(axis, report)
     lines = _lines(report, others)
@@ -136,7 +147,7 @@ def _text(entry: dict[str, Any], name: str) -> str:
 
 
 def _replan(entry: dict[str, Any]) -> int:
-    """Actions per inference as asked for; the full chunk is as long as the policy makes it."""
+    """Return the number of actions per inference. A full chunk has as many as the policy returns."""
     return rows_between(entry["variant"]["replan"], entry["chunk_size"])
 
 

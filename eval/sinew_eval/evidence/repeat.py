@@ -1,4 +1,4 @@
-"""A recorded evaluation played again, perhaps on another machine: what to play, and what came out equal."""
+"""Repeat a recorded evaluation, perhaps on another machine: read what to play, and compare the results."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Recorded:
     """A recorded run.
 
     Attributes:
-        path: its file.
-        record: its report with the outcomes, whose seeds, successes, steps and digests were checked.
-        task, variants: as recorded. They may name code, files and addresses: see :meth:`local`.
-        facts: of each variant's policy.
-        seeds: of the episodes.
+        path: File of the report.
+        record: Its content. Seeds, successes, steps and digests of the outcomes have been checked.
+        task: The task in the record. It may name code and files, see :meth:`local`.
+        variants: The variants in the record. They may name files and addresses, see :meth:`local`.
+        facts: Facts about each variant's policy.
+        seeds: Seeds of the episodes.
     """
 
     path: Path
@@ -49,12 +50,20 @@ class Recorded:
     seeds: tuple[int, ...]
 
     def local(self, typed: TypedNames) -> tuple[Task, list[Variant]]:
-        """Return the task and the variants with what is here: the policies of this package and the typed ones whose
-        SHA-256 is the recorded one, the typed address, and the names that were typed.
+        """Return the task and the variants with the names and policies of this machine.
+
+        Recorded names are replaced by: policies of this package and typed policies with the recorded SHA-256, the
+        typed address, and other typed names.
+
+        Args:
+            typed: Names that the person typed.
+
+        Returns:
+            The task and the variants to play.
 
         Raises:
-            UntypedNameError: the record uses a name that is not built in and was not typed.
-            SinewError: a policy was typed that the record does not have.
+            UntypedNameError: The record uses a name that is neither built in nor typed.
+            SinewError: A typed policy is not in the record.
         """
         files = {each: _place(each) for each in typed.policies}
         hashes = {about.sha256 for about in self.facts if about.kind == "bundle"}
@@ -69,10 +78,16 @@ class Recorded:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the record in ``report.json`` or ``report.html`` of ``sinew eval --out``.
+    """Read the record in ``report.json`` or ``report.html`` of ``sinew eval --out``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The record.
 
     Raises:
-        SinewError: it is another file, or is beyond a bound.
+        SinewError: The file is not a report, or is too large.
     """
     try:
         text = read_text(path, MAX_BYTES)
@@ -93,8 +108,16 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check_place(out: Path, task: Task, variants: Sequence[Variant]) -> None:
-    """Raise :class:`SinewError` where a folder has a report of what the new one would not show: that of another
-    evaluation, or of something else."""
+    """Check that a new report does not replace the report of another evaluation.
+
+    Args:
+        out: Folder of the run.
+        task: The task.
+        variants: The variants.
+
+    Raises:
+        SinewError: The folder contains the report of another evaluation, or another kind of file with this name.
+    """
     if not (out / REPORT).exists():
         return
     before = load(out / REPORT)
@@ -116,10 +139,16 @@ def check_place(out: Path, task: Task, variants: Sequence[Variant]) -> None:
 
 
 def read(path: Path) -> Recorded:
-    """Return the run of a report. It opens nothing else.
+    """Read the run of a report. No other file is opened.
+
+    Args:
+        path: The report.
+
+    Returns:
+        The run.
 
     Raises:
-        SinewError: it is no report, or holds no outcomes.
+        SinewError: The file is not a report, or contains no outcomes.
     """
     record = load(path)
     with SinewError.at(path, SinewError):
@@ -147,7 +176,7 @@ def _recorded(path: Path, record: dict[str, Any]) -> Recorded:
 
 
 def variant_entries(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the variants of a report, each with its label. Raises :class:`SinewError`."""
+    """Return the entries of the variants in a report. Raises :class:`SinewError` if one has no label."""
     entries = record.get("variants")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_VARIANTS:
         raise SinewError(f"variants: expected a list of 1 to {MAX_VARIANTS}, got {shown(entries)}")
@@ -158,10 +187,17 @@ def variant_entries(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def checked_outcomes(record: Mapping[str, Any], count: int) -> list[list[dict[str, Any]]]:
-    """Return the outcomes of a report: a list of episodes for each of ``count`` variants.
+    """Check the outcomes of a report.
+
+    Args:
+        record: The report.
+        count: Number of variants.
+
+    Returns:
+        The episodes of each variant.
 
     Raises:
-        SinewError: they are something else, or an episode has no seed, success, steps or digest.
+        SinewError: The outcomes have another form, or an episode has no seed, success, steps or digest.
     """
     outcomes = record["outcomes"]
     if not isinstance(outcomes, list) or len(outcomes) != count:
@@ -200,7 +236,7 @@ def _facts(entry: Mapping[str, Any]) -> PolicyFacts:
 
 
 def policy_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kind and the id of a variant's policy in a report. Raises :class:`SinewError`."""
+    """Return the kind and the id of a variant's policy in a report. Raises :class:`SinewError` if they are missing."""
     about = entry.get("policy")
     if not isinstance(about, dict) or about.get("kind") not in KINDS or not isinstance(about.get("id"), str):
         raise SinewError(
@@ -218,10 +254,15 @@ def compare(
 ) -> dict[str, Any]:
     """Compare a recorded run with its repetition.
 
+    Args:
+        recorded: The recorded run.
+        report: Report of the repetition.
+        results: Episodes of the repetition, for each variant.
+
     Returns:
         conditions: name -> (then, now), for conditions that differ. variants: for each, the episodes with equal
-            commands, those with the same outcome after the same steps, those with the same outcome, and the trials
-            whose outcome changed. passed: True if no outcome changed.
+        commands, those with the same outcome after the same steps, those with the same outcome, and the trials whose
+        outcome changed. passed: True if no outcome changed.
     """
     variants = []
     for index, (entry, episodes) in enumerate(zip(report["variants"], results, strict=True)):
@@ -267,7 +308,9 @@ def compare(
 
 
 def _conditions(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What an outcome may depend on, recorded and present; what a record has is cut, as it may be anything."""
+    """Yield (name, recorded value, present value) of everything on which an outcome may depend. Recorded values are
+    cut to a maximum length.
+    """
 
     def bounded(value: Any) -> Any:
         return value if value is None or isinstance(value, (bool, int, float)) else named(value, 200)
@@ -298,7 +341,7 @@ COLUMNS = (
 
 
 def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """Return the cells of ``COLUMNS`` for each variant."""
+    """Return one row of cells for each variant, in the order of ``COLUMNS``."""
     names = ("episodes", "equal_commands", "equal_steps", "equal_outcomes", "there", "here")
     return [
         [each["label"], *(str(each[name]) for name in names), f"{each['p_value']:.3g}"]
@@ -307,7 +350,7 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def sentences(found: Mapping[str, Any]) -> list[str]:
-    """Return the differences, a line each, or a line that there are none."""
+    """Return one sentence for each difference, or a sentence that states equality."""
     said = [f"differs: {name}: {was} there, {now} here" for name, (was, now) in found["conditions"].items()]
     for each in found["variants"]:
         for trial in each["changed"]:

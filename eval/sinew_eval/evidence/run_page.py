@@ -1,4 +1,4 @@
-"""What a run leaves for others: a record of every episode that can be played again, and a page that shows it."""
+"""The report page of a run, with a record of every episode from which the run can be repeated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def outcomes(results: Sequence[Sequence[Episode]]) -> list[list[dict[str, Any]]]
 
 
 def write_page(record: Mapping[str, Any], films: Sequence[Film]) -> str:
-    """Return the page of a run. record: a report with its ``outcomes``, which the page holds as JSON."""
+    """Return the HTML page of a run.
+
+    Args:
+        record: Report with its ``outcomes``. The page contains it as JSON.
+        films: Films of the run.
+    """
     return page.page(f"Evaluation: {record['task']['env']}", _parts(record, films), record)
 
 
@@ -120,7 +125,7 @@ def trials_of(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _said(trial: Mapping[str, Any]) -> str:
-    """Return the judge and the note of a trial on a robot; "" for an episode."""
+    """Return the judge and the note of a trial on a robot. "" for a simulated episode."""
     note = f": {trial['note']}" if trial.get("note") else ""
     return f" ({trial['judge']}{note})" if "judge" in trial else ""
 
@@ -156,7 +161,7 @@ def how_run(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _again(record: Mapping[str, Any]) -> str:
-    """Return the command that plays a record again, with all names that a person has to type."""
+    """Return the command that repeats a record, with all names that a person has to type."""
     targets = [
         entry["variant"]["target"] for entry in record["variants"] if entry["policy"]["kind"] != "expert"
     ]

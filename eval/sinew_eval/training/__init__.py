@@ -1,1 +1,1 @@
-"""How the demo policies were made: demonstrations, training, export. See docs/sim.md."""
+"""Train the demo policies: demonstrations, training, export. See docs/sim.md."""

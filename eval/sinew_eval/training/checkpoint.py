@@ -1,7 +1,7 @@
-"""A checkpoint directory in LeRobot's SmolVLA layout, for a policy of a few million parameters.
+"""Write a checkpoint in LeRobot's SmolVLA layout, for a policy of a few million parameters.
 
-``write_configs`` creates everything but the weights. The model is then built from those files by the
-converter's own reader, so a trained policy cannot differ from what its checkpoint says.
+``write_configs`` writes everything except the weights. The converter then builds the model from these files, so a
+trained policy cannot differ from its checkpoint.
 """
 
 from __future__ import annotations
@@ -77,7 +77,16 @@ class Design:
 
 
 def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLAConfig:
-    """Everything but ``model.safetensors``; returns the model's config as the converter reads it."""
+    """Write all files of a checkpoint except ``model.safetensors``.
+
+    Args:
+        folder: Folder of the checkpoint.
+        design: Sizes of the policy.
+        stats: Statistics of state and action.
+
+    Returns:
+        The model's configuration, as the converter reads it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", _policy_config(design))
     write_json(folder / "vlm" / "config.json", _vlm_config(design))
@@ -93,7 +102,13 @@ def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLACon
 
 
 def write_weights(folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> None:
-    """``state`` by the model's module paths -> ``model.safetensors`` with upstream names, float32."""
+    """Write ``model.safetensors`` in float32 with LeRobot's tensor names.
+
+    Args:
+        folder: Folder of the checkpoint.
+        model: The model, for the names of its weights.
+        state: Module path -> weight.
+    """
     wanted = dict(model.state_dict())
     tensors = {upstream_name(name): state[name].detach().float().contiguous() for name in wanted}
     for upstream in tensors:
@@ -105,7 +120,9 @@ def write_weights(folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> Non
 
 
 def upstream_name(name: str) -> str:
-    """Module path in :class:`SmolVLA` -> LeRobot's tensor name; the inverse of the converter's renaming."""
+    """Convert a module path of :class:`SmolVLA` to LeRobot's tensor name. This is the inverse of the converter's
+    renaming.
+    """
     top, _, rest = name.partition(".")
     rest = rest.replace("attn.", "self_attn.", 1)
     if top == "vision":
@@ -129,7 +146,9 @@ def upstream_name(name: str) -> str:
 
 
 def build_tokenizer(words: tuple[str, ...]) -> Tokenizer:
-    """One token per word; case, digits and punctuation are dropped, a newline is a token of its own."""
+    """Build a tokenizer with one token per word. Case, digits and punctuation are dropped, and a newline is a token
+    of its own.
+    """
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence(
@@ -142,7 +161,7 @@ def build_tokenizer(words: tuple[str, ...]) -> Tokenizer:
 
 
 def vocabulary_size(words: tuple[str, ...]) -> int:
-    """Rounded up to a multiple of 16."""
+    """Return the number of tokens, rounded up to a multiple of 16."""
     return -(-(len(_SPECIAL) + len(words)) // 16) * 16
 
 

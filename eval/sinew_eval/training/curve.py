@@ -1,4 +1,4 @@
-"""Learning curve as a picture: ``python -m sinew_eval.training.curve runs/log.json docs/figures/training.png``."""
+"""Draw the learning curve of a run: ``python -m sinew_eval.training.curve runs/log.json docs/figures/training.png``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ LOSSES = (
 
 
 def plot(log: Path, out: Path) -> None:
-    """Draw closed-loop success above and losses below, over the processors' time."""
+    """Draw the closed-loop success above and the losses below, over CPU-seconds.
+
+    Args:
+        log: The training log, ``log.json``.
+        out: File of the figure.
+    """
     found = read_json(log)
     history, recipe = found["history"], found["recipe"]
     # Every process plays its own episodes.

@@ -1,7 +1,7 @@
-"""Matrix products in bfloat16 for training on CPUs that have instructions for it.
+"""Matrix products in bfloat16, for training on CPUs with instructions for this format.
 
-Only the products: their inputs are rounded, everything between them stays float32, and so do the weights
-that the optimizer moves. On an AVX512-BF16 core a training step takes about about three quarters of the time.
+Only the inputs of products are rounded. Everything else stays float32, including the weights that the optimizer
+updates. On a core with AVX512-BF16, a training step takes about three quarters of the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class _HalfProduct(torch.autograd.Function):
-    """x [..., K] @ weight [N, K] transposed, inputs and results rounded to bfloat16."""
+    """x [..., K] times weight [N, K] transposed, with inputs and results rounded to bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -37,7 +37,14 @@ def _forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 def use_half_products(model: nn.Module) -> str:
-    """Make the large linear layers of ``model`` multiply in bfloat16, if that is fast here. Says what it did."""
+    """Let the large linear layers of a model multiply in bfloat16, if this CPU does it quickly.
+
+    Args:
+        model: The model, which is changed in place.
+
+    Returns:
+        A sentence that states the choice.
+    """
     if not torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 - the public probe for this is newer
         return "float32 products: this CPU has no AVX512-BF16"
     for layer in model.modules():

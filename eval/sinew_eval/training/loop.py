@@ -1,7 +1,7 @@
-"""The training loop: one single-threaded process per core, gradients averaged, a budget in CPU-seconds.
+"""The training loop: one single-threaded process per core, averaged gradients, and a budget in CPU-seconds.
 
-On a machine that is shared, CPU-seconds are the only fair budget, and two processes of one thread are faster
-than one process of two: the operations are too small to be split.
+On a shared machine, only a budget in CPU-seconds is fair. Two processes with one thread are faster than one process
+with two threads, because the operations are too small to be split.
 """
 
 from __future__ import annotations
@@ -90,10 +90,21 @@ class Task(Protocol):
     objective: type[nn.Module]
 
     def model(self, folder: Path, seed: int) -> nn.Module:
-        """Return the policy as training begins. folder: for what it is made from."""
+        """Build the policy at the beginning of the training.
+
+        Args:
+            folder: Folder for the files from which the policy is built.
+            seed: Seed of the weights.
+        """
 
     def write(self, folder: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Write the checkpoint of a policy with other weights than it has."""
+        """Write the checkpoint of a policy.
+
+        Args:
+            folder: Folder of the checkpoint.
+            model: The policy.
+            state: Weights to write instead of the policy's own.
+        """
 
     def batch(self, rng: np.random.Generator, rows: int, second_rows: int) -> Any: ...
 
@@ -101,7 +112,12 @@ class Task(Protocol):
 
 
 class SmolVLATask:
-    """A task that a small SmolVLA learns."""
+    """A task that a small SmolVLA learns.
+
+    Attributes:
+        design: Sizes of the policy.
+        stats: Statistics of state and action.
+    """
 
     design: Design
     stats: Statistics
@@ -120,7 +136,15 @@ class SmolVLATask:
 
 
 def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None = None) -> None:
-    """One process of the run. ``start``: training state to begin with instead of random weights."""
+    """Run one process of a training run.
+
+    Args:
+        rank: Number of this process.
+        task: The task.
+        recipe: Settings of the run.
+        out: Folder of the run.
+        start: File of a training state to begin with. None for random weights.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{out.resolve()}/.meet", rank=rank, world_size=recipe.ranks
@@ -182,7 +206,16 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
 
 
 def export(out: Path, design: Design) -> Path:
-    """The checkpoint as a bundle, and the learning curve as a picture where episodes were played."""
+    """Convert the checkpoint of a run to a bundle, and draw the learning curve if the run has closed-loop
+    evaluations.
+
+    Args:
+        out: Folder of the run.
+        design: Sizes of the policy.
+
+    Returns:
+        Path of the bundle.
+    """
     bundle = out / f"{design.name}.gguf"
     convert(
         out / "checkpoint",
@@ -199,7 +232,9 @@ def export(out: Path, design: Design) -> Path:
 
 
 def _groups(objective: nn.Module, recipe: Recipe) -> list[dict]:
-    """Matrices decay, vectors do not; what the model multiplies by sqrt(width) learns at a smaller rate."""
+    """Divide the parameters for the optimizer. Only matrices get weight decay. Weights whose outputs the model
+    multiplies by sqrt(width) get a smaller learning rate.
+    """
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, parameter in objective.named_parameters():
         scaled = name.endswith(("embed_tokens.weight", "connector.proj.weight"))
@@ -212,7 +247,16 @@ def _groups(objective: nn.Module, recipe: Recipe) -> list[dict]:
 
 
 def _average_gradients(objective: nn.Module, cpu_seconds: float, ranks: int) -> float:
-    """Average over the processes, in one message; returns the CPU-seconds of all of them."""
+    """Average the gradients over all processes, in one message.
+
+    Args:
+        objective: Module with the parameters.
+        cpu_seconds: CPU-seconds of this process so far.
+        ranks: Number of processes.
+
+    Returns:
+        CPU-seconds of all processes.
+    """
     gradients = [p.grad for p in objective.parameters() if p.grad is not None]
     flat = torch.cat([g.flatten() for g in gradients] + [torch.tensor([cpu_seconds])])
     dist.all_reduce(flat)
@@ -224,7 +268,7 @@ def _average_gradients(objective: nn.Module, cpu_seconds: float, ranks: int) -> 
 
 
 def _success(task: Task, average: nn.Module, recipe: Recipe, rank: int) -> float:
-    """Closed-loop success of the averaged weights, over all processes."""
+    """Return the closed-loop success of the averaged weights, over all processes."""
     first = VALIDATION_SEED + rank * recipe.episodes
     episodes = task.evaluate(average, range(first, first + recipe.episodes))
     wins = torch.tensor([float(sum(e.success for e in episodes))])
@@ -242,7 +286,7 @@ def _save(
     history: list[dict[str, float]],
     step: int,
 ) -> None:
-    """The checkpoint (averaged weights), the state to continue from, and the log."""
+    """Write the checkpoint with the averaged weights, the state to continue from, and the log."""
     task.write(out / "checkpoint", model, average.state_dict())
     state = objective.state_dict()
     torch.save(state | {f"model.{k}": v for k, v in average.state_dict().items()}, out / "state.pt")

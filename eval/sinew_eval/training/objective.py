@@ -1,16 +1,16 @@
-"""What a demo policy is trained to do, on top of the model's own ``embed_images``, ``prefix``, ``velocity``.
+"""The losses of a demo policy, based on the model's own ``embed_images``, ``prefix`` and ``velocity``.
 
-* Flow matching (LeRobot's SmolVLA): x_t = t * noise + (1 - t) * actions, target velocity noise - actions,
-  t from Beta(1.5, 1) scaled to (0.001, 1). Each prefix serves several draws of noise and time, which costs
-  little because the expert is a small part of the work.
-* An auxiliary head, dropped afterwards, reads the *values that the expert's last two layers read* at the
-  state token and must say where everything is. Reading them anywhere later lets the model solve the
-  auxiliary task in features that the actions never see.
-* A second auxiliary head looks at single image tokens: which coloured things have their middle inside the
-  token's square, and where those are. It teaches the eyes in a few hundred steps what the first head alone
-  takes thousands to ask for.
-* Half of the pictures get a second, counterfactual instruction, for the auxiliary task alone: what the named
-  thing is must follow from the words, not from where the gripper already goes.
+* Flow matching (LeRobot's SmolVLA): x_t = t * noise + (1 - t) * actions, target velocity noise - actions, t from
+  Beta(1.5, 1) scaled to (0.001, 1). Each prefix is used with several draws of noise and time. This costs little,
+  because the expert is a small part of the work.
+* An auxiliary head, which is dropped after training, reads the values (V) of the state token in the attention of the
+  expert's last two layers, and must return the positions of all objects. If it read later features, the model could
+  solve the auxiliary task in features that the actions do not use.
+* A second auxiliary head reads single image tokens. It must return which coloured objects have their centre inside
+  the token's square, and where. It trains the vision tower in a few hundred steps, while the first head alone needs
+  thousands.
+* Half of the images get a second, counterfactual instruction, only for the auxiliary task. The named object must
+  follow from the words and not from the direction of the gripper.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from torch import Tensor, nn
 
 @dataclass
 class Batch:
-    """B pictures with an instruction each; the first B2 also have a second, counterfactual one.
+    """B observations with an instruction each. The first B2 of them also have a second, counterfactual instruction.
 
-    pixels [B, V, 3, size, size] in [-1, 1]; tokens int64 and token_mask bool [B + B2, L]; state [B, S] and
-    chunk [B, H, A] normalised; known bool [B, H]; auxiliary [B + B2, X]; spots float32 [B, V, N, S, 3]: for
-    each image token and thing, whether it is there (0 or 1) and two coordinates, or None without such a head.
+    Attributes:
+        pixels: Images, [B, V, 3, size, size] in [-1, 1].
+        tokens: Token ids, int64 [B + B2, L].
+        token_mask: True for real tokens, bool [B + B2, L].
+        state: Normalised states, [B, S].
+        chunk: Normalised actions, [B, H, A].
+        known: True for actions that are known, bool [B, H].
+        auxiliary: Targets of the auxiliary head, [B + B2, X].
+        spots: For each image token and object, whether the object is there (0 or 1) and two coordinates, float32 [B,
+            V, N, S, 3]. None without this head.
     """
 
     pixels: Tensor
@@ -44,7 +51,7 @@ class Batch:
 
 
 class AuxiliaryHead(nn.Module):
-    """Values of the state token in the expert's last two layers -> where things are."""
+    """Computes the positions of objects from the values of the state token in the expert's last two layers."""
 
     def __init__(self, kv_size: int, outputs: int):
         super().__init__()
@@ -93,7 +100,12 @@ class Objective(nn.Module):
         return loss, {"flow": flow.detach(), **{k: v.detach() for k, v in parts.items()}}
 
     def _spot_loss(self, image_tokens: Tensor, spots: Tensor) -> Tensor:
-        """image_tokens [B, V, N, C]; spots [B, V, N, S, 3]."""
+        """Return the loss of the second auxiliary head.
+
+        Args:
+            image_tokens: Image tokens, [B, V, N, C].
+            spots: Targets, [B, V, N, S, 3].
+        """
         assert self.spot_head is not None
         guess = self.spot_head(image_tokens * image_tokens.shape[-1] ** 0.5).unflatten(-1, (-1, 3))
         there = spots[..., 0]
@@ -103,7 +115,7 @@ class Objective(nn.Module):
 
 
 def repeated(prefix: Prefix, rows: int, times: int) -> Prefix:
-    """The first ``rows`` rows, each ``times`` times."""
+    """Repeat each of the first ``rows`` rows of a prefix ``times`` times."""
 
     def repeat(x: Tensor) -> Tensor:
         return x[:rows].repeat_interleave(times, 0)
@@ -113,11 +125,15 @@ def repeated(prefix: Prefix, rows: int, times: int) -> Prefix:
 
 
 def initialise(model: SmolVLA, seed: int) -> None:
-    """Start where training from scratch goes well.
+    """Initialise the weights for training from scratch.
 
-    The model multiplies image tokens and words by sqrt(width) (a habit of its pretrained ancestors), so these
-    start small enough to enter the stream with unit size. Positions start as two-dimensional sines and
-    cosines: nearby patches begin alike, which a table of random rows would first have to learn.
+    The model multiplies image tokens and words by sqrt(width), as its pretrained ancestors do. Therefore these
+    weights start small, so that the stream begins with unit size. Positions start as two-dimensional sines and
+    cosines, so that nearby patches are similar from the beginning. A random table would have to learn this first.
+
+    Args:
+        model: The model, which is changed in place.
+        seed: Seed of the random weights.
     """
     generator = torch.Generator().manual_seed(seed)
     scale = model.config.language.hidden_size**-0.5
@@ -142,7 +158,9 @@ def initialise(model: SmolVLA, seed: int) -> None:
 
 
 def _sines(side: int, width: int) -> Tensor:
-    """[side * side, width]: a quarter each of sin and cos of the row, sin and cos of the column."""
+    """Return position embeddings [side * side, width]: one quarter each for sine and cosine of the row, and sine and
+    cosine of the column.
+    """
     quarter = width // 4
     frequency = torch.pi / side * 2 ** torch.linspace(0, 3, quarter)
     angle = torch.arange(side)[:, None] * frequency  # [side, quarter]

@@ -1,18 +1,17 @@
-"""Gradual flow matching: a time of its own for each row of a window, and states that contradict what is in it.
+"""Gradual flow matching: each action of a window has its own flow time, and the window may contradict the state.
 
-A stream runs the head once per control step. Row i of its window stands at noise level (i + 1) / H before a run and
-i / H after it: the first row becomes clean and is executed, noise is appended at the end (rolling diffusion, Ruhe
-et al. 2024, arXiv 2402.09470; "gradual" in section 6.2 of Ma et al. 2025). Where a run comes late, m rows have
-passed, and row i goes from (i + m) / H.
+A stream runs the action head once per control step. Action i of its window has noise level (i + 1) / H before a run
+and i / H after it. The first action becomes clean and is executed, and noise is appended at the end (rolling
+diffusion, Ruhe et al. 2024, arXiv 2402.09470; "gradual" in section 6.2 of Ma et al. 2025). If a run comes late, m
+actions have passed, and action i starts from (i + m) / H.
 
-That alone would not react. A row that is nearly clean gives away what it is going to be, and a network that was
-trained on windows which always told the truth believes them rather than the sensor. So windows are made of a *plan*
-that may be out of date (what was known before the event), x = t noise + (1 - t) plan, and what is asked for is the
-action that the newest state calls for. The error is that of the denoised action, x - t v, which is what a run hands
-out.
+This alone would not react to new states. An almost clean action reveals its final value, and a network that was
+trained only on correct windows trusts the window more than the sensor. Therefore the training windows contain a
+*plan* that may be out of date, because it was made before an event: x = t noise + (1 - t) plan. The target is the
+action for the newest state. The loss is that of the denoised action, x - t v, which a run returns.
 
-Half of the draws are ordinary flow matching with one time for all rows, so that the same weights answer with whole
-chunks.
+Half of the draws use ordinary flow matching with one time for all actions, so that the same weights can also return
+whole chunks.
 """
 
 from __future__ import annotations
@@ -30,9 +29,12 @@ LATE = 6.0  # largest number of actions that may have passed between two runs
 
 @dataclass
 class RollingBatch(Batch):
-    """B pictures with D moments each: ``states`` [B, D, S], ``chunks`` and ``plans`` [B, D, H, A], all normalised.
+    """B images with D observation steps each. All values are normalised.
 
-    plans: what the window was made of before its head saw the state.
+    Attributes:
+        states: States, [B, D, S].
+        chunks: Target actions, [B, D, H, A].
+        plans: Actions from which the windows are made, before the head gets the new state, [B, D, H, A].
     """
 
     states: Tensor | None = None
@@ -41,8 +43,9 @@ class RollingBatch(Batch):
 
 
 class RollingObjective(nn.Module):
-    """The mean of the two losses; takes the arguments of :class:`sinew_eval.training.objective.Objective`, and has no
-    other heads."""
+    """Sum of both losses. Accepts the arguments of :class:`sinew_eval.training.objective.Objective` and has no
+    auxiliary heads.
+    """
 
     def __init__(self, model: SmolVLA, *_others: float):
         super().__init__()
@@ -74,12 +77,14 @@ class RollingObjective(nn.Module):
         return flow + 2.0 * rolling, {"flow": flow.detach(), "rolling": rolling.detach()}
 
     def _one_time(self, count: int, generator: torch.Generator) -> Tensor:
-        """[count, H]: Beta(1.5, 1), scaled to (0.001, 1), as upstream."""
+        """Draw one flow time for all actions of a window, [count, H], from Beta(1.5, 1) scaled to (0.001, 1), as in
+        LeRobot.
+        """
         t = torch.rand(count, 1, generator=generator) ** (1 / 1.5) * 0.999 + 0.001
         return t.expand(count, self.model.config.chunk_size)
 
     def _rolling(self, count: int, generator: torch.Generator) -> Tensor:
-        """[count, H]: (i + m) / H with m from 1 to LATE, most often near 1."""
+        """Draw the flow times of rolling windows, [count, H]: (i + m) / H with m from 1 to LATE, most often near 1."""
         H = self.model.config.chunk_size
         passed = 1.0 + (LATE - 1.0) * torch.rand(count, 1, generator=generator) ** 3
         return ((torch.arange(H) + passed) / H).clamp(max=1.0)

@@ -1,7 +1,7 @@
-"""Closed-loop episodes of a model in training: many environments, one batched inference at a time.
+"""Play closed-loop episodes with a model during training: many environments, one batched inference at a time.
 
-The same noise belongs to the same (seed, replan) whatever the model, so that two models meet the same luck.
-Final numbers come from the exported bundle through the runtime; these are for the learning curve.
+The noise depends only on (seed, number of the chunk), so that two models get the same random numbers. These results
+are for the learning curve. Final numbers come from the exported bundle in the runtime.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ class Episode:
 
 
 class Actor:
-    """Observations to action chunks, as the runtime does it, for a batch."""
+    """Computes action chunks for a batch of observations, with the same processing as the runtime.
+
+    Args:
+        model: The model.
+        stats: Statistics of state and action.
+        tokenizer: The tokenizer.
+        cameras: Names of the cameras.
+        solver_steps: Number of solver steps.
+    """
 
     def __init__(
         self,
@@ -45,7 +53,15 @@ class Actor:
 
     @torch.inference_mode()
     def chunks(self, observations: list[dict[str, Any]], noise: np.ndarray) -> np.ndarray:
-        """noise: float32 [N, H, A] -> actions in world units, float32 [N, H, A]."""
+        """Compute chunks.
+
+        Args:
+            observations: N observations.
+            noise: float32 [N, H, A].
+
+        Returns:
+            Actions in robot units, float32 [N, H, A].
+        """
         pixels = np.stack([np.stack([o["images"][c] for c in self.cameras]) for o in observations])
         tokens, mask = encode(self.tokenizer, [o["prompt"] for o in observations])
         state = normalised(np.stack([o["state"] for o in observations]), self.stats["observation.state"])
@@ -59,12 +75,20 @@ class Actor:
 
 
 def to_pixels(images: np.ndarray) -> torch.Tensor:
-    """uint8 [B, V, size, size, 3] -> float32 [B, V, 3, size, size] in [-1, 1]."""
+    """Convert uint8 [B, V, size, size, 3] to float32 [B, V, 3, size, size] in [-1, 1]."""
     return torch.from_numpy(images).permute(0, 1, 4, 2, 3).float().div_(127.5).sub_(1.0)
 
 
 def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids int64 [B, L], padded on the right to the longest, and the mask of real ones."""
+    """Tokenise prompts.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompts: B prompts.
+
+    Returns:
+        Token ids int64 [B, L], padded on the right to the longest prompt, and the mask of real tokens.
+    """
     ids = [tokenizer.encode(p + "\n").ids for p in prompts]
     length = max(map(len, ids))
     padding = tokenizer.token_to_id(PAD)
@@ -80,12 +104,24 @@ def normalised(values: np.ndarray, stats: dict[str, np.ndarray]) -> np.ndarray:
 
 
 class Chunks(Protocol):
-    """What episodes are played with. shape: of a chunk, [H, A]."""
+    """Interface of a policy for :func:`run_episodes`.
+
+    Attributes:
+        shape: Shape of a chunk, (H, A).
+    """
 
     shape: tuple[int, int]
 
     def chunks(self, observations: list[dict[str, Any]], noise: np.ndarray) -> np.ndarray:
-        """noise: float32 [N, H, A] -> actions in world units, float32 [N, H, A]."""
+        """Compute chunks.
+
+        Args:
+            observations: N observations.
+            noise: float32 [N, H, A].
+
+        Returns:
+            Actions in robot units, float32 [N, H, A].
+        """
 
 
 def run_episodes(
@@ -95,7 +131,18 @@ def run_episodes(
     replan: int,
     options: Callable[[int], dict[str, Any] | None] = lambda _: None,
 ) -> list[Episode]:
-    """One episode per seed, all at once; a new chunk after every ``replan`` executed actions."""
+    """Play one episode per seed, all at the same time.
+
+    Args:
+        actor: The policy.
+        make_env: Makes an environment.
+        seeds: Seeds of the episodes.
+        replan: Actions executed per chunk.
+        options: Returns the reset options for a seed.
+
+    Returns:
+        The episodes, in the order of the seeds.
+    """
     envs = [make_env() for _ in seeds]
     moments = [env.reset(seed=s, options=options(s)) for env, s in zip(envs, seeds, strict=True)]
     steps = [0] * len(envs)

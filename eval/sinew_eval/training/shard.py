@@ -1,8 +1,8 @@
-"""Demonstrations on disk: pictures in one flat file that is memory-mapped, everything else in one ``.npz``.
+"""Demonstrations on disk: images in one flat file that is memory-mapped, and all other data in one ``.npz`` file.
 
-A *run* is a stretch of frames in which the expert acted without interruption. Chunks of actions are cut from
-runs: a chunk that begins at frame t is known up to the end of t's run. Where the run ended because the task
-was done, the expert would have gone on holding still, so the rest of the chunk is known too.
+A *run* is a sequence of frames in which the expert acted without interruption. Chunks of actions are cut from runs. A
+chunk that begins at frame t is known up to the end of its run. If the run ended because the task was done, the expert
+would have continued to hold, so the rest of the chunk is known too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import numpy as np
 
 @dataclass
 class ShardWriter:
-    """Appends frames; ``close`` writes the index. ``fields`` are per-frame vectors of fixed size."""
+    """Writes frames. ``close`` writes the index.
+
+    Attributes:
+        folder: Folder of the shard.
+        fields: Name -> vector of each frame.
+        run_end: For each frame, the index after the last frame of its run.
+        run_done: For each frame, True if its run ended because the task was done.
+        episode: For each frame, the number of its episode.
+    """
 
     folder: Path
     fields: dict[str, list[np.ndarray]] = field(default_factory=dict)
@@ -29,7 +37,13 @@ class ShardWriter:
         self._images = open(self.folder / "images.bin", "wb")  # noqa: SIM115 - open as long as the writer is
 
     def add(self, images: np.ndarray, episode: int, **values: np.ndarray | float) -> None:
-        """images: uint8 [cameras, size, size, 3]."""
+        """Append a frame.
+
+        Args:
+            images: uint8 [cameras, size, size, 3].
+            episode: Number of the episode.
+            **values: Further vectors of the frame.
+        """
         self._shape = images.shape
         self._images.write(images.tobytes())
         self.episode.append(episode)
@@ -37,7 +51,7 @@ class ShardWriter:
             self.fields.setdefault(key, []).append(np.asarray(value, dtype=np.float32))
 
     def end_run(self, done: bool = False) -> None:
-        """The frames since the last call were one run."""
+        """Mark the frames since the last call as one run. ``done`` is True if the task was done."""
         length = len(self.episode) - self._run_start
         self.run_end += [len(self.episode)] * length
         self.run_done += [done] * length
@@ -56,7 +70,7 @@ class ShardWriter:
 
 
 class Shard:
-    """A shard opened for reading. ``shard["state"]`` is float32 [frames, D]."""
+    """A shard that is open for reading. ``shard["state"]`` is float32 [frames, D]."""
 
     def __init__(self, folder: Path):
         with np.load(folder / "frames.npz") as stored:  # own file: named by the person at this machine
@@ -80,9 +94,15 @@ class Shard:
         return list(self._fields)
 
     def chunks(self, frames: np.ndarray, length: int, hold: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Actions float32 [B, length, A] from ``frames`` [B] on, and where they are known, bool [B, length].
+        """Cut chunks of actions.
 
-        ``hold`` float32 [A] is what the expert does once the task is done.
+        Args:
+            frames: Index of the first frame of each chunk, [B].
+            length: Number of actions in a chunk.
+            hold: Action of the expert after the task is done, float32 [A].
+
+        Returns:
+            Actions, float32 [B, length, A], and where they are known, bool [B, length].
         """
         index = frames[:, None] + np.arange(length)
         inside = index < self.run_end[frames][:, None]
@@ -92,7 +112,7 @@ class Shard:
 
 
 class Shards:
-    """Several shards drawn from as one."""
+    """Several shards, from which frames are drawn as from one."""
 
     def __init__(self, folders: list[Path]):
         self.parts = [Shard(f) for f in folders]
@@ -108,8 +128,17 @@ class Shards:
     def sample(
         self, rng: np.random.Generator, count: int, length: int = 0, hold: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """``count`` frames with replacement: "images", every stored field, and with a ``length`` and a
-        ``hold`` also "chunk" and "known" (:meth:`Shard.chunks`)."""
+        """Draw frames with replacement.
+
+        Args:
+            rng: Random generator.
+            count: Number of frames.
+            length: Number of actions in a chunk, together with ``hold``.
+            hold: Action of the expert after the task is done, float32 [A]. None for no chunks.
+
+        Returns:
+            "images", every stored field, and with ``hold`` also "chunk" and "known" (:meth:`Shard.chunks`).
+        """
         rows: list[dict[str, np.ndarray]] = []
         for part, n in zip(self.parts, rng.multinomial(count, self.share), strict=True):
             frames = rng.integers(len(part), size=n)
