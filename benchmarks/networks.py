@@ -1,6 +1,6 @@
 """``sinew run`` over bad networks: what the robot's loop keeps of its promises, and what requests do.
 
-    python -m benchmarks.networks [--only WAN] [--episodes 20] [--task blocks] [--run='--frames-as auto'] [--json]
+    python -m benchmarks.networks [--only WAN] [--episodes 20] [--task blocks] [--run='--set frames_as=auto'] [--json]
 
 A server of an embedded policy and a robot, each in its own network namespace, and between them ``benchmarks.network``.
 A row for each network: episodes that succeeded, the control rate that was kept, the longest gap between two commands or

@@ -151,9 +151,13 @@ def drive(kind: str, address: str, added_ms: int, episodes: int) -> dict[str, An
         int(address.rpartition(":")[2]), Network("added", "", math.inf, math.inf, base_ms=added_ms / 2)
     )
     robot = ["--robot", f"gym:{ENV}", "--robot-options", json.dumps(CAMERA), "--episodes", str(episodes)]
-    how = ["--stream", "--rtc", "none"] if kind == "stream" else ["--handover", "aligned", "--replan", "1"]
+    how = (
+        ["--stream", "--set", "rtc=none"] if kind == "stream" else ["--handover", "aligned", "--replan", "1"]
+    )
     command = [sys.executable, "-m", "sinew", "run", f"tcp://127.0.0.1:{link.port}", *how, *robot]
-    ran = subprocess.run([*command, "--stale", "1", "--json"], stdout=subprocess.PIPE, text=True, check=True)
+    ran = subprocess.run(
+        [*command, "--set", "stale=1", "--json"], stdout=subprocess.PIPE, text=True, check=True
+    )
     link.close()
     return json.loads(ran.stdout)
 

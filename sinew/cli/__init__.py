@@ -117,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tokens, exit_on_error=False, console=terminal.console(), error_console=errors
             )
         return result if isinstance(result, int) else 0
+    except settings.SettingsListing as listing:
+        terminal.console().print(listing.args[0])
+        return 0
     except CycloptsError:
         return EXIT_USAGE  # cyclopts has already printed the error in the arguments
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter, validators
 
 from sinew.cli import terminal
-from sinew.cli.options import RUNS, Flag, Runs, Texts
+from sinew.cli.options import RUNS, SETTING_FLAGS, Flag, Runs, Setting, SettingFlags, Texts
 from sinew.core import SinewError, progress
 from sinew.engine.backend import AUTO, BACKENDS
 
@@ -30,9 +30,9 @@ def doctor(
     observe: str | None = None,
     robot_options: str | None = None,
     rename: Texts = (),
-    rename_joint: Texts = (),
-    kinematics: Path | None = None,
-    kinematics_options: str | None = None,
+    rename_joint: Setting[Texts] = (),
+    kinematics: Setting[Path | None] = None,
+    kinematics_options: Setting[str | None] = None,
     seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0, lte=600))] = None,
     learn: Path | None = None,
     out: Path | None = None,
@@ -41,8 +41,11 @@ def doctor(
     limits: Path | None = None,
     motion: str | None = None,
     runs: Runs = RUNS,
+    _settings: SettingFlags = SETTING_FLAGS,
 ) -> int:
     """Check the installation and this machine.
+
+    `sinew doctor --settings` lists the settings of --observe that have no flag.
 
     Args:
         bundle: Policy to load and run once: a bundle, a folder of `sinew export`, a checkpoint or a hub name.
@@ -55,7 +58,7 @@ def doctor(
         rename_joint: Joint names for --observe, as NEW=JOINT. Repeatable.
         kinematics: Robot description (URDF or MJCF) for --observe. Sinew uses it to check units and frames of
             a policy that acts in poses.
-        kinematics_options: Options of --kinematics, as for `sinew run`.
+        kinematics_options: JSON object with options of kinematics, as for `sinew run`.
         seconds: How long --observe watches the robot, in seconds. Default: 3, with --delays 20.
         learn: Folder of `sinew serve --record` from the correctly wired robot. Sinew writes the bundle to
             --out with the appearance of its cameras and joints, for --observe to compare with.

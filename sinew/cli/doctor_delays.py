@@ -100,7 +100,7 @@ def advice(found: Delays) -> list[str]:
     if ages and not any(each.clock for each in found.cameras.values()):
         lines.append(
             f"frames are {1e3 * max(ages):.0f} ms old when they are observed, and the robot does not state it;"
-            f" sinew run --camera-delay {max(ages):.3f} counts their age (see docs/wiring.md before you use it)"
+            f" sinew run --set camera_delay={max(ages):.3f} counts their age (see docs/wiring.md before you use it)"
         )
     for name, camera in found.cameras.items():
         clock = camera.clock

@@ -50,7 +50,7 @@ def observe(policy: Path, on: RobotFlags, seconds: float, runs: Runs | None) -> 
     if records(robot):
         if on.robot_options is not None or on.rename or on.rename_joint or on.kinematics is not None:
             raise SinewError(
-                "--robot-options, --rename, --rename-joint, --kinematics: expected none with records, which are as they"
+                "--robot-options, --rename, rename_joint, kinematics: expected none with records, which are as they"
                 " are"
             )
         with progress.task(f"reading {robot}"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 from cyclopts import Parameter, validators
 from sinew_client.untrusted import parse_json
@@ -27,6 +27,10 @@ WholeIfAny = Annotated[int | None, Parameter(validator=validators.Number(gte=0))
 Positive = Annotated[float, Parameter(validator=validators.Number(gt=0))]
 PositiveIfAny = Annotated[float | None, Parameter(validator=validators.Number(gt=0))]
 NotNegative = Annotated[float, Parameter(validator=validators.Number(gte=0))]
+# An option without a flag, which a user sets with --set NAME=VALUE, in a settings file or in the environment.
+_NO_FLAG = Parameter(show=False)
+_T = TypeVar("_T")
+Setting = Annotated[_T, _NO_FLAG]
 
 
 @Parameter(name="*", group="Engine")
@@ -55,6 +59,29 @@ class Runs:
         """Return the arguments of ``sinew.load``."""
         own = asdict(self)
         return {"providers": own.pop("provider"), **own}
+
+
+@dataclass(frozen=True)
+class RobotEngine(Runs):
+    """The engine of a policy that drives a robot: the same options, with fewer flags."""
+
+    provider: Setting[Providers] = ()
+    dtype: Setting[str | None] = None
+    ignore_recipe: Setting[Flag] = False
+
+
+@Parameter(name="*", group="Settings")
+@dataclass(frozen=True)
+class SettingFlags:
+    """How a user sets the options that have no flag. ``sinew.cli.settings`` reads these flags before the command.
+
+    Attributes:
+        assignments: Set any option, also one without a flag, for example --set substeps=2. Repeatable.
+        show_settings: List the options without a flag, with types and defaults, and end.
+    """
+
+    assignments: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = ()
+    show_settings: Annotated[bool, Parameter(name="--settings", negative="")] = False
 
 
 @Parameter(name="*", group="Cameras")
@@ -88,17 +115,17 @@ class Cameras:
         }
 
 
-def changed(flags: Any) -> str | None:
-    """Return the first flag whose value differs from its default, in its typed form; None if all have their default."""
-    usual = type(flags)()
-    names = (field.name for field in fields(flags))
-    return next(
-        (f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) != getattr(usual, name)),
-        None,
-    )
+def changed(options: Any) -> str | None:
+    """Return the first option whose value differs from its default, as a user writes it; None if no value differs."""
+    usual, hints = type(options)(), get_type_hints(type(options), include_extras=True)
+    for field in fields(options):
+        if getattr(options, field.name) != getattr(usual, field.name):
+            has_flag = _NO_FLAG not in getattr(hints[field.name], "__metadata__", ())
+            return f"--{field.name.replace('_', '-')}" if has_flag else field.name
+    return None
 
 
-RUNS, CAMERAS = Runs(), Cameras()
+RUNS, ROBOT_ENGINE, SETTING_FLAGS, CAMERAS = Runs(), RobotEngine(), SettingFlags(), Cameras()
 
 
 def motion_of(text: str | None) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from sinew_client.control.defaults import AUTO
 from sinew_client.control.run import Run, RunPlan
 
 from sinew.cli import status, terminal
-from sinew.cli.options import RUNS, Runs, changed
+from sinew.cli.options import ROBOT_ENGINE, SETTING_FLAGS, RobotEngine, SettingFlags, changed
 from sinew.cli.run_connection import assist_rule, open_assist
 from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_rig import CHUNKS, ChunkFlags, open_rig
@@ -44,19 +44,20 @@ def run(
     api_key_file: Path | None = None,
     lead: LeaderFlags = LEADER,
     envelope: EnvelopeFlags = ENVELOPE,
-    runs: Runs = RUNS,
+    runs: RobotEngine = ROBOT_ENGINE,
+    _settings: SettingFlags = SETTING_FLAGS,
 ) -> int:
     """Drive a robot with a policy. Sinew sends one command, or holds the robot, in each control step.
 
-    With --stream, the policy updates the actions continuously instead of in chunks. If there is a keyboard, the run
-    begins paused. It ends with a report of the control rate, and of the episodes. The exit status is 3 if
-    answers failed with errors, if answers were missing at the end, or if the robot never got a command. Late
-    answers, for which the robot held, do not count.
+    If there is a keyboard, the run begins paused. It ends with a report of the control rate and of the episodes. The
+    exit status is 3 if answers failed or were missing at the end, or if the robot never got a command.
+
+    This help shows the common flags. `sinew run --settings` lists all other settings. Use them with --set NAME=VALUE
+    or in a file (--config FILE.toml, table [run]). docs/control.md explains them.
 
     Args:
-        target: Policy that drives the robot: a server's address (tcp://HOST:PORT, or tcp://A,tcp://B to
-            switch when one fails), a bundle, a folder of `sinew export`, a checkpoint or training run, or a
-            hub name.
+        target: Policy that drives the robot: a server's address (tcp://HOST:PORT, or tcp://A,tcp://B to switch when
+            one fails), a bundle, a folder of `sinew export`, a checkpoint or training run, or a hub name.
         api_key_file: File with the key of the servers. Default: SINEW_API_KEY in the environment.
     """
     key = api_key_of(api_key_file)

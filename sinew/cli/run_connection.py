@@ -58,11 +58,11 @@ def open_connection(
     try:
         travelling = Frames(frames)
     except ValueError as error:
-        raise SinewError(str(error).replace("frames", "--frames-as", 1)) from error
+        raise SinewError(str(error).replace("frames", "frames_as", 1)) from error
     if is_address(target):
         if split is not None:
             raise SinewError(
-                f"--split: expected the bundle here, whose head runs here, got the server {target}"
+                f"split: expected the bundle here, whose head runs here, got the server {target}"
             )
         served = ask_server(target, runs, key, FIRST_TIMEOUT if timeout == TIMEOUT else timeout)
         policy = served["policy"]
@@ -72,7 +72,7 @@ def open_connection(
         opener = Servers(target.split(","), key, max_rows=most, frames=travelling, policy=policy)
         return policy, served["server"], opener
     if frames != "raw":
-        raise SinewError(f"--frames-as: expected a server, whose frames travel, got the policy here {target}")
+        raise SinewError(f"frames_as: expected a server, whose frames travel, got the policy here {target}")
     local, policy = load_here(target, runs)
     if split is not None:
         about = local.describe() | {
@@ -130,20 +130,19 @@ def conditioned(
     if not fields:
         return connect
     if scale is not None and not 0 <= scale <= MAX_SCALE:
-        raise SinewError(f"--guidance-scale: expected a number from 0 to {MAX_SCALE:g}, got {scale:g}")
+        raise SinewError(f"guidance_scale: expected a number from 0 to {MAX_SCALE:g}, got {scale:g}")
     labels = about.get("advantages")
     if labels is not None:
-        flag = "--" + next(iter(fields)).replace("_", "-")
         if not labels:
             raise SinewError(
-                f"{flag}: expected none for this policy, whose prompt has no place for an advantage"
+                f"{next(iter(fields))}: expected none for this policy, whose prompt has no place for an advantage"
             )
         if advantage and advantage not in labels:
-            raise SinewError(f"--advantage: expected one of {', '.join(labels)}, got {advantage!r}")
+            raise SinewError(f"advantage: expected one of {', '.join(labels)}, got {advantage!r}")
         if scale is not None and not (about.get("usual_advantage") if advantage is None else advantage):
-            raise SinewError(f"--guidance-scale needs --advantage ({', '.join(labels)})")
+            raise SinewError(f"guidance_scale needs advantage ({', '.join(labels)})")
     if scale not in (None, 0, 1) and (reason := about.get("unscaled")):
-        raise SinewError(f"--guidance-scale: {reason}")
+        raise SinewError(f"guidance_scale: {reason}")
     return asking(connect, lambda: fields)
 
 
@@ -175,20 +174,20 @@ def assist_rule(target: str, address: str | None, when: str, deadline: float) ->
     """Return the rule for requests to the far policy; None without a far policy.
 
     Raises:
-        SinewError: There are settings of --assist without --assist, or the rule is not valid.
+        SinewError: There are settings of assist without assist, or the rule is not valid.
     """
     if address is None:
         for flag, changed_value in (("when", when != ASSIST_WHEN), ("timeout", deadline != ASSIST_TIMEOUT)):
             if changed_value:
-                raise SinewError(f"--assist-{flag} needs --assist")
+                raise SinewError(f"assist_{flag} needs assist")
         return None
     if is_address(target):
         raise SinewError(
-            f"--assist: expected a policy here, which the far one assists, got the server {target}"
+            f"assist: expected a policy here, which the far one assists, got the server {target}"
         )
     from sinew_client.arm.assist import parse_assist
 
-    with SinewError.at("--assist-when", ValueError):
+    with SinewError.at("assist_when", ValueError):
         return parse_assist(when)
 
 
@@ -210,12 +209,12 @@ def open_assist(
     try:
         far = ask_server(address, key=key)["policy"]
     except ClientError as error:  # the robot works without the far policy, and sends requests to it later
-        log.warning("--assist %s: %s", address, error)
+        log.warning("assist %s: %s", address, error)
     else:
         for name in ("state", "action"):
             if far[name]["dim"] != policy[name]["dim"]:
                 raise SinewError(
-                    f"--assist: expected {policy[name]['dim']} numbers of {name}, got {far[name]['dim']}"
+                    f"assist: expected {policy[name]['dim']} numbers of {name}, got {far[name]['dim']}"
                 )
     # The far policy may have other cameras, but its actions must be commands of the same robot.
     servers = Servers(address.split(","), key, without=("time",), policy=policy, parts=COMMANDS)
@@ -260,6 +259,6 @@ def _split(local: Policy, address: str, key: str) -> Callable[[], Call]:
         if error.code != "unknown_policy":
             raise
         raise SinewError(
-            f"--split {address}: {error.message} (a server has contexts where it is started with --context)"
+            f"split {address}: {error.message} (a server has contexts where it is started with --context)"
         ) from error
     return opener

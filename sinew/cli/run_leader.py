@@ -1,4 +1,4 @@
-"""Flags of ``sinew run`` for other drivers and for the envelope: leaders, shadows, frames, filters and ages."""
+"""Options of ``sinew run`` for other drivers and for the envelope: leaders, shadows, frames, filters and ages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sinew_client.control.run import RunPlan
 from sinew_client.target import EXPERT
 
 from sinew.cli import terminal
-from sinew.cli.options import Flag, PositiveIfAny, Texts, json_object
+from sinew.cli.options import Flag, PositiveIfAny, Setting, Texts, json_object
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.core.hints import pairs
 
@@ -32,32 +32,30 @@ SPARE_BYTES = 1 << 30  # bytes that stay free on the disk
 @Parameter(name="*", group="Take-over")
 @dataclass(frozen=True)
 class LeaderFlags:
-    """Who may drive in the policy's place, and what is kept of it.
+    """Drivers that may replace the policy, and what is recorded.
 
     Attributes:
-        takeover: Leader with which a person drives after pressing --takeover-key: lerobot:TYPE (a LeRobot
-            teleoperator), expert (for gym:ENV and built-in tasks), or module:Class with a method read. The
-            robot holds until the leader is at the robot's position. On the way back, it holds until there is
-            a new chunk.
-        takeover_options: JSON object: arguments of the leader's constructor, or fields of LeRobot's
-            configuration. For expert, {"after": STEPS} takes over by itself after that number of control
-            steps.
+        takeover: Leader arm with which a person drives after pressing t: lerobot:TYPE (a LeRobot teleoperator),
+            expert (for gym:ENV and built-in tasks), or module:Class with a method read. The robot holds until the
+            leader is at the robot's position.
+        takeover_options: JSON object: arguments of the leader's constructor, or fields of LeRobot's configuration.
+            For expert, {"after": STEPS} takes over by itself after that number of control steps.
         takeover_key: Key that takes over and gives back. A pedal can send it.
-        align: Distance of each leader value from the robot that is allowed when taking over. Default: a
-            twentieth of the range that the limits allow.
-        shadow: The policy computes while a person drives, with the leader of --takeover or directly at the
-            robot. The report states how well both agree.
-        frames: Folder for each executed control step: observation, command and who drove, uncompressed (two
-            cameras of 640x480 at 30 Hz: 55 MB a second). `sinew recording dataset FOLDER OUT` converts it to
-            a LeRobot data set.
+        align: Distance of each leader value from the robot that is allowed when taking over. Default: a twentieth of
+            the range that the limits allow.
+        shadow: Let the policy compute while a person drives, with the leader of --takeover or directly at the robot.
+            The report states how well both agree.
+        frames: Folder for each executed control step: observation, command and driver, uncompressed. Two cameras of
+            640x480 at 30 Hz need 55 MB a second. `sinew recording dataset FOLDER OUT` converts it to a LeRobot data
+            set.
     """
 
     takeover: str | None = None
-    takeover_options: str | None = None
-    takeover_key: str = "t"
-    align: PositiveIfAny = None
-    shadow: Flag = False
-    frames: Path | None = None
+    takeover_options: Setting[str | None] = None
+    takeover_key: Setting[str] = "t"
+    align: Setting[PositiveIfAny] = None
+    shadow: Setting[Flag] = False
+    frames: Setting[Path | None] = None
 
     @property
     def wanted(self) -> bool:
@@ -68,12 +66,12 @@ class LeaderFlags:
         """Raise :class:`SinewError` if flags cannot be combined. Called before the policy is loaded."""
         if len(self.takeover_key) != 1 or self.takeover_key in " pq\x1b\r\n":
             raise SinewError(
-                f"--takeover-key: expected one character other than space, p and q, got {self.takeover_key!r}"
+                f"takeover_key: expected one character other than space, p and q, got {self.takeover_key!r}"
             )
         if self.takeover_options is not None and self.takeover is None:
-            raise SinewError("--takeover-options needs --takeover")
+            raise SinewError("takeover_options needs --takeover")
         if self.align is not None and not self.wanted:
-            raise SinewError("--align needs --takeover or --shadow")
+            raise SinewError("align needs --takeover or shadow")
 
     def opened(self, stack: ExitStack, plan: RunPlan) -> tuple[Any, Takeover | None]:
         """Return the robot that the loop drives, and the take-over or None. The stack closes the take-over."""
@@ -88,7 +86,7 @@ class LeaderFlags:
         if self.takeover is None:
             if plan.facts.episodes is not None:
                 raise SinewError(
-                    "--shadow needs --takeover with a simulated robot, because no other driver commands it"
+                    "shadow needs --takeover with a simulated robot, because no other driver commands it"
                 )
             machine = leader = ShadowListener(robot, motion, plan.dim)
         else:
@@ -103,12 +101,12 @@ class LeaderFlags:
         from sinew_client.arm.leaders import open_leader, open_lerobot_leader
 
         assert self.takeover is not None
-        options = json_object("--takeover-options", self.takeover_options) or {}
+        options = json_object("takeover_options", self.takeover_options) or {}
         kind, _, rest = self.takeover.partition(":")
         if self.takeover == EXPERT:
             if plan.facts.leader is None:
                 raise SinewError("--takeover expert: expected a simulated robot, whose state it reads")
-            with SinewError.at("--takeover-options", TypeError):
+            with SinewError.at("takeover_options", TypeError):
                 return plan.facts.leader(**options)
         if kind == "lerobot" and rest:
             names = plan.facts.names("action") or plan.policy["action"].get("names")
@@ -154,21 +152,21 @@ LEADER = LeaderFlags()
 @Parameter(name="*", group="Envelope")
 @dataclass(frozen=True)
 class EnvelopeFlags:
-    """What the policy's rows go through, and how old each source may be.
+    """Filters and speed of actions, and the allowed age of each sensor.
 
     Attributes:
-        filter: Filter for actions before they are sent: ema:SHARE or lowpass:HZ, optionally followed by
-            :COLUMNS. The report states its delay. Sinew compensates the delay by looking ahead.
+        filter: Filter for actions before they are sent: ema:SHARE or lowpass:HZ, optionally followed by :COLUMNS. The
+            report states its delay. Sinew compensates the delay by looking ahead.
         speed: Speed at which chunks are played, above 0 and at most 1.
-        stale_of: Maximum age of one camera, or of the state, as CAMERA=SECONDS. Repeatable. The robot must
-            report when it captured each.
+        stale_of: Maximum age of one camera, or of the state, as CAMERA=SECONDS. The robot must report when it
+            captured each.
         skew: Maximum time between the frames of two cameras, in seconds.
     """
 
-    filter: str = ""
-    speed: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 1.0
-    stale_of: Texts = ()
-    skew: PositiveIfAny = None
+    filter: Setting[str] = ""
+    speed: Setting[Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))]] = 1.0
+    stale_of: Setting[Texts] = ()
+    skew: Setting[PositiveIfAny] = None
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -183,11 +181,11 @@ ENVELOPE = EnvelopeFlags()
 
 
 def _seconds(texts: Iterable[str]) -> dict[str, float]:
-    texts_by_camera = pairs("--stale-of", "CAMERA=SECONDS", texts)
+    texts_by_camera = pairs("stale_of", "CAMERA=SECONDS", texts)
     try:
         return {name: float(value) for name, value in texts_by_camera.items()}
     except ValueError as error:
-        raise SinewError(f"--stale-of: expected CAMERA=SECONDS, {error}") from error
+        raise SinewError(f"stale_of: expected CAMERA=SECONDS, {error}") from error
 
 
 def _bounds(limits: Limits) -> str:

@@ -13,7 +13,7 @@ from sinew_client.control.defaults import HANDOVER, REPLAN
 from sinew_client.control.requester import Call
 from sinew_client.control.run import Run, RunPlan
 
-from sinew.cli.options import Count, Flag, Positive, Runs
+from sinew.cli.options import Count, Flag, Positive, Runs, Setting
 from sinew.cli.run_connection import (
     ASSIST_TIMEOUT,
     ASSIST_WHEN,
@@ -29,52 +29,52 @@ from sinew.cli.run_robot import RobotFlags, plan_run
 @Parameter(name="*", group="Chunks")
 @dataclass(frozen=True)
 class ChunkFlags:
-    """How chunks are asked for and executed.
+    """How Sinew requests and executes chunks of actions.
 
     Attributes:
-        substeps: Commands per control step, for faster actuators. Sinew interpolates them.
+        substeps: Commands in each control step, for faster actuators. Sinew interpolates them.
         handover: Chunk merging: auto, freeze (wait), naive (no compensation), aligned (latency-compensated),
-            ensemble[:M], ensemble:cosine[:ALPHA[:CHUNKS]], aggregate[:MIX] or
-            rtc[:GUIDANCE[:SCHEDULE[:BETA]]]. Append +halt:LIMIT to stop the robot if a late chunk expects it
-            elsewhere. auto takes aligned if the actions are targets, otherwise freeze, and prints the reason.
-        replan: When to request the next chunk: STEPS, full, queue:FRACTION (at most this part of a chunk is
-            left) or disagreement:LIMIT,STEPS.
+            ensemble, aggregate or rtc, with options as in docs/control.md. auto takes aligned if the actions are
+            targets, otherwise freeze, and prints the reason.
+        replan: When to request the next chunk: STEPS, full, queue:FRACTION (at most this part of a chunk is left) or
+            disagreement:LIMIT,STEPS.
         max_age: Maximum age of an action after its frame, in seconds. Older actions are not executed.
         timeout: Seconds to wait for an answer. Default: 2, and 10 for the server's first answer.
-        finish: After a failed request, execute the remaining actions instead of holding at once.
+        finish: Execute the remaining actions after a failed request, instead of holding at once.
         future: Send the state that the robot will have when the answer arrives.
         edge_adapter: File with a small network that refines the newest chunk in every control step.
-        split: Address of a server's context.FORM. It computes vision and prefix, and the head runs here.
+        split: Address of a server that computes vision and prefix, while the head runs here. Start the server with
+            --context, and use its address of the form context.FORM.
         assist: Address of a larger policy that is requested in addition to the policy that runs here.
-        assist_when: When to request --assist: every:SECONDS since its last answer, disagreement:LIMIT,
+        assist_when: When to request the larger policy: every:SECONDS since its last answer, disagreement:LIMIT,
             uncertainty:LIMIT, separated by commas.
-        assist_timeout: Seconds to wait for an answer of --assist.
-        frames_as: How frames travel to a server: raw, a JPEG quality from 1 to 95, or auto. auto takes JPEG
-            90 if requests spend more than 50 ms on the network and JPEG helps. The report states the choice
-            and the reason.
+        assist_timeout: Seconds to wait for an answer of the larger policy.
+        frames_as: Encoding of frames for a server: raw, a JPEG quality from 1 to 95, or auto. auto takes JPEG 90 if
+            requests spend more than 50 ms on the network and JPEG helps. The report states the choice and the
+            reason.
         go: Begin at once, even if there is a keyboard.
-        advantage: Advantage label to put into each prompt, for example positive. '' states none. Default: the
-            policy's usual label.
-        guidance_scale: Scale of classifier-free guidance towards the advantage, 0 to 100. Default: 1, the
-            prompt with the advantage alone.
+        advantage: Advantage label to put into each prompt, for example positive. An empty value states none. Default:
+            the policy's usual label.
+        guidance_scale: Scale of classifier-free guidance towards the advantage, 0 to 100. Default: 1, the prompt with
+            the advantage alone.
     """
 
-    substeps: Count = 1
+    substeps: Setting[Count] = 1
     handover: str = HANDOVER
     replan: str = REPLAN
-    max_age: float | None = None
+    max_age: Setting[float | None] = None
     timeout: Positive = TIMEOUT
-    finish: Flag = False
-    future: Flag = False
-    edge_adapter: Path | None = None
-    split: str | None = None
-    assist: str | None = None
-    assist_when: str = ASSIST_WHEN
-    assist_timeout: Positive = ASSIST_TIMEOUT
-    frames_as: str = "raw"
-    go: Flag = False
-    advantage: str | None = None
-    guidance_scale: float | None = None
+    finish: Setting[Flag] = False
+    future: Setting[Flag] = False
+    edge_adapter: Setting[Path | None] = None
+    split: Setting[str | None] = None
+    assist: Setting[str | None] = None
+    assist_when: Setting[str] = ASSIST_WHEN
+    assist_timeout: Setting[Positive] = ASSIST_TIMEOUT
+    frames_as: Setting[str] = "raw"
+    go: Setting[Flag] = False
+    advantage: Setting[str | None] = None
+    guidance_scale: Setting[float | None] = None
 
 
 CHUNKS = ChunkFlags()

@@ -23,7 +23,7 @@ from sinew_client.signals import handled
 
 from sinew.bundle.rename import parse_renames, renames_for
 from sinew.cli import terminal
-from sinew.cli.options import CountIfAny, PositiveIfAny, Texts, json_object, motion_of
+from sinew.cli.options import CountIfAny, PositiveIfAny, Setting, Texts, json_object, motion_of
 from sinew.core import SinewError, providers
 from sinew.core.hints import pairs
 from sinew.core.registry import place_of
@@ -37,64 +37,58 @@ class RobotFlags:
 
     Attributes:
         robot: Robot to drive: dry (no hardware), blocks, pen or egg (built-in tasks), gym:ENV, lerobot:TYPE
-            (two with a plus for two arms), the name of an installed robot package, or module:Class with the
-            methods observe, act and hold. A stream also uses sense if it is cheaper than observe. The current
-            folder is searched first.
-        robot_options: JSON object: arguments of the robot's constructor, or fields of LeRobot's
-            configuration.
-        rename: Camera names of your robot, as NEW=CAMERA, for example front=camera1. Repeatable.
-        rename_joint: Joint names of your robot, as NEW=JOINT. Repeatable. If robot and policy both have joint
-            names, Sinew matches by name in any order.
-        kinematics: Robot description (URDF or MJCF) for a robot that takes joints and a policy that acts in
-            poses. Sinew computes the joints, or holds the robot. With a policy of joints, it only draws the
-            arm.
-        kinematics_options: JSON object with tip, base, action ("xyz,rotvec,gripper"), state, unit, velocity
-            and others. You may omit what the names and units of the bundle state.
+            (TYPE+TYPE for two arms), an installed robot package, or module:Class with the methods observe, act and
+            hold. The current folder is searched first.
+        robot_options: JSON object: arguments of the robot's constructor, or fields of LeRobot's configuration.
+        rename: Camera name of your robot, as NEW=CAMERA, for example front=camera1. Repeatable.
+        rename_joint: Joint name of your robot, as NEW=JOINT. If robot and policy both have joint names, Sinew matches
+            them by name in any order.
+        kinematics: Robot description (URDF or MJCF) for a robot that takes joints and a policy that acts in poses.
+            Sinew computes the joints, or holds the robot. With a policy of joints, it only draws the arm.
+        kinematics_options: JSON object with tip, base, action ("xyz,rotvec,gripper"), state, unit, velocity and
+            others. You may omit what the names and units of the bundle state.
         prompt: Instruction for all episodes. Default: each episode's own for gym:ENV, otherwise the policy's.
         hz: Control rate in Hz. Default: the policy's rate, or the environment's.
-        motion: Reference of the actions: absolute (they are targets), a JSON object that describes delta
-            actions, or "as is" to send actions unchanged. Default: as the policy states.
-        limits: .toml or .json file with low, high, velocity, acceleration, jerk, jump, workspace_low,
-            workspace_high and still for each joint. still is the command at which the robot stands still, for
-            example 0 for velocities. Default: the policy's limits.
-        rest: Where the robot goes at the end of the run, slowly and within all limits: first (its pose at the
-            beginning), hold (it stays where it is), or the name of a pose in the table [poses] of the limits
-            file. A second signal stops it at once. Default: first for a real robot whose commands are joint
-            positions, otherwise hold.
+        motion: Reference of the actions: absolute (they are targets), a JSON object that describes delta actions,
+            or "as is" to send actions unchanged. Default: as the policy states.
+        limits: .toml or .json file with low, high, velocity, acceleration, jerk, jump, workspace_low, workspace_high
+            and still for each joint. Default: the policy's limits.
+        rest: Where the robot goes at the end of the run: first (its pose at the beginning), hold (it stays where it
+            is), or a pose in the table [poses] of the limits file. A second signal stops it at once. Default: first
+            for a real robot with joint positions as commands, otherwise hold.
         stale: Maximum age of a frame, in seconds. The robot holds if its frames are older.
         camera_delay: Age of a frame when the robot is observed, in seconds, for a robot that does not state it.
             `sinew doctor POLICY --observe ROBOT --delays` measures it. Use it if the training data have no such
             delay.
-        watchdog: Hold the robot from a second thread while its own methods block. Use --no-watchdog if the
-            robot must not be held during observe.
-        seconds: End after this many seconds. In `sinew trials`, this is the limit of each trial, which then
-            counts as failed.
+        watchdog: Hold the robot from a second thread while its own methods block. Set it to false if the robot must
+            not be held during observe.
+        seconds: End after this many seconds. In `sinew trials`, a trial fails after this time.
         episodes: Number of episodes to play in gym:ENV.
-        record: New file for the decision log, or a folder with one file for each trial. `sinew recording
-            replay FILE` repeats its decisions.
-        report: Send the state of the run to the server's dashboard once a second. --no-report sends nothing.
+        record: New file for the decision log, or a folder with one file for each trial. `sinew recording replay
+            FILE` repeats its decisions.
+        report: Send the state of the run to the server's dashboard once a second.
         adapter: Adapter for a gym:ENV of another project: a .json mapping or module:Class.
     """
 
     robot: str = "dry"
     robot_options: str | None = None
     rename: Texts = ()
-    rename_joint: Texts = ()
-    kinematics: Path | None = None
-    kinematics_options: str | None = None
+    rename_joint: Setting[Texts] = ()
+    kinematics: Setting[Path | None] = None
+    kinematics_options: Setting[str | None] = None
     prompt: str = ""
     hz: PositiveIfAny = None
     motion: str | None = None
     limits: Path | None = None
     rest: str | None = None
-    stale: float = 0.5
-    camera_delay: float = 0.0
-    watchdog: bool = True
+    stale: Setting[float] = 0.5
+    camera_delay: Setting[float] = 0.0
+    watchdog: Setting[bool] = True
     seconds: PositiveIfAny = None
     episodes: CountIfAny = None
     record: Path | None = None
-    report: bool = True
-    adapter: str = ""
+    report: Setting[bool] = True
+    adapter: Setting[str] = ""
 
     def opener(self, substeps: int = 1) -> Callable[[dict[str, Any]], Any]:
         """Return a function that opens the robot, given a policy's description.
@@ -107,22 +101,20 @@ class RobotFlags:
         """
         options = json_object("--robot-options", self.robot_options) or {}
         cameras = _of_policy("--rename", "camera", parse_renames(self.rename))
-        places = _of_policy(
-            "--rename-joint", "joint", pairs("--rename-joint", "NEW=JOINT", self.rename_joint)
-        )
+        places = _of_policy("rename_joint", "joint", pairs("rename_joint", "NEW=JOINT", self.rename_joint))
         text = EMBEDDED.get(self.robot) or (
             self.robot if self.robot == SIMULATED else place_of(GROUP, self.robot)
         )
         kind, _, rest = text.partition(":")
         if kind != "gym" and (self.adapter or self.episodes is not None):
-            raise SinewError(f"--{'adapter' if self.adapter else 'episodes'}: belongs to --robot gym:ENV")
+            raise SinewError(f"{'adapter' if self.adapter else '--episodes'} needs --robot gym:ENV")
         if self.kinematics is not None:
             return self._posed(text, self.kinematics, places, substeps)
         if self.kinematics_options is not None:
-            raise SinewError("--kinematics-options needs --kinematics")
+            raise SinewError("kinematics_options needs kinematics")
         if places and (kind in ("gym", "dry") or text == "dry"):
             raise SinewError(
-                f"--rename-joint: expected none with --robot {text}, which has no names of its own"
+                f"rename_joint: expected none with --robot {text}, which has no names of its own"
             )
         if kind == "gym" and rest:
             open_task = providers.required(GROUP, f"sinew run --robot {self.robot}", SIMULATED)
@@ -160,10 +152,10 @@ class RobotFlags:
         from sinew_client.arm.kinematics import read_chain
 
         if text.startswith("gym:"):
-            raise SinewError(f"--kinematics: expected a robot that takes joints, got --robot {text}")
+            raise SinewError(f"kinematics: expected a robot that takes joints, got --robot {text}")
         opener = RobotFlags(text, self.robot_options, self.rename).opener()
-        with SinewError.at("--kinematics", ClientError):
-            chosen = KinematicsOptions.parse(json_object("--kinematics-options", self.kinematics_options))
+        with SinewError.at("kinematics", ClientError):
+            chosen = KinematicsOptions.parse(json_object("kinematics_options", self.kinematics_options))
             chain = read_chain(kinematics, chosen.tip, chosen.base)
 
         def posed(policy: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from sinew_client.streams import StreamLink
 from sinew_client.target import is_address
 
 from sinew.cli import status, terminal
-from sinew.cli.options import Flag, Positive, Runs
+from sinew.cli.options import Flag, Positive, Runs, Setting
 from sinew.cli.run_connection import ask_server, load_here
 from sinew.cli.run_robot import RobotFlags, drive, episodes_of, episodes_row, plan_run
 from sinew.cli.run_stream_view import StreamView, report_table
@@ -35,36 +35,33 @@ log = logging.getLogger(__name__)
 @Parameter(name="*", group="Stream")
 @dataclass(frozen=True)
 class StreamFlags:
-    """A stream in the place of chunks: prefixes of the newest frame and runs of the head never wait for each other.
+    """A stream in place of chunks. The policy's prefix and its head run at the same time on the newest data.
 
     Attributes:
         stream: Drive with a stream instead of single chunks. The server needs its native protocol.
         camera_hz: Frames per second that the stream sends.
-        rtc: How a new chunk continues the running one: guided, no-jacobian, ramp, or none (the new one
-            replaces the old one at once). auto prints its choice for this policy with the reason. At present
-            it takes none.
-        interpolation: Interpolation between the actions of whole chunks, if hz differs from the policy's
-            rate.
-        fusion: How overlapping action windows are merged: latest_only, average, weighted_average,
-            conservative, mix:WEIGHT or ramp:ROWS.
-        planner: Callable, as module:name, that takes (instruction, observation) and returns a new instruction
-            or None.
+        rtc: How a new chunk continues the running one: guided, no-jacobian, ramp, or none (the new one replaces the
+            old one at once). auto prints its choice for this policy with the reason. At present it takes none.
+        interpolation: Interpolation between the actions of whole chunks, if hz differs from the policy's rate.
+        fusion: How overlapping action windows are merged: latest_only, average, weighted_average, conservative,
+            mix:WEIGHT or ramp:ROWS.
+        planner: Callable, as module:name, that takes (instruction, observation) and returns a new instruction or
+            None.
         planner_hz: Calls of the planner per second.
-        text_tokens: Length of each text that the policy's language head produces while it acts. One token is
-            computed per prefix. 0 produces none. The bundle must contain the head (`sinew convert --set
-            lm_head=true`).
+        text_tokens: Length of each text that the policy's language head produces while it acts. One token is computed
+            per prefix. 0 produces none. The bundle must contain the head (`sinew convert --set lm_head=true`).
         session: Name of this robot's stream on its connection.
     """
 
     stream: Flag = False
-    camera_hz: Positive = 30.0
-    rtc: Literal["auto", "guided", "no-jacobian", "ramp", "none"] = "auto"
-    interpolation: Literal["linear", "hold"] = "linear"
-    fusion: str = "latest_only"
-    planner: str | None = None
-    planner_hz: float = 1.0
-    text_tokens: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0
-    session: str = ""
+    camera_hz: Setting[Positive] = 30.0
+    rtc: Setting[Literal["auto", "guided", "no-jacobian", "ramp", "none"]] = "auto"
+    interpolation: Setting[Literal["linear", "hold"]] = "linear"
+    fusion: Setting[str] = "latest_only"
+    planner: Setting[str | None] = None
+    planner_hz: Setting[float] = 1.0
+    text_tokens: Setting[Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))]] = 0
+    session: Setting[str] = ""
 
 
 STREAM = StreamFlags()
@@ -79,7 +76,7 @@ def run_stream(target: str, on: RobotFlags, by: StreamFlags, key: str, runs: Run
         policy, open_link = _policy(target, runs, guidance, key)
         if by.rtc == "auto":
             guidance, why = usual_guidance(policy)
-            log.info("--rtc %s: %s", guidance, why)
+            log.info("rtc %s: %s", guidance, why)
         robot = on.opened(stack, open_robot, policy)
         if on.seconds is None and on.episodes is None and not sys.stdout.isatty():
             raise SinewError("--seconds: expected a number where there is no terminal to stop at")
@@ -132,7 +129,7 @@ def _policy(target: str, runs: Runs, rtc: str, key: str) -> tuple[dict[str, Any]
         def remote(rate: float, session: str, options: dict[str, Any], _prompt: str, most: int) -> StreamLink:
             if options["text_tokens"] and not served["server"].get("lm_head"):
                 raise SinewError(
-                    f"--text-tokens: expected 0, or a bundle that keeps its language head at {target} (sinew convert"
+                    f"text_tokens: expected 0, or a bundle that keeps its language head at {target} (sinew convert"
                     " --set lm_head=true)"
                 )
             arguments = {"api_key": key, "options": options, "max_rows": most, "policy": served["policy"]}

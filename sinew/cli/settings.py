@@ -1,31 +1,39 @@
-"""Flags from the environment and from a file: ``SINEW_SERVE_HOST=0.0.0.0``, or ``host = "0.0.0.0"`` under ``[serve]``.
+"""Options from the environment and from a file: ``SINEW_SERVE_HOST``, or ``host = "0.0.0.0"`` under ``[serve]``.
 
-The command line has priority over the environment, and the environment over the file. A variable or key that is not a
-flag of its command is an error. The names of the used flags are printed on standard error. Their values are not
-printed, because a value may be a key.
+A few commands have more options than flags. The options without a flag are called settings. On the command line,
+``--set NAME=VALUE`` sets a setting, and ``--settings`` lists the settings of the command.
+
+The command line has priority over the environment, and the environment over the file. A name that is not an option of
+its command is an error. The names of the used options are printed on standard error. Their values are not printed,
+because a value may be a key.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
-from cyclopts import App
-from cyclopts.argument import ArgumentCollection
+from cyclopts import App, Token
+from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Dict, Env
+from rich.markup import escape
+from rich.table import Table
 from sinew_client.untrusted import read_toml, shown
 
 from sinew.cli.verbs import groups_of
-from sinew.core import SinewError, did_you_mean, progress
+from sinew.core import SinewError, did_you_mean, hints, progress
 
 PREFIX = "SINEW_"
 SERVICE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 FILE = f"{PREFIX}CONFIG"
+TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
+SET, LIST = "--set", "--settings"  # flags of the commands that have settings
 
 
 def take_config(tokens: list[str]) -> Path | None:
@@ -46,12 +54,104 @@ def take_config(tokens: list[str]) -> Path | None:
 
 
 def sources(file: Path | None, verbs: Iterable[str]) -> tuple[Callable[..., None], ...]:
-    """Return the sources of options that the command line does not have, in order of priority.
+    """Return the sources of options that have no flag on the command line, in order of priority.
 
     Raises:
         SinewError: The file cannot be read, or a section is not a command.
     """
-    return (from_environment,) if file is None else (from_environment, SettingsFile.read(file, verbs))
+    files = () if file is None else (SettingsFile.read(file, verbs),)
+    return (from_command_line, from_environment, *files)
+
+
+class SettingsListing(Exception):  # noqa: N818 - the user requested this output
+    """Ends the parsing of a command line with ``--settings``. Its argument is the table to print."""
+
+
+def from_command_line(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Read ``--set NAME=VALUE``, for a command that has settings.
+
+    Raises:
+        SettingsListing: The command line has ``--settings``.
+        SinewError: A name is unknown or was set twice, or a setting was typed as a flag.
+    """
+    by_name = {argument.name: argument for argument in arguments}
+    if LIST not in by_name:
+        return
+    if by_name[LIST].has_tokens:
+        described = app.assemble_argument_collection(parse_docstring=True)
+        raise SettingsListing(_listing(" ".join(commands), described))
+    options = flags(arguments)
+    hints.without_flags(name for name, option in options.items() if not option.show)
+    typed = [token for option in options.values() if not option.show for token in option.tokens]
+    if typed:
+        names = ", ".join(dict.fromkeys(str(token.keyword) for token in typed))
+        uses = " ".join(_set_form(token) for token in typed)
+        raise SinewError(f"{names} {'was' if ',' not in names else 'were'} moved: use {uses}")
+    for token in by_name[SET].tokens:
+        name, equals, value = token.value.partition("=")
+        name = name.strip().replace("_", "-")
+        if not equals:
+            raise SinewError(f"{SET} {token.value}: expected NAME=VALUE, such as {SET} substeps=2")
+        if (argument := options.get(name)) is None:
+            near = did_you_mean(name.replace("-", "_"), (each.replace("-", "_") for each in options))
+            raise SinewError(
+                f"{SET} {token.value}: `sinew {' '.join(commands)}` has no setting of this name"
+                f"{near or f'; `sinew {commands[0]} {LIST}` lists the settings'}"
+            )
+        repeatable = argument.token_count()[1]
+        if argument.has_tokens and not (repeatable and argument.tokens[0].source == SET):
+            raise SinewError(f"{SET} {token.value}: expected {option_name(argument)} once, got it again")
+        keyword = f"{SET} {name.replace('-', '_')}"
+        argument.append(Token(keyword=keyword, value=value, source=SET, index=len(argument.tokens)))
+    by_name[SET].tokens.clear()
+
+
+def option_name(argument: Argument) -> str:
+    """Return an option as a user writes it: a flag with dashes, or the name of a setting."""
+    return argument.name if argument.show else argument.name.removeprefix("--").replace("-", "_")
+
+
+def _set_form(token: Token) -> str:
+    """Return a flag that is now a setting in the form ``--set NAME=VALUE``."""
+    name, value = str(token.keyword).removeprefix("--"), token.value
+    if not isinstance(token.implicit_value, bool):
+        return f"{SET} {name.replace('-', '_')}={shlex.quote(value)}"
+    return f"{SET} {name.removeprefix('no-').replace('-', '_')}={str(token.implicit_value).lower()}"
+
+
+def _type(hint: Any) -> str:
+    """Return the type of a setting's values in words."""
+    inner = [each for each in get_args(hint) if each not in (type(None), ...)]
+    if get_origin(hint) is Literal:
+        return "choice"
+    if get_origin(hint) is tuple:
+        return f"{_type(inner[0])}, repeatable"
+    return _type(inner[0]) if inner else TYPES[hint]
+
+
+def _listing(command: str, arguments: ArgumentCollection) -> Table:
+    """Return a table of a command's settings by group, with types, defaults and the first sentence of the help."""
+    table = Table.grid(padding=(0, 2))
+    table.title = (
+        f"Settings of `sinew {command}`: use {SET} NAME=VALUE, or NAME = VALUE below \\[{command}] in a file"
+    )
+    table.title_justify = "left"
+    table.title_style = "bold"
+    groups: dict[str, list[Argument]] = {}
+    for argument in flags(arguments).values():
+        if not argument.show:
+            groups.setdefault(argument.parameter.group[0].name, []).append(argument)
+    for title, members in groups.items():
+        table.add_row("")
+        table.add_row(f"[bold]{title}[/]")
+        for argument in members:
+            text = re.split(r"(?<=[.]) (?=[A-Z])", " ".join((argument.parameter.help or "").split()))[0]
+            if choices := argument.get_choices():
+                text += f" [choices: {', '.join(choices)}]"
+            if (default := argument.field_info.default) not in ((), "", None):
+                text += f" [default: {str(default).lower() if isinstance(default, bool) else default}]"
+            table.add_row(f"  {option_name(argument)}", _type(argument.hint), escape(text))
+    return table
 
 
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -136,11 +236,13 @@ class SettingsFile:
 
 
 def flags(arguments: ArgumentCollection) -> dict[str, Any]:
-    """Return the arguments of a command that are flags, by their names without dashes."""
+    """Return the options of a command, by their names without the first dashes. ``--set`` is not an option."""
+    names = [argument.name for argument in arguments]
     return {
         argument.name.removeprefix("--"): argument
         for argument in arguments
         if argument.name.startswith("--") and not argument.children
+        if not (LIST in names and argument.name in (SET, LIST))
     }
 
 
@@ -155,7 +257,7 @@ def _telling(arguments: ArgumentCollection, source: str) -> Iterator[None]:
     before = {name for name, argument in flags(arguments).items() if argument.has_tokens}
     yield
     new = [
-        f"--{name}"
+        option_name(argument)
         for name, argument in flags(arguments).items()
         if argument.has_tokens and name not in before
     ]

@@ -19,6 +19,7 @@ from cyclopts import ValidationError as BoundError
 from cyclopts.argument import Argument, ArgumentCollection
 from rich.text import Text
 
+from sinew.cli.settings import SET, option_name
 from sinew.cli.verbs import WITHIN
 from sinew.core import did_you_mean
 
@@ -49,6 +50,9 @@ def said(error: CycloptsError) -> str:
         if moved := MOVED_FLAGS.get((verb, flag)):
             return f"unknown flag {flag}: it is now `{moved}`"
         hint = did_you_mean(flag, names).removeprefix(";").replace("'", "") or f" `{verb} --help` lists them"
+        for each in error.argument_collection:
+            if not each.show:  # a setting has no flag
+                hint = hint.replace(f" {each.name}?", f" --set {option_name(each)}=VALUE?")
         return f"unknown flag {flag}:{hint}"
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app:
         return _no_verb(error.unused_tokens[0], list(error.app), bool(error.command_chain))
@@ -58,13 +62,14 @@ def said(error: CycloptsError) -> str:
         return f"{error.token.keyword}: expected once, got it again"
     if (argument := error.argument) is None:
         return str(error)
-    name = getattr(error, "keyword", None) or getattr(token_in_error, "keyword", None) or argument.name
-    if token_in_error is not None and token_in_error.source not in (
-        "",
-        "cli",
-        "env",
-    ):  # the value is from a settings file
-        name = f"{token_in_error.source}: {name}"
+    name = (
+        getattr(error, "keyword", None) or getattr(token_in_error, "keyword", None) or option_name(argument)
+    )
+    source = "" if token_in_error is None else token_in_error.source
+    if source not in ("", "cli", "env", SET):  # the value is from a settings file
+        name = f"{source}: {name}"
+    if type(error) is MissingArgumentError and not argument.show:
+        return f"{name} was moved: use --set {option_name(argument)}=VALUE"
     if type(error) is MissingArgumentError:
         return f"{name} is required ({_meaning(error, argument)}); see `{verb} --help`"
     if isinstance(error, CoercionError) and error.msg is None and token_in_error is not None:

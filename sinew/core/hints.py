@@ -13,6 +13,7 @@ from sinew.core import SinewError
 
 Reader = Literal["python", "command line", "client"]
 _FLAGS = {"providers": "provider"}  # where the command line has another name than sinew.load
+_without_flags: frozenset[str] = frozenset()
 _reader: Reader = "python"  # one for the whole process, because any thread may raise the message
 
 
@@ -25,6 +26,14 @@ def read_by(reader: Reader) -> Iterator[None]:
         yield
     finally:
         _reader = before
+        without_flags(())
+
+
+def without_flags(names: Iterable[str]) -> None:
+    """Write the options of these names as ``--set NAME=VALUE`` in messages, because the present command has no such
+    flags. The names have hyphens."""
+    global _without_flags  # noqa: PLW0603 - one process, one command
+    _without_flags = frozenset(names)
 
 
 def short_reason(reason: str) -> str:
@@ -42,7 +51,8 @@ def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[T
     if _reader == "python":
         shown = dict(value) if isinstance(value, Mapping) else value
         return f"{name}={shown!r}"
-    flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+    name = _FLAGS.get(name, name)
+    flag = f"--{name.replace('_', '-')}"
     values: Sequence[str]
     if isinstance(value, Mapping):
         values = [f"{new}={old}" for new, old in value.items()]
@@ -50,6 +60,8 @@ def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[T
         values = []
     else:
         values = [value] if isinstance(value, str) else value
+    if _reader == "command line" and name.replace("_", "-") in _without_flags:
+        return " ".join(f"--set {name}={each}" for each in values or ["true"])
     text = " ".join(f"{flag} {each}" for each in values) or flag
     return text if _reader == "command line" else f"`sinew serve ... {text}`"
 

@@ -1,4 +1,4 @@
-"""`sinew run --frames-as`, over a connection between two hosts whose address changes and whose line is slow."""
+"""Setting `frames_as` of `sinew run`, between two hosts whose address changes and whose line is slow."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def test_how_frames_travelled_is_reported(tmp_path: Path, capsys: pytest.Capture
     arguments = ("--replay", records, "--wire", "native:0", "--replay-latency", "none")
     with serving(tmp_path, *arguments, command=("-c", WITHOUT_TORCH)) as server:
         line = ["run", server.address, "--robot", "dry", "--hz", "20", "--seconds", "0.5", "--prompt", "go"]
-        for given, said in (((), "raw: "), (("--frames-as", "80"), "JPEG 80: chosen by the user")):
+        for given, said in (((), "raw: "), (("--set", "frames_as=80"), "JPEG 80: chosen by the user")):
             assert main([*line, *given, "--json"]) in (0, 3)
             captured = capsys.readouterr()
             told = json.loads(captured.out.splitlines()[-1])["frames"]
             assert told.startswith(said)
             assert told in captured.err
-        assert main([*line, "--frames-as", "png"]) == 1
-        wrong = "--frames-as: expected raw, auto or a JPEG quality from 1 to 95, got 'png'"
+        assert main([*line, "--set", "frames_as=png"]) == 1
+        wrong = "frames_as: expected raw, auto or a JPEG quality from 1 to 95, got 'png'"
         assert wrong in capsys.readouterr().err
-    assert main(["run", str(BLOCKS), "--robot", "dry", "--frames-as", "auto"]) == 1
-    assert "--frames-as: expected a server, whose frames travel" in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), "--robot", "dry", "--set", "frames_as=auto"]) == 1
+    assert "frames_as: expected a server, whose frames travel" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -103,19 +103,19 @@ def test_cloud_asks_for_every_command(server, capsys, monkeypatch):
 
 
 def test_cloud_with_an_adapter(server, capsys, monkeypatch):
-    found = drive("cloud-adapter", server.native, ["--stale", "60"], capsys, monkeypatch)
+    found = drive("cloud-adapter", server.native, ["--set", "stale=60"], capsys, monkeypatch)
     assert found["settings"]["refine"] == 240
 
 
 def test_a_policy_here_with_assistance(server, capsys, monkeypatch):
-    found = drive("assist", str(BLOCKS), ["--assist", server.native], capsys, monkeypatch)
+    found = drive("assist", str(BLOCKS), ["--set", f"assist={server.native}"], capsys, monkeypatch)
     assert found["assist"]["asked"]["every"] >= 1
     assert found["assist"]["chunks"]["near"] + found["assist"]["chunks"]["far"] >= found["chunks"]
 
 
 @pytest.mark.slow  # tests/serve/test_split.py has the rest
 def test_split(server, capsys, monkeypatch):
-    drive("split", str(BLOCKS), ["--split", f"{server.native}/context.bf16"], capsys, monkeypatch)
+    drive("split", str(BLOCKS), ["--set", f"split={server.native}/context.bf16"], capsys, monkeypatch)
 
 
 def test_every_mode_is_here():
@@ -127,10 +127,10 @@ def test_every_mode_is_here():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--split", "tcp://127.0.0.1:1"], "--split: expected the bundle here"),
-        (["--assist", "tcp://127.0.0.1:1"], "--assist: expected a policy here"),
-        (["--edge-adapter", "nowhere.safetensors"], "nowhere.safetensors: No such file"),
-        (["--edge-adapter", str(BLOCKS)], "expected a safetensors file"),
+        (["--set", "split=tcp://127.0.0.1:1"], "split: expected the bundle here"),
+        (["--set", "assist=tcp://127.0.0.1:1"], "assist: expected a policy here"),
+        (["--set", "edge_adapter=nowhere.safetensors"], "nowhere.safetensors: No such file"),
+        (["--set", f"edge_adapter={BLOCKS}"], "expected a safetensors file"),
     ],
 )
 def test_what_does_not_fit_is_named(server, flags, message, capsys):
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_named(server, flags, message, capsys):
 
 @pytest.mark.slow  # loads a policy to refuse it
 def test_a_context_that_a_server_does_not_have_says_how_it_comes_there(server, capsys):
-    split = ["--split", f"{server.native}/context.int8", "--engine", "plan"]
+    split = ["--set", f"split={server.native}/context.int8", "--engine", "plan"]
     assert main(["run", str(BLOCKS), "--prompt", "go", "--hz", "20", "--seconds", "1", *split]) == 1
     said = capsys.readouterr().err
     assert "expected one of default, context.bf16, got 'context.int8'" in said
@@ -148,6 +148,6 @@ def test_a_context_that_a_server_does_not_have_says_how_it_comes_there(server, c
 
 
 def test_an_assistance_that_nobody_understands_is_refused(capsys):
-    flags = ["--prompt", "go", "--hz", "20", "--seconds", "1", "--assist", "tcp://127.0.0.1:1"]
-    assert main(["run", str(BLOCKS), *flags, "--assist-when", "often"]) == 1
-    assert "--assist-when: assist: expected every:SECONDS" in capsys.readouterr().err
+    flags = ["--prompt", "go", "--hz", "20", "--seconds", "1", "--set", "assist=tcp://127.0.0.1:1"]
+    assert main(["run", str(BLOCKS), *flags, "--set", "assist_when=often"]) == 1
+    assert "assist_when: assist: expected every:SECONDS" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_a_new_instruction_of_an_episode_is_streamed(said: Any, monkeypatch: pyt
         return made
 
     monkeypatch.setattr(Session, "compute", noted)
-    said("run", "blocks", "--stream", *GYM, "--episodes", "2", "--hz", "200", "--rtc", "none")
+    said("run", "blocks", "--stream", *GYM, "--episodes", "2", "--hz", "200", "--set", "rtc=none")
     env, adapter = make_env("sinew/Blocks-v0")
     tasks = [adapter.observation(env.reset(seed=5000 + k)[0])["prompt"] for k in range(2)]
     env.close()
@@ -160,12 +160,21 @@ class Forty(Dry):
             raise Stopped("enough")
 
 
-FORTY = ("--robot", f"{__name__}:Forty", "--prompt", "put the red block into the left bin", "--stale", "30")
+FORTY = (
+    "--robot",
+    f"{__name__}:Forty",
+    "--prompt",
+    "put the red block into the left bin",
+    "--set",
+    "stale=30",
+)
 
 
 @pytest.mark.parametrize(
     "guidance_of",
-    some([[], *(["--rtc", kind] for kind in ("guided", "no-jacobian", "ramp"))], []),  # guided: below
+    some(
+        [[], *(["--set", f"rtc={kind}"] for kind in ("guided", "no-jacobian", "ramp"))], []
+    ),  # guided: below
 )
 def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]) -> None:
     status, report, _ = said("run", "blocks", "--stream", *FORTY, "--seconds", "600", *guidance_of)
@@ -179,7 +188,9 @@ def test_windows_continue_under_every_guidance(said: Any, guidance_of: list[str]
 @pytest.mark.usefixtures("forked")
 def test_windows_continue_under_guidance_over_a_socket(said: Any, tmp_path: Path) -> None:
     with serving(BLOCKS, tmp_path / "serve.log", "--engine", "plan") as address:
-        status, report, _ = said("run", address, "--stream", *FORTY, "--seconds", "600", "--rtc", "guided")
+        status, report, _ = said(
+            "run", address, "--stream", *FORTY, "--seconds", "600", "--set", "rtc=guided"
+        )
     assert (status, report["errors"], report["executed"]) == (0, 0, 40)
     assert report["windows"] > 1
 
@@ -232,8 +243,8 @@ def test_a_stream_whose_windows_fail_says_so(said: Any, monkeypatch: pytest.Monk
         raise TypeError("not subscriptable")
 
     monkeypatch.setattr(guidance, "guide", broken)  # of the second window on, as it was
-    more = ("--robot", f"{__name__}:Waiting", *DRY[2:], "--stale", "30", "--seconds", "120")
-    status, report, text = said("run", "blocks", "--stream", *more, "--rtc", "guided")
+    more = ("--robot", f"{__name__}:Waiting", *DRY[2:], "--set", "stale=30", "--seconds", "120")
+    status, report, text = said("run", "blocks", "--stream", *more, "--set", "rtc=guided")
     assert status == EXIT_FAULTS
     assert list(report["faults"]["kinds"]) == ["internal"]
     # errors are counted by the thread that computes, also after the robot's last look at them
@@ -265,7 +276,7 @@ def test_a_run_whose_requests_fail_says_so(said: Any, monkeypatch: pytest.Monkey
 
 
 def test_a_robot_that_was_held_all_the_time_is_no_success(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, report, text = said("run", "blocks", *DRY, "--max-age", "0.000001", "--seconds", "2")
+    status, report, text = said("run", "blocks", *DRY, "--set", "max_age=0.000001", "--seconds", "2")
     assert (status, report["executed"], report["faults"]["total"]) == (EXIT_FAULTS, 0, 0)
     assert "the robot was held all the time and never got a command" in text
     monkeypatch.setattr(Session, "run", lambda _session, _pause: None)
@@ -433,7 +444,7 @@ def test_a_robot_with_other_cameras_is_refused_before_it_moves(folder: Path, by:
         ),
         (("run", "nowhere.gguf", "--robot", "my_robot:Leg"), "my_robot.py has no 'Leg'"),
         (
-            ("run", "nowhere.gguf", "--stream", "--planner", "your_plan:plan"),
+            ("run", "nowhere.gguf", "--stream", "--set", "planner=your_plan:plan"),
             "planner your_plan:plan: no module 'your_plan'",
         ),
         (("eval", "expert", "--env", "your_env:Arm-v0"), "env your_env:Arm-v0: no module 'your_env'"),
@@ -481,10 +492,10 @@ def test_environments_and_planners_of_the_current_folder_are_found(folder: Path)
         "go",
         "--seconds",
         "600",
-        "--stale",
-        "30",
-        "--planner",
-        "my_robot:plan",
+        "--set",
+        "stale=30",
+        "--set",
+        "planner=my_robot:plan",
     )
     done = sinew(folder, "run", "blocks", "--stream", *more, "--json")
     assert done.returncode == 0, done.stderr

@@ -161,8 +161,8 @@ def test_an_environment_of_ones_own_is_driven_through_an_adapter(
         7,
         [1, 2],
     )
-    assert main(["run", str(BLOCKS), "--robot", "dry", "--adapter", str(mapping)]) == 1
-    assert "--adapter: belongs to --robot gym:ENV" in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), "--robot", "dry", "--set", f"adapter={mapping}"]) == 1
+    assert "adapter needs --robot gym:ENV" in capsys.readouterr().err
 
 
 class Bench:
@@ -230,9 +230,11 @@ def test_what_a_robot_raises_is_called_its_own(capsys: pytest.CaptureFixture[str
 def test_help_begins_with_the_robot(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     said = capsys.readouterr().out
-    assert (
-        said.index("--robot ") < said.index("--limits") < said.index("--handover") < said.index("--advantage")
-    )
+    assert said.index("--robot ") < said.index("--limits") < said.index("--handover") < said.index("--engine")
+    assert len(said.splitlines()) <= 80
+    assert len(set(re.findall(r"^│ (--[a-z-]+)", said, re.MULTILINE))) <= 22
+    assert "sinew run --settings" in said
+    assert "docs/control.md" in said
 
 
 class Patient(SimulatedRobot):
@@ -261,7 +263,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
 
     journal, frames = tmp_path / "run.jsonl", tmp_path / "frames"
     robot = ("--robot", f"{__name__}:Patient", "--robot-options", '{"commands": 96}')
-    robot += ("--record", str(journal), "--frames", str(frames))
+    robot += ("--record", str(journal), "--set", f"frames={frames}")
     options = ("--handover", "freeze", "--replan", "4", *PLAIN[2:])
     assert main(["run", str(BLOCKS), *robot, *options, "--hz", "20", "--json"]) == 0
     said = capsys.readouterr()
@@ -301,8 +303,8 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
         (("--handover", "late"), "handover: expected one of freeze"),
         (("--replan", "never"), "expected STEPS"),
         (("--motion", "[]"), "--motion: expected a JSON object"),
-        (("--episodes", "3"), "--episodes: belongs to --robot gym:ENV"),
-        (("--adapter", "a.json", "--kinematics", "b.xml"), "--adapter: belongs to --robot gym:ENV"),
+        (("--episodes", "3"), "--episodes needs --robot gym:ENV"),
+        (("--set", "adapter=a.json", "--set", "kinematics=b.xml"), "adapter needs --robot gym:ENV"),
         (("--limits", "nowhere.json"), "nowhere.json"),
         ((), "--seconds: expected a number where there is no keyboard"),
     ],
@@ -393,7 +395,18 @@ def test_with_a_keyboard_it_starts_paused_and_q_ends_it(tmp_path: Path) -> None:
 def test_the_robot_holds_when_nobody_could_stop_it(tmp_path: Path, end: str) -> None:
     journal = tmp_path / "run.jsonl"
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--record", str(journal), "--go"]
+    command = [
+        sys.executable,
+        "-m",
+        "sinew",
+        "run",
+        str(BLOCKS),
+        *PLAIN,
+        "--record",
+        str(journal),
+        "--set",
+        "go=true",
+    ]
     with (
         (tmp_path / "out").open("wb") as out,
         processes.Process(
@@ -420,7 +433,7 @@ def test_the_robot_holds_when_nobody_could_stop_it(tmp_path: Path, end: str) -> 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--go"]
+    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--set", "go=true"]
     with processes.Process(
         command, stdin=theirs, stdout=theirs, stderr=theirs, ignored=(signal.SIGHUP,)
     ) as process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,10 +58,14 @@ def test_every_flag_has_a_variable_and_a_key(
     wanted = [argument for argument in arguments if argument.index is not None and argument.required]
     places = [argument for argument in wanted if not argument.name.startswith("--")]
     given = (*words, *(str(sample(argument.field_info.annotation)) for argument in places))
+    has_flag = {name: argument.show for name, argument in settings.flags(arguments).items()}
     command_line = []
     for name, value in flags.items():
         for each in value if isinstance(value, list) else [value]:
-            command_line += [f"--{name}"] if each is True else [f"--{name}={each}"]
+            if has_flag[name]:
+                command_line += [f"--{name}"] if each is True else [f"--{name}={each}"]
+            else:
+                command_line += ["--set", f"{name.replace('-', '_')}={each}"]
     expected = bound(build_app(), given, *command_line)
     assert len(str(expected)) > len(str(given[len(words) :])) or not flags
 
@@ -103,6 +108,75 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     assert bound(build_app(file), ("serve",))["on"].wire == ("native", "openpi:8001")
     assert said[0] == "from the environment: --queue"
     assert said[1] == f"from {file}: --wire, --verbose, --max-connections"
+
+
+ROBOT = ("run", "tcp://127.0.0.1:5555")
+
+
+def test_set_reaches_every_option_and_wins_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    file = tmp_path / "robot.toml"
+    file.write_text("[run]\nsubsteps = 3\nstale_of = ['wrist=0.2']\nmax_age = 2\n")
+    monkeypatch.setenv("SINEW_RUN_FINISH", "1")
+    chosen = (
+        "substeps=2",
+        "stale_of=front=0.1",
+        "stale-of=state=0.3",
+        "watchdog=false",
+        "hz=20",
+        "dtype=fp32",
+    )
+    found = bound(build_app(file), ROBOT, *(word for each in chosen for word in ("--set", each)))
+    by, on = found["by"], found["on"]
+    assert (by.substeps, by.max_age, by.finish) == (2, 2.0, True)
+    assert (on.watchdog, on.hz, found["runs"].dtype) == (False, 20.0, "fp32")
+    assert found["envelope"].stale_of == ("front=0.1", "state=0.3")
+    assert said == ["from the environment: finish", f"from {file}: max_age"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--substeps 2", "--substeps was moved: use --set substeps=2"),
+        ("--max-age=x", "--max-age was moved: use --set max_age=x"),
+        ("--substeps", "--substeps was moved: use --set substeps=VALUE"),
+        ("--takeover-options '{\"after\": 2}'", "use --set takeover_options='{\"after\": 2}'"),
+        (
+            "--no-watchdog --finish",
+            "--no-watchdog, --finish were moved: use --set watchdog=false --set finish=true",
+        ),
+        ("--substep 2", "unknown flag --substep: did you mean --set substeps=VALUE?"),
+        (
+            "--set substep=2",
+            "--set substep=2: `sinew run` has no setting of this name; did you mean 'substeps'?",
+        ),
+        ("--set cheese=2", "no setting of this name; `sinew run --settings` lists the settings"),
+        ("--set substeps=two", "--set substeps: expected a whole number, got 'two'"),
+        ("--set substeps=1.5", "--set substeps: expected a whole number, got '1.5'"),
+        ("--set speed=2", "--set speed: expected a number <= 1, got 2"),
+        ("--set watchdog=maybe", "--set watchdog: expected true or false, got 'maybe'"),
+        ("--set substeps", "--set substeps: expected NAME=VALUE, such as --set substeps=2"),
+        ("--set hz=3 --hz 2", "--set hz=3: expected --hz once, got it again"),
+        ("--set skew=3 --set skew=2", "--set skew=2: expected skew once, got it again"),
+    ],
+)
+def test_mistakes_in_settings(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ROBOT, *shlex.split(words)]) in (1, 2)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "own"), [(("run",), 41), (("trials",), 33), (("doctor",), 3)], ids=["run", "trials", "doctor"]
+)
+def test_settings_are_listed(command: tuple[str, ...], own: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--settings"]) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(
+        r"^  (\w+) +(?:text|number|whole number|true or false|path|choice)\b", text, re.MULTILINE
+    )
+    assert len(rows) == len(set(rows)) == own
+    assert "kinematics_options" in rows
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_a_dry_robot_streams(
     ("flags", "text"),
     [
         (["--hz", "50"], "rate: expected 100 nodes per second"),
-        (["--fusion", "mean"], "fusion: expected one of"),
-        (["--planner", "json:nothing"], "planner json:nothing"),
+        (["--set", "fusion=mean"], "fusion: expected one of"),
+        (["--set", "planner=json:nothing"], "planner json:nothing"),
         (["--robot", "submarine"], "--robot: expected"),
     ],
 )

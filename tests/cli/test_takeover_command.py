@@ -1,4 +1,4 @@
-"""``sinew run --takeover``, ``--shadow`` and ``--frames``: from the command line to a data set of corrections."""
+"""``sinew run --takeover``, with the settings ``shadow`` and ``frames``: to a data set of corrections."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_expert_corrects_and_lerobot_reads_what_it_did(
     pytest.importorskip("mujoco")
     pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
     frames = tmp_path / "frames"
-    lead = ("--takeover", "expert", "--takeover-options", '{"after": 12}', "--frames", str(frames))
+    lead = ("--takeover", "expert", "--set", 'takeover_options={"after": 12}', "--set", f"frames={frames}")
     journal = ("--record", str(tmp_path / "run.jsonl"))
     monkeypatch.setattr(SimulatedRobot, "hold", lambda _: None)  # the twelve steps are of the policy
     flags = ("--robot", "blocks", "--hz", "20", *SIMULATED[4:])
@@ -159,7 +159,7 @@ def test_a_policy_learns_from_corrections(tmp_path: Path, capsys: pytest.Capture
         *(tmp_path / name for name in "abc"),
     )
     run = ("run", "act", "--robot", f"gym:{env}", "--episodes", "2", "--handover", "freeze", "--replan", "8",
-           "--takeover", "expert", "--takeover-options", '{"after": 20}', "--frames", str(frames))  # fmt: skip
+           "--takeover", "expert", "--set", 'takeover_options={"after": 20}', "--set", f"frames={frames}")  # fmt: skip
     assert main([*run, "--json"]) == 0
     assert last_json(capsys)["handed"]["to_human"] == 2
     options = ("--corrections", "--hz", "20", "--bundle", "act")
@@ -189,8 +189,13 @@ def test_a_class_takes_over_within_limits(tmp_path: Path, capsys: pytest.Capture
     limits = tmp_path / "limits.json"
     limits.write_text(json.dumps({"low": -3, "high": 3, "velocity": 2.0, "jerk": 4000}))
     robot = ("--robot", f"{__name__}:Follower", "--motion", '{"kind": "absolute"}', "--limits", str(limits))
-    lead = ("--takeover", f"{__name__}:Button", "--align", "2.5")
-    assert main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "2", "--no-watchdog", "--json"]) == 0
+    lead = ("--takeover", f"{__name__}:Button", "--set", "align=2.5")
+    assert (
+        main(
+            ["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "2", "--set", "watchdog=false", "--json"]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     handed = json.loads(said.out.strip().splitlines()[-1])["handed"]
     assert handed["to_human"] == 1
@@ -201,7 +206,14 @@ def test_a_class_takes_over_within_limits(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_leader_that_is_elsewhere_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     robot = ("--robot", f"{__name__}:Follower", "--motion", '{"kind": "absolute"}')
-    lead = ("--takeover", f"{__name__}:Button", "--takeover-options", '{"elsewhere": 50}', "--align", "0.5")
+    lead = (
+        "--takeover",
+        f"{__name__}:Button",
+        "--set",
+        'takeover_options={"elsewhere": 50}',
+        "--set",
+        "align=0.5",
+    )
     status = main(["run", str(BLOCKS), *PLAIN, *robot, *lead, "--seconds", "1", "--json"])
     assert status in (0, 3)  # a chunk may have come before he was asked for, or none
     said = capsys.readouterr()
@@ -223,8 +235,8 @@ def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(
             raise Stopped("enough")
 
     monkeypatch.setattr(ShadowAgreement, "add", until_forty)
-    robot = ("--robot", f"{__name__}:Watched", "--motion", '{"kind": "absolute"}', "--stale", "60")
-    more = ("--shadow", "--align", "99", "--seconds", "600", "--json")
+    robot = ("--robot", f"{__name__}:Watched", "--motion", '{"kind": "absolute"}', "--set", "stale=60")
+    more = ("--set", "shadow=true", "--set", "align=99", "--seconds", "600", "--json")
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *more]) == 0
     report = last_json(capsys)
     found = report["agreement"]
@@ -240,7 +252,7 @@ def test_a_shadow_commands_nothing_and_says_how_well_it_agrees(
 
 @pytest.mark.usefixtures("dry_ends")
 def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    motion = ("--motion", '{"kind": "absolute"}', "--filter", "lowpass:3", "--speed", "0.5")
+    motion = ("--motion", '{"kind": "absolute"}', "--set", "filter=lowpass:3", "--set", "speed=0.5")
     assert main(["run", str(BLOCKS), *PLAIN, *motion, "--seconds", "600", "--json"]) == 0
     report = last_json(capsys)
     assert report["settings"]["speed"] == 0.5
@@ -257,18 +269,18 @@ def test_what_the_rows_go_through_is_reported(capsys: pytest.CaptureFixture[str]
         (("--takeover", "expert"), "--takeover expert: expected a simulated robot"),
         (("--takeover", "no.such:Arm"), "--takeover no.such:Arm: no module 'no'"),
         (("--takeover", "lerobot:so101_leader"), "--takeover lerobot"),
-        (("--takeover-options", "{}"), "--takeover-options needs --takeover"),
-        (("--takeover", "expert", "--takeover-key", "q"), "--takeover-key: expected one character"),
-        (("--align", "1"), "--align needs --takeover or --shadow"),
-        (("--shadow", "--robot", "blocks"), "--shadow needs --takeover"),
+        (("--set", "takeover_options={}"), "takeover_options needs --takeover"),
+        (("--takeover", "expert", "--set", "takeover_key=q"), "takeover_key: expected one character"),
+        (("--set", "align=1"), "align needs --takeover or shadow"),
+        (("--set", "shadow=true", "--robot", "blocks"), "shadow needs --takeover"),
         (
-            ("--takeover", "expert", "--robot", "blocks", "--takeover-options", '{"after": 0}'),
+            ("--takeover", "expert", "--robot", "blocks", "--set", 'takeover_options={"after": 0}'),
             "after: expected a whole number of steps",
         ),
-        (("--takeover", "expert", "--robot", "blocks", "--takeover-options", '{"soon": 1}'), "soon"),
-        (("--filter", "box:1"), "filter: expected ema:SHARE or lowpass:HZ"),
-        (("--stale-of", "wrist"), "--stale-of wrist: expected CAMERA=SECONDS"),
-        (("--speed", "0.5", "--motion", '{"kind": "as is"}'), "speed: expected motion"),
+        (("--takeover", "expert", "--robot", "blocks", "--set", 'takeover_options={"soon": 1}'), "soon"),
+        (("--set", "filter=box:1"), "filter: expected ema:SHARE or lowpass:HZ"),
+        (("--set", "stale_of=wrist"), "stale_of wrist: expected CAMERA=SECONDS"),
+        (("--set", "speed=0.5", "--motion", '{"kind": "as is"}'), "speed: expected motion"),
         (("--takeover", "expert", "--robot", "blocks", "--motion", '{"kind": "as is"}'), "expected --motion absolute"),
     ],
 )  # fmt: skip

@@ -123,16 +123,16 @@ def test_every_order_comes_out_right(order: list[int], states: list[int], rename
     ("joints", "given_names", "message"),
     [
         (["pan", "lift", "jaw"], {}, "the policy's state has the joints pan, lift, grip, the robot pan, lift, jaw;"),
-        (["pan", "lift", "jaw"], {"grip": "claw"}, "--rename-joint jaw=grip"),
-        (["jaw", "b", "a"], {}, "map them, for each of pan, lift, grip: --rename-joint NEW=JOINT, NEW"),
-        (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "--rename-joint: expected joints of the policy, pan"),
+        (["pan", "lift", "jaw"], {"grip": "claw"}, "--set rename_joint=jaw=grip"),
+        (["jaw", "b", "a"], {}, "map them, for each of pan, lift, grip: --set rename_joint=NEW=JOINT, NEW"),
+        (["pan", "lift", "jaw"], {"grip": "jaw", "wrist": "pan"}, "rename_joint: expected joints of the policy, pan"),
         (["pan", "lift", "jaw"], {"grip": "pan", "pan": "pan"}, "map them, for each of pan, lift, grip"),
         (["pan", "lift"], {}, "joints: expected 3 names of its state, got 2"),
         ("pan", {}, "joints: expected a list of joint names"),
         ([1, 2, 3], {}, "joints: expected a list of joint names"),
         (["pan", "lift", 3], {}, "joints: expected a list of joint names"),
         ({"state": ["pan", "lift", "grip"]}, {}, "joints: expected a list of joint names"),
-        (None, {"grip": "jaw"}, "--rename-joint: expected a robot with names of its joints"),
+        (None, {"grip": "jaw"}, "rename_joint: expected a robot with names of its joints"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(joints: Any, given_names: dict[str, str], message: str) -> None:
@@ -339,7 +339,7 @@ def test_numbers_without_names_keep_their_order() -> None:
     found.act(np.float32([1, 2, 3]))
     np.testing.assert_array_equal(robot.sent[0], [3, 1, 2])
     unnamed = {"state": {"dim": 3}, "action": {"dim": 3}}
-    said = "--rename-joint: expected joints of the policy, which names none, got grip"
+    said = "rename_joint: expected joints of the policy, which names none, got grip"
     refused(RobotError, said, ordered, robot, unnamed, {"grip": "jaw"})
     other = Arm(None)
     assert ordered(other, POLICY, {}) is other
@@ -424,14 +424,14 @@ def test_a_run_takes_joints_and_limits_by_name(tmp_path: Path, capsys: pytest.Ca
     assert (np.float32(rows)[:, 0] == 0.25).all()
     other = ("--robot-options", '{"gripper": "jaw", "opening": "gap"}')
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other]) == 1
-    assert "map them, such as --rename-joint gap=opening" in capsys.readouterr().err
-    mapped = ("--rename-joint", "gap=opening", "--rename-joint", "jaw=gripper")
+    assert "map them, such as --set rename_joint=gap=opening" in capsys.readouterr().err
+    mapped = ("--set", "rename_joint=gap=opening", "--set", "rename_joint=jaw=gripper")
     assert main(["run", str(BLOCKS), *PLAIN, *robot, *other, *mapped]) == 0
     capsys.readouterr()
-    assert main(["run", str(BLOCKS), *PLAIN, "--seconds", "1", "--rename-joint", "x=y"]) == 1
-    assert "--rename-joint: expected none with --robot dry" in capsys.readouterr().err
-    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--rename-joint", "x"]) == 1
-    assert "--rename-joint x: expected NEW=JOINT" in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), *PLAIN, "--seconds", "1", "--set", "rename_joint=x=y"]) == 1
+    assert "rename_joint: expected none with --robot dry" in capsys.readouterr().err
+    assert main(["run", str(BLOCKS), *PLAIN, *robot, "--set", "rename_joint=x"]) == 1
+    assert "rename_joint x: expected NEW=JOINT" in capsys.readouterr().err
 
 
 def test_a_type_whose_driver_is_missing_says_so(tmp_path, monkeypatch) -> None:

@@ -541,7 +541,7 @@ def test_joints_of_another_unit_or_name_are_refused() -> None:
         EndEffector(bench, chain, KinematicsOptions(), POSES, 20.0)
     bench = Bench(chain)
     bench.joints = [name.replace("_joint", "") for name in bench.joints]
-    with pytest.raises(RobotError, match="--rename-joint"):
+    with pytest.raises(RobotError, match="rename_joint"):
         EndEffector(bench, chain, KinematicsOptions(), POSES, 20.0)
     said = {name: name.replace("_joint", "") for name in chain.joints}
     assert EndEffector(bench, chain, KinematicsOptions(), POSES, 20.0, said).observe()["state"].shape == (7,)
@@ -978,7 +978,7 @@ def test_bounds_of_a_pose_are_numbers_above_zero(field: str, value: Any) -> None
 
 
 LINE = ("run", str(BLOCKS), "--prompt", "go", "--timeout", "60")
-DRY = (*LINE, "--robot", "dry", "--kinematics", str(UR5E))
+DRY = (*LINE, "--robot", "dry", "--set", f"kinematics={UR5E}")
 
 
 @pytest.mark.usefixtures("dry_ends")
@@ -996,19 +996,19 @@ def test_a_policy_of_poses_drives_a_robot_of_joints(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--robot", "dry", "--kinematics", "nothing.urdf"), "--kinematics: nothing.urdf"),
-        ((*DRY[6:], "--kinematics-options", '{"tip": "hand"}'), "tip: expected one of tool0, got 'hand'"),
+        (("--robot", "dry", "--set", "kinematics=nothing.urdf"), "kinematics: nothing.urdf"),
+        ((*DRY[6:], "--set", 'kinematics_options={"tip": "hand"}'), "tip: expected one of tool0, got 'hand'"),
         (
-            (*DRY[6:], "--kinematics-options", '{"action": "xyz,rpy"}'),
+            (*DRY[6:], "--set", 'kinematics_options={"action": "xyz,rpy"}'),
             "action.rpy: expected the unit rad or deg",
         ),
         (
-            ("--robot", "dry", "--kinematics-options", "{}"),
-            "--kinematics-options needs --kinematics",
+            ("--robot", "dry", "--set", "kinematics_options={}"),
+            "kinematics_options needs kinematics",
         ),
         (
-            ("--robot", "blocks", "--kinematics", str(UR5E)),
-            "--kinematics: expected a robot that takes joints, got --robot gym:",
+            ("--robot", "blocks", "--set", f"kinematics={UR5E}"),
+            "kinematics: expected a robot that takes joints, got --robot gym:",
         ),
     ],
 )
@@ -1037,8 +1037,8 @@ def test_doctor_compares_where_the_tip_is_with_the_training_data(
         str(BLOCKS),
         "--observe",
         "lamed:Arm",
-        "--kinematics",
-        str(UR5E),
+        "--set",
+        f"kinematics={UR5E}",
         "--seconds",
         "0.3",
         "--json",

@@ -472,7 +472,7 @@ def test_a_button_takes_over_and_pausing_ends_it() -> None:
 def test_how_near_is_near_has_to_be_known() -> None:
     with pytest.raises(LeaderError, match="--takeover: expected --motion"):
         Takeover(Hand([0.0] * DIM), Motion(), DIM, None, 0.1)
-    with pytest.raises(LeaderError, match="--align: expected .*; 0, 1, 2 has no range"):
+    with pytest.raises(LeaderError, match="align: expected .*; 0, 1, 2 has no range"):
         Takeover(Hand([0.0] * DIM), Absolute(), DIM, None)
     Takeover(Hand([0.0] * DIM), Offsets((0, 1), (0, 1)), DIM, None)  # offsets are nowhere
     with pytest.raises(LeaderError, match="0 has no range in the limits from which 0.05 could be taken$"):

@@ -118,7 +118,7 @@ def test_a_robot_that_judges_itself_gives_the_outcomes_of_the_evaluation(
 ) -> None:
     """Of the same seeds, to the bit of every command."""
     robot = ("--robot", f"{__name__}:Patient", "--scenes", 6, "--out", tmp_path / "trials")
-    assert typed(PEN, "--compare", spoiled, *robot, *PLAIN, "--frames", tmp_path / "frames") == 0
+    assert typed(PEN, "--compare", spoiled, *robot, *PLAIN, "--set", f"frames={tmp_path / 'frames'}") == 0
     run = (
         "--env",
         "sinew/Pen-v0",
@@ -440,7 +440,7 @@ def test_a_verdict_that_comes_too_late_is_not_the_next_trials(
     monkeypatch.chdir(tmp_path)
     Path("said").touch()
     words = (PEN, "--robot", f"{__name__}:Slow", "--hz", "60", "--scenes", 2, "--out", "out")
-    assert typed(*words, "--judge", "said", "--go") == 0
+    assert typed(*words, "--judge", "said", "--set", "go=true") == 0
     assert [(each["judge"], each["success"]) for each in lines(Path("out"))] == [("robot", True)] * 2
     assert "as the trial is over, got 'failure'" in " ".join(capsys.readouterr().err.split())
 

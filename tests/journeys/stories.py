@@ -290,6 +290,12 @@ def commands(walk: Walk) -> None:
                 adds="--prompt 'stack the cups' --seconds 3",
             )
         )
+        drove(
+            walk.type(
+                "sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm --set stale=1 --set report=false",
+                adds="--prompt 'stack the cups' --hz 30 --seconds 3",
+            )
+        )
     with walk.serving("sinew serve --replay records/"):
         walk.type("sinew bench tcp://127.0.0.1:5555")
     walk.copy(walk.folder / "policy.gguf", "base.gguf")
@@ -412,7 +418,7 @@ def late_answers(walk: Walk) -> None:
 def limits(walk: Walk) -> None:
     walk.write("arm.toml", LIMITS)
     won(
-        walk.type("sinew run blocks --robot blocks --episodes 2 --limits arm.toml --filter lowpass:3"),
+        walk.type("sinew run blocks --robot blocks --episodes 2 --limits arm.toml --set filter=lowpass:3"),
         1,
         of=2,
     )
@@ -425,14 +431,14 @@ def kinematics(walk: Walk) -> None:
     blocks(walk)
     drove(
         walk.type(
-            "sinew run policy.gguf --robot dry --kinematics examples/robots/ur5e.urdf --prompt "
+            "sinew run policy.gguf --robot dry --set kinematics=examples/robots/ur5e.urdf --prompt "
             """"stack the cups" --seconds 3""",
             says=("6 joints from base to tool0", "rotation keep"),
         )
     )
     walk.leaves(
-        "sinew doctor policy.gguf --observe my_robot:Arm --kinematics arm.urdf --kinematics-options"
-        """ '{"tip": "fingertips", "base": "table"}'""",
+        "sinew doctor policy.gguf --observe my_robot:Arm --set kinematics=arm.urdf --set"
+        """ kinematics_options='{"tip": "fingertips", "base": "table"}'""",
         "an arm; tests/control/test_kinematics.py types it",
     )
 
@@ -441,8 +447,8 @@ def takeover(walk: Walk) -> None:
     blocks(walk)
     my_robot(walk, ("front", "wrist"), 4)
     found = walk.type(
-        "sinew run policy.gguf --robot blocks --episodes 20 --takeover expert --takeover-options"
-        """ '{"after": 40}' --frames frames/""",
+        "sinew run policy.gguf --robot blocks --episodes 20 --takeover expert --set"
+        """ takeover_options='{"after": 40}' --set frames=frames/""",
         instead=("20", "3"),
     )
     assert found.result["handed"]["to_human"], found
@@ -451,8 +457,8 @@ def takeover(walk: Walk) -> None:
         says=("episodes",),
     )
     walk.leaves(
-        "sinew run tcp://server:5555 --robot lerobot:so101_follower --takeover lerobot:so101_leader --align 5"
-        " --frames frames/",
+        "sinew run tcp://server:5555 --robot lerobot:so101_follower --takeover lerobot:so101_leader --set"
+        " align=5 --set frames=frames/",
         ARM,
     )
     with walk.server("sinew serve policy.gguf"):
@@ -480,7 +486,7 @@ def guidance(walk: Walk) -> None:
         drove(
             walk.type(
                 'sinew run tcp://server:5555 --robot dry --prompt "stack the cups" --hz 20 --seconds 10'
-                " --advantage positive --guidance-scale 1.5",
+                " --set advantage=positive --set guidance_scale=1.5",
                 instead=("10", "3"),
             )
         )
@@ -759,7 +765,8 @@ def trials(walk: Walk) -> None:
         says=("2 scenes; 2 were played. The plan was kept.",),
     )
     walk.leaves(
-        "sinew trials tcp://server:5555 --robot my_robot:Arm --scenes 20 --seconds 60 --out runs/arm --frames frames/",
+        "sinew trials tcp://server:5555 --robot my_robot:Arm --scenes 20 --seconds 60 --out runs/arm --set"
+        " frames=frames/",
         "needs a person at its keyboard; tests/eval/test_trials.py has one",
     )
 
@@ -806,7 +813,7 @@ def edge_and_cloud(walk: Walk) -> None:
     with walk.server("sinew serve policy.gguf --max-batch auto"):
         won(
             walk.type(
-                "sinew run tcp://cloud:5555 --edge-adapter sinew/assets/blocks-edge.safetensors"
+                "sinew run tcp://cloud:5555 --set edge_adapter=sinew/assets/blocks-edge.safetensors"
                 " --config examples/modes/cloud-adapter.toml ...",
                 instead=("...", GYM),
             ),
@@ -814,7 +821,7 @@ def edge_and_cloud(walk: Walk) -> None:
             of=5,
         )
         assisted = walk.type(
-            "sinew run tiny.gguf --config examples/modes/assist.toml --assist tcp://cloud:5555 --robot ...",
+            "sinew run tiny.gguf --config examples/modes/assist.toml --set assist=tcp://cloud:5555 --robot ...",
             instead=("--robot ...", GYM),
         )
         won(
@@ -825,7 +832,7 @@ def edge_and_cloud(walk: Walk) -> None:
     with walk.serving("sinew serve policy.gguf --engine plan --context bf16 --context int8"):
         won(
             walk.type(
-                "sinew run policy.gguf --config examples/modes/split.toml --split tcp://box:5555/context.bf16"
+                "sinew run policy.gguf --config examples/modes/split.toml --set split=tcp://box:5555/context.bf16"
                 " --robot ...",
                 instead=("--robot ...", GYM),
             ),

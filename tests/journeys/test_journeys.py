@@ -89,8 +89,8 @@ def test_a_page_without_a_story_is_refused_before_anything_is_installed() -> Non
 
 
 def test_lines_are_read_as_a_shell_reads_them() -> None:
-    text = "sinew serve a.gguf   # a server\n\nsinew run b \\\n    --go\n"
-    assert typed(Block("p", 1, "", text)) == ["sinew serve a.gguf", "sinew run b --go"]
+    text = "sinew serve a.gguf   # a server\n\nsinew run b \\\n    --json\n"
+    assert typed(Block("p", 1, "", text)) == ["sinew serve a.gguf", "sinew run b --json"]
     assert typed(Block("p", 1, "console", '$ sinew bench a   # fast\n{"ms": 1}\n')) == ["sinew bench a"]
     assert typed(Block("p", 1, "", '{"images": []}\n')) == []
     assert typed(Block("p", 1, "toml", "a = 1\n")) == []
@@ -143,7 +143,9 @@ def test_a_server_and_its_robots(tmp_path: Path) -> None:
     walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
     my_robot(walk, ("front", "wrist"), 4, most=40)
     with walk.serving("sinew serve policy.gguf"):
-        asked = "--robot my_robot:Arm --prompt 'put the red block into the left bin' --seconds 600 --stale 60"
+        asked = (
+            "--robot my_robot:Arm --prompt 'put the red block into the left bin' --seconds 600 --set stale=60"
+        )
         drove(walk.run(f"sinew run tcp://127.0.0.1:5555 {asked} --timeout 60"))
         streamed(walk.run(f"sinew run tcp://127.0.0.1:5555 --stream {asked}"))
     streamed(walk.run(f"sinew run policy.gguf --stream {asked}"))

@@ -25,7 +25,7 @@ from tests.serve.puppet import desk
 
 RECIPES = Path(__file__).parents[2] / "examples" / "robots"
 GOAL = [0.4, 0.3, 0.2, 0.6, -0.1, 0.0, 0.1, 0.4, -0.3, -0.2, 0.6, 0.1, 0.0, -0.1]
-LOOSE = ("--stale", "30", "--stale-of", "state=30")  # of a machine that does other things
+LOOSE = ("--set", "stale=30", "--set", "stale_of=state=30")  # of a machine that does other things
 
 
 @pytest.fixture

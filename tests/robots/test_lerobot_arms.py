@@ -85,7 +85,7 @@ def test_the_recipes_line_moves_servos_within_its_limits(recipe: str, release: s
                 text=True, timeout=900, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
-        done = sinew(tmp_path, "--stale", "60", "--seconds", "2", "--json")
+        done = sinew(tmp_path, "--set", "stale=60", "--seconds", "2", "--json")
         asked = sinew(tmp_path / "none")  # no calibration, and nobody who could be asked to move the arm
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

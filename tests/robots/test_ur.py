@@ -80,9 +80,10 @@ def line(table: Table, controller: Controller, tmp_path: Path, *more: str) -> li
     }
     frames = {"tip": "fingertips", "base": "table", "velocity": 3.0}
     return [
-        "run", str(BLOCKS), "--config", "ur5e.toml", "--robot-options", json.dumps(options), "--kinematics",
-        str(tmp_path / "beside_the_table.urdf"), "--kinematics-options", json.dumps(frames), "--stale-of", "state=1",
-        "--stale", "5", "--timeout", "60", "--prompt", table.env.task_description, "--json", *more,
+        "run", str(BLOCKS), "--config", "ur5e.toml", "--robot-options", json.dumps(options), "--set",
+        f"kinematics={tmp_path / 'beside_the_table.urdf'}", "--set", f"kinematics_options={json.dumps(frames)}",
+        "--set", "stale_of=state=1",
+        "--set", "stale=5", "--timeout", "60", "--prompt", table.env.task_description, "--json", *more,
     ]  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def test_the_recipes_line_drives_the_arm(
     assert report["sources"]["front"]["p50"] > report["sources"]["wrist"]["p50"]  # which is taken after it
     # A source with a limit that it cannot keep holds the arm, by its name.
     line_of = line(table, controller, tmp_path, "--seconds", "1")
-    line_of[line_of.index("state=1")] = "front=0.000001"
+    line_of[line_of.index("stale_of=state=1")] = "stale_of=front=0.000001"
     assert main(line_of) == 3
     report = last_json(capsys)
     assert report["executed"] == 0

@@ -295,19 +295,20 @@ def test_the_verbs_take_both(
 ) -> None:
     from PIL import Image
 
-    guided = ("--advantage", "good", "--guidance-scale", "2")
+    guided = ("--set", "advantage=good", "--set", "guidance_scale=2")
     Image.fromarray(FRAME).save(tmp_path / "frame.png")
     images = [f"--image={name}={tmp_path / 'frame.png'}" for name in SEEN["images"]]
     infer = ["infer", str(bundle), *images, "--state", "0,0,0,0,0,0", "--prompt", "go", "--seed", "1"]
     told = []
-    for options in ((), guided):
+    flags = ("--advantage", "good", "--guidance-scale", "2")
+    for options in ((), flags):
         assert main([*infer, "--engine", "eager", *options, "--json"]) == 0
         told.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["actions"])
     assert told[0] != told[1]
     assert main([*infer, "--advantage", "best"]) == 1
     assert "advantage: expected one of good, bad" in capsys.readouterr().err
     client = ["bench", server.at["native"], "--runs", "2", "--warmup", "0", "--prompt", "go"]
-    assert main([*client, *guided]) == 0
+    assert main([*client, *flags]) == 0
     assert main([*client, "--guidance-scale", "101", "--advantage", "good"]) == 1
     assert "guidance_scale: expected a number from 0 to 100" in capsys.readouterr().err
     run = ["--hz", "20", "--seconds", "600", "--timeout", "60", "--prompt", "go"]
@@ -319,9 +320,9 @@ def test_the_verbs_take_both(
     assert main(["recording", "replay", str(journal)]) == 0
     capsys.readouterr()
     for options, message in {
-        ("--advantage", "best"): "--advantage: expected one of good, bad, got 'best'",
-        ("--advantage", "", "--guidance-scale", "2"): "--guidance-scale needs --advantage",
-        ("--guidance-scale", "nan"): "--guidance-scale: expected a number from 0 to 100, got nan",
+        ("--set", "advantage=best"): "advantage: expected one of good, bad, got 'best'",
+        ("--set", "advantage=", "--set", "guidance_scale=2"): "guidance_scale needs advantage",
+        ("--set", "guidance_scale=nan"): "guidance_scale: expected a number from 0 to 100, got nan",
     }.items():
         assert main(["run", server.at["native"], *run, *options]) == 1
         assert message in capsys.readouterr().err
@@ -330,10 +331,10 @@ def test_the_verbs_take_both(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--advantage", "good"), "--advantage: expected none for this policy, whose prompt has no place"),
+        (("--set", "advantage=good"), "advantage: expected none for this policy, whose prompt has no place"),
         (
-            ("--guidance-scale", "2"),
-            "--guidance-scale: expected none for this policy, whose prompt has no place",
+            ("--set", "guidance_scale=2"),
+            "guidance_scale: expected none for this policy, whose prompt has no place",
         ),
     ],
 )
@@ -352,8 +353,8 @@ def test_an_engine_that_reads_one_prompt_ends_it_too(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ("--hz", "20", "--seconds", "1", "--prompt", "go", "--engine", "cuda", "--device", "cpu")
-    assert main(["run", str(bundle), *run, "--advantage", "good", "--guidance-scale", "2"]) == 1
-    assert "--guidance-scale: expected engine cpu, onnx, plan or eager" in capsys.readouterr().err
+    assert main(["run", str(bundle), *run, "--set", "advantage=good", "--set", "guidance_scale=2"]) == 1
+    assert "guidance_scale: expected engine cpu, onnx, plan or eager" in capsys.readouterr().err
 
 
 def test_options_of_groot_and_openpi() -> None:

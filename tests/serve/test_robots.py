@@ -39,7 +39,7 @@ from tests.hostile.decoders import REPORT
 from tests.serve.puppet import SPEC, WAIT_S, Puppet, desk, until
 from tests.serve.test_dashboard import events
 
-SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "600", "--stale", "60", "--json"]
+SAYS = ["--robot", "dry", "--prompt", "go", "--seconds", "600", "--set", "stale=60", "--json"]
 
 COUNT = type(schema.Report().held.add())
 
@@ -58,7 +58,7 @@ def test_a_robot_tells_its_server_how_it_runs(
     policy.warm_up()
     with desk(("native", "web"), policy=policy, device_lock=DeviceLock(), listen=listen) as at:
         if not by:
-            assert main(["run", at.native, *SAYS, "--no-report"]) == 0
+            assert main(["run", at.native, *SAYS, "--set", "report=false"]) == 0
             assert at.service.robots.rows() == []
             capsys.readouterr()
         assert main(["run", at.native, *by, *SAYS]) == 0
@@ -84,7 +84,7 @@ ARM = """<robot name="arm"><link name="base"/><link name="one"/><link name="two"
 def test_an_arm_that_is_known_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A policy of joints is driven as without the description; its server is told where base, joints and tip are."""
     (tmp_path / "arm.urdf").write_text(ARM)
-    shown = ["--kinematics", str(tmp_path / "arm.urdf")]
+    shown = ["--set", f"kinematics={tmp_path / 'arm.urdf'}"]
     puppet = Puppet()
     puppet.spec = replace(SPEC, action=VectorSpec(2, ("a", "b")))
     with desk(policy=puppet) as at:
@@ -93,7 +93,7 @@ def test_an_arm_that_is_known_is_shown(tmp_path: Path, capsys: pytest.CaptureFix
         (row,) = at.service.robots.rows()
         assert row["arm"] == pytest.approx((0, 0, 0, 0, 0, 0.1, 0, 0, 0.3, 0.5, 0, 0.3))
         assert row["steps"] > row["held"].get("no chunk yet", 0)
-        lost = ["--kinematics-options", '{"unit": "turns"}']
+        lost = ["--set", 'kinematics_options={"unit": "turns"}']
         assert main(["run", at.native, *SAYS, *shown, *lost]) == 1
 
 

@@ -50,4 +50,4 @@ def test_the_verb_prints_it(caplog: pytest.LogCaptureFixture, capsys: pytest.Cap
         ]
         assert main(command) in (0, 3)  # on a busy machine no window may come in time
     capsys.readouterr()
-    assert any(record.getMessage().startswith("--rtc none: a newer window") for record in caplog.records)
+    assert any(record.getMessage().startswith("rtc none: a newer window") for record in caplog.records)

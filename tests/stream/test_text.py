@@ -383,12 +383,12 @@ def test_the_verb_says_its_text(
         "eager",
         "--prompt",
         "go",
-        "--rtc",
-        "none",
+        "--set",
+        "rtc=none",
         "--hz",
         "5",
     ]
-    assert main([*asked, "--seconds", "600", "--stale", "60", "--text-tokens", "1", "--json"]) == 0
+    assert main([*asked, "--seconds", "600", "--set", "stale=60", "--set", "text_tokens=1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(told["text"]) <= {"running", "said"}
     assert told["errors"] == 0

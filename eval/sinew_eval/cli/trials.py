@@ -22,7 +22,20 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 from sinew.cli import status, terminal
-from sinew.cli.options import CAMERAS, RUNS, Count, Flag, Runs, Texts, changed, json_object, motion_of
+from sinew.cli.options import (
+    CAMERAS,
+    ROBOT_ENGINE,
+    SETTING_FLAGS,
+    Count,
+    Flag,
+    RobotEngine,
+    Runs,
+    SettingFlags,
+    Texts,
+    changed,
+    json_object,
+    motion_of,
+)
 from sinew.cli.run_connection import asking
 from sinew.cli.run_leader import ENVELOPE, LEADER, EnvelopeFlags, FrameKeeper, LeaderFlags
 from sinew.cli.run_rig import CHUNKS, ChunkFlags, RunContext, open_rig
@@ -101,13 +114,17 @@ def trials(
     by: ChunkFlags = CHUNKS,
     lead: LeaderFlags = LEADER,
     envelope: EnvelopeFlags = ENVELOPE,
-    runs: Runs = RUNS,
+    runs: RobotEngine = ROBOT_ENGINE,
     api_key_file: Path | None = None,
+    _settings: SettingFlags = SETTING_FLAGS,
 ) -> int:
     """Compare policies on one robot, blind and scene by scene.
 
     A person sets up each scene, starts each trial and judges it. Nothing shows which policy drives. The run ends with a
     report. The exit status is 3 if answers failed with errors, or if the robot never got a command.
+
+    `sinew trials --settings` lists the settings that have no flag. Use them with --set NAME=VALUE or in a file
+    (--config FILE.toml, table [trials]). docs/control.md and docs/eval-trials.md explain them.
 
     Args:
         target: Policy that drives the robot, as for `sinew run`.
@@ -248,7 +265,7 @@ class TrialSetup(Keys):
         if not (waits or self.alone):
             raise SinewError(
                 "trials: expected a keyboard, --judge FILE, or a robot that sets its scenes up and judges itself"
-                f" (set_up, success), got {'--go' if by.go else 'a standard input that is no terminal'}"
+                f" (set_up, success), got {'go=true' if by.go else 'a standard input that is no terminal'}"
             )
         limit = on.ticks(rigs[0].plan.settings.hz)
         if limit is None and not (self.keyboard or self.alone):

@@ -206,7 +206,7 @@ class ExpertLeader:
                 "--takeover expert: expected an environment with an expert, got one without a name"
             )
         if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < 1):
-            raise SinewError(f"--takeover-options: after: expected a whole number of steps, got {after!r}")
+            raise SinewError(f"takeover_options: after: expected a whole number of steps, got {after!r}")
         self._robot, self._after = robot, after
         from sinew_eval.sim.experts import open_expert
 

@@ -18,7 +18,7 @@ ENOUGH = 10  # looks from which on "it never changed" says something
 DARK = 6.0  # mean, out of 255, below which a frame is black
 LIT = 20.0  # mean, out of 255, above which the training data were not black
 FLAT = 2.0  # range of pixels, out of 255, below which a frame has one colour
-STALE_S = 0.5  # the default of `sinew run --stale`
+STALE_S = 0.5  # the default of the setting `stale` of `sinew run`
 AHEAD_S = 0.1
 MAX_STATES = 20_000
 UINT8 = "frames in 0..1 that became uint8 lose everything: (frame * 255).astype(np.uint8)"
@@ -214,7 +214,7 @@ class WiringWatch:
                         LOOKS_WRONG,
                         "stale",
                         f"frames are {age:.3g} s old",
-                        f"at most {STALE_S:g} s; `sinew run` holds beyond (--stale)",
+                        f"at most {STALE_S:g} s; `sinew run` holds beyond (setting stale)",
                         "read the newest frame instead of the oldest of a buffer",
                     )
                 )

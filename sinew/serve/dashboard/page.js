@@ -480,7 +480,7 @@ function robots(rows) {
   }));
 }
 
-// Where arms stand that a robot knows (--kinematics), in metres of their bases: dragged or by arrow keys seen from elsewhere.
+// Where arms stand that a robot knows (setting kinematics), in metres of their bases: dragged or by arrow keys seen from elsewhere.
 const arms = new Map(); // robot's number -> its figure, from where it is looked at, where its tip was
 function showArms(rows) {
   const known = rows.filter((row) => row.arm.length);

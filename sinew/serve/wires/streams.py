@@ -275,8 +275,8 @@ class Streams:
         if safety is not None and safety.max_age is not None:
             raise RequestError(
                 "stream: expected a server without --max-age, which compares Unix times, got one with"
-                f" {safety.max_age:g} s; the moments of a stream are of the robot's clock, and `sinew run --stale`"
-                " bounds the age of its frames there"
+                f" {safety.max_age:g} s; the moments of a stream are of the robot's clock, and the setting `stale`"
+                " of `sinew run` bounds the age of its frames there"
             )
         session = Session(policy, settings, request.prompt)
         robot = StreamingRobot(

@@ -260,7 +260,7 @@ class KinematicsOptions:
             raise KinematicsError(
                 f"{what}: the policy's names ({', '.join(names) or 'none'}) do not tell the parts of its pose;"
                 f" set them, such as"
-                f""" --kinematics-options '{{"{what}": "xyz,rotvec,gripper"}}'"""
+                f""" --set kinematics_options='{{"{what}": "xyz,rotvec,gripper"}}'"""
             )
         parsed = parse_parts(text, about.get("units") or (), what, joints)
         wrong = [part for part in parsed if part.form == "joints" if what == "action"]

@@ -71,7 +71,7 @@ class Takeover(LoopListener):
             span = np.full(dim, np.inf) if limits is None else limits.high - limits.low
             if lost := [self._names[at] for at in np.flatnonzero(self._placed & ~np.isfinite(span))]:
                 raise LeaderError(
-                    f"--align: expected the largest difference between leader and robot; {', '.join(lost)} has no"
+                    f"align: expected the largest difference between leader and robot; {', '.join(lost)} has no"
                     f" range in the limits from which {ALIGN_SHARE:g} could be taken"
                 )
             self._near[self._placed] = ALIGN_SHARE * span[self._placed]

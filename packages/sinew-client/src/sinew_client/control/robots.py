@@ -247,7 +247,7 @@ def joints_of(
     if unknown:
         allowed = [name for what in ("state", "action") for name in policy[what].get("names") or ()]
         raise RobotError(
-            f"--rename-joint: expected joints of the policy, {', '.join(dict.fromkeys(allowed)) or 'which names none'},"
+            f"rename_joint: expected joints of the policy, {', '.join(dict.fromkeys(allowed)) or 'which names none'},"
             f" got {', '.join(unknown)}"
         )
     return orders[0], orders[1]
@@ -274,9 +274,9 @@ def match_joints(
     if lost or spare or len(set(matches)) < len(matches):
         # Show a complete option only if exactly one joint is left on each side. Any other pair would be a guess, and a
         # user who copies a wrong guess would swap two joints.
-        example = f"for each of {', '.join(lost or wanted)}: --rename-joint NEW=JOINT, NEW the robot's"
+        example = f"for each of {', '.join(lost or wanted)}: --set rename_joint=NEW=JOINT, NEW the robot's"
         if len(lost) == len(spare) == 1:
-            example = f"such as --rename-joint {spare[0]}={lost[0]}"
+            example = f"such as --set rename_joint={spare[0]}={lost[0]}"
         raise RobotError(
             f"robot: the policy's {what} has the joints {', '.join(wanted)}, the robot {', '.join(had) or 'none'}; map"
             f" them, {example}"
@@ -493,7 +493,7 @@ def ordered(robot: Any, policy: Mapping[str, Any], given: Mapping[str, str]) -> 
     if names is None:
         if given:
             raise RobotError(
-                "--rename-joint: expected a robot with names of its joints (attribute joints), got one without"
+                "rename_joint: expected a robot with names of its joints (attribute joints), got one without"
             )
         return robot
     each = names if isinstance(names, Mapping) else {"state": names, "action": names}
