@@ -1,1 +1,2 @@
-"""What happens between an observation and a model, and back, as steps that a bundle lists: one class in one file."""
+"""Processing steps between an observation and a model, and between a model and an action. Each step is one class in
+one file."""

@@ -1,4 +1,4 @@
-"""Opening the tokenizer of a stranger's file: its work is bounded, and its panics are errors."""
+"""Open a tokenizer from an untrusted file: its work is bounded, and its panics become errors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,29 @@ TRIAL = "Pick up the red cube, then stop.\n" + "a" * 200 + " " * 200 + "1" * 200
 
 
 def tokenizer_record(text: str) -> Any:
-    """Return the values of a ``tokenizer.json``, in which scores may be infinite. Raises UntrustedError."""
+    """Return the values of a ``tokenizer.json``, whose scores may be infinite.
+
+    Raises:
+        UntrustedError: The text is not valid JSON, or is too large.
+    """
     return parse_json(text, max_depth=MAX_NESTING, max_values=MAX_TOKENIZER_VALUES, finite=False)
 
 
 def open_tokenizer(
     text: str, error: type[SinewError] = BundleError, where: str = "the tokenizer"
 ) -> Tokenizer:
-    """Return the tokenizer that a ``tokenizer.json`` describes, after a trial.
+    """Return the tokenizer that a ``tokenizer.json`` describes, after a test.
 
-    Truncation and padding, which a training run may have left in the file, are taken out. Raises ``error`` where the
-    text is no tokenizer, where it would multiply its input or draw at random, or where encoding a short text fails.
+    Truncation and padding, which a training run may have stored in the file, are removed.
+
+    Args:
+        text: The content of the file.
+        error: Class of the errors.
+        where: The tokenizer's name in error messages.
+
+    Raises:
+        SinewError: The text is not a tokenizer, the tokenizer would multiply its input or use random numbers, or it
+            cannot encode a short text.
     """
     # Imported here, because clients that send token ids need no tokenizers package.
     from tokenizers import Tokenizer
@@ -56,7 +68,11 @@ def open_tokenizer(
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the ids of ``text``. Raises ValueError where the tokenizer fails, panics included."""
+    """Return the token ids of ``text``.
+
+    Raises:
+        ValueError: The tokenizer failed, for example with a panic.
+    """
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except (KeyboardInterrupt, SystemExit, UnicodeEncodeError, TypeError):
@@ -66,7 +82,11 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[in
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """Return the text of tokens. Ids after the last one are ignored. Raises ValueError if the tokenizer fails."""
+    """Return the text of tokens. Ids after the last id of the tokenizer are ignored.
+
+    Raises:
+        ValueError: The tokenizer failed, for example with a panic.
+    """
     try:
         return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
     except (KeyboardInterrupt, SystemExit):
@@ -122,7 +142,7 @@ def _flat(step: Any, members: str, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Characters that one becomes, at most."""
+    """Return the largest number of characters that one character can become."""
     if step.get("type") != "Replace":
         return 1.0
     content, pattern = str(step.get("content", "")), step.get("pattern")

@@ -1,1 +1,1 @@
-"""Action tokens: one class per file that turns the tokens of an autoregressive head into actions."""
+"""Action tokens: one class per file that converts the tokens of an autoregressive head to actions."""

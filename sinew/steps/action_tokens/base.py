@@ -1,4 +1,4 @@
-"""Action tokens of an autoregressive head: how long a sequence may be, what ends it, and which chunk it encodes."""
+"""The interface of action tokens: the length and the end of a token sequence, and the chunk that the tokens encode."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ State = TypeVar("State")
 
 
 class ActionTokens(Tagged):
-    """The token sequences of a head that generates a chunk as tokens.
+    """The meaning of the tokens that an autoregressive head generates for a chunk.
 
     Attributes:
-        most: Tokens of the longest sequence.
-        end: The token that ends one; -1 if all have ``most`` tokens.
-        rows: Actions of a chunk.
-        dims: Numbers of an action.
+        most: Number of tokens of the longest sequence.
+        end: The token that ends a sequence, or -1 if all sequences have ``most`` tokens.
+        rows: Number of actions of a chunk.
+        dims: Number of values of an action.
     """
 
     registry = registry.ACTION_TOKENS
@@ -31,17 +31,26 @@ class ActionTokens(Tagged):
     dims: Side
 
     def chunk(self, said: np.ndarray) -> np.ndarray:
-        """said: int64 [n], without the token that ends it -> float32 [rows, dims] in model units.
+        """Return the chunk that a token sequence encodes, float32 [rows, dims] in model units.
 
-        Raises :class:`SinewError` for a sentence that the reference refuses.
+        Args:
+            said: The tokens without the end token, int64 [n].
+
+        Raises:
+            SinewError: The training project's code rejects the sequence.
         """
         raise NotImplementedError
 
     def chunks(self, said: np.ndarray) -> np.ndarray:
-        """said: int64 [B, n], each up to its own end -> float32 [B, rows, dims].
+        """Return the chunks of a batch of token sequences, float32 [B, rows, dims].
 
-        Raises :class:`SinewError` for a sentence alone that is refused; among others it leaves NaN in its place, so
-        that it harms none of them.
+        In a batch of several sequences, an invalid sequence gives a chunk of NaN, so that the other chunks stay valid.
+
+        Args:
+            said: int64 [B, n]. Tokens after the end token of a sequence are ignored.
+
+        Raises:
+            SinewError: The only sequence of the batch is invalid.
         """
         found = np.full((len(said), self.rows, self.dims), np.nan, np.float32)
         for chunk, sentence in zip(found, said, strict=True):
@@ -60,12 +69,12 @@ class ActionTokens(Tagged):
         token: Callable[[State], np.ndarray],
         after_token: Callable[[np.ndarray], None],
     ) -> np.ndarray:
-        """Generate the tokens, int64 [B, n]: until each of the B sequences has ended, at most ``most``.
+        """Generate tokens, int64 [B, n], until each of the B sequences has ended, at most ``most`` tokens.
 
-        After the end of a sequence that others of its batch outlast, its tokens have no meaning.
+        Tokens after the end of a sequence, while other sequences continue, have no meaning.
 
         Args:
-            state: State in which the first token is read.
+            state: The model's state after the first token.
             more: Generates one more token for all sequences.
             token: Returns the newest token, int64 [B].
             after_token: Called with each token, for timing and cancellation.

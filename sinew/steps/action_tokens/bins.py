@@ -1,4 +1,4 @@
-"""A token is a bin of one number (RT-2, Brohan et al. 2023; OpenVLA, Kim et al. 2024)."""
+"""Action tokens in which each token is a bin of one number (RT-2, Brohan et al. 2023; OpenVLA, Kim et al. 2024)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ Array = TypeVar("Array")  # a tensor or an array of integers
 
 @dataclass(frozen=True)
 class BinTokens(ActionTokens):
-    """Tokens from ``below - 1`` downwards are the bins of [-1, 1] from the lowest upwards: the intervals between
-    ``points`` points. A sentence has one token for each number of the chunk, step by step."""
+    """Tokens that are bins of [-1, 1]. A sequence has one token for each number of the chunk, action by action.
+
+    The token ``below - 1`` is the lowest bin, and smaller tokens are higher bins.
+
+    Attributes:
+        rows: Number of actions of a chunk.
+        dims: Number of values of an action.
+        points: Number of points in [-1, 1]. The intervals between them are the bins.
+        below: The first token id above the bins.
+    """
 
     rows: Side
     dims: Side
@@ -38,7 +46,7 @@ class BinTokens(ActionTokens):
 
     @property
     def ids(self) -> tuple[int, int]:
-        """Return the first and the last id that is a bin."""
+        """Return the smallest and the largest token id that is a bin."""
         return self.below - self.points + 1, self.below - 1
 
     def chunk(self, said: np.ndarray) -> np.ndarray:
@@ -49,7 +57,7 @@ class BinTokens(ActionTokens):
 
 
 def bin_centres(ids: Array, points: int, below: int) -> Array:
-    """Return values in [-1, 1] of token ids int64; ids that are no action tokens count as the nearest bin."""
+    """Return values in [-1, 1] for token ids, int64. An id outside the bins counts as the nearest bin."""
     found: Any = ids
     intervals = points - 1
     bins = (below - 1 - found).clip(0, intervals - 1)

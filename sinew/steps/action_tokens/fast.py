@@ -1,4 +1,4 @@
-"""FAST (Pertsch et al. 2025, arXiv 2501.09747): byte pairs over a discrete cosine transform of the chunk."""
+"""FAST tokens (Pertsch et al. 2025, arXiv 2501.09747): byte pairs over a discrete cosine transform of the chunk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ LONGEST = 8 << 20  # largest accepted length of a tokenizer in characters; the p
 
 @dataclass(frozen=True)
 class FastTokens(ActionTokens):
-    """FAST tokens: the tokens spell characters, each a coefficient of the chunk's transform along time, step by step.
+    """FAST tokens: the tokens spell characters. Each character is a coefficient of the chunk's transform along time,
+    step by step.
 
-    As in LeRobot, extra characters are cut, missing ones are zeros, ids after the tokenizer's last are ignored, and
-    an id below its first makes a chunk of zeros, which the statistics turn into their mean.
+    The rules are LeRobot's: extra characters are cut, and missing characters are zeros. Ids after the tokenizer's last
+    id are ignored. An id before its first id makes a chunk of zeros, which un-normalisation converts to the mean
+    action.
 
     Attributes:
+        most: Number of tokens of the longest sequence.
+        end: The token that ends a sequence.
+        rows: Number of actions of a chunk.
+        dims: Number of values of an action.
         zero: The language model's id of FAST's token 0. Its other tokens have lower ids.
         tokenizer: FAST's own tokenizer, a whole ``tokenizer.json``.
         least: The coefficient of character 0.
@@ -55,7 +61,11 @@ class FastTokens(ActionTokens):
             yield f"tokenizer: {error}"
 
     def opened(self) -> Tokenizer:
-        """Return FAST's tokenizer. Raises :class:`BundleError` for an invalid text."""
+        """Return FAST's tokenizer.
+
+        Raises:
+            BundleError: The text is not a valid tokenizer.
+        """
         return _opened(self.tokenizer)
 
     def chunk(self, said: np.ndarray) -> np.ndarray:
@@ -68,7 +78,7 @@ class FastTokens(ActionTokens):
         return inverse_dct(coefficients.reshape(self.rows, self.dims) / self.scale).astype(np.float32)
 
     def characters(self, said: np.ndarray) -> list[float]:
-        """Return the coefficients that a sentence spells, as many as it does."""
+        """Return the coefficients that a token sequence spells. Their number depends on the sequence."""
         ids = [self.zero - token for token in without(said.tolist(), self.leaves_out)]
         if min(ids, default=0) < 0:
             return []
@@ -86,7 +96,10 @@ def _opened(text: str) -> Tokenizer:
 
 
 def without(ids: list[int], run: tuple[int, ...]) -> list[int]:
-    """Return the ids without each ``run`` of them, from the first on; what closes up behind one is looked at too."""
+    """Return the ids without each occurrence of ``run``, from left to right.
+
+    If the removal of a run makes a new run, that run is removed too.
+    """
     found, at = list(ids), 0
     while run and at <= len(found) - len(run):
         if tuple(found[at : at + len(run)]) == run:

@@ -1,1 +1,1 @@
-"""What is done to a camera's frame: a step a file, and the arithmetic of libraries that steps share."""
+"""Processing steps for camera frames, one step per file, and the arithmetic of libraries that the steps share."""

@@ -14,10 +14,11 @@ from sinew.steps import registry
 
 
 class ImageStep(Tagged):
-    """One change of a whole frame, as the library that prepared the training images rounds it.
+    """One change of a whole frame, with the rounding of the library that prepared the training images.
 
-    other_sizes: a field of steps that may be only for frames that do not have the recipe's size as they come.
-    keeps_size: after it every frame has the size that it had.
+    Attributes:
+        other_sizes: True if the step is only for frames whose original size is not the recipe's size.
+        keeps_size: True if the step does not change the size of any frame.
     """
 
     registry = registry.IMAGE
@@ -26,35 +27,38 @@ class ImageStep(Tagged):
 
     @property
     def takes(self) -> Literal["bytes", "floats", "either"]:
-        """The frames that the step accepts: uint8, float32 in [0, 1], or either."""
+        """The frames that the step accepts: uint8 ("bytes"), float32 in [0, 1] ("floats"), or both ("either")."""
         return "bytes"
 
     @property
     def on_host(self) -> str:
-        """Return why engines leave a recipe with this step to numpy on the host; "" where a device computes it."""
+        """Return the reason why engines compute a recipe with this step by numpy on the host, or "" if a device can
+        compute it."""
         return "its library's order of sums and roundings is written in numpy alone"
 
     @property
     def fixed(self) -> tuple[int, int] | None:
-        """Return the height and width that every frame gets; None where they follow from the frame's."""
+        """Return the height and width of every resulting frame, or None if they depend on the frame's size."""
         return None
 
     @property
     def only(self) -> tuple[int, int] | None:
-        """Return the only height and width that the step takes; None where it takes any."""
+        """Return the only height and width that the step accepts, or None if it accepts any size."""
         return None
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of a frame of this size after the step."""
+        """Return the height and width of a frame of this size after the step."""
         return self.fixed or (height, width)
 
     def resized(self, height: int, width: int) -> tuple[int, int] | None:
-        """Return height and width of the picture that a step which resizes makes of such a frame, without bars; None of
-        a step that does something else."""
+        """Return the height and width of the resized picture without bars, or None if the step does not resize."""
         return None
 
     def taken(self, frame: np.ndarray) -> np.ndarray:
-        """Return uint8 or float32 [h, w, 3] as the step takes it; floats become the bytes that they came from."""
+        """Return a frame in the form that the step accepts, uint8 or float32 [h, w, 3].
+
+        Floats become the bytes that they were computed from.
+        """
         if self.takes == "floats":
             return to_unit(frame)
         if self.takes == "bytes" and frame.dtype != np.uint8:
@@ -62,13 +66,14 @@ class ImageStep(Tagged):
         return frame
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
-        """Return a frame that the step takes, [h, w, 3], as the step leaves it: [H, W, 3]."""
+        """Return the frame after the step, [H, W, 3]. The frame before the step, [h, w, 3], must have the accepted
+        form."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class SizedStep(ImageStep):
-    """A step after which every frame is ``height`` x ``width``."""
+    """A step whose resulting frames all have the size ``height`` x ``width``."""
 
     height: Side
     width: Side
@@ -80,7 +85,7 @@ class SizedStep(ImageStep):
 
 @dataclass(frozen=True)
 class CameraScale:
-    """``(x - mean) / std`` of one camera's pixels in [0, 1], by colour."""
+    """The normalisation ``(x - mean) / std`` for the pixels of one camera in [0, 1], per colour."""
 
     mean: tuple[Finite, Finite, Finite]
     std: tuple[Positive, Positive, Positive]
@@ -88,12 +93,17 @@ class CameraScale:
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """Frame to pixels: ``steps``, which end in ``height`` x ``width``, scale to [0, 1], then ``(x - mean) / std``.
+    """The conversion of a frame to pixels: the steps, a scale to [0, 1], then ``(x - mean) / std``.
 
-    mean, std: three numbers per group of channels; each group is the same picture in another normalisation.
-    cameras: in their place, one for each camera of the policy, where cameras differ in them.
-    sizes: height and width of each camera's picture after the steps, where cameras differ in them. A picture is then in
-        the top left corner of ``height`` x ``width``, and the model does not read the rest.
+    Attributes:
+        height: Height of the pixels after the steps.
+        width: Width of the pixels after the steps.
+        steps: The steps.
+        mean: Three numbers per group of channels. Each group is the same picture with another normalisation.
+        std: Three numbers per group of channels.
+        cameras: Normalisation of each camera of the policy, if the cameras differ. It replaces ``mean`` and ``std``.
+        sizes: Height and width of each camera's picture after the steps, if the cameras differ. A picture is then in
+            the top left corner of ``height`` x ``width``, and the model does not read the rest.
     """
 
     height: Side
@@ -110,7 +120,7 @@ class ImageRecipe:
         return len(self.mean)
 
     def of_camera(self, index: int) -> ImageRecipe:
-        """Return the recipe of one camera, counted as the policy counts them, which is the same for all frames."""
+        """Return the recipe for the camera with this index in the policy. It has no differences between cameras."""
         own = self
         if self.cameras:
             own = replace(own, mean=self.cameras[index].mean, std=self.cameras[index].std, cameras=())
@@ -123,16 +133,18 @@ class ImageRecipe:
 
     @property
     def picture(self) -> tuple[int, int]:
-        """Return height and width of the picture that frames become, without the black border of a corner."""
+        """Return the height and width of the picture, without the black border of a corner."""
         return (self.steps[-1].only if self.steps else None) or (self.height, self.width)
 
     @property
     def to_picture(self) -> tuple[ImageStep, ...]:
-        """Return the steps that make :attr:`picture` of a frame; () if frames must have its size."""
+        """Return the steps that convert a frame to :attr:`picture`. If the list is empty, frames must have that
+        size."""
         return self.steps[:-1] if self.steps and self.steps[-1].only else self.steps
 
     def size_after(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the picture that a frame of this size becomes (:attr:`picture` if it fits)."""
+        """Return the height and width of the picture that a frame of this size becomes. It is :attr:`picture` for
+        suitable frames."""
         fits = (height, width) == (self.height, self.width)
         for step in self.to_picture:
             if not (fits and step.other_sizes):
@@ -140,8 +152,11 @@ class ImageRecipe:
         return height, width
 
     def enough(self, height: int, width: int) -> tuple[int, int]:
-        """Return the least height and width of a frame in the shape of this one that the first step which changes sizes
-        would not have to enlarge; the frame's own where that step does not shrink it, or cuts it."""
+        """Return the least height and width of a frame with the same aspect ratio that the policy does not enlarge.
+
+        The first step that changes sizes decides. If that step does not shrink the frame, or crops it, the result is
+        the frame's own size.
+        """
         first = next((step for step in self.steps if not step.keeps_size), None)
         picture = None if first is None else first.resized(height, width)
         if picture is None:
@@ -150,7 +165,7 @@ class ImageRecipe:
         return min(height, math.ceil(height * scale - 1e-6)), min(width, math.ceil(width * scale - 1e-6))
 
     def problems(self) -> Iterator[str]:
-        """Yield the contradictions between its fields."""
+        """Yield the contradictions between the recipe's fields."""
         if len(self.mean) not in (3, 6, 9, 12) or len(self.mean) != len(self.std):
             yield f"mean, std: expected three numbers per group, of 1 to 4, got {len(self.mean)}, {len(self.std)}"
         taken, end = set(), None
@@ -176,7 +191,7 @@ class ImageRecipe:
 
 
 def to_unit(array: np.ndarray) -> np.ndarray:
-    """uint8 0 .. 255 -> float32 in [0, 1]; float32 as it is."""
+    """Convert uint8 0 .. 255 to float32 in [0, 1]. float32 arrays are returned unchanged."""
     if array.dtype != np.uint8:
         return array
     out = array.astype(np.float32)

@@ -1,8 +1,8 @@
-"""Bilinear resize of a frame straight into channel planes: ``torch.nn.functional.interpolate`` without torch.
+"""Bilinear resize of a frame into channel planes: ``torch.nn.functional.interpolate`` without torch.
 
-Half-pixel centres, no antialiasing. Only pixels that are read are touched: the source rows that some target row
-reads, and of those the columns. Bytes are gathered before they become floats, a quarter of the traffic. Columns are
-mixed first, then rows, in the order of torch's own weights, so that the two agree to the last bits of float32.
+The resize has half-pixel centres and no antialiasing. It reads only the source rows and columns that a target pixel
+needs. Bytes are gathered before they become floats, which needs a quarter of the memory traffic. Columns are mixed
+first, then rows, with torch's weights in torch's order, so that both results agree to the last bits of float32.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from sinew.steps.image.compiled import Mixing, scratch
 
 
 def to_planes(frame: np.ndarray) -> np.ndarray:
-    """uint8 or float32 [h, w, C] -> float32 [C, h, w] in [0, 1]."""
+    """Convert a frame, uint8 or float32 [h, w, C], to float32 [C, h, w] in [0, 1]."""
     return to_unit(np.ascontiguousarray(frame.transpose(2, 0, 1)))
 
 
 def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray | None = None) -> np.ndarray:
-    """uint8 or float32 [h, w, C] -> float32 [C, height, width] in [0, 1], into ``out`` where it is given."""
+    """Resize a frame to float32 [C, height, width] in [0, 1].
+
+    Args:
+        frame: uint8 or float32 [h, w, C].
+        height: Height of the result.
+        width: Width of the result.
+        out: Memory for the result, or None.
+    """
     size, channels = frame.shape[:2], frame.shape[2]
     if out is None:
         out = np.empty((channels, height, width), np.float32)
@@ -57,15 +64,19 @@ def resize_bilinear(frame: np.ndarray, height: int, width: int, out: np.ndarray 
 
 
 def _fit(frame: np.ndarray, out: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Return whether compiled kernels may read bytes of pixels here, and write lines of planes."""
+    """Return whether compiled kernels can read bytes of pixels from this frame, and write lines of planes to
+    ``out``."""
     lies = (frame.dtype, out.dtype, out.shape, out.strides[2], out.flags.behaved)
     return lies == (np.uint8, np.float32, shape, 4, True) and compiled.pixels_lie_together(frame)
 
 
 @lru_cache(maxsize=64)
 def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The source rows that are read, ascending; which of them is each target row's first and second, and the weights
-    of the two, float32 [target, 1]."""
+    """Return the source rows that a resize reads, ascending, and for each target row its two source rows and their
+    weights.
+
+    The two source rows are indices into the first array. The weights are float32 [target, 1].
+    """
     first, second, weight = taps(size, target)
     rows = np.unique(np.concatenate([first, second]))
     one, two = np.searchsorted(rows, first), np.searchsorted(rows, second)
@@ -74,8 +85,11 @@ def row_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 @lru_cache(maxsize=64)
 def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions in a line of interleaved pixels, int64 [2 * C * target], first all left neighbours plane by plane,
-    then all right ones; and the weights of the left and of the right ones, float32 [C * target]."""
+    """Return positions in a line of interleaved pixels, int64 [2 * C * target], and the weights, float32 [C * target].
+
+    The positions are all left neighbours, plane by plane, then all right neighbours. The weights are one array for the
+    left and one for the right neighbours.
+    """
     first, second, weight = taps(size, target)
     planes = np.arange(channels)[:, None]
     where = [(channels * column + planes).reshape(-1) for column in (first, second)]
@@ -85,7 +99,7 @@ def column_taps(size: int, target: int, channels: int) -> tuple[np.ndarray, np.n
 
 @lru_cache(maxsize=64)
 def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
-    """Return the arrays of a bilinear resize from ``size`` to ``target``, both [height, width]."""
+    """Return the arrays for a bilinear resize from ``size`` to ``target``, both (height, width)."""
     (*lines, row_weights), (*columns, weight) = (taps(*each) for each in zip(size, target, strict=True))
     return Mixing.of(
         size[1], lines, row_weights, columns, np.stack([1 - weight, weight]) * np.float32(2**-24)
@@ -93,7 +107,7 @@ def mixing(size: tuple[int, int], target: tuple[int, int]) -> Mixing:
 
 
 def taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each target pixel its two source pixels and the weight of the second, along one axis."""
+    """Return for each target pixel along one axis its two source pixels, and the weight of the second source pixel."""
     scale = np.float32(size / target)
     source = scale * (np.arange(target, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5)
     first = source.astype(np.int64)  # positions in the first half pixel become 0

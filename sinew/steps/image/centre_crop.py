@@ -1,4 +1,4 @@
-"""TensorFlow's crop_and_resize of the middle of a frame."""
+"""A step with TensorFlow's crop_and_resize of the middle of a frame."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sinew.steps.image.tensorflow import centre_crop
 
 @dataclass(frozen=True)
 class CentreCrop(SizedStep):
-    """The middle part of this ``area``, resized to ``height`` x ``width``."""
+    """Crop the middle part of a frame that has this ``area``, and resize it to ``height`` x ``width``."""
 
     area: Annotated[float, share("the frame")] = 1.0
     kind: Literal["centre_crop"] = field(default="centre_crop", kw_only=True, repr=False)

@@ -1,6 +1,7 @@
-"""The interface of compiled kernels for steps of a frame, and the kernels in use.
+"""The interface of compiled kernels for steps that change a frame, and the kernels in use.
 
-They equal numpy in every bit. They check nothing, so frames with another memory layout are left to numpy.
+The kernels equal numpy in every bit. They do not check their arguments, so numpy computes frames with another memory
+layout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Mixing(NamedTuple):
     Attributes:
         arrays: lines int32 [2, height], row_weights float32 [height], starts int32 [values / 4, 2], picks uint8 [2,
             values, 4], column_weights float32 [2, values].
-        addresses: Their addresses, stored because reading one takes microseconds.
+        addresses: The addresses of the arrays. They are stored because reading an address takes microseconds.
+        reach: Number of bytes that a kernel loads for four values: 16, 8, or 0 if lines are too short for wide loads.
         mixed: 0 for planes, 1 for bytes (OpenCV's weights), 2 for bytes (TensorFlow's crop).
     """
 
@@ -32,7 +34,16 @@ class Mixing(NamedTuple):
 
     @classmethod
     def of(cls, size: int, rows: Any, row_weights: Any, columns: Any, weights: Any, mixed: int = 0) -> Mixing:
-        """Return that of lines of ``size`` pixels: both neighbours of each row and of each column, and the weights."""
+        """Return the arrays for a resize of lines of ``size`` pixels.
+
+        Args:
+            size: Number of pixels in a source line.
+            rows: Both source rows of each target row.
+            row_weights: Weights of the rows.
+            columns: Both source columns of each target column.
+            weights: Weights of the columns.
+            mixed: See the class.
+        """
         line, wide = 3 * size, 3 * len(columns[0])
         pixel, colour = np.divmod(np.minimum(np.arange(-(-wide // 8) * 8), wide - 1), 3)
         wanted = 3 * np.stack(columns)[:, pixel] + colour  # the byte of a line that each value reads
@@ -52,11 +63,13 @@ class Mixing(NamedTuple):
 class ResizeWeights(NamedTuple):
     """The weights of a resize along one axis of ``size`` pixels.
 
-    Pixel ``at`` of the target is the sum of the pixels from first[at] on, int32 [target], times weights [target,
-    taps].
+    Target pixel i is the sum of the source pixels from first[i] on, times weights[i].
 
     Attributes:
-        bits: Binary places of int32 weights, for rounded bytes; 0 for float32 weights and results.
+        size: Number of source pixels.
+        first: First source pixel of each target pixel, int32 [target].
+        weights: [target, taps].
+        bits: Binary places of int32 weights, for rounded bytes. 0 for float32 weights and results.
         addresses: Addresses of the two arrays.
     """
 
@@ -70,7 +83,13 @@ class ResizeWeights(NamedTuple):
     def of(
         cls, size: int, spans: Iterable[tuple[int, Sequence[Any] | np.ndarray]], bits: int = 0
     ) -> ResizeWeights:
-        """Return those of spans: for each target pixel its first source pixel, and the weights from there on."""
+        """Return the weights for a list of spans.
+
+        Args:
+            size: Number of source pixels.
+            spans: For each target pixel, its first source pixel and the weights from there on.
+            bits: Binary places of int32 weights, or 0 for float32 weights.
+        """
         given = list(spans)
         taps = max(len(weights) for _, weights in given)
         # Every tap is inside the image.
@@ -82,10 +101,15 @@ class ResizeWeights(NamedTuple):
 
 
 class FrameKernels(NamedTuple):
-    """resize: from a frame, uint8 [h, w, 3], to planes, float32 [3, height, width], or to uint8 [height, width, 3],
-    dense. resample: from uint8 or float32 [h, w, 3], by the taps of an axis, to what they make, dense. jpeg:
-    from uint8 [h, w, 3], by float32 inverses of the quantiser's steps and the dequantiser's int32 ones, luma and chroma
-    [2, 8, 8], to as many bytes, dense."""
+    """The compiled kernels for frames.
+
+    Attributes:
+        resize: Resizes a frame, uint8 [h, w, 3], to float32 planes [3, height, width], or to contiguous uint8 [height,
+            width, 3].
+        resample: Resizes a frame, uint8 or float32 [h, w, 3], along one axis, with contiguous results.
+        jpeg: Computes a JPEG round trip of a frame, uint8 [h, w, 3]. The other arguments are float32 inverses of the
+            quantiser's steps and int32 steps of the dequantiser, luma and chroma [2, 8, 8].
+    """
 
     resize: Callable[[np.ndarray, Mixing, np.ndarray], None]
     resample: Callable[[np.ndarray, int, ResizeWeights, np.ndarray], None]
@@ -96,12 +120,12 @@ in_use: list[FrameKernels] = []  # one entry, or none if numpy changes the frame
 
 
 def install(kernels: FrameKernels | None) -> None:
-    """Let ``kernels`` change frames; they have to equal numpy in every bit. None: numpy does."""
+    """Set the kernels that change frames. They must equal numpy in every bit. With None, numpy changes frames."""
     in_use[:] = [] if kernels is None else [kernels]
 
 
 def take_bytes(frame: np.ndarray) -> bool:
-    """Return whether kernels are in use, and may read [h, w, 3] as bytes of pixels."""
+    """Return whether compiled kernels are in use and can read this frame, [h, w, 3], as bytes of pixels."""
     return bool(in_use) and frame.dtype == np.uint8 and pixels_lie_together(frame)
 
 
@@ -116,8 +140,10 @@ _kept = threading.local()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a buffer of this thread that the next call writes over: memory that the system has just given costs a page
-    fault for each 4 KiB."""
+    """Return a buffer that belongs to this thread, and that the next call overwrites.
+
+    New memory from the system would cost a page fault for each 4 KiB.
+    """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size > MOST_KEPT:
         return np.empty(shape, dtype)

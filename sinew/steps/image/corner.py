@@ -1,4 +1,4 @@
-"""A picture of a camera's own size in the top left corner of the size that all cameras share."""
+"""A step that places a camera's picture in the top left corner of the size that all cameras share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from sinew.steps.image.base import ImageStep
 
 @dataclass(frozen=True)
 class Corner(ImageStep):
-    """A picture of ``own_height`` x ``own_width`` becomes ``height`` x ``width``, black at the right and the bottom.
+    """Place a picture of ``own_height`` x ``own_width`` in ``height`` x ``width``, with black at the right and the
+    bottom.
 
-    A picture of another size stays as it is. :func:`sinew.processing.image.check_frame` rejects it before.
-    floats: beside steps of floats.
+    A picture of another size is not changed. :func:`sinew.processing.image.check_frame` rejects it before this step.
+
+    Attributes:
+        floats: True if the recipe's other steps work with floats.
     """
 
     height: Side

@@ -1,4 +1,4 @@
-"""The middle of a frame, its pixels as they are."""
+"""A step that crops the middle of a frame without a resize."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from sinew.steps.image.base import ImageStep
 
 @dataclass(frozen=True)
 class Crop(ImageStep):
-    """Crop the centre: ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width`` if it is 0.
+    """Crop the centre of a frame: ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width`` if it is
+    0.
 
     Attributes:
-        rounded: True rounds the place (torchvision), False cuts it (albumentations).
+        rounded: True rounds the position of the crop (torchvision), False cuts it (albumentations).
         floats: True crops frames of floats, False frames of bytes.
     """
 

@@ -1,4 +1,4 @@
-"""The resize of Qwen's image processors: whole patches, and as many as they may be."""
+"""The resize of Qwen's image processors, to a whole number of patches within limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sinew.steps.image.methods import Method, MethodStep
 
 @dataclass(frozen=True)
 class Grid(MethodStep):
-    """Both sides become multiples of ``unit``, with ``min_pixels`` to ``max_pixels`` in all, by ``method``."""
+    """Resize both sides to multiples of ``unit``, with ``min_pixels`` to ``max_pixels`` in total, by ``method``."""
 
     unit: Side
     min_pixels: int

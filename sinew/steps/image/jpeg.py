@@ -1,9 +1,9 @@
-"""A JPEG round trip, in numpy: what a frame looks like after TensorFlow has written and read it.
+"""A JPEG round trip in numpy: a frame as TensorFlow reads it back after it wrote the frame.
 
 OpenVLA-OFT's evaluation encodes every frame with ``tf.image.encode_jpeg`` (quality 95, chroma halved both ways,
-accurate forward transform) and reads it back with ``tf.io.decode_image``, whose inverse transform is libjpeg's *fast*
-one. Pillow reads with the accurate inverse and differs from that in most pixels. Entropy coding loses nothing, so it
-is left out. Every value equals TensorFlow's (fixture ``tf_preprocess``).
+accurate forward transform). It reads the frame back with ``tf.io.decode_image``, which uses libjpeg's *fast* inverse
+transform. Pillow reads with the accurate inverse transform, and its result differs in most pixels. Entropy coding is
+lossless, so it is left out. Every value equals TensorFlow's (fixture ``tf_preprocess``).
 
 Source of the arithmetic: libjpeg (IJG) jccolor, jcsample, jfdctint, jcdctmgr, jddctmgr, jidctfst, jdsample, jdcolor.
 """
@@ -46,7 +46,7 @@ CHROMA[:4, :4] = [[17, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66,
 
 @dataclass(frozen=True)
 class Jpeg(ImageStep):
-    """Written as JPEG of this ``quality`` and read again."""
+    """Write the frame as a JPEG of this ``quality``, and read it again."""
 
     quality: Annotated[int, within(1, 100)] = 95
     other_sizes: bool = False
@@ -61,7 +61,7 @@ class Jpeg(ImageStep):
 
 
 def jpeg_round_trip(frame: np.ndarray, quality: int = 95) -> np.ndarray:
-    """Return ``frame`` as TensorFlow reads it back from a JPEG file of it: uint8 [h, w, 3] to the same."""
+    """Return a frame as TensorFlow reads it back from a JPEG file: uint8 [h, w, 3] -> uint8 [h, w, 3]."""
     if not compiled.take_bytes(frame):
         return by_numpy(frame, quality)
     compiled.in_use[0].jpeg(frame, *steps(quality)[1:], out := np.empty(frame.shape, np.uint8))
@@ -69,7 +69,7 @@ def jpeg_round_trip(frame: np.ndarray, quality: int = 95) -> np.ndarray:
 
 
 def by_numpy(frame: np.ndarray, quality: int) -> np.ndarray:
-    """Return the same, which compiled kernels equal."""
+    """Compute :func:`jpeg_round_trip` with numpy. Compiled kernels equal the result."""
     (luma_steps, chroma_steps), _, (luma_factors, chroma_factors) = steps(quality)
     height, width = frame.shape[:2]
     right, bottom = -width % 16, -height % 16
@@ -90,7 +90,7 @@ def _fixed(x: float, bits: int = SCALE_BITS) -> int:
 
 
 def _to_ycc(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int32 [h, w, 3] -> Y, Cb, Cr, each int32 [h, w] in 0 .. 255."""
+    """Convert int32 [h, w, 3] to Y, Cb and Cr, each int32 [h, w] in 0 .. 255."""
     r, g, b = rgb[..., 0], rgb[..., 1], rgb[..., 2]
     offset = (128 << SCALE_BITS) + HALF - 1
     half = _fixed(0.5)
@@ -102,7 +102,7 @@ def _to_ycc(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _to_rgb(y: np.ndarray, cb: np.ndarray, cr: np.ndarray) -> np.ndarray:
-    """Planes int32 [h, w] -> uint8 [h, w, 3]."""
+    """Convert Y, Cb and Cr, int32 [h, w], to uint8 [h, w, 3]."""
     cb, cr = cb - 128, cr - 128
     red = (_fixed(1.402) * cr + HALF) >> SCALE_BITS
     green = (-_fixed(0.34414) * cb - _fixed(0.71414) * cr + HALF) >> SCALE_BITS
@@ -111,13 +111,13 @@ def _to_rgb(y: np.ndarray, cb: np.ndarray, cr: np.ndarray) -> np.ndarray:
 
 
 def _halve(plane: np.ndarray) -> np.ndarray:
-    """Mean of each 2 x 2 square, rounded down and up by turns: [h, w] -> [h / 2, w / 2]."""
+    """Return the mean of each 2 x 2 square, [h / 2, w / 2]. Columns are rounded down and up in turn."""
     total = plane[::2, ::2] + plane[::2, 1::2] + plane[1::2, ::2] + plane[1::2, 1::2]
     return (total + 1 + np.arange(total.shape[1]) % 2) >> 2
 
 
 def _double(plane: np.ndarray) -> np.ndarray:
-    """libjpeg's "fancy" triangle filter, weights 3 and 1: int32 [h, w] -> [2 h, 2 w]."""
+    """Enlarge int32 [h, w] to [2 h, 2 w] by libjpeg's "fancy" triangle filter with weights 3 and 1."""
     wide = np.pad(plane, ((1, 1), (0, 0)), mode="edge")
     rows = np.stack([3 * plane + wide[:-2], 3 * plane + wide[2:]], axis=1).reshape(-1, plane.shape[1])
     wide = np.pad(rows, ((0, 0), (1, 1)), mode="edge")
@@ -126,7 +126,7 @@ def _double(plane: np.ndarray) -> np.ndarray:
 
 
 def _code(plane: np.ndarray, quant: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Transform, quantise and restore a plane whose sides are multiples of 8: int32 [h, w] in 0 .. 255 to the same."""
+    """Transform, quantise and restore a plane, int32 [h, w] in 0 .. 255. Both sides must be multiples of 8."""
     height, width = plane.shape
     # The layout [v, u, blocks] makes each operation of a pass one operation on long rows.
     blocks = (plane - 128).reshape(height // 8, 8, width // 8, 8).transpose(1, 3, 0, 2).reshape(8, 8, -1)
@@ -140,8 +140,12 @@ def _code(plane: np.ndarray, quant: np.ndarray, factors: np.ndarray) -> np.ndarr
 
 @lru_cache
 def steps(quality: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps of luma and chroma [2, 8, 8]: the quantiser's (``jpeg_quality_scaling`` of libjpeg), float32
-    inverses of 8 times those, int32 ones with the factors that the fast inverse takes out of its butterflies."""
+    """Return the steps of luma and chroma for a JPEG quality, three arrays [2, 8, 8].
+
+    Returns:
+        The quantiser's steps (``jpeg_quality_scaling`` of libjpeg), float32 inverses of 8 times these steps, and int32
+            steps of the dequantiser with the factors that the fast inverse leaves out of its butterflies.
+    """
     scale = 200 - 2 * quality if quality >= 50 else 5000 // quality
     found = np.clip((np.stack([LUMA, CHROMA]) * scale + 50) // 100, 1, 255)
     gain = np.sqrt(2) * np.cos(np.arange(8) * np.pi / 16)
@@ -152,10 +156,10 @@ def steps(quality: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @lru_cache
 def _forward_matrix() -> np.ndarray:
-    """The accurate forward transform of eight values before its rounding, float64 [8, 8] of integers.
+    """Return the accurate forward transform of eight values before its rounding, float64 [8, 8] of integers.
 
-    libjpeg factors it into butterflies (Loeffler, Ligtenberg and Moschytz 1989) with constants of 13 bits; up to the
-    rounding at the end they are exact integer arithmetic, so their product is the same transform.
+    libjpeg factors the transform into butterflies (Loeffler, Ligtenberg and Moschytz 1989) with constants of 13 bits.
+    Up to the rounding at the end, they are exact integer arithmetic, so their product is the same transform.
     """
     c = partial(_fixed, bits=FORWARD_BITS)
     eye = np.eye(8)
@@ -181,7 +185,8 @@ def _forward_matrix() -> np.ndarray:
 
 
 def _forward(blocks: np.ndarray) -> np.ndarray:
-    """Integers as float64 [8, 8, n] -> coefficients times 8, the same. Rows, then columns; exact below 2^53."""
+    """Return the coefficients times 8 of blocks of integers, float64 [8, 8, n]. Rows first, then columns, exact
+    below 2^53."""
     matrix = _forward_matrix()
     rows = np.matmul(matrix, blocks)  # sums over u: [8 v, 8, n]
     rows = np.floor(rows * 2.0 ** (PASS_BITS - FORWARD_BITS) + 0.5)
@@ -190,9 +195,10 @@ def _forward(blocks: np.ndarray) -> np.ndarray:
 
 
 def _inverse(c: np.ndarray) -> np.ndarray:
-    """The fast inverse (Arai, Agui and Nakajima 1988) of int32 [8, 8, n], columns then rows -> 0 .. 255.
+    """Compute the fast inverse transform (Arai, Agui and Nakajima 1988) of int32 [8, 8, n], columns then rows, to 0 ..
+    255.
 
-    Products keep eight bits and are cut, not rounded: that is what tells this one from the accurate inverse.
+    Products keep eight binary places and are cut, not rounded. The accurate inverse rounds them.
     """
     columns = _butterflies(*c)  # eight arrays [8 u, n]
     rows = _butterflies(*np.stack(columns).transpose(1, 0, 2))  # eight arrays [8 v, n], indexed by u

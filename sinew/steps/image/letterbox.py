@@ -1,4 +1,4 @@
-"""A frame of a fixed size that keeps its aspect ratio, with bars where that leaves room."""
+"""A step that resizes a frame to a fixed size, keeps its aspect ratio, and fills the rest with bars."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from sinew.steps.image.resample import resize_pillow
 
 @dataclass(frozen=True)
 class Letterbox(SizedStep):
-    """To ``height`` x ``width``, resized as far as the aspect ratio allows.
+    """Resize a frame to ``height`` x ``width`` with its aspect ratio, and add bars.
 
-    interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default);
-            "pil_bilinear" is Pillow's on uint8, antialiased when it shrinks, its bars black and to both sides
+    Attributes:
+        interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default).
+            "pil_bilinear" is Pillow's resize of uint8, antialiased when it shrinks, with black bars on both sides
             (openpi's clients and server).
-    pad:    where the picture is: "top_left" has all bars before it (LeRobot SmolVLA), "center" to both sides (openpi).
-    pad_value: of the bars, or one for each colour, where pixels are in [0, 1].
+        pad: Position of the picture. "top_left" has all bars before it (LeRobot SmolVLA), "center" has bars on both
+            sides (openpi).
+        pad_value: Value of the bars for pixels in [0, 1], one number or one per colour.
     """
 
     interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
@@ -33,7 +35,7 @@ class Letterbox(SizedStep):
 
     @property
     def centred(self) -> bool:
-        """Return True where bars go to both sides."""
+        """Return True if both sides have bars."""
         return self.pad == "center" or self.interpolation == "pil_bilinear"
 
     @property
@@ -43,13 +45,14 @@ class Letterbox(SizedStep):
 
     @property
     def bars(self) -> tuple[float, float, float]:
-        """Return the colour of the bars, where pixels are in [0, 1]."""
+        """Return the colour of the bars for pixels in [0, 1]."""
         return (0.0,) * 3 if self.interpolation == "pil_bilinear" else self.colour
 
     def inner(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size of the picture between the bars: the frame's divided by the larger ratio, cut.
+        """Return the size of the picture between the bars: the frame's size divided by the larger ratio, cut to whole
+        pixels.
 
-        So LeRobot's and openpi's ``resize_with_pad`` round it.
+        LeRobot's and openpi's ``resize_with_pad`` round in the same way.
         """
         ratio = max(width / self.width, height / self.height)
         return max(int(height / ratio), 1), max(int(width / ratio), 1)
@@ -58,12 +61,13 @@ class Letterbox(SizedStep):
         return self.inner(height, width)
 
     def corner(self, inner: tuple[int, int]) -> tuple[int, int]:
-        """Return the row and column where a picture of this size begins."""
+        """Return the first row and column of a picture of this size."""
         spare = self.height - inner[0], self.width - inner[1]
         return (spare[0] // 2, spare[1] // 2) if self.centred else spare
 
     def forward(self, frame: np.ndarray) -> np.ndarray:
-        """uint8 or float32 in [0, 1] [h, w, 3] -> float32 [height, width, 3]; uint8 by Pillow."""
+        """Return float32 [height, width, 3] for a frame, uint8 or float32 in [0, 1], [h, w, 3]. With Pillow, return
+        uint8."""
         if self.interpolation == "pil_bilinear":
             return self._pillow(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8))
         height, width = frame.shape[:2]

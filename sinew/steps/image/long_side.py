@@ -1,4 +1,4 @@
-"""A frame whose longer side has a fixed length."""
+"""A step that resizes a frame so that its longer side has a fixed length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.steps.image.methods import Method, MethodStep
 
 @dataclass(frozen=True)
 class LongSide(MethodStep):
-    """The longer side becomes ``edge``, by ``method``. The other keeps the aspect ratio, cut to whole pixels."""
+    """Resize the longer side to ``edge`` by ``method``. The other side keeps the aspect ratio, cut to whole pixels."""
 
     edge: Side
     method: Method = "lanczos3"

@@ -1,4 +1,4 @@
-"""Resizes by the libraries that prepare training images, each to its last bit."""
+"""Resizes that equal the libraries which prepare training images, to the last bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class MethodStep(ImageStep):
 
 
 def resize(frame: np.ndarray, height: int, width: int, method: Method) -> np.ndarray:
-    """uint8 (or float32, where the method takes floats) [h, w, 3] -> the same dtype [height, width, 3]."""
+    """Resize a frame, [h, w, 3], to [height, width, 3] of the same dtype: float32 for the methods of floats, else
+    uint8."""
     if method.endswith("_float"):
         return resize_floats(frame, height, width, method.removesuffix("_float"))
     return _OF_BYTES[method](frame, height, width)

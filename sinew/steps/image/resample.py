@@ -1,8 +1,8 @@
-"""Resizing of uint8 images exactly as OpenCV's INTER_AREA and torch's antialiased kernels round it.
+"""Resize uint8 images with exactly the rounding of OpenCV's INTER_AREA and torch's antialiased kernels.
 
-Policies see the rounding of the library that prepared their training images. Both libraries compute in fixed point
-or in a stated order of float32 sums, so a handful of numpy operations gives every value; tables are cached.
-Images are [h, w, C] throughout.
+A policy's training images have the rounding of the library that prepared them. Both libraries compute in fixed point or
+in a defined order of float32 sums, so a few numpy operations give every value. Tables are cached. Images are [h, w, C]
+in the whole module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ Table = Callable[[int, int], Neighbours]  # (size, target) -> source pixels and 
 
 
 def resample(image: np.ndarray, passes: Iterable[tuple[int, ResizeWeights]]) -> np.ndarray:
-    """uint8 or float32 [h, w, C] -> the same, resized along one axis after another."""
+    """Resize an image, uint8 or float32 [h, w, C], along one axis after another.
+
+    Args:
+        image: The image.
+        passes: (axis, weights) of each pass.
+    """
     steps = list(passes)
     for step, (axis, taps) in enumerate(steps, 1):
         if not (compiled.in_use and _fit(image, axis, taps)):
@@ -43,13 +48,13 @@ def resample(image: np.ndarray, passes: Iterable[tuple[int, ResizeWeights]]) -> 
 
 
 def _fit(image: np.ndarray, axis: int, taps: ResizeWeights) -> bool:
-    """Return whether compiled kernels may read the image by the taps of its axis."""
+    """Return whether compiled kernels can read the image with the weights of this axis."""
     dtypes = (np.uint8,) if taps.bits else (np.uint8, np.float32)
     return image.dtype in dtypes and image.shape[axis] == taps.size and compiled.pixels_lie_together(image)
 
 
 def by_numpy(image: np.ndarray, axis: int, taps: ResizeWeights) -> np.ndarray:
-    """Return one pass, which compiled kernels equal."""
+    """Compute one pass with numpy. Compiled kernels equal the result."""
     # Taking whole lines is faster than taking columns, so turn the image for many taps.
     if axis == 1 and taps.weights.shape[1] > 6:
         turned = by_numpy(np.ascontiguousarray(image.transpose(1, 0, 2)), 0, taps)
@@ -62,10 +67,10 @@ def by_numpy(image: np.ndarray, axis: int, taps: ResizeWeights) -> np.ndarray:
 
 
 def resize_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [h, w, C] -> uint8 [height, width, C] as cv2.resize(..., interpolation=INTER_AREA).
+    """Resize uint8 [h, w, C] to uint8 [height, width, C] as cv2.resize(..., interpolation=INTER_AREA).
 
-    Shrinking averages the pixels under each target pixel, weighted by overlap; where an axis grows, OpenCV
-    interpolates linearly between neighbours instead, with weights of its own. Source: OpenCV imgproc ``resize.cpp``.
+    Shrinking averages the pixels under each target pixel, weighted by overlap. If an axis grows, OpenCV interpolates
+    linearly between neighbours instead, with special weights. Source: OpenCV imgproc ``resize.cpp``.
     """
     h, w = image.shape[:2]
     if (h, w) == (height, width):
@@ -92,7 +97,8 @@ def _sums(size: int, target: int) -> ResizeWeights:
 
 @lru_cache(maxsize=64)
 def _overlaps(size: int, target: int) -> ResizeWeights:
-    """An overlap of less than a thousandth of a pixel is left out, as in OpenCV."""
+    """Return the weights of an average by overlap. As in OpenCV, an overlap of less than a thousandth of a pixel is
+    left out."""
     scale = size / target
     spans: list[tuple[int, list[float]]] = []
     for at in range(target):
@@ -105,9 +111,9 @@ def _overlaps(size: int, target: int) -> ResizeWeights:
 
 
 def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [h, w, C] -> uint8 [height, width, C] as cv2.resize(..., interpolation=INTER_LINEAR), its default.
+    """Resize uint8 [h, w, C] to uint8 [height, width, C] as cv2.resize(..., interpolation=INTER_LINEAR), its default.
 
-    No antialiasing: two neighbours on each axis. Source: OpenCV imgproc ``resize.cpp``.
+    The resize uses two neighbours on each axis, without antialiasing. Source: OpenCV imgproc ``resize.cpp``.
     """
     if image.shape[:2] == (height, width):
         return image
@@ -129,7 +135,7 @@ def linear_mixing(size: Size, target: Size, table: Table) -> Mixing:
 
 
 def linear_by_numpy(image: np.ndarray, target: Size, table: Table) -> np.ndarray:
-    """The numpy form of the compiled kernel, equal in every bit."""
+    """Compute the linear resize with numpy. The compiled kernel equals the result in every bit."""
     (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = map(table, image.shape[:2], target)
     columns = image.take(x0, axis=1) * wx0[:, None] + image.take(x1, axis=1) * wx1[:, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves
@@ -154,7 +160,7 @@ def _fixed_point(low: np.ndarray, part: np.ndarray, size: int) -> Neighbours:
 
 @lru_cache(maxsize=64)
 def _linear_area_taps(size: int, target: int) -> Neighbours:
-    """Return both neighbours of every target pixel and their weights in units of 2^-11, int32."""
+    """Return both neighbours of every target pixel and their weights for INTER_AREA, in units of 2^-11, int32."""
     inverse = target / size
     scale = 1.0 / inverse
     at = np.arange(target)
@@ -164,20 +170,26 @@ def _linear_area_taps(size: int, target: int) -> Neighbours:
 
 
 def resize_antialias(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
-    """uint8 [h, w, C] -> uint8 [height, width, C] as torch's antialiased ``interpolate`` on uint8 tensors.
+    """Resize uint8 [h, w, C] to uint8 [height, width, C] as torch's antialiased ``interpolate`` on uint8 tensors.
 
-    method: "bilinear" or "bicubic" (a = -0.5). Columns first, then rows, each rounded to uint8; weights are int16
-    with as many bits as fit. Source: ATen ``UpSampleKernel.cpp``.
+    Columns are resized first, then rows, each rounded to uint8. Weights are int16 with as many binary places as fit.
+    Source: ATen ``UpSampleKernel.cpp``.
+
+    Args:
+        image: The image.
+        height: Height of the result.
+        width: Width of the result.
+        method: "bilinear" or "bicubic" (a = -0.5).
     """
     return _resized(image, height, width, antialias_taps, method)
 
 
 def resize_pillow(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
-    """uint8 [h, w, 3] -> uint8 [height, width, 3] as Pillow before 13 resizes with its filter ``method``.
+    """Resize uint8 [h, w, 3] to uint8 [height, width, 3] as Pillow before version 13, with its filter ``method``.
 
-    As torch's, whose kernel was made from it, but for weights of ``PILLOW_BITS``; by Pillow where no compiled kernels
-    are in use. Policies were trained on columns first; Pillow 13 begins with rows where they shrink much more. Source:
-    Pillow ``Resample.c``.
+    The arithmetic is that of torch's kernel, which was derived from Pillow, except for weights with ``PILLOW_BITS``
+    binary places. Without compiled kernels, Pillow itself computes. Policies were trained on columns first. Pillow 13
+    begins with rows if they shrink much more. Source: Pillow ``Resample.c``.
     """
     if compiled.in_use:
         return _resized(image, height, width, antialias_taps, method, PILLOW_BITS)
@@ -190,14 +202,21 @@ def resize_pillow(image: np.ndarray, height: int, width: int, method: str) -> np
 def _resized(
     image: np.ndarray, height: int, width: int, table: Callable[..., ResizeWeights], *given: Any
 ) -> np.ndarray:
-    """[h, w, C] -> [height, width, C]: columns first, then rows, where they change."""
+    """Resize [h, w, C] to [height, width, C]: columns first, then rows. An axis that keeps its size is skipped."""
     axes = [(axis, target) for axis, target in ((1, width), (0, height)) if image.shape[axis] != target]
     return resample(image, ((axis, table(image.shape[axis], target, *given)) for axis, target in axes))
 
 
 @lru_cache(maxsize=64)
 def antialias_taps(size: int, target: int, method: str, bits: int = 0) -> ResizeWeights:
-    """bits: of int32 weights; 0: as many as int16 has room for, up to ``MAX_WEIGHT_BITS``."""
+    """Return the int32 weights of an antialiased resize along one axis.
+
+    Args:
+        size: Number of source pixels.
+        target: Number of target pixels.
+        method: "bilinear" or "bicubic".
+        bits: Binary places of the weights. 0 chooses as many as int16 has room for, up to ``MAX_WEIGHT_BITS``.
+    """
     kernel, reach = (_cubic, 2.0) if method == "bicubic" else (_triangle, 1.0)
     spans = _spans(size, target, kernel, np.float64(reach))
     largest = max(weights.max() for _, weights in spans)
@@ -208,8 +227,14 @@ def antialias_taps(size: int, target: int, method: str, bits: int = 0) -> Resize
 
 
 def _spans(size: int, target: int, kernel: Callable[..., np.ndarray], reach: np.floating) -> list[Any]:
-    """Return, for each target pixel, the first source pixel under its kernel and the weights from there on, computed in
-    the type of ``reach``, how many pixels the kernel goes to both sides."""
+    """Return for each target pixel the first source pixel under its kernel and the weights from there on.
+
+    Args:
+        size: Number of source pixels.
+        target: Number of target pixels.
+        kernel: The kernel.
+        reach: Number of pixels that the kernel covers on each side. Its dtype is the dtype of the arithmetic.
+    """
     real, one, half = type(reach), type(reach)(1), type(reach)(0.5)
     scale = real(size) / real(target)
     stretch = max(scale, one)
@@ -225,19 +250,19 @@ def _spans(size: int, target: int, kernel: Callable[..., np.ndarray], reach: np.
 
 
 def resize_cut(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [h, w, C] -> uint8 [height, width, C]: torch's antialiased bilinear resize of x / 255, then cut to uint8.
+    """Resize uint8 [h, w, C] by torch's antialiased bilinear resize of x / 255, then cut to uint8 [height, width, C].
 
-    So GR00T N1.5's video transforms do it. The cut makes the last bit of every float32 sum matter: weights and sums
-    are those of ATen's kernel for floats, in its order.
+    GR00T N1.5's video transforms do the same. The cut makes the last bit of every float32 sum important, so weights and
+    sums are those of ATen's kernel for floats, in its order.
     """
     out = resize_floats(image.astype(np.float32) / np.float32(255), height, width, "bilinear")
     return (out * np.float32(255)).astype(np.uint8)
 
 
 def resize_round(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [h, w, C] -> uint8 [height, width, C]: torch's antialiased bicubic resize of floats, rounded to uint8.
+    """Resize uint8 [h, w, C] by torch's antialiased bicubic resize of floats, rounded to uint8 [height, width, C].
 
-    So torchvision's functional ``resize`` of a uint8 tensor does it (LeRobot's Evo-1).
+    torchvision's functional ``resize`` of a uint8 tensor does the same (LeRobot's Evo-1).
     """
     whole = scratch("whole", (height, width, image.shape[2]), np.float32)
     np.rint(_resized(image, height, width, float_taps, "bicubic"), out=whole)
@@ -245,16 +270,21 @@ def resize_round(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
-    """float32 [h, w, C] -> float32 [height, width, C], columns first, then rows; nothing is rounded or clipped.
+    """Resize float32 [h, w, C] to [height, width, C], columns first, then rows, without rounding or clipping.
 
-    method: "area" (torch's ``interpolate(mode="area")``), "bilinear" or "bicubic" (its antialiased ones, a = -0.5).
+    Args:
+        image: The image.
+        height: Height of the result.
+        width: Width of the result.
+        method: "area" (torch's ``interpolate(mode="area")``), or torch's antialiased "bilinear" or "bicubic" (a =
+            -0.5).
     """
     return _resized(image, height, width, float_taps, method)
 
 
 @lru_cache(maxsize=64)
 def float_taps(size: int, target: int, method: str) -> ResizeWeights:
-    """Weights computed in float32 as ATen computes them."""
+    """Return the float32 weights of a resize along one axis, computed in float32 as in ATen."""
     if method == "area":
         ends = [(at * size // target, -((at + 1) * size // -target)) for at in range(target)]
         return ResizeWeights.of(size, ((start, [1 / (end - start)] * (end - start)) for start, end in ends))
@@ -273,7 +303,7 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 
 def _fused_cubic(x: np.ndarray) -> np.ndarray:
-    """Return the same, float32, each product and sum rounded once, as fused instructions do it."""
+    """Return the cubic kernel in float32. Each product with its sum is rounded once, as fused instructions do it."""
     square = _fused(1.5, x, -2.5) * x
     near = _fused(square, x, 1.0)
     far = _fused(_fused(_fused(-0.5, x, 2.5), x, -4.0), x, 2.0)

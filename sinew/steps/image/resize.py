@@ -1,4 +1,4 @@
-"""Resize a frame to a fixed size. The aspect ratio is not kept."""
+"""A step that resizes a frame to a fixed size, without its aspect ratio."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.steps.image.methods import Method, MethodStep
 
 @dataclass(frozen=True)
 class Resize(MethodStep, SizedStep):
-    """To ``height`` x ``width`` by ``method``."""
+    """Resize a frame to ``height`` x ``width`` by ``method``."""
 
     method: Method = "lanczos3"
     other_sizes: bool = False

@@ -1,4 +1,4 @@
-"""A frame in several sizes at once, for models that see it twice."""
+"""A step that puts a frame in several sizes below one another, for models that read two sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sinew.steps.image.methods import Method, MethodStep, resize
 
 @dataclass(frozen=True)
 class Scales(MethodStep):
-    """Resize to a square of each of ``sides`` by ``method``, one below another, with black next to narrower ones."""
+    """Resize a frame to a square of each of ``sides`` by ``method``. The squares are one below another, with black
+    at the right."""
 
     sides: Annotated[tuple[Side, ...], SOME]
     method: Method = "pil_bicubic"

@@ -1,4 +1,4 @@
-"""A frame whose shorter side has a fixed length."""
+"""A step that resizes a frame so that its shorter side has a fixed length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.steps.image.methods import Method, MethodStep
 
 @dataclass(frozen=True)
 class ShortSide(MethodStep):
-    """The shorter side becomes ``edge`` and the other keeps the aspect ratio, by ``method``."""
+    """Resize the shorter side to ``edge`` by ``method``. The other side keeps the aspect ratio."""
 
     edge: Side
     method: Method = "lanczos3"

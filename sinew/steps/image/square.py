@@ -1,4 +1,4 @@
-"""Black bars around a frame until it is square."""
+"""A step that adds black bars to a frame until it is square."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sinew.steps.image.base import ImageStep
 
 @dataclass(frozen=True)
 class Square(ImageStep):
-    """The picture stays in the middle and as large as it is."""
+    """Add black bars to both sides until the frame is square. The picture keeps its size."""
 
     kind: Literal["square"] = field(default="square", kw_only=True, repr=False)
 

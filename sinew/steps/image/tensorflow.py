@@ -1,7 +1,7 @@
-"""Resize and crop as TensorFlow computes them, in numpy and equal in every float32 value.
+"""Resize and crop frames as TensorFlow does, in numpy, with equal float32 values.
 
-Policies trained on RLDS data (OpenVLA and its descendants) see frames that ``tf.image.resize`` and
-``tf.image.crop_and_resize`` made, at training and at inference.
+Policies that were trained on RLDS data (OpenVLA and its descendants) use frames from ``tf.image.resize`` and
+``tf.image.crop_and_resize``, at training and at inference.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PI = F32(3.14159265359)
 
 
 def resize_lanczos3(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return ``tf.image.resize(frame, lanczos3, antialias)`` in floats: uint8 [h, w, 3] -> float32 [height, width, 3].
+    """Compute ``tf.image.resize(frame, lanczos3, antialias)``: uint8 [h, w, 3] -> float32 [height, width, 3].
 
-    Rows first, then columns; taps are added one after another in float32, without fused operations, because the
-    last bit decides which way a value is rounded. Source: TensorFlow, scale_and_translate_op.cc.
+    Rows are resized first, then columns. Taps are added one after another in float32, without fused operations, because
+    the last bit decides the rounding of a value. Source: TensorFlow, scale_and_translate_op.cc.
     """
     taps = ((axis, _taps(frame.shape[axis], target)) for axis, target in ((0, height), (1, width)))
     return resample(frame, taps)
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
-    """Round floats in 0 .. 255 to the nearest uint8, halves to even, clipped."""
+    """Round floats in 0 .. 255 to the nearest uint8, halves to even, and clip them."""
     return np.clip(whole := np.rint(image), 0, 255, out=whole).astype(np.uint8)
 
 
@@ -55,7 +55,7 @@ def _taps(size: int, target: int) -> ResizeWeights:
 
 
 def lanczos3(x: np.ndarray) -> np.ndarray:
-    """3 sin(pi x) sin(pi x / 3) / (pi x)^2 for float32 x >= 0, zero beyond 3, in float32 step by step."""
+    """Return 3 sin(pi x) sin(pi x / 3) / (pi x)^2 for float32 x >= 0, and 0 for x > 3. Each operation is float32."""
     safe = np.maximum(x, F32(1e-3))
     angle = PI * safe
     value = RADIUS * sinf(angle) * sinf(angle / RADIUS) / (PI * PI * safe * safe)
@@ -64,10 +64,11 @@ def lanczos3(x: np.ndarray) -> np.ndarray:
 
 
 def sinf(x: np.ndarray) -> np.ndarray:
-    """Return the sine as glibc's ``sinf`` rounds it: float32 in [0, 120) to float32.
+    """Return the sine with the rounding of glibc's ``sinf``, float32, for float32 x in [0, 120).
 
-    It is not the correctly rounded sine, and numpy's is a third one. Source: ARM optimized routines, sincosf, whose
-    double-precision polynomials glibc has used since 2.28: a quarter turn is taken off, then sine or cosine.
+    glibc's value is not the correctly rounded sine, and numpy's value is a third one. Source: ARM optimized routines,
+    sincosf, whose double-precision polynomials glibc has used since 2.28. Whole quarter turns are subtracted, then sine
+    or cosine is computed.
     """
     wide = x.astype(np.float64)
     turns = np.where(x < F32(np.pi / 4), 0, np.rint(wide * (2 / np.pi))).astype(np.int64)
@@ -86,7 +87,7 @@ def sinf(x: np.ndarray) -> np.ndarray:
 
 
 def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
-    """Cut the middle ``area`` of a frame and resize it: uint8 [h, w, 3] -> uint8 [height, width, 3].
+    """Crop the middle ``area`` of a frame and resize it: uint8 [h, w, 3] -> uint8 [height, width, 3].
 
     OpenVLA's ``crop_and_resize`` keeps the aspect ratio: both sides of the box are the square root of ``area``.
     """
@@ -101,13 +102,13 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 
 @lru_cache(maxsize=64)
 def crop_mixing(size: Size, area: float, target: Size) -> tuple[Mixing, np.ndarray, np.ndarray]:
-    """Return the arrays of the compiled kernel, and the rows and columns that lie outside the frame."""
+    """Return the arrays for the compiled kernel, and the rows and columns outside the frame."""
     (*rows, fy, past_y), (*columns, fx, past_x) = map(_corners, size, target, (area, area))
     return Mixing.of(size[1], rows, fy, columns, fx, 2), past_y, past_x
 
 
 def crop_by_numpy(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
-    """The numpy form of the compiled kernel, equal in every bit."""
+    """Compute :func:`centre_crop` with numpy. The compiled kernel equals the result in every bit."""
     # TensorFlow's ``tf.image.convert_image_dtype(image, uint8, saturate=True)`` is x * 255.5, truncated.
     return np.clip(crop_and_resize(frame, area, height, width) * F32(255.5), 0, 255).astype(np.uint8)
 
@@ -115,8 +116,8 @@ def crop_by_numpy(frame: np.ndarray, area: float, height: int, width: int) -> np
 def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
     """Crop and resize to float32 [height, width, 3] in [0, 1], before rounding.
 
-    Bilinear between corner pixels, without antialiasing. Positions outside the frame are black, also if only rounding
-    puts the last row of an uncropped frame outside. Source: TensorFlow, crop_and_resize_op.cc.
+    The interpolation is bilinear between corner pixels, without antialiasing. Positions outside the frame are black,
+    even if only rounding moves the last row of an uncropped frame outside. Source: TensorFlow, crop_and_resize_op.cc.
     """
     image = frame.astype(F32) * F32(1 / 255)
     y0, y1, fy, past_y = _corners(image.shape[0], height, area)
@@ -131,8 +132,11 @@ def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> 
 
 
 def _corners(size: int, target: int, area: float) -> tuple[np.ndarray, ...]:
-    """Return the lower and upper neighbour, int64 [target], the weight of the upper one, float32 [target], and which
-    positions lie outside the frame, bool [target].
+    """Return the neighbours and weights of each target position along one axis.
+
+    Returns:
+        The lower and the upper neighbour, int64 [target], the weight of the upper neighbour, float32 [target], and
+            whether the position is outside the frame, bool [target].
     """
     side = np.sqrt(F32(area))
     start = (F32(1) - side) / F32(2)

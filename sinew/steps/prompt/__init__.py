@@ -1,1 +1,2 @@
-"""How an instruction becomes tokens: a step a file. Some change the instruction, some write, some change the tokens."""
+"""Steps that convert an instruction to tokens, one step per file. A step changes the instruction, writes text, or
+changes tokens."""

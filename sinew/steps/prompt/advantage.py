@@ -1,4 +1,7 @@
-"""How good the actions are said to be that the policy shall give (pi*0.6's RECAP, Amin et al. 2025, section V-B)."""
+"""A step for the advantage of a request: a label for the quality of the actions that the policy should generate.
+
+Source: pi*0.6's RECAP, Amin et al. 2025, section V-B.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ SHOWN = 4  # number of advantages that `sinew inspect` lists
 
 @dataclass(frozen=True)
 class Advantage(PromptStep):
-    """Write the words of a request's advantage into the prompt; nothing if it has none.
+    """Write the text for a request's advantage into the prompt. A request without an advantage adds no text.
 
     Attributes:
-        words: (name, words) of each advantage. Requests use the name.
-        usual: The advantage of a request that names none.
-        place: After the instruction, so that later steps change both together (RLinf's
-            ``TokenizePromptWithGuidance``), or in the text at the place of this step.
+        words: (name, text) of each advantage. Requests use the name.
+        usual: The advantage of a request that names none, or "".
+        place: "instruction" writes the text after the instruction, so that later steps change both together (RLinf's
+            ``TokenizePromptWithGuidance``). "text" writes it at this step's position in the prompt.
     """
 
     words: Annotated[

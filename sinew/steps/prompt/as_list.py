@@ -1,4 +1,4 @@
-"""An instruction as Python writes a list of one text."""
+"""A step that writes the instruction as a Python list with one string."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText
 
 @dataclass(frozen=True)
 class AsList(PromptStep):
-    """``['pick it up']``."""
+    """Write the instruction as a Python list with one string, such as ``['pick it up']``."""
 
     kind: Literal["as_list"] = field(default="as_list", kw_only=True, repr=False)
 

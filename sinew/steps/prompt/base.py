@@ -22,9 +22,9 @@ class PromptText(NamedTuple):
 
     Attributes:
         instruction: The instruction after the steps so far.
-        text: The text that they have written.
-        state: [D], normalised.
-        advantage: One of the advantages of a step (:attr:`PromptStep.advantages`), "" for none.
+        text: The text that the steps so far have written.
+        state: The normalised state, [D].
+        advantage: One of the advantages of a step (:attr:`PromptStep.advantages`), or "".
     """
 
     instruction: str
@@ -33,12 +33,18 @@ class PromptText(NamedTuple):
     advantage: str = ""
 
     def saying(self, text: str) -> PromptText:
-        """Return the sentence with this text behind the other."""
+        """Return the prompt with more text at its end."""
         return self._replace(text=self.text + text)
 
 
 class HeldTokens(NamedTuple):
-    """``times`` tokens of an id that a prompt has to hold, no more and no fewer; no instruction may add one."""
+    """Special tokens that a prompt must contain exactly ``times`` times. An instruction must not add one.
+
+    Attributes:
+        what: The tokens' name in error messages.
+        token: The token's id.
+        times: The number of tokens.
+    """
 
     what: str
     token: int
@@ -48,7 +54,8 @@ class HeldTokens(NamedTuple):
 class PromptStep(Tagged):
     """A change of the instruction, a part of the text that is tokenised, or a change of its tokens.
 
-    reads_state: what it leaves is another for another state.
+    Attributes:
+        reads_state: True if the step's result depends on the state.
     """
 
     registry = registry.PROMPT
@@ -56,7 +63,7 @@ class PromptStep(Tagged):
 
     @property
     def slot(self) -> str:
-        """The placeholder of the step's text in a template; "" for a step that writes nothing."""
+        """The placeholder for the step's text in a template, or "" for a step that writes no text."""
         return ""
 
     @property
@@ -66,17 +73,17 @@ class PromptStep(Tagged):
 
     @property
     def holds(self) -> HeldTokens | None:
-        """Return the tokens that a prompt holds because of the step."""
+        """Return the special tokens that a prompt contains because of the step, or None."""
         return None
 
     @property
     def advantages(self) -> tuple[str, ...]:
-        """Return the advantages that the step has words for."""
+        """Return the names of the advantages that the step has text for."""
         return ()
 
     @property
     def usual_advantage(self) -> str:
-        """Return the advantage of a request that names none; "" for none."""
+        """Return the advantage of a request that names none, or ""."""
         return ""
 
     def forward(self, said: PromptText) -> PromptText:
@@ -84,24 +91,29 @@ class PromptStep(Tagged):
 
     @property
     def whole(self) -> int:
-        """Return the number of tokens that every prompt has because of the step; 0 for any number."""
+        """Return the number of tokens that every prompt has because of the step, or 0 if the number varies."""
         return 0
 
     def tokens(self, ids: list[int], text: str) -> list[int]:
-        """Return the tokens ``ids`` of the finished ``text`` after the step."""
+        """Return the token ids after the step.
+
+        Args:
+            ids: The tokens before the step.
+            text: The whole text of the prompt.
+        """
         return ids
 
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """The prompts of a language head, as it was trained.
+    """The prompts of a language head, as in its training.
 
     Attributes:
-        subtask: Steps that write the prompt for a subtask; () if the head generates none.
+        subtask: Steps that write the prompt for a subtask, or () if the head generates no subtasks.
         action: Text between the subtask and the action head's input.
-        question: Steps that write the prompt for an answer, with the question in place of the instruction; () if the
-            head answers none.
-        most: Tokens of a text if the request states no number.
+        question: Steps that write the prompt for an answer, with the question as the instruction, or () if the head
+            answers no questions.
+        most: Number of tokens of a text if the request states no number.
     """
 
     subtask: tuple[PromptStep, ...] = ()
@@ -110,7 +122,7 @@ class TextRecipe:
     most: Annotated[int, within(1, MAX_SAID)] = 48
 
     def problems(self) -> Iterator[str]:
-        """Yield the errors of its prompts."""
+        """Yield the errors in the prompts."""
         for name, what in (("subtask", "instruction"), ("question", "question")):
             steps: tuple[PromptStep, ...] = getattr(self, name)
             if steps and not any(step.slot == "{prompt}" for step in steps):
@@ -121,19 +133,21 @@ class TextRecipe:
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """From an instruction to tokens: ``steps`` change the instruction and write the text, it is tokenised, and they
-    change the ids.
+    """The conversion of an instruction to tokens.
+
+    The steps change the instruction and write the text. The text is tokenised. Then the steps change the token ids.
 
     Attributes:
         max_tokens: Largest number of tokens.
-        vocab_size: Rows of the model's token table. Larger ids are rejected.
+        vocab_size: Number of rows of the model's token table. Larger ids are rejected.
         pad_token_id: Id of the padding token.
         steps: The steps.
         padding: The padding of training. Inference may leave it out.
-        padding_side: Side of the padding, also for engines that run only a few lengths; "left" for models whose
+        padding_side: Side of the padding, also for engines that run only a few lengths. "left" is for models whose
             sequence continues after the prompt.
-        eos_token_id: Token that ends a text of the language head; -1 for none.
-        text: Prompts of the language head; None if the bundle has none, or if they are unknown.
+        add_special_tokens: True if the tokenizer adds its special tokens.
+        eos_token_id: Token that ends a text of the language head, or -1.
+        text: Prompts of the language head, or None if the bundle has no language head or the prompts are unknown.
     """
 
     max_tokens: Side
@@ -148,27 +162,27 @@ class PromptRecipe:
 
     @property
     def template(self) -> str:
-        """Return the text with its places in braces."""
+        """Return the text of a prompt with placeholders in braces."""
         return template(self.steps)
 
     @cached_property
     def advantages(self) -> tuple[str, ...]:
-        """Return the advantages that requests may name; () for a prompt without a place for them."""
+        """Return the names of the advantages for requests, or () for a prompt without advantages."""
         return next((step.advantages for step in self.steps if step.advantages), ())
 
     @cached_property
     def usual_advantage(self) -> str:
-        """Return the advantage of a request that names none; "" for none."""
+        """Return the advantage of a request that names none, or ""."""
         return next((step.usual_advantage for step in self.steps if step.advantages), "")
 
     @cached_property
     def whole(self) -> int:
-        """Return the number of tokens of every prompt; 0 where prompts differ in it."""
+        """Return the number of tokens of every prompt, or 0 if prompts differ in length."""
         return max((step.whole for step in self.steps), default=0)
 
     @cached_property
     def held(self) -> tuple[HeldTokens, ...]:
-        """Return the tokens that every prompt holds, those of an id together."""
+        """Return the special tokens that every prompt contains, one entry per id."""
         found: dict[tuple[str, int], int] = {}
         for step in self.steps:
             if step.holds is not None:
@@ -177,7 +191,7 @@ class PromptRecipe:
         return tuple(HeldTokens(what, token, count) for (what, token), count in found.items())
 
     def problems(self) -> Iterator[str]:
-        """Yield the contradictions between its steps and its vocabulary."""
+        """Yield the contradictions between the recipe's steps and its vocabulary."""
         last = self.vocab_size - 1
         for name, token, least in (
             ("pad_token_id", self.pad_token_id, 0),
@@ -218,5 +232,5 @@ class PromptRecipe:
 
 
 def template(steps: tuple[PromptStep, ...]) -> str:
-    """Return the text that steps write, with its places in braces."""
+    """Return the text that steps write, with placeholders in braces."""
     return "".join(step.slot for step in steps)

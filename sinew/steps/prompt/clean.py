@@ -1,4 +1,4 @@
-"""pi0.5's cleaning of an instruction."""
+"""A step with pi0.5's cleaning of an instruction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText
 
 @dataclass(frozen=True)
 class Clean(PromptStep):
-    """The instruction stripped, underscores and line breaks as spaces."""
+    """Remove white space around the instruction, and replace underscores and line breaks by spaces."""
 
     kind: Literal["clean"] = field(default="clean", kw_only=True, repr=False)
 

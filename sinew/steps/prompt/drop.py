@@ -1,4 +1,4 @@
-"""Tokens that only mark a place."""
+"""A step that removes tokens which only mark a position in the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sinew.steps.prompt.base import PromptStep
 
 @dataclass(frozen=True)
 class Drop(PromptStep):
-    """Without these tokens: they mark in the text where the model puts something of its own, such as a view."""
+    """Remove these tokens. They mark the position in the text where the model inserts other inputs, such as a view."""
 
     ids: tuple[int, ...]
     kind: Literal["drop"] = field(default="drop", kw_only=True, repr=False)

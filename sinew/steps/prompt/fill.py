@@ -1,4 +1,4 @@
-"""Prompts that always have the same number of tokens, because the padding is part of the result."""
+"""A step for prompts that always have the same number of tokens, because the model also reads the padding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MOST = 4096  # largest number of texts with their own length
 class Fill(PromptStep):
     """Fill the tokens up to ``length``: with ``token`` up to the length of the text, and with ``behind`` after it.
 
-    A text of more tokens than its length stays as it is, so that the prompt is rejected.
+    A text with more tokens than its length is not changed, so that the prompt is rejected later.
 
     Attributes:
         length: Number of tokens of every prompt.
         token: Id of the padding.
-        behind: Id that marks the rows behind the padding.
-        lengths: (text, length) of the texts that were padded to fewer tokens in training. Others have ``length``.
+        behind: Id for the positions after the padding.
+        lengths: (text, length) of the texts that were padded to fewer tokens in training. Other texts have ``length``.
     """
 
     length: Side

@@ -1,4 +1,4 @@
-"""The place of a camera view in a prompt."""
+"""A step for the position of a camera view in a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sinew.steps.prompt.base import HeldTokens, PromptStep, PromptText
 
 @dataclass(frozen=True)
 class Image(PromptStep):
-    """``text`` once for each of ``count`` tokens, whose id is ``token``: the model puts the view's features there."""
+    """Write ``text`` once for each of ``count`` tokens with the id ``token``. The model inserts the view's features
+    there."""
 
     text: Annotated[str, characters(0, 64)]
     count: Side

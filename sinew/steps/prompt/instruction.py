@@ -1,4 +1,4 @@
-"""The place of the instruction in a prompt."""
+"""A step for the position of the instruction in a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText
 
 @dataclass(frozen=True)
 class Instruction(PromptStep):
-    """The instruction, as the steps before have left it."""
+    """Write the instruction, after the changes of the previous steps."""
 
     kind: Literal["instruction"] = field(default="instruction", kw_only=True, repr=False)
     slot = "{prompt}"

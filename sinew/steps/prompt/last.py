@@ -1,4 +1,4 @@
-"""The token that a prompt ends in."""
+"""A step for the last token of a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sinew.steps.prompt.base import PromptStep
 
 @dataclass(frozen=True)
 class Last(PromptStep):
-    """``token`` behind the others, unless it is the last already."""
+    """Append ``token``, unless it is the last token already."""
 
     token: int
     kind: Literal["last"] = field(default="last", kw_only=True, repr=False)

@@ -1,4 +1,4 @@
-"""An instruction in small letters."""
+"""A step that writes the instruction in lower case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText
 
 @dataclass(frozen=True)
 class Lower(PromptStep):
-    """The instruction in small letters."""
+    """Write the instruction in lower case."""
 
     kind: Literal["lower"] = field(default="lower", kw_only=True, repr=False)
 

@@ -1,4 +1,4 @@
-"""Tokens that a model reads its own outputs at."""
+"""A step for the tokens at whose positions a model's outputs are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from sinew.steps.prompt.base import HeldTokens, PromptStep
 
 @dataclass(frozen=True)
 class Marker(PromptStep):
-    """``count`` tokens of the id ``token``, which the text writes; no instruction may add one. 0: there may be none."""
+    """Require ``count`` tokens with the id ``token`` in the prompt. Other steps write them, and an instruction must not
+    add one.
+
+    With 0, the prompt must not contain the token.
+    """
 
     token: int
     count: Width

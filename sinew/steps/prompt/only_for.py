@@ -1,4 +1,4 @@
-"""A sentence that is said where the state tells of it, and another one elsewhere."""
+"""A step that uses one of two texts, depending on a value of the state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 @dataclass(frozen=True)
 class OnlyFor(PromptStep):
-    """What the steps so far have written where number ``dim`` of the state is one of ``values``; ``text`` elsewhere."""
+    """Use the text of the steps so far if number ``dim`` of the state is one of ``values``. Otherwise use ``text``."""
 
     dim: Width
     values: Annotated[tuple[float, ...], SOME]

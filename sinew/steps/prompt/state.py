@@ -1,4 +1,4 @@
-"""The state in the words of a prompt."""
+"""A step that writes the state into a prompt as numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from sinew.steps.prompt.base import PromptStep, PromptText
 
 @dataclass(frozen=True)
 class State(PromptStep):
-    """The normalised state as bin numbers: its first ``values`` entries, padded with zeros, each counted into ``bins``
-    equal bins of [-1, 1].
+    """Write the normalised state as bin numbers.
+
+    Attributes:
+        values: Number of values. A shorter state is padded with zeros, and a longer state is cut.
+        bins: Number of equal bins of [-1, 1].
     """
 
     values: Width
@@ -31,7 +34,7 @@ class State(PromptStep):
         project.
 
         The comparison is numpy's ``digitize`` with float64 edges, on values in the precision in which the training
-        project normalises them. Another precision would move values that lie on an edge.
+        project normalises them. With another precision, values on an edge could change their bin.
         """
         values = np.zeros(self.values, state.dtype)
         count = min(len(values), len(state))

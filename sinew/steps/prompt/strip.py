@@ -1,4 +1,4 @@
-"""An instruction without the white space around it."""
+"""A step that removes the white space around an instruction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText
 
 @dataclass(frozen=True)
 class Strip(PromptStep):
-    """The instruction without the spaces and line breaks around it."""
+    """Remove the spaces and line breaks around the instruction."""
 
     kind: Literal["strip"] = field(default="strip", kw_only=True, repr=False)
 

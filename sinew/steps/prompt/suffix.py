@@ -1,4 +1,4 @@
-"""How every prompt ends."""
+"""A step for the last text of a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 @dataclass(frozen=True)
 class Suffix(PromptStep):
-    """``text``, unless the text ends in it already."""
+    """Write ``text``, unless the prompt ends in this text already."""
 
     text: Written
     kind: Literal["suffix"] = field(default="suffix", kw_only=True, repr=False)

@@ -1,4 +1,4 @@
-"""Fixed text in a prompt."""
+"""A step that writes fixed text into a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText, Written
 
 @dataclass(frozen=True)
 class Text(PromptStep):
-    """``text``, the same for every instruction."""
+    """Write ``text``, the same for every instruction."""
 
     text: Written
     kind: Literal["text"] = field(default="text", kw_only=True, repr=False)

@@ -1,4 +1,4 @@
-"""Text that no instruction may contain."""
+"""A step that rejects instructions with a certain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GR00T's formal language."""
+"""A step with the text format of GR00T's ``formalize_language``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinew.steps.prompt.base import PromptStep, PromptText
 
 @dataclass(frozen=True)
 class InstructionPrompt(PromptStep):
-    """The instruction in small letters, and nothing but letters, digits, underscores and spaces."""
+    """Write the instruction in lower case, with letters, digits, underscores and spaces only."""
 
     kind: Literal["words_only"] = field(default="words_only", kw_only=True, repr=False)
 

@@ -1,1 +1,1 @@
-"""Changes of a robot's vectors: a step a file, and the rotations that they share."""
+"""Steps that change a robot's vectors, one step per file, and the rotations that they share."""

@@ -1,4 +1,4 @@
-"""Actions that are relative to the state."""
+"""A step for actions that are relative to the state (delta actions)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class AddState(VectorStep):
-    """x + state[state_dims]; of the state's ``dims`` where ``state_dims`` is empty."""
+    """Compute x + state[state_dims]. If ``state_dims`` is empty, the state's ``dims`` are added."""
 
     dims: tuple[int, ...]
     state_dims: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Other units, another zero, another sign."""
+"""A step that changes units, zero or sign."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class Affine(VectorStep):
-    """x * scale + offset."""
+    """Compute x * scale + offset."""
 
     dims: tuple[int, ...]
     scale: Finite = 1.0

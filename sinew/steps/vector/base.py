@@ -12,10 +12,11 @@ from sinew.steps import registry
 
 
 class VectorStep(Tagged):
-    """One change of units or frame between a robot's vector and the one that was normalised in training.
+    """One change of units or frame between a robot's vector and the vector that was normalised in training.
 
-    dims: of the vector, those that the step changes; the others stay as they are. monotone: each dimension alone moves
-    the ends of a range to the ends of another.
+    Attributes:
+        dims: Indices of the vector that the step changes. Other values stay unchanged.
+        monotone: True if each dimension alone maps the ends of a range to the ends of another range.
     """
 
     registry = registry.VECTOR
@@ -24,29 +25,34 @@ class VectorStep(Tagged):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return the dimensions of the (stepped) state that the step reads."""
+        """Return the dimensions of the state that the step reads, after the state's own steps."""
         return ()
 
     @property
     def choices(self) -> tuple[float, ...]:
-        """Return the only values that the step takes; () where it takes any."""
+        """Return the only values that the step accepts, or () if it accepts any value."""
         return ()
 
     @property
     def no_inverse(self) -> str:
-        """Return why the step cannot be turned back; "" where :meth:`inverse` does it."""
+        """Return the reason why the step has no inverse, or "" if :meth:`inverse` computes it."""
         return ""
 
     def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        """Return ``x[dims]``, [..., n], as the step leaves it; reference: ``state[reads]``, None without a state."""
+        """Return the values after the step.
+
+        Args:
+            part: ``x[dims]``, [..., n].
+            reference: ``state[reads]``, or None without a state.
+        """
         raise NotImplementedError
 
     def inverse(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
-        """Undo :meth:`forward`, for a step without :attr:`no_inverse`."""
+        """Undo :meth:`forward`, for a step with an inverse."""
         raise NotImplementedError
 
     def of(self, state: np.ndarray | None) -> np.ndarray | None:
-        """Return the numbers of a state [D] that the step reads."""
+        """Return the values of a state [D] that the step reads, or None if it reads none."""
         if not self.reads:
             return None
         assert state is not None, "actions relative to the state need the state"
@@ -54,9 +60,12 @@ class VectorStep(Tagged):
 
 
 def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | None = None) -> np.ndarray:
-    """x: float [..., D] -> the same shape, each step applied in order.
+    """Return x after all steps, in order, with the same shape.
 
-    ``state``: float [D], for steps that read it; the state after its own steps.
+    Args:
+        x: float [..., D].
+        steps: The steps.
+        state: The state after its own steps, float [D], for steps that read it.
     """
     if not steps:
         return x
@@ -68,7 +77,7 @@ def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | 
 
 
 def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
-    """Undo :func:`apply_steps` for steps that have an inverse, relative to this state."""
+    """Undo :func:`apply_steps` for steps with an inverse, relative to this state."""
     x = x.copy()
     for step in reversed(steps):
         dims = list(step.dims)
@@ -77,7 +86,7 @@ def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> 
 
 
 def spans(dims: Sequence[int]) -> str:
-    """Return dimensions as words: neighbours as a range."""
+    """Return dimensions as text, with neighbours as a range."""
     if len(dims) > 2 and list(dims) == list(range(dims[0], dims[-1] + 1)):
         return f"{dims[0]}-{dims[-1]}"
     return ", ".join(map(str, dims))

@@ -1,4 +1,4 @@
-"""Poses of an end effector that are relative to the pose that the state has."""
+"""A step for end-effector poses that are relative to the pose in the state."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class ComposePose(VectorStep):
-    """x[dims] is a pose in the frame of the pose state[state_dims], of the state's ``dims`` where that is empty.
+    """Convert a pose in the frame of the state's pose to a pose in the robot's frame.
 
-    A pose is a position and six numbers of a rotation (9), or a position and a rotation vector (6).
+    A pose is a position and six numbers of a rotation (9 values), or a position and a rotation vector (6 values).
+
+    Attributes:
+        dims: Indices of the pose in the action.
+        state_dims: Indices of the pose in the state. () means ``dims``.
     """
 
     dims: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A gripper's linear opening as the angle of the servo that drives it."""
+"""A step that converts a gripper's linear opening to the angle of its servo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class LinearToAngle(VectorStep):
-    """arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped; lengths in metres."""
+    """Compute arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped. Lengths are in metres."""
 
     dims: tuple[int, ...]
     arm: Finite

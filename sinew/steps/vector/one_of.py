@@ -1,4 +1,4 @@
-"""A number with a fixed set of values."""
+"""A step that checks a value against a fixed set of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class OneOf(VectorStep):
-    """Leave x unchanged; it must be one of ``values``. ``words`` are their meanings."""
+    """Check that x is one of ``values``, and leave it unchanged. ``words`` are the meanings of the values."""
 
     dims: tuple[int, ...]
     values: tuple[Finite, ...]
@@ -35,7 +35,7 @@ class OneOf(VectorStep):
 
     @property
     def meanings(self) -> str:
-        """Return the values, each with its word."""
+        """Return the values as text, each with its meaning."""
         words = self.words or ("",) * len(self.values)
         return ", ".join(f"{value:g} {word}".strip() for value, word in zip(self.values, words, strict=True))
 

@@ -1,4 +1,4 @@
-"""Clip a place to the largest distance of training."""
+"""A step that limits a position to the largest distance of training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class Reach(VectorStep):
-    """x * min(1, radius / |x|): a place further off than ``radius`` is moved straight towards the origin."""
+    """Compute x * min(1, radius / |x|). A position outside ``radius`` is moved straight towards the origin."""
 
     dims: tuple[int, ...]
     radius: Annotated[float, FINITE, positive("a distance")]

@@ -1,4 +1,4 @@
-"""A gripper that is open or shut."""
+"""A step for a gripper that is either open or closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinew.steps.vector.base import VectorStep, spans
 
 @dataclass(frozen=True)
 class Threshold(VectorStep):
-    """``above`` where x > offset, else ``below``."""
+    """Return ``above`` where x > offset, else ``below``."""
 
     dims: tuple[int, ...]
     offset: Finite = 0.0
