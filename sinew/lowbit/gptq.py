@@ -1,10 +1,9 @@
-"""Rounding of weights that compensates errors: the error of one weight is compensated by those that are rounded
-later.
+"""Round weights so that weights which are rounded later compensate the errors of earlier weights.
 
-A layer's error over inputs x is tr((W - Q) H (W - Q)^T) with H the sum of x x^T. Columns are rounded in turn, and
-each column's error is spread over the later ones so that this grows least, by a Cholesky factor of the inverse of H
-(GPTQ: Frantar et al. 2023, arXiv 2210.17323, algorithm 1). The scale of a group is chosen when its first column is
-reached. Of a few candidates, it is the one with the least error of the group, weighted by H.
+The error of a layer over inputs x is tr((W - Q) H (W - Q)^T), where H is the sum of x x^T. Columns are rounded in turn.
+The error of each column is spread over the later columns so that the layer's error grows least, by a Cholesky factor of
+the inverse of H (GPTQ: Frantar et al. 2023, arXiv 2210.17323, algorithm 1). The scale of a group is chosen when its
+first column is reached. Of a few candidates, it is the scale with the least error of the group, weighted by H.
 """
 
 from __future__ import annotations
@@ -33,8 +32,12 @@ WIDEST = 8192  # largest input size of a layer; wider moments need gigabytes, an
 def second_moments(
     layers: Mapping[str, nn.Module], runs: Iterable[Callable[[], object]]
 ) -> dict[str, Tensor]:
-    """Return the sum of x x^T over all rows x that reach each layer in ``runs``, float64 [k, k]; nothing of a layer
-    that none reaches."""
+    """Return layer -> sum of x x^T over all rows x of its inputs, float64 [k, k]. Layers without inputs are missing.
+
+    Args:
+        layers: Name -> layer.
+        runs: Each call computes the model for one observation.
+    """
     found: dict[str, Tensor] = {}
 
     def add(name: str, _layer: nn.Module, given: Any) -> None:
@@ -51,7 +54,7 @@ def second_moments(
 
 
 def portions(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
-    """Yield layers in their order, as many at once as have moments of ``MOST_BYTES``."""
+    """Yield parts of ``layers`` in their order. The moments of a part have at most ``MOST_BYTES``."""
     some: dict[str, nn.Module] = {}
     held = 0
     for name, layer in layers.items():
@@ -66,9 +69,17 @@ def portions(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
 
 
 def gptq(weights: np.ndarray, moments: Tensor) -> np.ndarray:
-    """float32 [channels, k] -> rows of q4_0, uint8 [channels, k / 32 * 18], rounded for inputs of these moments.
+    """Round a weight to q4_0 for inputs with these second moments.
 
-    moments: float64 [k, k]. Raises ValueError where k does not divide into groups, or a weight or moment is not finite.
+    Args:
+        weights: float32 [channels, k].
+        moments: The sum of x x^T over the inputs x, float64 [k, k].
+
+    Returns:
+        Rows in the format q4_0, uint8 [channels, k / 32 * 18].
+
+    Raises:
+        ValueError: k does not divide into groups of 32, or a weight or moment is not finite.
     """
     left = torch.from_numpy(np.ascontiguousarray(weights, np.float32)).clone()
     channels, k = left.shape
@@ -97,8 +108,14 @@ def gptq(weights: np.ndarray, moments: Tensor) -> np.ndarray:
 
 
 def pack_q4_0(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Codes uint8 [channels, k], scales float16 [channels, k / 32] -> rows of q4_0, uint8 [channels, k / 32 * 18]: of
-    each group the scale, then 16 bytes, each with the code i in its low and the code 16 + i in its high half."""
+    """Return rows in the format q4_0, uint8 [channels, k / 32 * 18].
+
+    A group has its scale and then 16 bytes. Byte i has the code i in its low half and the code 16 + i in its high half.
+
+    Args:
+        codes: uint8 [channels, k].
+        scales: float16 [channels, k / 32].
+    """
     channels, k = codes.shape
     halves = codes.reshape(channels, k // GROUP, 2, GROUP // 2)
     packed = halves[:, :, 0] | halves[:, :, 1] << 4
@@ -116,7 +133,12 @@ def _factor(moments: Tensor) -> Tensor:
 
 
 def _scale(group: Tensor, factor: Tensor) -> Tensor:
-    """Return the scales of a group's rows, float32 [channels] that float16 holds, of [channels, 32]."""
+    """Return the scale of a group for each row, float32 [channels] that float16 can represent.
+
+    Args:
+        group: Weights of the group, [channels, 32].
+        factor: Diagonal of the Cholesky factor for the group, [32].
+    """
     at = group.abs().argmax(dim=1, keepdim=True)
     whole = group.gather(1, at)[:, 0] / -OFFSET  # as in q4_0, the largest weight gets the code 0
     best, least = torch.zeros_like(whole), torch.full_like(whole, torch.inf)

@@ -1,4 +1,4 @@
-"""Quantise a bundle, compare its chunks with the reference's, and play its success gate."""
+"""Quantise a bundle, compare its chunks with the reference's chunks, and run its success gate in closed loop."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Input = tuple[ModelInputs, np.ndarray]  # model inputs of one observation, and t
 
 @dataclass(frozen=True)
 class Samples:
-    """The observations on which a quantised policy is compared with its reference.
+    """The observations for the comparison of a quantised policy with its reference.
 
     Attributes:
-        count: Observations for the error.
-        calibration: Observations before them, by whose inputs q4_0 is rounded, unless the observations are random
-            frames.
-        records: A folder of recordings to take them from.
+        count: Number of observations for the error.
+        calibration: Number of earlier observations that calibrate the rounding of q4_0, unless the observations are
+            random frames.
+        records: A folder of recordings with the observations, or None.
     """
 
     count: int
@@ -49,7 +49,7 @@ class Samples:
     records: Path | None = None
 
     def to(self, reference: Policy) -> tuple[str, Iterator[Input]]:
-        """Return the origin of the observations, and the reference's inputs and noise for each."""
+        """Return the origin of the observations, and the reference's inputs and noise for each observation."""
         processor, (origin, stream) = (
             reference.processor,
             observations_of(reference, self.records, judges.observations),
@@ -69,11 +69,11 @@ class Quantized:
         record: The header's record of the quantisation, with the error of the chunk and the success gate.
         proof: Comparison of the source bundle with its own reference.
         absent: Components of the default recipe without weights that could be quantised.
-        stored: How the weights are stored, in words.
-        verdict: Outcome of the success gate, in words.
-        passed: True if the success gate was reached, or if there was none.
-        nbytes: Sizes of the new and the old file, bytes.
-        search: The recipes that a search has tried; {} without a search.
+        stored: How the weights are stored, as text.
+        verdict: Outcome of the success gate, as text.
+        passed: True if the success gate was passed, or if there was no gate.
+        nbytes: Sizes of the new and the old file in bytes.
+        search: The recipes that a search has tried, or {} without a search.
     """
 
     out: Path
@@ -91,7 +91,7 @@ class Quantized:
 
     @property
     def warnings(self) -> list[str]:
-        """Reasons against the recipe."""
+        """Return the reasons against the recipe."""
         return warnings(self.record)
 
 
@@ -109,29 +109,29 @@ def quantize(
     episodes: int = 20,
     say: Callable[[str], None] | None = None,
 ) -> Quantized:
-    """Store components of a policy in fewer bits and measure the loss, as ``sinew quantize`` does.
+    """Store components of a policy with fewer bits and measure the loss, as ``sinew quantize`` does.
 
     Args:
-        source: A bundle, a checkpoint or training run, or a name of the hub.
+        source: A bundle, a checkpoint or training run, or a name on the Hugging Face Hub.
         out: The bundle to write.
         recipe: The quantisation recipe, ``COMPONENT=PRECISION,...``: vision, language and head in int8, q8_0, q4_0,
             int8-rows, fp8 or fp32.
         observations: Number of observations for the error of the chunk.
-        calibration: Number of observations before them for the rounding of q4_0. 0 rounds each weight alone, as for
-            random frames.
-        records: A folder of ``sinew serve --record`` with the observations. None takes a built-in task, or random
+        calibration: Number of earlier observations that calibrate the rounding of q4_0. With 0, each weight is rounded
+            separately, as for random frames.
+        records: A folder of ``sinew serve --record`` with the observations. None uses a built-in task, or random
             frames.
-        engine: Engine that computes the error; None for the one that runs the recipe.
+        engine: Engine that computes the error. None uses the engine that runs the recipe.
         budget: Largest size of the bundle, such as "500MB". Sinew then searches the recipe with the least error.
-        target_ms: Longest time of an inference, ms. Sinew then searches the recipe with the least error.
-        episodes: Episodes of the success gate, if a built-in task fits the policy; 0 for none.
+        target_ms: Longest time of an inference in ms. Sinew then searches the recipe with the least error.
+        episodes: Number of episodes of the success gate, if a built-in task fits the policy. 0 for none.
         say: Called with a line of text for each step of the search.
 
     Returns:
         The result, with the error and the outcome of the success gate.
 
     Raises:
-        SinewError: The bundle does not match its own reference, or does not support the recipe. Nothing is written
+        SinewError: The bundle does not match its own reference, or does not support the recipe. No file is written
             then.
     """
     from sinew.convert.sources import resolve
@@ -196,22 +196,24 @@ def quantize(
 
 
 def _asked(recipe: dict[str, Any]) -> str:
-    """Return a recipe as it is typed, without what stays as it is."""
+    """Return a recipe in the form of the option --recipe, without components in fp32."""
     return ",".join(f"{part}={kind}" for part, kind in recipe.items() if kind != "fp32")
 
 
 def quantized(
     opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str | None
 ) -> tuple[Quantization, str]:
-    """Write a bundle in the chosen precisions, and measure its error. Return its record, and the stored formats in
-    words.
+    """Write a bundle in the chosen precisions, and measure its error.
 
     Args:
         opened: The source bundle.
-        chosen: Precision of each component.
+        chosen: Component -> precision.
         samples: Observations for the error.
         out: The new bundle.
-        engine: Engine that computes the error; None takes the one that the precisions need.
+        engine: Engine that computes the error. None uses the engine that the precisions need.
+
+    Returns:
+        The record of the quantisation, and the stored formats as text.
 
     Raises:
         SinewError: The precisions are not supported.
@@ -224,9 +226,10 @@ def quantized(
 
 
 def validated(opened: Bundle, samples: Samples) -> Validated:
-    """Hold the program that will be rounded, the plan, against eager float32.
+    """Compare the plan, whose weights will be rounded, with eager float32.
 
-    Raises :class:`SinewError` where it fails: what is wrong before is not what fewer bits cost.
+    Raises:
+        SinewError: The actions differ. An error in the plan must not count as a loss from fewer bits.
     """
     reference = Policy(opened, "cpu", "fp32", "eager")
     policy = Policy(opened, "cpu", "fp32", "plan")
@@ -245,8 +248,8 @@ def validated(opened: Bundle, samples: Samples) -> Validated:
 def warnings(record: Quantization) -> list[str]:
     """Return the reasons against a recipe.
 
-    The errors of a quantised head add up over the solver's steps (flow matching and diffusion), so other projects
-    keep the head in floats. Only episodes show the loss of success.
+    The errors of a quantised head add up over the solver's steps (flow matching and diffusion), so other projects keep
+    the head in floats. Only episodes show the loss of success.
     """
     kind = record.recipe.get("head", "fp32")
     if kind == "fp32":
@@ -266,10 +269,10 @@ def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
 
 
 def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
-    """Play the success gate of the new bundle's task, with the engine that follows its recipe.
+    """Run the success gate of the new bundle's task, with the engine that follows its recipe.
 
     Returns:
-        The record with the outcome, the verdict in words, and whether it passes or there was nothing to play.
+        The record with the outcome, the verdict as text, and True if the gate passed or there was no gate.
     """
     gate, why = judges.gate_of(out)
     if gate is None or not episodes:
@@ -294,9 +297,10 @@ def rewritten(record: Quantization, out: Path) -> None:
 
 
 def paired_recipe(opened: Bundle, recipe: str) -> dict[str, Any]:
-    """Return component -> precision of static 8-bit pairs.
+    """Return component -> precision for static 8-bit pairs.
 
-    Raises :class:`SinewError` for precisions other than int8 and fp32, and for a quantised bundle.
+    Raises:
+        SinewError: The recipe has precisions other than int8 and fp32, or the bundle is quantised already.
     """
     if opened.manifest.quantization is not None or not opened.infos:
         raise SinewError(f"--qdq: expected a bundle with weights and without a recipe, got {opened.path}")
@@ -310,15 +314,15 @@ def paired(
     opened: Bundle, folder: Path, chosen: dict[str, Any], count: int, records: Path | None = None
 ) -> list[str]:
     """Convert the graphs of an export to static 8-bit pairs, in place, and compare them on the CPU with the float32
-    ones.
+    graphs.
 
     Args:
         opened: The bundle.
         folder: The export.
-        chosen: Precision of each component (:func:`paired_recipe`).
-        count: Observations that calibrate the scales of activations. As many further ones measure the error, which is
-            written into the folder's header with the recipe.
-        records: A folder of recordings to take them from.
+        chosen: Component -> precision (:func:`paired_recipe`).
+        count: Number of observations that calibrate the scales of activations. The same number of later observations
+            measures the error, which is written into the folder's header with the recipe.
+        records: A folder of recordings with the observations, or None.
 
     Returns:
         The findings, in lines of text.
@@ -367,7 +371,7 @@ def paired(
 
 
 def trials(opened: Bundle, samples: Samples) -> Measure:
-    """Return a function that measures a recipe on the same observations each time."""
+    """Return a function that measures a recipe. All measurements use the same observations."""
     reference = Policy(opened, "cpu", engine="eager")
     inputs = list(islice(samples.to(reference)[1], samples.count))
 
@@ -409,9 +413,12 @@ def _in_lowbit(
 def _measured(
     opened: Bundle, chosen: dict[str, Any], samples: Samples, out: Path, engine: str, bits: Any, by: str
 ) -> tuple[Quantization, str]:
-    """Write the bundle. Return its record with the error of ``engine`` on the written file, and how q4_0 was rounded.
+    """Write the bundle, and measure the error of ``engine`` on the written file.
 
     Graphs are exported from the stored weights, as on any other machine, and stay with the bundle.
+
+    Returns:
+        The record with the error, and how q4_0 was rounded, as text.
     """
     with scratch.beside(out) as folder:
         unmeasured = folder / out.name
@@ -449,7 +456,11 @@ def _calibrated(
     stream: Iterator[Input],
     folder: Path,
 ) -> tuple[dict[str, Path], int, str]:
-    """Return the calibrated q4_0 weights, the number of observations, and how q4_0 was rounded, in words."""
+    """Calibrate the q4_0 weights.
+
+    Returns:
+        Layer -> file with its rounded weights, the number of observations, and how q4_0 was rounded, as text.
+    """
     if not samples.calibration or "q4_0" not in formats.values():
         return {}, 0, ""
     # Calibration on random frames has a third more error than rounding each weight alone.
@@ -510,7 +521,11 @@ def measure(
 ) -> list[float]:
     """Return the relative L2 error of the chunk for each observation, in model units, over the action's own columns.
 
-    timings: A list that receives the times of ``engine``.
+    Args:
+        reference: The reference policy.
+        engine: The engine to measure.
+        observations: Inputs and noise of each observation.
+        timings: A list that receives the times of ``engine``.
     """
     steps, width = reference.spec.solver_steps, reference.spec.action.dim
     errors = []
@@ -528,5 +543,5 @@ def measure(
 
 
 def write(bundle: Bundle, record: Quantization, out: Path) -> None:
-    """Write the bundle's tensors, byte for byte, with a header that has the recipe."""
+    """Write the bundle's tensors, byte for byte, with a header that contains the quantisation record."""
     rewrite(bundle, replace(bundle.manifest, quantization=record), out)

@@ -1,4 +1,4 @@
-"""Find the recipe of the least error within a budget of bytes, of time, or of both (``sinew quantize --search``)."""
+"""Search the recipe with the least error within a budget of bytes, of time, or both (``sinew quantize --search``)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def search(
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Search the quantisation recipe with the least error.
 
-    It measures each component alone in each precision, and the recipes of the Pareto front. Between them, errors are
-    predicted as independent, and times of stages are added.
+    The search measures each component alone in each precision, and the recipes of the Pareto front. The error of any
+    other recipe is predicted as if errors were independent, and its time is the sum of the stages' times.
 
     Args:
         opened: The bundle.
-        budget: Largest size of all weights, such as 1.4GiB; "" for none.
-        target_ms: Longest time of a chunk, ms; None for none.
-        out: The new bundle. Trials are written beside it.
+        budget: Largest size of all weights, such as 1.4GiB, or "".
+        target_ms: Longest time of a chunk in ms, or None.
+        out: The new bundle. Trials are written in the same folder.
         measure: Measures a recipe.
         tell: Called with a line of text for each measurement.
 
@@ -106,7 +106,8 @@ def search(
 
 
 def _measured(opened: Bundle, point: Point, measure: Measure, scratch: Path) -> tuple[float, float]:
-    """Return the error and the milliseconds of a point; those of a bundle as it is are the sum of its stages'."""
+    """Return the error and the milliseconds of a point. For an unquantised bundle, the time is the sum of its
+    stages' times."""
     if set(point.recipe.values()) == {"fp32"}:
         return 0.0, point.milliseconds
     error, stages = measure(opened, dict(point.recipe), scratch)

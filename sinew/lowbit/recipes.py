@@ -1,4 +1,4 @@
-"""Choosing a precision per component: sizes are added, errors of components alone are added as squares."""
+"""Choose a precision for each component. Sizes are added, and the squares of the components' errors are added."""
 
 from __future__ import annotations
 
@@ -28,8 +28,14 @@ Measure = Callable[[Bundle, dict[str, str], Path], Trial]
 
 @dataclass(frozen=True)
 class Point:
-    """One recipe: bytes of all tensors, the error that its components' own errors predict, and the milliseconds that
-    their stages took."""
+    """One recipe with its predictions.
+
+    Attributes:
+        recipe: Component -> precision.
+        nbytes: Bytes of all tensors.
+        predicted: The error that is predicted from the errors of single components.
+        milliseconds: The sum of the stages' times.
+    """
 
     recipe: Recipe
     nbytes: int
@@ -38,9 +44,10 @@ class Point:
 
 
 def parse_recipe(text: str) -> dict[str, str]:
-    """Return the precision of every component from text such as ``"vision=int8,language=int8"``. The default is fp32.
+    """Return component -> precision from text such as ``"vision=int8,language=int8"``. Other components are fp32.
 
-    Raises :class:`SinewError` for an invalid text.
+    Raises:
+        SinewError: The text is invalid.
     """
     named: dict[str, str] = {}
     for part in text.split(","):
@@ -60,7 +67,11 @@ def parse_recipe(text: str) -> dict[str, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes in "1.4GiB", "900 MB" or "123456"; raise :class:`SinewError` for anything else."""
+    """Return the number of bytes in text such as "1.4GiB", "900 MB" or "123456".
+
+    Raises:
+        SinewError: The text is not a size.
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].lower() not in UNITS:
         raise SinewError(f"budget: expected a size such as 1.4GiB or 900MB, got {text!r}")
@@ -68,7 +79,7 @@ def parse_bytes(text: str) -> int:
 
 
 def stored_bytes(bundle: Bundle, recipe: Recipe) -> int:
-    """Return the bytes of the bundle's tensors under ``recipe``; nothing is read or rounded."""
+    """Return the bytes of the bundle's tensors with ``recipe``. The function reads and rounds no weights."""
     whole = dict.fromkeys(COMPONENTS, "fp32") | dict(recipe)
     return sum(source.nbytes for source in lowbit_sources(bundle, plan_formats(bundle, whole)))
 
@@ -78,8 +89,10 @@ def all_points(
 ) -> list[Point]:
     """Return every recipe with its size, predicted error and time.
 
-    alone: component -> precision -> error when nothing else is rounded. times: (component, precision) -> milliseconds
-    of its stage, in which no other component computes.
+    Args:
+        bundle: The bundle.
+        alone: Component -> precision -> error if no other component is rounded.
+        times: (component, precision) -> milliseconds of the component's stage.
     """
     base = stored_bytes(bundle, {})
     saved = {
@@ -97,8 +110,12 @@ def all_points(
 
 
 def pareto(points: list[Point], apart: float = 0.02) -> list[Point]:
-    """Return the points that no other beats in size and predicted error, largest first; of those whose sizes differ by
-    less than the part ``apart``, the one of the least error."""
+    """Return the points that no other point beats in both size and predicted error, the largest first.
+
+    Args:
+        points: The points.
+        apart: Of points whose sizes differ by less than this share, only the point with the least error is kept.
+    """
     front: list[Point] = []
     for point in sorted(points, key=lambda point: (point.nbytes, point.predicted)):
         if front and point.predicted >= front[-1].predicted:
@@ -110,8 +127,16 @@ def pareto(points: list[Point], apart: float = 0.02) -> list[Point]:
 
 
 def best(points: list[Point], budget: int | None = None, target_ms: float | None = None) -> Point:
-    """Return the point of the least predicted error within ``budget`` bytes and ``target_ms`` milliseconds, each if it
-    is given; raise :class:`SinewError` if none is."""
+    """Return the point with the least predicted error within the limits.
+
+    Args:
+        points: The points.
+        budget: Largest size in bytes, or None.
+        target_ms: Longest time in milliseconds, or None.
+
+    Raises:
+        SinewError: No point is within the limits.
+    """
     small = [point for point in points if budget is None or point.nbytes <= budget]
     if not small:
         least = min(point.nbytes for point in points)

@@ -35,9 +35,13 @@ OTHERWISE = "int8"  # format of rows that do not divide into groups
 
 @dataclass(frozen=True)
 class Rounded:
-    """Bytes of a weight in ``format``, or of its scales, computed when they are written.
+    """The bytes of a low-bit weight, or of its scales, which are computed when they are written.
 
     Attributes:
+        bundle: The source bundle.
+        name: Name of the weight.
+        format: The low-bit format.
+        scales: True for the scales, False for the weight.
         made: File with these bytes, if they were computed before.
     """
 
@@ -62,10 +66,10 @@ class Rounded:
 
 
 def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
-    """Return the format of each linear layer and token table that ``recipe`` (component -> precision) rounds.
+    """Return the low-bit format of each linear layer and token table that ``recipe`` (component -> precision) rounds.
 
-    Left as they are: modules that the reference keeps in float32, and tables of positions. A row that does not divide
-    into groups is stored as int8 with one scale.
+    Modules that the reference keeps in float32, and tables of positions, are not rounded. Rows that do not divide into
+    groups are stored as int8 with one scale.
     """
     cls = model_class(bundle.manifest.architecture)
     config: Any = from_builtins(bundle.manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
@@ -88,11 +92,19 @@ def calibrated_rows(
     runs: Callable[[], Iterable[Callable[[], object]]],
     folder: Path,
 ) -> tuple[dict[str, Path], int]:
-    """Round the linear layers that ``formats`` stores as q4_0 by what reaches them (:mod:`sinew.lowbit.gptq`).
+    """Round the linear layers that ``formats`` stores as q4_0, calibrated with their inputs (:mod:`sinew.lowbit.gptq`).
 
-    model: that of the bundle in floats. runs: the same observations each time, a call of the model each; several times
-    where the moments of all layers are too large for the memory at once. folder: for the rows. Return the file of each
-    layer's rows, and how many layers are left that each weight is rounded alone in: wider ones, and unused.
+    Args:
+        bundle: The bundle.
+        formats: Layer -> low-bit format.
+        model: The bundle's model with float weights.
+        runs: Returns calls that compute the model, with the same observations each time. It is called several times if
+            the moments of all layers do not fit the memory at once.
+        folder: The folder for the rounded rows.
+
+    Returns:
+        Layer -> file with its rows, and the number of layers that could not be calibrated because they are unused or
+            too wide. Their weights are rounded separately.
     """
     layers = {
         name: layer
@@ -115,9 +127,16 @@ def calibrated_rows(
 def lowbit_sources(
     bundle: Bundle, formats: Mapping[str, str], made: Mapping[str, Path] | None = None
 ) -> list[TensorSource]:
-    """Return the bundle's tensors in their order, those of ``formats`` rounded. made: rows that were computed before.
-    Raises :class:`SinewError` for a bundle that has low-bit weights already: rounding twice would hide an
-    error."""
+    """Return the bundle's tensors in their order, with rounded weights for the layers in ``formats``.
+
+    Args:
+        bundle: The bundle.
+        formats: Layer -> low-bit format.
+        made: Layer -> file with rows that were rounded before.
+
+    Raises:
+        SinewError: The bundle has low-bit weights already. Rounding twice would hide an error.
+    """
     if bundle.lowbit:
         raise SinewError(
             f"{bundle.path}: expected float weights, got {', '.join(sorted(set(bundle.lowbit.values())))}"
@@ -150,7 +169,7 @@ def lowbit_sources(
 
 
 def weight_errors(before: Bundle, after: Path) -> dict[str, float]:
-    """Return, by top-level module, the relative L2 of the low-bit weights of ``after`` against ``before``."""
+    """Return top-level module -> relative L2 error of its low-bit weights in ``after``, compared with ``before``."""
     opened = Bundle(after)
     squares: dict[str, tuple[float, float]] = {}
     for module, name in opened.lowbit.items():
