@@ -1,5 +1,8 @@
-"""Every engine that runs a bundle on this machine, side by side: each in a process of its own, one after the other, so
-that its memory is its own and a policy that fits once need not fit twice."""
+"""Compare all engines that run a bundle on this machine, one after another.
+
+Each engine runs in its own process. Its memory can then be measured separately, and the memory must suffice for one
+policy only.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,17 @@ Observe = Callable[[PolicySpec], dict[str, Any]]
 
 @dataclass(frozen=True)
 class EngineResult:
-    """What one engine took, or ``reason``: why it does not run the bundle here.
+    """The measurement of one engine, or the reason why it does not run the bundle on this machine.
 
-    about: device, precision and recipe. totals_ms: of each inference. cpu_s: processor seconds of one. ready_s: from
-    the start of its process to its first chunk. peak: bytes of its memory. actions: of the first inference, [H, D].
+    Attributes:
+        engine: The engine's name.
+        reason: The reason why the engine does not run the bundle, or "".
+        about: Device, precision and recipe, as text.
+        totals_ms: Milliseconds of each inference.
+        cpu_s: Processor seconds of one inference.
+        ready_s: Seconds from the start of the process to its first chunk.
+        peak: Largest memory of the process in bytes.
+        actions: The actions of the first inference, [H, D].
     """
 
     engine: str
@@ -38,12 +48,14 @@ class EngineResult:
 
     @property
     def p50_ms(self) -> float:
-        """Return the median of an inference."""
+        """Return the median time of an inference in milliseconds."""
         return float(np.median(self.totals_ms))
 
     def record(self, reference: EngineResult | None) -> dict[str, Any]:
-        """Return the result for a report, ready for JSON. reference: The result with which time and actions are
-        compared.
+        """Return the result as a JSON-ready dict.
+
+        Args:
+            reference: The reference engine's result, with which time and actions are compared, or None.
         """
         if self.reason:
             return {"engine": self.engine, "reason": self.reason}

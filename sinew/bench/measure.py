@@ -1,4 +1,4 @@
-"""Where the milliseconds of a bundle go on this machine: load, warm-up and steady state timed apart."""
+"""Measure where the time of a bundle goes on this machine. Load, warm-up and steady state are measured separately."""
 
 from __future__ import annotations
 
@@ -29,8 +29,14 @@ PHASES = 3  # phases before the steady state; progress is reported for each
 
 @dataclass(frozen=True)
 class BenchResult:
-    """record: what a report shows, ready for JSON, but for statistics. timings, totals: of each run, milliseconds of
-    stages and of all. apart: timings of runs in which the stages of one graph were timed one by one."""
+    """The result of a benchmark.
+
+    Attributes:
+        record: The report without statistics, as a JSON-ready dict.
+        timings: Milliseconds of the stages for each run.
+        totals: Milliseconds of each run.
+        apart: Timings of runs with separate stages, for an engine that runs all stages as one graph.
+    """
 
     record: dict[str, Any]
     timings: list[Timing]
@@ -47,11 +53,16 @@ def measure(
     fit_steps: Sequence[int] = (),
     pauses: Sequence[float] = (),
 ) -> BenchResult:
-    """Load, warm up and run.
+    """Load a bundle, warm it up, and measure its inferences.
 
-    options: of ``sinew.load``. observe: makes the observation that is sent. advance: is called with what comes next, in
-    :data:`PHASES` and ``runs`` parts. fit_steps: numbers of solver steps that a line is fitted to, none if empty.
-    pauses: seconds without a request after which the first answer is timed, none if empty.
+    Args:
+        bundle: The bundle.
+        runs: Number of inferences.
+        options: Options of ``sinew.load``.
+        observe: Makes the observation that is sent.
+        advance: Called with the name of the next phase, in total :data:`PHASES` + ``runs`` times.
+        fit_steps: Numbers of solver steps to which a line is fitted. Empty for no line.
+        pauses: Lengths of pauses in seconds, after which the first answer is timed. Empty for no pauses.
     """
     from sinew.engine.backend import BACKENDS, choose
     from sinew.policy import Policy, open_bundle
@@ -120,7 +131,7 @@ def measure(
 
 
 def roofline(policy: Policy, described: dict[str, Any]) -> dict[str, Any]:
-    """Return the milliseconds of each stage at this machine's measured peaks, or a reason why there are none."""
+    """Return the milliseconds of each stage at this machine's measured peaks, or the reason why they are missing."""
     if (estimates := providers.provider("sinew.estimates")) is None:
         how = providers.how_to_install("sinew-perf")
         return {"reason": f"the roofline is in the package sinew-perf: {how}"}
@@ -131,7 +142,14 @@ def roofline(policy: Policy, described: dict[str, Any]) -> dict[str, Any]:
 def make_observation(
     spec: PolicySpec, size: tuple[int, int] | None, prompt: str, solver_steps: int | None
 ) -> dict[str, Any]:
-    """Return noise frames for every camera, the same at all moments; their content does not change the work."""
+    """Return an observation with noise frames for every camera. The content of the frames does not change the work.
+
+    Args:
+        spec: The policy's interface.
+        size: Height and width of the frames. None uses the size in ``spec``.
+        prompt: The instruction.
+        solver_steps: Number of solver steps. None uses the policy's number.
+    """
     rng = np.random.default_rng(0)
     images = {
         camera.name: rng.integers(0, 256, (*(size or (camera.height, camera.width)), 3), dtype=np.uint8)
@@ -149,7 +167,7 @@ def make_observation(
 
 
 def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list[Timing]:
-    """Return times of each stage for an engine that runs all stages as one graph, else an empty list."""
+    """Return the times of separate stages for an engine that runs all stages as one graph, else an empty list."""
     if not policy.facts.one_graph:
         return []
     found = []
@@ -163,10 +181,19 @@ def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list
 def line_over_steps(
     policy: Policy, observation: dict[str, Any], counts: Sequence[int], runs: int
 ) -> dict[str, Any]:
-    """Return inference(T) = prefix + T * step in milliseconds, by least squares over the medians of ``runs`` each,
-    taken in turns so that a busy machine meets them alike. residual_ms: the largest distance from the line.
+    """Fit the line inference(T) = prefix + T * step in milliseconds, by least squares over medians.
 
-    The way in which the authors of vla.cpp tell pi0's phases apart (appendix D).
+    The numbers of steps are measured in turn, so that a busy machine affects all of them equally. The authors of
+    vla.cpp separate pi0's phases in the same way (appendix D).
+
+    Args:
+        policy: The policy.
+        observation: The observation.
+        counts: Numbers of solver steps T.
+        runs: Number of inferences per number of steps.
+
+    Returns:
+        The line as a JSON-ready dict. ``residual_ms`` is the largest distance of a median from the line.
     """
     times: dict[int, list[float]] = {count: [] for count in counts}
     for count in counts:  # some engines make a program for each number of steps
@@ -192,7 +219,7 @@ def line_over_steps(
 
 
 def hardware() -> dict[str, Any]:
-    """Return the hardware, ready for JSON."""
+    """Return this machine's hardware as a JSON-ready dict."""
     found = machine.cores()
     return {
         "cpu": machine.cpu_model(),
@@ -205,7 +232,7 @@ def hardware() -> dict[str, Any]:
 
 
 def software() -> dict[str, str]:
-    """Return versions of what computed: of these, the packages that this process has imported."""
+    """Return the versions of Python and of the packages that computed in this process."""
     modules = {name: sys.modules.get(name) for name in ("torch", "onnxruntime")}
     found = {name: str(module.__version__) for name, module in modules.items() if module is not None}
     return {**found, "python": platform.python_version()}

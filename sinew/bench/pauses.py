@@ -1,6 +1,7 @@
-"""The first answer after a pause: clocks have fallen, caches hold other data, and memory may be swapped out.
+"""Measure the first answer after a pause: clock rates have dropped, caches contain other data, and memory may be
+swapped out.
 
-A steady rate hides it, because each inference finds the machine as the one before left it.
+A steady rate hides this effect, because each inference begins right after the previous inference.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ MAX_PAUSE_S = 3600.0
 
 
 def parse_pauses(text: str | None) -> tuple[float, ...]:
-    """Read the lengths of pauses, seconds in rising order, separated by commas. Raises :class:`SinewError`."""
+    """Read the lengths of pauses: seconds in rising order, separated by commas.
+
+    Raises:
+        SinewError: The text is invalid.
+    """
     if text is None:
         return ()
     try:
@@ -65,7 +70,8 @@ def after_pauses(
 
 
 def pause_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a table: pause, median, largest, and the median over the steady state's."""
+    """Yield the cells of a table: pause, median, largest time, and the ratio of the median to the steady state's
+    median."""
     for row in rows:
         yield (
             f"{row['pause_s']:g} s",
