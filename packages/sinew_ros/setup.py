@@ -1,4 +1,4 @@
-"""For colcon (ament_python) and pip alike; colcon runs this file."""
+"""Package metadata, for colcon (ament_python) and for pip. Both tools run this file."""
 
 from pathlib import Path
 

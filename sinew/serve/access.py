@@ -107,7 +107,9 @@ def key_of(authorization: str) -> str:
 
 
 def key_in(headers: Mapping[str, str]) -> str:
-    """Return the key in the headers of an HTTP request, in any case; "" if there is none."""
+    """Return the key in the headers of an HTTP request; "" if there is none. The case of the header's name does not
+    matter.
+    """
     return key_of(headers.get("Authorization", "")) or headers.get("X-API-Key", "")
 
 
@@ -169,7 +171,7 @@ def _name(host: str) -> str | None:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """Return the names of this machine, also in multicast DNS. No other machine can register them."""
+    """Return the names of this machine, with its name in multicast DNS. No other machine can register these names."""
     name = socket.gethostname().lower()
     short = name.partition(".")[0]
     return frozenset({name, short, f"{short}.local"} - {""})

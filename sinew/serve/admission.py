@@ -1,6 +1,6 @@
 """The waiting requests of a scheduler, and the choice of requests to reject if the queue is full.
 
-The scheduler's lock guards all of it.
+The scheduler's lock guards all objects of this module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ class Admission:
         return (job for jobs in self._waiting.values() for job in jobs)
 
     def room(self, job: ServingJob) -> list[ServingJob]:
-        """Return the requests that must make room for a new request; [] while there is room. Raises BusyError."""
+        """Choose the requests that must make room for a new request.
+
+        Returns:
+            The requests to reject; [] while the queue has free places.
+
+        Raises:
+            BusyError: The new request must be rejected.
+        """
         if job.together in self._members:
             return []
         client = job.connection
@@ -81,7 +88,9 @@ class Admission:
 
 
 def _places(jobs: Sequence[ServingJob]) -> list[list[ServingJob]]:
-    """Group a client's waiting requests by the places that they take, in order."""
+    """Group the waiting requests of a client by their places in the queue. The requests of one message share a
+    place.
+    """
     places: dict[object, list[ServingJob]] = {}
     for job in jobs:
         places.setdefault(job.together or job, []).append(job)

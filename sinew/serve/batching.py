@@ -1,10 +1,11 @@
 """Chooses the requests that are computed together, from the measured cost of a batch and the requests' deadlines.
 
-A batch of n ends later than its first member alone, and sooner than its last member in a sequence of single inferences.
-So two criteria compare the sizes. A size is excluded if a request misses a deadline that it would meet in a sequence.
-Among the others, the size with the smallest total waiting time of all requests is taken. No request waits for others to
-arrive. Clipper (Crankshaw et al. 2017) increases its batches until a latency limit is exceeded. Clockwork (Gujarati et
-al. 2020) plans with measured times per size, as this module does.
+A batch delays its first member and ends earlier for its last member, compared with single inferences in a row.
+So two criteria compare the batch sizes. A size is excluded if a request misses a deadline that it would meet
+with single inferences. Among the other sizes, the one with the smallest total waiting time of all requests is
+used. No request waits for others to arrive. Clipper (Crankshaw et al. 2017) increases its batches until a
+latency limit is exceeded. Clockwork (Gujarati et al. 2020) plans with measured times per size, as this module
+does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Cost:
 
 
 class Costs:
-    """The seconds of a batch by its kind and size, from measurements of earlier batches. Thread-safe."""
+    """Kind and size of a batch -> its seconds, from measurements of earlier batches. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,7 +106,15 @@ class Costs:
 
 
 def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]:
-    """Measure batches of the policy's own observation. Return the smallest of a few times for each size, seconds."""
+    """Time batches of the policy's own observation.
+
+    Args:
+        policy: The policy.
+        sizes: The batch sizes.
+
+    Returns:
+        Size -> shortest of a few measured times, seconds.
+    """
     prepared = policy.prepare(policy.dummy_observation())
     best = {}
     for size in sizes:

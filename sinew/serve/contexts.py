@@ -1,4 +1,6 @@
-"""A policy that answers with the context of an observation: the head runs on the robot (``sinew/stream/split.py``)."""
+"""A policy that answers with the context of an observation, so that the head runs on the robot
+(``sinew/stream/split.py``).
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Waiting = Callable[[], Sequence[Any]]
 
 @dataclass(slots=True, eq=False)
 class _InLine:
-    """A place in the line.
+    """A thread's place in the line for the device.
 
     Attributes:
         thread: The waiting or computing thread.
@@ -74,12 +74,13 @@ class DeviceLock:
                 self._left()
 
     def pass_on(self) -> float:
-        """Let the waiting threads compute, between two steps of this thread's turn.
+        """Let the waiting threads compute between two steps of this thread's turn.
 
-        They compute if this turn has taken at least as long as the last turn of the first waiting thread.
+        The waiting threads compute if this turn has taken at least as long as the last turn of the first waiting
+        thread.
 
         Returns:
-            The seconds that the others took.
+            The seconds that the other threads took.
         """
         # Check the length without the lock first, because this method runs between all steps of an inference.
         if len(self._line) < 2:
@@ -95,7 +96,7 @@ class DeviceLock:
             return place.since - now
 
     def _wait(self, place: _InLine) -> None:
-        """Wait in the line until it is this place's turn. The caller has the lock."""
+        """Wait until this place is the first in the line. The caller has the lock."""
         self._line.append(place)
         try:
             while self._line[0] is not place:
@@ -107,9 +108,9 @@ class DeviceLock:
         place.since = self._clock()
 
     def _left(self) -> None:
-        """Notify the other threads. The caller has the lock.
+        """Notify the other threads that a place has left the line. The caller has the lock.
 
-        When no request computes or waits any more, the streams' debt is forgotten.
+        If no request computes or waits any more, the computing time of the streams counts from zero again.
         """
         if not self._line:
             self._since = None
@@ -118,7 +119,8 @@ class DeviceLock:
     def used(self, begun: float | None) -> float:
         """Count the computing time of a stream, and wait until the stream may continue.
 
-        Without requests, it may continue at once. Otherwise it waits until requests have had their share of the time.
+        Without requests, the stream may continue at once. Otherwise the stream waits until requests have had
+        their share of the time.
 
         Args:
             begun: Time since which the stream has computed; None if it has not computed.
@@ -149,7 +151,9 @@ class DeviceLock:
             self._members.pop(member, None)
 
     def beside(self, member: object) -> list[Any]:
-        """Return the first ready request of each other member. It waits for the end of this member's inference."""
+        """Return the first ready request of each other member. These requests wait for the end of this member's
+        inference.
+        """
         with self._changed:
             others = [waiting for each, waiting in self._members.items() if each is not member]
         return [ready[0] for waiting in others if (ready := waiting())]

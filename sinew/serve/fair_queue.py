@@ -67,7 +67,7 @@ class FairQueue(Generic[T]):
         self._ended = False
 
     def put(self, owner: Hashable, *items: T) -> None:
-        """Append items to their owner's line. Other threads see all of them at once."""
+        """Append items to the line of their owner. Other threads see either none or all of the items."""
         with self._lock:
             account = self._account(owner)
             account.seen = self._clock()
@@ -151,7 +151,9 @@ class FairQueue(Generic[T]):
         return None
 
     def order(self) -> list[T]:
-        """Return the waiting items in the order of ``get``, if no other item arrives and no turn costs more."""
+        """Return the waiting items in the order in which ``get`` returns them, if no other item arrives and turns
+        cost nothing.
+        """
         with self._lock:
             owners = sorted(self._lines, key=self._place)
             lines = deque((self._account(owner).used, deque(self._lines[owner])) for owner in owners)
@@ -178,7 +180,7 @@ class FairQueue(Generic[T]):
                 self._new += seconds
 
     def alone(self, owner: Hashable) -> bool:
-        """Return True if no other owner waits, and none has added an item in the last ``ACTIVE_S`` seconds."""
+        """Return True if no other owner waits or has added an item in the last ``ACTIVE_S`` seconds."""
         since = self._clock() - ACTIVE_S
         with self._lock:
             mine = hash(owner)

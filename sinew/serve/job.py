@@ -44,13 +44,14 @@ class Home(Protocol):
         """End a job because no client waits for its result any more."""
 
     def ready(self, decoded: list[ServingJob]) -> None:
-        """Let decoded jobs of one client have their turns."""
+        """Queue decoded jobs of one client for inference."""
 
 
 class RequestGroup:
-    """The jobs of one message. An inference computes those that fit together, in order, and no other jobs.
+    """The jobs of one message with several observations. One inference computes the jobs that fit together, in
+    order, and no jobs of other messages.
 
-    The jobs are ready when all of them are decoded or have ended. Thread-safe.
+    The group is ready when every job is decoded or has ended. Thread-safe.
     """
 
     def __init__(self, count: int):
@@ -59,11 +60,11 @@ class RequestGroup:
         self._counted: set[int] = set()
 
     def arrived(self, job: ServingJob) -> list[ServingJob]:
-        """Record a decoded job. Return the jobs that are ready now."""
+        """Record that a job is decoded. Return the jobs that may be computed now."""
         return self._count(job, [job])
 
     def ended(self, job: ServingJob) -> list[ServingJob]:
-        """Record a job that has ended, maybe after it was decoded. Return the jobs that are ready now."""
+        """Record that a job has ended, possibly after it was decoded. Return the jobs that may be computed now."""
         return self._count(job, [])
 
     def decoded(self) -> list[ServingJob]:

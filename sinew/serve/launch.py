@@ -1,4 +1,4 @@
-"""Starts a server: finds its policy or recording before it opens ports, loads it afterwards, and answers requests."""
+"""Starts a server: finds the policy or the recording, opens the ports, loads the policy, and answers requests."""
 
 from __future__ import annotations
 
@@ -175,11 +175,12 @@ class ServerLaunch:
     answering: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, process: Process, ready: Callable[[Policy | Replay], Callable[[], None]]) -> bool:
-        """Load and answer until the process is told to stop, then close the recorders.
+        """Load the policy, answer requests until the process is told to stop, then close the recorders.
 
         Args:
             process: The process, with its signals.
-            ready: Function of the warm policy. It returns a function that is called when the protocols answer.
+            ready: Called with the warm policy. It returns a function that is called when the protocols accept
+                requests.
 
         Returns:
             False if a thread still computes.

@@ -77,7 +77,7 @@ def preparation(
 ) -> Preparation | None:
     """Return the preparation that ``sinew prepare`` could run for a policy; None if there is none.
 
-    An earlier finding is logged.
+    The result of an earlier preparation is logged.
 
     Args:
         bundle: The bundle.
@@ -197,7 +197,9 @@ class Preparer:
             self._say("failed", f"engine {work.engine} was not prepared: {words}", logging.WARNING)
 
     def _follow(self) -> tuple[EngineFinding, MemoryNeed] | None:
-        """Run the process. Return its finding; None if it was ended together with the server. Raises SinewError."""
+        """Run the process. Return its finding; None if the process was ended together with the server. Raises
+        SinewError.
+        """
         with tempfile.TemporaryFile() as errors:
             with self._lock:
                 if self._stopping.is_set():
@@ -242,7 +244,7 @@ class Preparer:
             ) from None
 
     def _read(self, child: subprocess.Popen[str]) -> dict[str, Any] | None:
-        """Log the progress. Return the last record that is not a progress report."""
+        """Log the progress reports of the process. Return its last output that is not a progress report."""
         last: dict[str, Any] | None = None
         assert child.stdout is not None
         while line := child.stdout.readline(MOST_LINE):
@@ -264,7 +266,7 @@ class Preparer:
         return last
 
     def _end(self, child: subprocess.Popen[str]) -> None:
-        """End the process, and remove its files if it did not end by itself."""
+        """End the process if it is still running. Remove its files if it did not succeed."""
         if child.poll() is None:
             _signal(child, signal.SIGTERM)
             try:

@@ -57,7 +57,14 @@ class Robots(Collector):
         self._robots: dict[Key, Reported] = {}  # reports by robot, the oldest report first
 
     def put(self, wire: str, client: str, session: str, policy: str, data: bytes | memoryview) -> None:
-        """Store a report. If there is no free place, the peer with most reports loses its oldest one.
+        """Store a report of a robot. If no place is free, the peer with the most reports loses its oldest report.
+
+        Args:
+            wire: Name of the protocol.
+            client: Address of the peer.
+            session: Session of the robot.
+            policy: Name of the robot's policy.
+            data: The report.
 
         Raises:
             RequestError: The report is not valid.

@@ -436,7 +436,9 @@ class Scheduler:
         return self._compute(jobs)
 
     def _compute(self, jobs: Sequence[ServingJob]) -> list[Outcome]:
-        """Compute requests of one kind. Return the outcome of each, with ``timing.queue_ms`` in chunks."""
+        """Compute requests of one kind. Return the outcome of each request, and add ``timing.queue_ms`` to its
+        chunk.
+        """
         turn, alike, count = _Turn(jobs), jobs[0].alike, len(jobs)
         begun = turn.begun
         around = {"between": partial(self._between, turn)} if self.policy.pauses else {}
@@ -521,8 +523,8 @@ class Scheduler:
     def _compute_one(self, job: ServingJob, around: Mapping[str, Any]) -> Outcome:
         """Compute a request, and count unexpected failures.
 
-        A few in a row may come from one client. So the policy is then tried with its own observation, and the result
-        becomes the server's health.
+        A few failures in a row may come from one client. So the policy is then tried with its own observation,
+        and the result becomes the server's health.
         """
         try:
             self._raise_if_abandoned(job)
@@ -628,6 +630,6 @@ class Scheduler:
 
 
 def _inputs(job: ServingJob) -> Any:
-    """Return the policy's inputs."""
+    """Return the inputs that the policy has prepared for a job."""
     assert job.prepared is not None
     return job.prepared.inputs

@@ -1,4 +1,4 @@
-"""A wire: one protocol of clients, and the server that answers it at one address."""
+"""A wire: the protocol of some clients, and the server for this protocol at one address."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Listener(Protocol):
     dashboard: str  # address for browsers; "" without a page
 
     def start(self, service: Service) -> None:
-        """Begin to answer on its own threads. This returns at once."""
+        """Begin to answer requests on own threads. This returns at once."""
 
     def stop(self) -> None:
-        """Send the finished answers and close the port. It may be called without ``start``."""
+        """Send the finished answers and close the port. You may call this without ``start``."""
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
         """Return the lines of a complete program that requests one chunk from this server.
 
-        It uses the protocol's own client library.
+        The program uses the protocol's own client library.
         """

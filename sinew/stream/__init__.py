@@ -1,7 +1,9 @@
-"""Full streaming inference: a slow loop of prefixes and a fast loop of head runs that never wait for each other.
+"""Full streaming inference: a slow loop computes prefixes, a fast loop runs the action head, and neither waits for
+the other.
 
-After section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). :class:`Session` is one robot's stream without
-sockets, clocks or threads; :class:`Loops` runs the two loops of any number of them. docs/stream.md.
+Source: section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). :class:`Session` is the stream of one
+robot, without sockets, clocks or threads. :class:`Loops` runs the two loops for any number of streams. See
+docs/stream.md.
 """
 
 from __future__ import annotations

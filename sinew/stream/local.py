@@ -1,4 +1,4 @@
-"""A stream to a policy in this process: what ``sinew_client.streams.StreamLink`` is to one behind a socket."""
+"""A stream to a policy in this process, with the interface of ``sinew_client.streams.StreamLink``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ UNREAD = 256  # largest number of waiting windows; older windows are dropped
 
 
 class LocalLink:
-    """Runs the two loops of one session on threads of its own.
+    """Runs the two loops of one session on its own threads.
 
-    ``errors``, ``error``, ``faults``: as of a StreamLink.
+    Args:
+        session: The session.
+        loops: The loops that compute for the session; None creates them.
+
+    Attributes:
+        error: The last error, as in StreamLink.
+        errors: Number of errors, as in StreamLink.
+        faults: Counted errors by their kind, as in StreamLink.
     """
 
     def __init__(self, session: Session, loops: Loops | None = None):

@@ -1,9 +1,10 @@
-"""The two loops of all streams: one thread that computes prefixes and one that runs heads.
+"""The two loops of all streams: one thread computes prefixes, and one thread runs heads.
 
-Each has its own pool of compute threads, so that on a CPU a head runs at the same time as a prefix. Streams take
-turns in both by cost: the owner that has used least comes first. A head run counts its rows times its evaluations, a
-prefix one. A run that costs a fraction of the one in progress runs between two of its evaluations. No stream is
-computed more often than its rate, by this machine's clock. Streams compute while requests leave them their share.
+Each thread has its own pool of compute threads, so on a CPU a head runs at the same time as a prefix. In both
+loops, streams take turns by cost: the owner that has used least comes first. A head run costs its rows times its
+evaluations, and a prefix costs 1. A much cheaper head run may run between two evaluations of another one. No
+stream is computed more often than its rate, by this machine's clock. Streams leave a share of the time to
+requests.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ READ, RUN = 0, 1  # indices of the slow loop (prefixes) and of the fast loop (he
 
 
 class WindowListener(Protocol):
-    """Who gets what a stream makes. Both are called on the loops' threads and must not block."""
+    """Receives the windows and the errors of a stream. Both methods are called on the loops' threads and must not
+    block.
+    """
 
     def window(self, window: Window) -> None: ...
     def failed(self, error: SinewError) -> None: ...
 
 
 class Pausable(Protocol):
-    """What a thread asks around the pieces of its work: both wait while others have a claim."""
+    """Called around the pieces of a computation. Both methods wait while requests need the device."""
 
     def begin(self) -> None: ...
     def pause(self) -> None: ...
 
 
 class _Free:
-    """The turns of one that has the machine to itself."""
+    """A :class:`Pausable` that never waits, for a machine without requests."""
 
     def begin(self) -> None: ...
     def pause(self) -> None: ...
@@ -52,7 +55,16 @@ class _Free:
 
 @dataclass(eq=False)
 class _Stream:
-    """One stream. owner: with whom it shares its turns. turns: of the slow and of the fast loop."""
+    """One stream.
+
+    Attributes:
+        session: The session.
+        listener: Receives the windows and the errors.
+        owner: The owner, which shares its turns among its streams.
+        turns: Pausable of the slow loop and of the fast loop.
+        gone: True after the stream was removed.
+        due: Times of the next runs.
+    """
 
     session: Session
     listener: WindowListener
@@ -66,11 +78,11 @@ class _Stream:
         return self.session.wants_run if which == RUN else self.session.wants_prefix
 
     def wait(self, which: int, now: float) -> float:
-        """Return the seconds until its next turn may come."""
+        """Return the seconds until the next turn in the loop ``which`` may come."""
         return self.due[which] - max(BURST_S, self._period(which)) - now
 
     def take(self, which: int, now: float) -> None:
-        """Note a turn."""
+        """Record a turn in the loop ``which``."""
         self.due[which] = max(self.due[which], now) + self._period(which)
 
     def _period(self, which: int) -> float:
@@ -79,13 +91,14 @@ class _Stream:
 
 
 class Loops:
-    """Runs the streams. Threads start with the first stream. A stream that fails gets the error, and continues with
-    its next frame or sample.
+    """Runs the two loops of streams. The threads start with the first stream. If a computation fails, the stream's
+    listener receives the error, and the stream continues with its next frame or sample.
 
     Args:
-        threads: Compute threads of the slow and of the fast loop.
-        start: Starts a thread from a name and a function. A server's supervisor restarts its threads.
-        clock: Seconds, by which rates are kept.
+        threads: Number of compute threads of the slow loop and of the fast loop.
+        start: Starts a thread from a name and a function. A server passes its supervisor, which restarts
+            threads.
+        clock: Returns the time in seconds, for the rates of streams.
     """
 
     def __init__(
@@ -121,8 +134,15 @@ class Loops:
         owner: Hashable = None,
         turns: Callable[[], Pausable] = _Free,
     ) -> None:
-        """Take a stream in. owner: streams of one share their turns; None: it has its own. turns: makes those of a
-        thread."""
+        """Add a stream.
+
+        Args:
+            session: The session.
+            listener: Receives the windows and the errors.
+            owner: Owner of the stream. Streams of one owner share its turns. None makes the stream its own
+                owner.
+            turns: Creates the Pausable of one loop.
+        """
         with self._lock:
             mine = session if owner is None else owner
             self._streams[session] = _Stream(session, listener, mine, (turns(), turns()))
@@ -133,7 +153,7 @@ class Loops:
                 ]
 
     def remove(self, session: Session) -> None:
-        """Let a stream go; what is being computed for it ends at its next step."""
+        """Remove a stream. A running computation for this stream ends at its next step."""
         with self._lock:
             if (stream := self._streams.pop(session, None)) is None:
                 return
@@ -144,7 +164,7 @@ class Loops:
                     spent.pop(stream.owner, None)
 
     def settle(self, sessions: Iterable[Session]) -> None:
-        """Wait until nothing is computed for removed streams any more."""
+        """Wait until no computation for the removed streams is running."""
         gone = set(sessions)
         with self._lock:
             while any(each.session in gone for busy in self._busy for each in busy):
@@ -154,12 +174,12 @@ class Loops:
         return len(self._streams)
 
     def wake(self) -> None:
-        """Tell the loops that something has arrived."""
+        """Notify both loops that new input has arrived."""
         for event in self._news:
             event.set()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End both threads after what they are computing."""
+        """Let both threads end after their present computation, and wait at most ``timeout`` seconds for them."""
         self._ended = True
         self.wake()
         end = time.monotonic() + timeout
@@ -184,7 +204,7 @@ class Loops:
                 news.wait(wait)
 
     def _next(self, which: int) -> float | None:
-        """Choose the next stream and return None; or return the seconds to wait if none is due."""
+        """Choose the next stream of a loop, and return None. If no stream is due, return the seconds to wait."""
         now, wait = self._clock(), IDLE_S
         with self._lock:
             spent, ready, busy = self._spent[which], list[_Stream](), self._busy[which]
@@ -209,14 +229,14 @@ class Loops:
         return None
 
     def _between(self, stream: _Stream, running: _Stream) -> bool:
-        """Return True for a stream whose run comes between two evaluations of the one that is under way."""
+        """Return True if a run of ``stream`` may run between two evaluations of the running stream."""
         spent = self._spent[RUN]
         return QUICK * stream.session.run_cost <= running.session.run_cost and spent.get(
             stream.owner, 0.0
         ) < spent.get(running.owner, 0.0)
 
     def _work(self, which: int) -> None:
-        """Compute for the chosen stream. No reference to the stream remains afterwards."""
+        """Compute for the chosen stream. Afterwards, no reference to the stream remains."""
         try:
             self._safely(which)
         finally:

@@ -1,8 +1,8 @@
-"""One robot's stream: its newest inputs, the prefix of the newest frame, and runs of the head on it.
+"""One robot's stream: its newest inputs, the prefix of the newest frame, and head runs with this prefix.
 
-Three callers never wait for each other. The robot pushes frames and samples, of which the newest wins. The slow loop
-calls :meth:`Session.read`, which computes a new prefix and then replaces the one in use. The fast loop calls
-:meth:`Session.run`. Every exchange is one reference that is written at once.
+Three callers never wait for each other. The robot adds frames and samples, and only the newest ones are used.
+The slow loop calls :meth:`Session.read`, which computes a new prefix and then replaces the prefix in use. The
+fast loop calls :meth:`Session.run`. Each replacement writes a single reference.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class StreamSettings:
 
     Attributes:
         rate: Waypoints per second of the robot's trajectory.
-        guidance: See :class:`Chunks`, for checkpoints whose head has one time for all rows.
-        interpolation: See :class:`Chunks`, likewise.
-        solver_steps: Solver steps of such heads; None for the policy's own.
-        seed: Seed of the noise.
-        text_tokens: Tokens of each text that the language head generates in parallel (:mod:`sinew.stream.text`); 0
-            for none.
+        guidance: Guidance of real-time chunking (:class:`Chunks`), for heads with one noise level for all
+            actions.
+        interpolation: Interpolation between actions (:class:`Chunks`), for the same heads.
+        solver_steps: Solver steps of the same heads; None uses the policy's number.
+        seed: Seed of the noise; None draws a random seed.
+        text_tokens: Tokens of each text that the language head generates in parallel (:mod:`sinew.stream.text`);
+            0 generates no text.
 
     Raises:
         ObservationError: A field is wrong.
@@ -77,10 +78,14 @@ class StreamSettings:
 
 @dataclass(frozen=True, eq=False)
 class StateSample:
-    """A reading of the robot's sensors: ``state`` float [D] at ``time``, seconds of the robot's clock.
+    """A reading of the robot's sensors.
 
-    delay: nodes after the sample's own at which its window begins, because the answer is not there sooner.
-    arrived: on this machine's clock. tag: a number that goes back with the window.
+    Attributes:
+        state: State of the robot, float [D].
+        time: Time of the reading, seconds of the robot's clock.
+        delay: Number of nodes after the sample at which its window begins. Earlier nodes would arrive too late.
+        arrived: Time of arrival on this machine's clock, seconds.
+        tag: Number that is sent back with the window.
     """
 
     state: np.ndarray
@@ -98,9 +103,15 @@ class _Frame:
 
 @dataclass(frozen=True, eq=False)
 class StreamPrefix:
-    """What a frame leaves for the head. noise, steps: where a whole solution starts, and its evaluations.
+    """The prefix of one frame, which the head reads.
 
-    state: float [D] in the robot's units, which the prefix was computed with.
+    Attributes:
+        context: Context of the frame for the head.
+        state: State with which the prefix was computed, float [D] in robot units.
+        noise: Noise from which a whole solution starts.
+        steps: Number of evaluations of a whole solution.
+        frame_time: Exposure time of the frame, seconds of the robot's clock.
+        text: Text of the stream at this prefix.
     """
 
     context: Any
@@ -112,10 +123,24 @@ class StreamPrefix:
 
 
 class Session:
-    """policy: on an engine whose halves can be run apart. clock: of this machine, seconds.
+    """One robot's stream.
 
-    label: how windows are made. Counters: ``frames`` and ``samples`` that came, ``prefixes`` and ``runs`` that were
-    computed; what came and was not computed was overtaken by something newer.
+    Args:
+        policy: The policy. Its engine must support running the prefix and the head separately.
+        settings: Settings of the stream.
+        prompt: The instruction.
+        clock: Returns the time of this machine in seconds.
+
+    Attributes:
+        label: Description of how the windows are computed.
+        frames: Number of received frames.
+        samples: Number of received samples.
+        prefixes: Number of computed prefixes. Frames without a prefix were replaced by newer frames.
+        runs: Number of head runs. Samples without a run were replaced by newer samples.
+
+    Raises:
+        SinewError: The policy does not support streams.
+        ObservationError: A setting does not fit the policy.
     """
 
     def __init__(
@@ -166,16 +191,16 @@ class Session:
         self._used: tuple[Any, ...] = ()  # prefix and sample of the last head run
 
     def push_frame(self, images: Images | Callable[[], Images], taken: float) -> None:
-        """Take a frame.
+        """Store a frame in place of the previous one.
 
         Args:
-            images: The frames, or a function that decodes them. The slow loop calls it if nothing newer arrives
-                before.
-            taken: When they were exposed, seconds of the robot's clock.
+            images: Camera -> frame, or a function that decodes the frames. The slow loop calls the function,
+                unless a newer frame arrives first.
+            taken: Exposure time of the frames, seconds of the robot's clock.
 
         Raises:
-            ObservationError: The time is not valid: more than 10 s before the robot's clock began, more than 0.1 s
-                later than the newest sample, or more than 0.1 s earlier than the newest frame.
+            ObservationError: The time is not valid: more than 10 s before the robot's clock began, more than 0.1
+                s later than the newest sample, or more than 0.1 s earlier than the newest frame.
         """
         newest = MAX_TIME if self._sample is None else self._sample.time + AHEAD_S
         oldest = -OLDEST_S if self._frame is None else max(-OLDEST_S, self._frame.time - AHEAD_S)
@@ -190,10 +215,13 @@ class Session:
         self._frame = _Frame(images if callable(images) else lambda: images, taken)
 
     def push_sample(self, sample: StateSample) -> None:
-        """Take a sample. Raises ObservationError for an invalid one, or one older than the last.
+        """Store a sample in place of the previous one.
 
-        A delay beyond ``MAX_DELAY`` is clipped to it: an answer tells the robot the present delay, and without
-        answers its estimate would never fall.
+        A delay above ``MAX_DELAY`` is reduced to this number. An answer tells the robot the present delay, so
+        without answers the robot's estimate would never fall.
+
+        Raises:
+            ObservationError: The sample is invalid, or older than the previous one.
         """
         # This condition also rejects NaN.
         if not 0 <= sample.time < MAX_TIME:
@@ -215,15 +243,15 @@ class Session:
         self._sample = replace(sample, delay=min(sample.delay, MAX_DELAY))
 
     def before(self, time: float) -> bool:
-        """Return True for a moment before the newest sample's: the robot's clock is another one."""
+        """Return True if a time is earlier than the newest sample. The robot's clock has then started again."""
         return self._sample is not None and time < self._sample.time
 
     def now(self) -> float:
-        """Return seconds of this machine's clock, which ``arrived`` is counted on."""
+        """Return the time of this machine's clock in seconds, for ``StateSample.arrived``."""
         return self._clock()
 
     def say(self, prompt: str) -> None:
-        """Change the instruction. The next prefix uses it, also with a frame that has been read before."""
+        """Change the instruction. The next prefix uses the new instruction, even if its frame was read before."""
         self.prompt = prompt
 
     def _speaks(self, tokens: int) -> TextDecoder | None:
@@ -237,19 +265,19 @@ class Session:
         return TextDecoder(tokens, prompter.words, prompter.recipe.eos_token_id)
 
     def anew(self) -> Session:
-        """Return an empty session with the same settings."""
+        """Create an empty session with the same settings."""
         return Session(self.policy, self.settings, self.prompt, self._clock)
 
     @property
     def wants_prefix(self) -> bool:
-        """True if there is a frame or an instruction without a prefix, and a state for it."""
+        """True if there is a state, and a frame or an instruction for which no prefix was computed."""
         return (
             self._frame is not None and self._sample is not None and self._seen != (self._frame, self.prompt)
         )
 
     @property
     def wants_run(self) -> bool:
-        """Return True if the head would see something that it has not seen."""
+        """True if a head run would read new input."""
         prefix, sample = self._prefix, self._sample
         if prefix is None or sample is None:
             return False
@@ -261,7 +289,7 @@ class Session:
 
     @property
     def run_cost(self) -> float:
-        """Return the rows times the evaluations of a run of the head on the newest prefix; 0 before there is one."""
+        """The number of rows times the evaluations of a head run with the newest prefix; 0 without a prefix."""
         prefix = self._prefix
         return (
             0.0
@@ -270,9 +298,11 @@ class Session:
         )
 
     def read(self) -> bool:
-        """Compute the prefix of the newest frame and swap it in; False where there is nothing new.
+        """Compute the prefix of the newest frame, and put the prefix into use. Return False if there is no new
+        frame.
 
-        Raises SinewError for a frame that does not fit; it will not be tried again.
+        Raises:
+            SinewError: The frame does not fit the policy. The frame will not be tried again.
         """
         made = self.compute()
         if made is not None:
@@ -280,7 +310,9 @@ class Session:
         return made is not None
 
     def compute(self) -> StreamPrefix | None:
-        """Compute the prefix of the newest frame, while the present one stays in use; None if there is nothing new."""
+        """Compute the prefix of the newest frame, while the present prefix stays in use. Return None if there is no
+        new frame.
+        """
         if not self.wants_prefix:
             return None
         frame, sample, prompt = self._frame, self._sample, self.prompt
@@ -303,14 +335,15 @@ class Session:
         return StreamPrefix(context, sample.state, prepared.noise, prepared.steps, frame.time, text)
 
     def swap(self, prefix: StreamPrefix) -> None:
-        """Let runs of the head that begin from now on read this prefix."""
+        """Put a prefix into use for all head runs that begin from now on."""
         self._prefix, self._swapped = prefix, self._clock()
         self.prefixes += 1
 
     def run(self, pause: Callable[[], None] | None = None) -> Window | None:
-        """Run the head once on the newest prefix and sample; None where it would see nothing new.
+        """Run the head once with the newest prefix and sample. Return None if there is no new input.
 
-        pause: called after each evaluation of a whole solution; what it raises ends the run.
+        Args:
+            pause: Called after each evaluation of a whole solution. An exception of this function ends the run.
         """
         if not self.wants_run:
             return None

@@ -1,6 +1,7 @@
-"""Vision and prefix on a server, the head on the robot (docs/edge-and-cloud.md): the context travels, not the actions.
+"""Split inference: a server computes vision and prefix, and the robot runs the head (docs/edge-and-cloud.md).
 
-The robot has the bundle too, and maps its file: of the weights it reads those of the head.
+The server sends the context and no actions. The robot needs the same bundle and maps its file to memory, but
+reads only the weights of the head.
 """
 
 from __future__ import annotations
@@ -27,11 +28,18 @@ if TYPE_CHECKING:
 
 
 def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
-    """Return the context of an observation for a head on the robot, packed (:mod:`sinew.engine.contexts`): the
-    server's half.
+    """Compute the context of an observation on the server, for a head on the robot.
 
-    Raises :class:`SinewError` for a head that chooses tokens if ``form`` rounds, and for a request that needs more
-    than a context.
+    Args:
+        policy: The policy.
+        prepared: The prepared observation.
+        form: Type of the floats in the context.
+
+    Returns:
+        The packed context (:mod:`sinew.engine.contexts`).
+
+    Raises:
+        SinewError: The head chooses tokens and ``form`` rounds, or the request needs more than a context.
     """
     if prepared.words is not None:
         raise SinewError("context: expected an observation without a request for text, got one with it")
@@ -53,7 +61,14 @@ def read_context(policy: Policy, prepared: Prepared, form: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SplitTiming:
-    """What one request took: bytes of the context, and milliseconds on the way, in the server and here."""
+    """Measurements of one request.
+
+    Attributes:
+        nbytes: Bytes of the context.
+        round_trip_ms: Milliseconds from the request to the received context.
+        server_ms: Milliseconds on the server.
+        head_ms: Milliseconds of the head on this machine.
+    """
 
     nbytes: int
     round_trip_ms: float
@@ -62,9 +77,12 @@ class SplitTiming:
 
 
 class SplitCalls:
-    """Opens calls of a robot's controller to a policy in two places: what a Requester takes as ``connect``.
+    """Creates the calls of a robot's controller for split inference. A Requester accepts it as ``connect``.
 
-    address: of the server's ``context.FORM``, as Client takes it.
+    Args:
+        policy: The policy on this machine.
+        address: Address of the server's policy ``context.FORM``, as Client accepts it.
+        api_key: Key of the server; "" for no key.
     """
 
     def __init__(self, policy: Policy, address: str, api_key: str = ""):
@@ -82,7 +100,13 @@ class SplitCalls:
 
 
 def template_of(policy: Policy) -> tuple[Any, Any]:
-    """Return the shapes of a policy's context, on no device: of the longest prompt, and of one with a token more."""
+    """Return the shapes of a policy's context for the longest prompt, and for a prompt with one more token.
+
+    The tensors are on torch's meta device, so they take no memory.
+
+    Raises:
+        SinewError: The policy does not support split inference.
+    """
     if reason := policy.capabilities.why_not(Capability.SPLIT):
         raise SinewError(f"split: {reason}")
     meta = on_meta(policy.engine.model)
@@ -92,11 +116,16 @@ def template_of(policy: Policy) -> tuple[Any, Any]:
 
 
 class SplitPolicy(OpenPolicy):
-    """policy: the bundle on this machine, on an engine of PyTorch. client: of a server's ``context.FORM``.
-    template: :func:`template_of` the policy, if it is there already. whole: closing it closes the policy here, too;
-    the client it closes in any case.
+    """A policy whose context comes from a server, and whose head runs on this machine.
 
-    Raises SinewError for a server that has another policy, or sends no contexts.
+    Args:
+        policy: The bundle on this machine, on a PyTorch engine.
+        client: Client of the server's policy ``context.FORM``. :meth:`close` always closes this client.
+        template: Result of :func:`template_of` for the policy; None computes it.
+        whole: True if :meth:`close` also closes ``policy``.
+
+    Raises:
+        SinewError: The server has another policy, or sends no contexts.
     """
 
     def __init__(self, policy: Policy, client: Client, template: Any = None, *, whole: bool = False):
@@ -107,7 +136,7 @@ class SplitPolicy(OpenPolicy):
         self.last: SplitTiming | None = None
 
     def _compare(self) -> None:
-        """Raise SinewError for a server of another policy, or one that sends no contexts."""
+        """Raise SinewError if the server has another policy, or sends no contexts."""
         policy, client = self.policy, self._client
         served = client.metadata()
         self.form = served["server"].get("context", "")
@@ -126,7 +155,7 @@ class SplitPolicy(OpenPolicy):
             )
 
     def reset(self, session: str = "") -> None:
-        """Tell the server that a new episode begins in ``session``."""
+        """Notify the server that a new episode begins in ``session``."""
         self._refuse_closed()
         self._client.reset(session)
 
@@ -138,9 +167,18 @@ class SplitPolicy(OpenPolicy):
     def infer(
         self, observation: Observation | Mapping[str, Any], *, timeout: float | None = None
     ) -> ActionChunk:
-        """Return the chunk: the context from the server, the solution from here. Raises what both may raise.
+        """Compute a chunk with the context from the server and the head on this machine.
 
-        timeout: seconds to wait for the server, the client's own if absent."""
+        Args:
+            observation: The observation.
+            timeout: Seconds to wait for the server; None uses the client's time limit.
+
+        Returns:
+            The chunk.
+
+        Raises:
+            SinewError: The server or the head on this machine rejects the observation.
+        """
         self._refuse_closed()
         policy = self.policy
         found = given.observation(observation, policy.spec)

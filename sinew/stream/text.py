@@ -1,8 +1,8 @@
-"""The text of a stream: one token per prefix, from the same pass over the same weights.
+"""The text of a stream: each prefix generates one token, in the same pass over the same weights.
 
-After section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). A token is appended to the prompt of the next
-pass, which reads all text again together with the newest frame. Keys and values of an older frame are never used. The
-text is the greedy continuation of the newest observation's prompt.
+Source: section 6 of "Running VLAs at Real-time Speed" (Ma et al. 2025). A token is appended to the prompt of the
+next pass. This pass reads the whole text again together with the newest frame, so keys and values of an older
+frame are never used. The text is the greedy continuation of the prompt with the newest observation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StreamedText:
-    """running: what is being said. said: the last text that is complete and not empty."""
+    """The text of a stream at one prefix.
+
+    Attributes:
+        running: The text that is being generated.
+        said: The last complete text that is not empty.
+    """
 
     running: str = ""
     said: str = ""
@@ -23,10 +28,14 @@ SILENT = StreamedText()
 
 
 class TextDecoder:
-    """Texts one after the other, each of at most ``limit`` tokens. Belongs to the slow loop.
+    """Generates texts one after another. Only the slow loop uses this object.
 
-    words: ids -> what they spell. end: the token that ends a text; -1: none. A text whose instruction changes is
-    dropped, since it goes on behind another prompt.
+    If the instruction changes, the running text is dropped, because it continues another prompt.
+
+    Args:
+        limit: Largest number of tokens of a text.
+        words: Converts token ids to text.
+        end: Token that ends a text; -1 if there is none.
     """
 
     def __init__(self, limit: int, words: Callable[[list[int]], str], end: int):
@@ -36,14 +45,14 @@ class TextDecoder:
         self._prompt: str | None = None
 
     def begin(self, prompt: str) -> list[int]:
-        """Return the tokens behind the prompt of the next pass."""
+        """Return the tokens that follow the prompt in the next pass."""
         if prompt != self._prompt:
             self._prompt = prompt
             self._next(self.text.said)
         return self.tokens
 
     def add(self, token: int) -> StreamedText:
-        """Take the token of a pass, and return the present text. After a text has ended, another one begins."""
+        """Add the token of a pass, and return the present text. After the end of a text, the next text begins."""
         if token != self._end:
             self.tokens = [*self.tokens, token]
         words = self._words(self.tokens)

@@ -1,6 +1,7 @@
-"""What one run of the head hands out: the next nodes of a trajectory, from a window that rolls or from a whole chunk.
+"""The results of head runs: the next nodes of a trajectory, from a rolling window or from a whole chunk.
 
-Nodes are counted from the start of the robot's clock at the stream's rate: node k belongs to k / rate seconds.
+Nodes are counted at the stream's rate from the start of the robot's clock: the time of node k is k / rate
+seconds.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class Window:
 
     Attributes:
         step: Number of the first waypoint.
-        rows: float32 [K, D] in robot units.
+        rows: Waypoints, float32 [K, D] in robot units.
         sample_time: Time of the newest sensor sample, seconds of the robot's clock.
-        frame_time: Time of the newest frame, likewise.
+        frame_time: Time of the newest frame, seconds of the robot's clock.
         prefix_age: Seconds since the prefix came into use, on this machine's clock.
-        sensor_age: Seconds since the sample arrived, likewise.
-        head_s: Seconds that the run took.
+        sensor_age: Seconds since the sample arrived, on this machine's clock.
+        head_s: Duration of the head run in seconds.
         run: Number of the head run.
         tag: Tag of the sample.
-        state: float [D] in the robot's units. The head read it, and relative actions were made absolute with it.
+        state: State that the head has read, float [D] in robot units. Delta actions were added to this state.
         text: Text of the prefix.
     """
 
@@ -58,12 +59,18 @@ class Window:
 
 
 class Rolling:
-    """A window of H rows, each at a noise level of its own: row i leaves a run at level i / H.
+    """A window of H actions, each with its own noise level. After a run, action i has the level i / H.
 
-    Level 1 is noise and 0 is clean. Row 0 of a window is final; the rows behind it are the best that is known of
-    them. When m nodes have passed since the last run, m rows are appended as noise; when fewer than one has, the
-    window is brought back up to the level that a run starts from, x' = a x + b n with a = (1 - t') / (1 - t) and
-    b^2 = t'^2 - (a t)^2, which is where the forward process would be.
+    Level 1 is noise, and level 0 is clean. Action 0 of a window is final, and the later actions are the best
+    present estimates. If m nodes have passed since the last run, m actions are appended as noise. If less than
+    one node has passed, noise is added until the levels are those at the start of a run: x' = a x + b n with a =
+    (1 - t') / (1 - t) and b^2 = t'^2 - (a t)^2, as in the forward process of diffusion.
+
+    Args:
+        engine: The engine of the policy.
+        solver: The solver's settings.
+        shape: Number of actions H, and width A of an action in model units.
+        seed: Seed of the noise.
     """
 
     label = f"{ROLLING}: one evaluation of the head per run"
@@ -79,7 +86,15 @@ class Rolling:
         self._origin: int
 
     def run(self, context: Any, origin: int) -> np.ndarray:
-        """Return the denoised rows of the window that begins at node ``origin``, float32 [H, A] in model units."""
+        """Run the head once for the window that begins at a node.
+
+        Args:
+            context: Context of the prefix.
+            origin: Number of the first node.
+
+        Returns:
+            The denoised actions, float32 [H, A] in model units.
+        """
         x, before = self._window(origin)
         after = np.arange(self.rows) / self.rows
         start, end = self._solver.start, self._solver.end
@@ -92,7 +107,7 @@ class Rolling:
         return denoised
 
     def _window(self, origin: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return x [H, A] and the level of each row, at least (i + 1) / H."""
+        """Return the noisy actions x [H, A], and the level of each action, which is at least (i + 1) / H."""
         noise = self._rng.standard_normal((self.rows, self.width), np.float32)
         least = (np.arange(self.rows) + 1) / self.rows
         if self._x is None or abs(origin - self._origin) >= self.rows:
@@ -111,10 +126,20 @@ class Rolling:
 
 
 class Chunks:
-    """Whole solutions of an ordinary checkpoint, which continue what was handed out, brought to the stream's rate.
+    """Whole chunks of an ordinary checkpoint, converted to the stream's rate. Each chunk continues the waypoints
+    that were sent before.
 
-    guidance: of real-time chunking ("guided", "no-jacobian", "ramp"), or "none". interpolation: "linear" between
-    the rows of a chunk, or "hold" for rows that are no positions; a stream at the policy's own rate needs neither.
+    Args:
+        engine: The engine of the policy.
+        processor: The processor of the policy.
+        rate: Rate of the stream, nodes per second.
+        guidance: Guidance of real-time chunking: "guided", "no-jacobian" or "ramp". "none" computes each chunk
+            independently.
+        interpolation: "linear" between the actions of a chunk, or "hold" for actions that are not positions. It
+            has no effect at the policy's own rate.
+
+    Raises:
+        SinewError: The policy does not state its control rate.
     """
 
     def __init__(self, engine: Engine, processor: Processor, rate: float, guidance: str, interpolation: str):
@@ -143,8 +168,20 @@ class Chunks:
         origin: int,
         pause: Callable[[], None] | None = None,
     ) -> np.ndarray:
-        """Return a chunk whose frame was exposed at ``frame_time``, float32 [H, A] in model units. pause: called after
-        each evaluation."""
+        """Compute a chunk.
+
+        Args:
+            context: Context of the prefix.
+            noise: Noise from which the solution starts.
+            steps: Number of evaluations.
+            state: Normalised state of the prefix.
+            frame_time: Exposure time of the frame, seconds of the robot's clock.
+            origin: Number of the first node of the window.
+            pause: Called after each evaluation.
+
+        Returns:
+            The chunk, float32 [H, A] in model units.
+        """
         options = self._continuation(state, frame_time, origin)
         if options is None:
             return self._engine.solve(context, noise[None], steps, watch=Watch(between=pause))[0]
@@ -155,9 +192,16 @@ class Chunks:
         return self._engine.solve(context, started, steps, guidance, Watch(between=pause))[0]
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
-        """Return the waypoints from ``origin`` on, float32 [K, D], from a chunk [H, D] in robot units.
+        """Convert a chunk to the waypoints of a window.
 
-        K is at most what a chunk has from its frame on, even if the frame is later than the origin.
+        Args:
+            rows: The chunk, float32 [H, D] in robot units.
+            frame_time: Exposure time of the frame, seconds of the robot's clock.
+            origin: Number of the first waypoint.
+
+        Returns:
+            The waypoints, float32 [K, D]. K is at most the number of waypoints that a whole chunk has, even if
+            the frame is later than ``origin``.
         """
         last = frame_time + (len(rows) - 1) / self.hz
         most = math.ceil(len(rows) * self.rate / self.hz) + 1
@@ -174,7 +218,7 @@ class Chunks:
         return rows[low] + share * (rows[np.minimum(low + 1, len(rows) - 1)] - rows[low])
 
     def handed(self, rows: np.ndarray, origin: int, run: int) -> None:
-        """Record the waypoints that the robot received. Those before ``origin`` count as executed."""
+        """Record the waypoints that the robot received. Waypoints before ``origin`` count as executed."""
         for step in range(max(self._handed.next, origin - HISTORY), origin):
             if (node := self._handed.take(step)) is not None:
                 self._handed.commanded(step, node.row)

@@ -1,4 +1,7 @@
-"""``ros2 launch sinew_ros policy.launch.py contract:=/path/to/robot.yaml [server:=tcp://gpu:5555]``."""
+"""Launch file that starts the policy node.
+
+Usage: ``ros2 launch sinew_ros policy.launch.py contract:=/path/to/robot.yaml [server:=tcp://gpu:5555]``.
+"""
 
 from launch.actions import DeclareLaunchArgument
 from launch.conditions import LaunchConfigurationEquals, LaunchConfigurationNotEquals

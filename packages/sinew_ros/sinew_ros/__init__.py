@@ -1,1 +1,3 @@
-"""A Sinew policy on a robot of ROS 2 topics: a contract in YAML, and one node over ``sinew_client.control``."""
+"""A Sinew policy on a robot with ROS 2 topics: one node over ``sinew_client.control``, configured by a contract in
+YAML.
+"""

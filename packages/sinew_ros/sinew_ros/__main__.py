@@ -33,7 +33,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="sinew-ros", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run", help="drive a robot")
@@ -94,7 +94,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def drive(given: argparse.Namespace, ros: list[str]) -> int:
-    """Run the bridge until a signal, or a manager's shutdown, and print its report as one line of JSON."""
+    """Drive a robot until a signal or a manager's shutdown. Print the report of the bridge as one line of JSON.
+
+    Args:
+        given: Parsed arguments of ``sinew-ros run``.
+        ros: Further arguments, which are passed to ROS.
+
+    Returns:
+        The exit code: 1 if messages could not be recorded, else 0.
+
+    Raises:
+        ClientError: An argument, the contract or the server is invalid.
+    """
     if given.lifecycle and given.steps is not None:
         raise ClientError("--steps: cannot be combined with --lifecycle, whose manager ends the node")
     # Read the contract first, so that an invalid contract is rejected before any topic is created.
@@ -161,13 +172,22 @@ def drive(given: argparse.Namespace, ros: list[str]) -> int:
 
 
 def contract(given: argparse.Namespace) -> Contract:
-    """Return the contract of the command line. Raises ContractError."""
+    """Read the contract that the command line names. ``--server`` replaces its servers. Raises ContractError."""
     found = read(given.contract)
     return replace(found, servers=tuple(given.server.split(","))) if given.server else found
 
 
 def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
-    """Answer calls until a signal, and print how many there were as one line of JSON."""
+    """Answer calls of the service until a signal. Print the number of answered and failed calls as one line of
+    JSON.
+
+    Args:
+        given: Parsed arguments of ``sinew-ros serve``.
+        ros: Further arguments, which are passed to ROS.
+
+    Returns:
+        The exit code.
+    """
     ended = threading.Event()
     service = ChunkService(given.server, given.hz)
     transport = opened(given.transport, ros)
@@ -186,7 +206,15 @@ def serve_calls(given: argparse.Namespace, ros: list[str]) -> int:
 
 
 def send_goal(given: argparse.Namespace, ros: list[str]) -> int:
-    """Send a goal and print its result as one line of JSON. A signal cancels it; what does not succeed is status 1."""
+    """Send a goal to the action server, and print the result as one line of JSON. A signal cancels the goal.
+
+    Args:
+        given: Parsed arguments of ``sinew-ros goal``.
+        ros: Further arguments, which are passed to ROS.
+
+    Returns:
+        The exit code: 0 if the goal succeeded, else 1.
+    """
     for limit in ("time_limit", "hold_limit"):
         if not 0 <= getattr(given, limit) < 1e9:
             raise ClientError(
@@ -213,7 +241,7 @@ def send_goal(given: argparse.Namespace, ros: list[str]) -> int:
 
 
 def opened(name: str, ros: list[str]) -> Any:
-    """Return a transport by its name. Raises ClientError."""
+    """Open a transport by its name: rclpy, dds or bag:PATH. Raises ClientError for any other name."""
     kind, _, path = name.partition(":")
     if kind == "bag" and path:
         return Bag(Path(path))

@@ -1,7 +1,8 @@
-"""The server and a client of an action over a transport's services and topics, for one that brings none: plain DDS.
+"""An action server and an action client over services and topics, for transports without actions, such as plain
+DDS.
 
-An action is three services and two topics below ``NAME/_action/`` (ROS 2 design, "Actions"); what is answered, and the
-states of a goal, are those of rcl_action's server, with which tests/ros compares it.
+A ROS 2 action consists of three services and two topics below ``NAME/_action/`` (ROS 2 design, "Actions"). The
+answers and the states of a goal are the same as in rcl_action's server. tests/ros compares both servers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Reply = Callable[[Mapping[str, Any]], None]
 
 
 class _Held:
-    """A goal that was accepted: its status, and who waits for its result."""
+    """An accepted goal, with its status and the callers that wait for its result."""
 
     def __init__(self, server: ActionServer, message: Any, stamp: float):
         self.goal, self.id, self.stamp = message.goal, bytes(message.goal_id.uuid), time_of(stamp)
@@ -50,7 +51,14 @@ class _Held:
 
 
 class ActionServer:
-    """Asks an actor what becomes of the goals of an action. transport: has ``take``, ``publisher`` and ``now``."""
+    """The server of one action. An actor decides which goals run.
+
+    Args:
+        transport: Transport with the methods ``take``, ``publisher`` and ``now``.
+        name: Name of the action, such as ``/sinew/run_policy``.
+        kind: Type of the action, such as ``sinew_msgs/action/RunPolicy``.
+        actor: Object that accepts, runs and cancels the goals.
+    """
 
     def __init__(self, transport: Any, name: str, kind: str, actor: Goals):
         self._actor, self._now = actor, transport.now
@@ -67,7 +75,7 @@ class ActionServer:
             transport.take(below + service, what, take)
 
     def end(self, held: _Held, status: int, result: dict[str, Any]) -> None:
-        """Set a goal's terminal status, and tell its result to those who wait for it."""
+        """Set the terminal status of a goal, and send its result to all waiting callers."""
         with self._lock:
             held.status, held.over = status, time.monotonic()
             held.result = {"status": status, "result": result}
@@ -154,9 +162,23 @@ def ask(
     cancel: threading.Event,
     seconds: float = 10.0,
 ) -> tuple[int, Any]:
-    """Send an action a goal, call ``tell`` with each feedback, and return its terminal status and its result. cancel:
-    once set, the goal is cancelled. seconds: to wait for the server. Raises ClientError where there is none, where it
-    refuses, and where it goes away. transport: has ``subscribe`` and ``call``."""
+    """Send a goal to an action server, and wait for the result.
+
+    Args:
+        transport: Transport with the methods ``subscribe`` and ``call``.
+        name: Name of the action.
+        kind: Type of the action.
+        goal: Fields of the goal.
+        tell: Called with each feedback message.
+        cancel: Event that cancels the goal when it is set.
+        seconds: Seconds to wait for the server.
+
+    Returns:
+        The terminal status (action_msgs/msg/GoalStatus) and the result.
+
+    Raises:
+        ClientError: No server answers, the server rejects the goal, or the server disconnects.
+    """
     below, number = f"{name}/_action/", {"uuid": list(os.urandom(16))}
     ended: list[Any] = []
 

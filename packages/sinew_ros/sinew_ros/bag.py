@@ -1,6 +1,7 @@
-"""Rosbags as a transport that plays, and beside a transport that records: MCAP or SQLite, by the package rosbags.
+"""Rosbags as transports, in MCAP or SQLite: :class:`Bag` plays a bag, and :class:`Recorded` records one.
 
-A bag that was recorded here is played by ``ros2 bag play``, and the other way round; no ROS is installed for it.
+ROS does not have to be installed, because the package rosbags reads and writes the files. ``ros2 bag play``
+plays the bags of this module, and this module plays the bags of ``ros2 bag record``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Take = Callable[[Any], None]
 
 
 def types() -> Any:
-    """Return the definitions of messages, those of Humble. Raises ClientError where rosbags is missing."""
+    """Load the message definitions of ROS 2 Humble. Raises ClientError if the package rosbags is not installed."""
     try:
         from rosbags.typesys import Stores, get_types_from_msg, get_typestore
     except ImportError as error:
@@ -47,10 +48,15 @@ def types() -> Any:
 
 
 class Bag:
-    """A bag as the transport of a bridge: its messages come at the pace at which they were recorded, and ROS time is
-    the bag's. What is published goes nowhere but into a recording beside.
+    """A transport that plays a bag at the speed of the recording. ROS time is the time in the bag.
 
-    Raises ClientError for a folder that is no bag, and for a topic of it that has another type than is subscribed.
+    Published messages are discarded, except by a :class:`Recorded` around this transport.
+
+    Args:
+        path: Folder of the bag.
+
+    Raises:
+        ClientError: The folder is not a bag, or a topic has another type than the subscription.
     """
 
     def __init__(self, path: Path):
@@ -81,7 +87,7 @@ class Bag:
         return self._first + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def begin(self, over: Callable[[], None]) -> None:
-        """Begin to play. over: called once the last message was."""
+        """Start to play. ``over`` is called after the last message."""
         missing = sorted(set(self._takes) - set(self._kinds))
         if missing:
             logger.warning("the bag has nothing on %s", ", ".join(missing))
@@ -112,10 +118,18 @@ class Bag:
 
 
 class Recorded:
-    """A transport whose messages, received and published, are written into a bag as well, by a thread of its own.
+    """A transport that also writes all received and published messages to a bag, on its own thread.
 
-    path: a folder that does not exist yet. storage: one of ``STORAGES``. What a slow or full disk does not take is
-    counted, told once, and does not hold up the robot. Raises ClientError for a folder that is there.
+    The robot never waits for the disk. Messages that a slow or full disk does not accept are counted, and the
+    first one is logged.
+
+    Args:
+        transport: The transport to record.
+        path: Folder of the bag, which must not exist yet.
+        storage: One of ``STORAGES``.
+
+    Raises:
+        ClientError: The folder exists already.
     """
 
     def __init__(self, transport: Any, path: Path, storage: str = "mcap"):
@@ -150,18 +164,20 @@ class Recorded:
         return float(self._transport.now())
 
     def begin(self, over: Callable[[], None]) -> None:
-        """Let a transport that plays begin."""
+        """Start the recorded transport, if it plays messages. ``over`` is called after the last message."""
         if (begin := getattr(self._transport, "begin", None)) is not None:
             begin(over)
 
     def close(self) -> None:
-        """End the transport, then complete the bag."""
+        """Close the recorded transport, then complete the bag."""
         self._transport.close()
         self._waiting.put(None)
         self._thread.join()
 
     def report(self) -> dict[str, Any]:
-        """Return the number of written messages of each topic, and the failures."""
+        """Return the path of the bag, the number of written messages of each topic, and the number of lost
+        messages.
+        """
         return {"path": str(self.path), "written": dict(self.written), "failed": self.failed}
 
     def _put(self, topic: str, kind: str, message: Any) -> None:
@@ -196,7 +212,16 @@ class Recorded:
 
 
 def build(store: Any, kind: str, value: Any) -> Any:
-    """Return a message of ``kind``, as rosbags has it, of an object or a mapping that has its fields."""
+    """Convert an object or a mapping to a message of rosbags.
+
+    Args:
+        store: Type store of rosbags with the definitions.
+        kind: Type of the message, such as ``sensor_msgs/msg/JointState``.
+        value: Object or mapping with the fields of the message.
+
+    Returns:
+        The message, as an instance of the class in ``store``.
+    """
     if type(value) is store.types[kind]:
         return value
     get = value.__getitem__ if isinstance(value, Mapping) else lambda name: getattr(value, name)

@@ -1,7 +1,8 @@
-"""A bond with the manager of a managed node, as Nav2's lifecycle manager keeps one with each node that it activates:
-both say on ``/bond`` that they live, and each knows when the other does not.
+"""A bond between a managed node and its manager, as Nav2's lifecycle manager creates one with each node that it
+activates.
 
-Messages and times are those of bond_core (bond/msg/Status, Constants).
+Both sides publish heartbeats on ``/bond``, so each side notices when the other side has stopped. Messages and
+times are those of bond_core (bond/msg/Status, Constants).
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ PERIOD_S, TIMEOUT_S = 0.25, 4.0
 
 
 class Bond:
-    """A node's half. name: the node's, by which its manager calls the bond. broken: called, from a thread of its own,
-    once a manager that had answered is silent for longer than it said it would be, or says that it ends.
+    """The node's half of a bond. A manager that never answers has no effect, because most managers do not use
+    bonds.
 
-    Where no manager answers, as none but Nav2's does, nothing follows from that.
+    Args:
+        transport: Transport with the methods ``publisher`` and ``subscribe``.
+        name: Name of the node, which is also the id of the bond.
+        broken: Called with the reason, on its own thread, when a manager that has answered before is silent for
+            longer than its announced timeout, or ends the bond.
     """
 
     def __init__(self, transport: Any, name: str, broken: Callable[[str], None]):
@@ -40,13 +45,13 @@ class Bond:
         transport.subscribe(TOPIC, KIND, COMMAND, self._take)
 
     def begin(self) -> None:
-        """Say that the node lives, from now on."""
+        """Start to send heartbeats, because the node is active."""
         self._own, self._sister, self._left = str(uuid.uuid4()), "", False
         self._over = threading.Event()
         threading.Thread(target=self._run, args=(self._over,), daemon=True).start()
 
     def end(self) -> None:
-        """Say that it is not active any more; nothing is waited for."""
+        """Announce that the node is not active any more. This does not wait for an answer."""
         if self._own and not self._over.is_set():
             self._over.set()
             self._tell(False)

@@ -1,7 +1,8 @@
-"""A policy server and a robot's topics, brought together by a contract; knows no ROS and no DDS.
+"""Connects a policy server with a robot's topics, as a contract describes them.
 
-What it asks of a transport (:class:`Transport`) is a subscription, a publisher and a clock, so the same one runs in a
-node of rclpy (:mod:`sinew_ros.node`) and over plain DDS (:mod:`sinew_ros.dds`).
+The bridge does not depend on ROS or DDS. It requires a :class:`Transport` with subscriptions, publishers and a
+clock. So the same bridge runs in a node of rclpy (:mod:`sinew_ros.node`) and over plain DDS
+(:mod:`sinew_ros.dds`).
 """
 
 from __future__ import annotations
@@ -47,24 +48,33 @@ SENSOR, COMMAND, LATCHED = "sensor", "command", "latched"
 
 
 class Transport(Protocol):
-    """Topics by name and type, as ROS 2 writes them: ``/joint_states`` and ``sensor_msgs/msg/JointState``."""
+    """Access to topics by name and type, as ROS 2 writes them: ``/joint_states``, ``sensor_msgs/msg/JointState``."""
 
     def subscribe(self, topic: str, kind: str, quality: str, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` with every message, from any thread."""
+        """Call ``callback`` with every message of a topic, from any thread. ``quality`` is SENSOR, COMMAND or
+        LATCHED.
+        """
 
     def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        """Return a function that publishes a mapping of a message's fields. It may be called from any thread."""
+        """Return a function that publishes the fields of a message. The function may be called from any thread."""
 
     def now(self) -> float:
-        """Return seconds of ROS time."""
+        """Return the ROS time in seconds."""
 
 
 class Bridge:
-    """Runs a policy on a robot of topics.
+    """Runs a policy on a robot with ROS topics.
 
-    Raises :class:`ContractError` where the contract does not fit the policy, before anything is subscribed.
-    timeout: seconds to wait for the server's description of its policy. managed: it begins paused, and whoever made it
-    enables it, but no topic does. goals: those of an action, which do so, and bring the instruction.
+    Args:
+        contract: The contract between the topics and the policy.
+        transport: The transport of the topics.
+        timeout: Seconds to wait for the server's description of the policy.
+        managed: True if the caller enables the bridge. The bridge then starts paused, and ignores the enable
+            topic.
+        goals: Goals of an action. They enable the bridge and provide the instruction. None without an action.
+
+    Raises:
+        ContractError: The contract does not fit the policy. No topic is subscribed in this case.
     """
 
     def __init__(
@@ -140,7 +150,9 @@ class Bridge:
                 transport.subscribe(contract.names[name], kind, COMMAND, take)
 
     def enable(self, on: bool) -> None:
-        """Begin, or hold until told to begin again; what is said once more changes nothing."""
+        """Start to drive the robot, or hold it until the next call with True. Repeated calls with the same value
+        have no effect.
+        """
         # Compare with the last request and not with the loop's state, because the loop reacts later.
         if on == self._enabled:
             return
@@ -152,11 +164,18 @@ class Bridge:
             self.loop.pause()
 
     def stop(self) -> None:
-        """End :meth:`run` after the present tick. A second call also ends the return to the rest pose."""
+        """End :meth:`run` after the present control step. A second call also ends the return to the rest pose."""
         self.loop.stop()
 
     def run(self, steps: int | None = None) -> Cadence:
-        """Drive the robot until :meth:`stop`, or for so many control steps. At the end the robot holds."""
+        """Drive the robot until :meth:`stop`. At the end the robot holds.
+
+        Args:
+            steps: Number of control steps; None for no limit.
+
+        Returns:
+            The timing of the control loop.
+        """
         ended = threading.Event()
         reporter = threading.Thread(target=self._report_each_second, args=(ended,), daemon=True)
         reporter.start()
@@ -171,7 +190,7 @@ class Bridge:
             self.loop.close()
 
     def _watch(self, command: Command) -> None:
-        """Publish what is planned when a new chunk has begun, and a stop when a hold has."""
+        """Publish a new trajectory when a new chunk begins, and a stop when the robot begins to hold."""
         self._reason = command.reason
         self.robot.paused = self.loop.controller.paused
         if self._goals is not None:
@@ -192,13 +211,15 @@ class Bridge:
             self._chunk = command.chunk
 
     def _halt(self) -> None:
-        """End a trajectory under way where the last command led."""
+        """End a running trajectory at the target of the last command."""
         if self._chunk is not None and self._target is not None:
             self.robot.follow(self._target[None])
         self._chunk = None
 
     def report(self) -> dict[str, Any]:
-        """Return counts and ages of every topic, what was published, and the cadence of the loop."""
+        """Return the counts and ages of every topic, the published messages, and the timing of the loop, ready for
+        JSON.
+        """
         return {**self.robot.report(), "control": self.loop.report().to_dict()}
 
     def _report_each_second(self, ended: threading.Event) -> None:
@@ -212,7 +233,7 @@ class Bridge:
             logger.exception("the status could not be published")
 
     def status(self) -> dict[str, Any]:
-        """Return a diagnostic_msgs/DiagnosticArray of the present state."""
+        """Return the present state as a diagnostic_msgs/DiagnosticArray."""
         report, paused, reason = self.report(), self.loop.controller.paused, self._reason
         values: dict[str, Any] = {"prompt": self.loop.prompt, "chunks": report["control"]["chunks"]}
         values["failed requests"] = report["control"]["failed_requests"]
@@ -239,10 +260,14 @@ class Bridge:
 
 
 def planned(controller: Controller, command: Command) -> np.ndarray:
-    """Return float32 [n, D]: the targets of this control step and of those that follow, within the limits.
+    """Return the targets of this control step and of the following steps, within the limits, float32 [n, D].
 
-    Limits are applied by a copy of the controller's guard, so they are exactly those of the commands to come. Rows
-    that would be too old by their own step are left out.
+    A copy of the controller's guard applies the limits, so they are the same as for the later commands. Actions
+    that would be too old at their own step are left out.
+
+    Args:
+        controller: The controller of the loop.
+        command: The command of this control step.
     """
     player = controller.player
     rows = list(player.trajectory.rows_from(command.step))

@@ -1,4 +1,4 @@
-"""The contract between a robot's topics and a policy: one YAML file, checked before anything moves."""
+"""The contract between a robot's topics and a policy: one YAML file, which is checked before the robot moves."""
 
 from __future__ import annotations
 
@@ -29,13 +29,21 @@ FIELDS = ("position", "velocity", "effort")
 
 
 class ContractError(ClientError, ValueError):
-    """A field of the contract is missing, unknown, or does not fit the policy; the message names it."""
+    """A field of the contract is missing, is unknown, or does not fit the policy. The message names the field."""
 
 
 @dataclass(frozen=True)
 class Camera:
-    """A topic with pictures. max_age: seconds beyond which a frame is dropped, and too old to act on. rate: messages
-    per second below which the status warns; None for none."""
+    """A topic with camera frames.
+
+    Attributes:
+        name: Name of the camera in the policy.
+        topic: Name of the topic.
+        type: Type of the messages, one of ``CAMERA_TYPES``.
+        max_age: Largest age of a frame in seconds. Older frames are dropped, and the robot holds without a newer
+            one.
+        rate: Messages per second below which the status topic warns; None for no warning.
+    """
 
     name: str
     topic: str
@@ -46,9 +54,19 @@ class Camera:
 
 @dataclass(frozen=True)
 class Joints:
-    """A part of the policy's state: joints of a JointState topic in the policy's order.
+    """A part of the policy's state: joints of a JointState topic, in the policy's order.
 
-    scale, offset: float64 [n]; policy's number = scale x message's number + offset. field: position, velocity, effort.
+    The policy's value is ``scale * message's value + offset``.
+
+    Attributes:
+        name: Name of the part.
+        topic: Name of the topic.
+        joints: Names of the joints in the messages.
+        field: Field of the messages: position, velocity or effort.
+        scale: Scale of each joint, float64 [n].
+        offset: Offset of each joint, float64 [n].
+        max_age: Largest age of a message in seconds.
+        rate: Messages per second below which the status topic warns; None for no warning.
     """
 
     name: str
@@ -63,11 +81,20 @@ class Joints:
 
 @dataclass(frozen=True)
 class Output:
-    """A topic that takes columns of an action, in the policy's order.
+    """A topic that receives columns of an action, in the policy's order.
 
-    scale, offset: as of :class:`Joints`, so that the message's number = (policy's - offset) / scale. group: of a
-    JointGroupCommand. constant, change: of an action's goal, its effort or speed, and by how much the message's number
-    has to differ from the last goal's for a new one.
+    The message's value is ``(policy's value - offset) / scale``.
+
+    Attributes:
+        topic: Name of the topic or of the action.
+        type: Type of the messages, one of ``ACTION_TYPES``.
+        joints: Names of the joints in the messages.
+        field: Field of the messages: position, velocity or effort.
+        scale: Scale of each joint, float64 [n], as in :class:`Joints`.
+        offset: Offset of each joint, float64 [n], as in :class:`Joints`.
+        group: Name of the group, for a JointGroupCommand.
+        constant: Effort or speed of each goal, for a gripper action.
+        change: Smallest difference from the last goal that causes a new goal, for a gripper action.
     """
 
     topic: str
@@ -83,10 +110,13 @@ class Output:
 
 @dataclass(frozen=True)
 class GoalSettings:
-    """Says what a goal of the action may do where it does not say so itself, in seconds.
+    """Settings for goals of the action RunPolicy. The limits apply to goals that do not set their own.
 
-    time_limit: after which it ends. hold_limit: the longest hold in one go. preempt: a goal takes the place of the one
-    that runs; else it is refused. feedback: messages per second.
+    Attributes:
+        time_limit: Seconds after which a goal ends.
+        hold_limit: Longest uninterrupted hold in seconds, after which a goal ends.
+        preempt: True if a new goal replaces the running goal. False if the new goal is rejected.
+        feedback: Feedback messages per second.
     """
 
     time_limit: float = 60.0
@@ -97,12 +127,22 @@ class GoalSettings:
 
 @dataclass(frozen=True)
 class Contract:
-    """Everything that connects a robot's topics with a policy.
+    """All settings that connect a robot's topics with a policy.
 
-    servers: addresses; the next one is asked where one fails. stamps: "header" takes a message's own stamp as the
-    time of its exposure, "arrival" the moment at which it came, for drivers that do not stamp. start: True begins at
-    once, False waits for true on the enable topic. names: topics of prompt, enable, status and success. kinematics: of
-    a policy that says poses, the arm whose joints the topics have, and what its numbers mean. goals: of an action.
+    Attributes:
+        servers: Addresses of servers. If a server fails, the next one is used.
+        settings: Settings of the control loop.
+        cameras: Topics of the cameras.
+        states: Topics of the state.
+        outputs: Topics of the actions.
+        prompt: The instruction; "" for the policy's default.
+        start: True to drive at once. False waits for true on the enable topic.
+        stamps: "header" uses the stamp of a message as its exposure time. "arrival" uses the arrival time, for
+            drivers that do not stamp.
+        names: Topics of prompt, enable, status and success.
+        kinematics: The arm and the meaning of the action's values, for a policy that outputs poses; None
+            otherwise.
+        goals: Settings for goals of the action.
     """
 
     servers: tuple[str, ...]
@@ -126,7 +166,14 @@ class Contract:
         return sum(len(part.joints) for part in self.outputs)
 
     def check(self, policy: Mapping[str, Any]) -> None:
-        """Compare with what a server says of its policy (``metadata()["policy"]``). Raises :class:`ContractError`."""
+        """Compare the contract with the description of a policy.
+
+        Args:
+            policy: ``metadata()["policy"]`` of a server.
+
+        Raises:
+            ContractError: The cameras or the sizes of state and action differ.
+        """
         wanted = [camera["name"] for camera in policy["cameras"]]
         given = [camera.name for camera in self.cameras]
         if sorted(wanted) != sorted(given):
@@ -152,7 +199,7 @@ class Contract:
 
 
 def read(path: Path) -> Contract:
-    """Return the contract of a YAML file. Raises :class:`ContractError`."""
+    """Read a contract from a YAML file. Raises :class:`ContractError`."""
     try:
         given = read_yaml(path)
     except (OSError, ValueError) as error:
@@ -163,8 +210,15 @@ def read(path: Path) -> Contract:
 
 
 def parse(given: Any, folder: Path = Path()) -> Contract:
-    """Return the contract that a mapping states; its files are relative to ``folder``. Raises :class:`ContractError`
-    that names the field."""
+    """Convert the content of a YAML file to a contract.
+
+    Args:
+        given: Content of the file.
+        folder: Folder to which file names in the contract are relative.
+
+    Raises:
+        ContractError: A field is wrong. The message names the field.
+    """
     top = _Fields("contract", given)
     servers = top.texts("server")
     names = _Fields("names", top.get("names", {}))
@@ -273,7 +327,14 @@ def _consistent(contract: Contract) -> None:
 
 
 def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
-    """Return the text of a contract for a policy, with every name that its server states; topics are to fill in."""
+    """Return the text of a contract for a policy, with all names that its server states. The user completes the
+    topics.
+
+    Args:
+        server: Address of the server.
+        policy: ``metadata()["policy"]`` of the server.
+        hz: Control rate; None uses the policy's rate, or 20 Hz.
+    """
     rate = float(hz or policy.get("control_hz") or 20.0)
     said = stated(policy)
     motion = "" if said is None else f", motion: {json.dumps(said)}"
@@ -317,7 +378,7 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
 
 
 def _parts(where: str, given: Any) -> list[tuple[str, Any]]:
-    """Return one part, or several that follow each other in the policy's vector."""
+    """Return the parts of a vector of the policy with their field names. One part may be written without a list."""
     if isinstance(given, list):
         if not given:
             raise ContractError(f"{where}: expected at least one topic, got an empty list")
@@ -369,7 +430,7 @@ def _output(where: str, given: Any) -> Output:
 
 
 class _Fields:
-    """A mapping whose keys are taken one by one; what is left over at the end is refused by name."""
+    """A mapping whose keys are read one by one. :meth:`end` rejects keys that were not read."""
 
     def __init__(self, where: str, given: Any):
         if not isinstance(given, Mapping):

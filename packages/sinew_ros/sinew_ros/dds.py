@@ -1,10 +1,10 @@
-"""Topics over CycloneDDS, without an installed ROS: what a ROS 2 node with rmw_cyclonedds or rmw_fastrtps speaks.
+"""Topics over CycloneDDS, without an installed ROS. The messages are those of rmw_cyclonedds and rmw_fastrtps.
 
-A topic ``/joint_states`` is ``rt/joint_states`` on the wire, a type ``sensor_msgs/msg/JointState`` is
-``sensor_msgs::msg::dds_::JointState_`` (ROS 2 design, "Topic and Service name mapping to DDS"). The bridge is not seen
-by ``ros2 node list``, which lists what announces itself on ros_discovery_info; its topics are. From Kilted on Fast DDS
-describes its types in a form that CycloneDDS does not take, and their topics do not meet: config/fastdds.xml turns that
-off in a robot's nodes.
+In DDS, the topic ``/joint_states`` has the name ``rt/joint_states``, and the type ``sensor_msgs/msg/JointState``
+has the name ``sensor_msgs::msg::dds_::JointState_`` (ROS 2 design, "Topic and Service name mapping to DDS").
+``ros2 node list`` does not list the bridge, because the bridge does not publish on ros_discovery_info. ``ros2
+topic list`` lists its topics. Since Kilted, Fast DDS describes its types in a form that CycloneDDS does not
+support, so their topics do not connect. config/fastdds.xml disables this form in a robot's nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ CYCLONE = b"\x01\x10"  # vendor id of CycloneDDS, with which its GUIDs begin (RT
 
 
 class Dds:
-    """A DDS participant as the transport of a bridge. domain: ROS_DOMAIN_ID of the environment, or 0."""
+    """A DDS participant as the transport of a bridge.
+
+    Args:
+        domain: Number of the DDS domain; None uses ROS_DOMAIN_ID of the environment, or 0.
+
+    Raises:
+        ClientError: The package cyclonedds is not installed.
+    """
 
     def __init__(self, domain: int | None = None):
         try:
@@ -65,10 +72,11 @@ class Dds:
         return lambda fields: writer.write(dds_types.build(dds_types.TYPES[kind], fields))
 
     def _goals(self, name: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
-        """Return a function that sends the fields of a goal to an action. A rejected goal is logged, and no result is
-        requested.
+        """Return a function that sends the fields of a goal to an action server. A rejected goal is logged. The
+        function does not request the result.
 
-        It raises ClientError for a server of another DDS than CycloneDDS, which would read other numbers in a call.
+        The function raises ClientError for a server on another DDS than CycloneDDS, because the header of a call
+        differs there.
         """
         from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsSubscription
 
@@ -99,12 +107,22 @@ class Dds:
         return send
 
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
-        """Answer the calls of a service, one after the other, on a thread of its own. Callers are nodes of
-        rmw_cyclonedds: rmw_fastrtps puts its callers' names beside the message, where CycloneDDS does not look."""
+        """Answer the calls of a service one after another, on an own thread.
+
+        The callers must use rmw_cyclonedds. rmw_fastrtps sends the identity of a caller outside the message,
+        where CycloneDDS does not read it.
+
+        Args:
+            name: Name of the service.
+            kind: Type of the service.
+            answer: Returns the fields of the response to a request.
+        """
         self.take(name, kind, lambda call, reply: reply(answer(call)))
 
     def take(self, name: str, kind: str, take: Callable[[Any, Reply], None]) -> None:
-        """Hand over the calls of a service, each with what replies to it, at any time and from any thread."""
+        """Pass each call of a service to ``take``, with a function that sends the reply at any time and from any
+        thread.
+        """
         from cyclonedds.pub import DataWriter
         from cyclonedds.sub import DataReader
 
@@ -127,11 +145,21 @@ class Dds:
         self._begin(calls, name, lambda call: take(call, partial(reply, call)))
 
     def act(self, name: str, kind: str, actor: Goals) -> None:
-        """Be the server of an action."""
+        """Serve an action, whose goals ``actor`` runs."""
         ActionServer(self, name, kind, actor)
 
     def call(self, name: str, kind: str, fields: Mapping[str, Any], seconds: float) -> Any:
-        """Call a service and return its response; None where there is none in time, or who would answer has left."""
+        """Call a service, and return its response.
+
+        Args:
+            name: Name of the service.
+            kind: Type of the service.
+            fields: Fields of the request.
+            seconds: Seconds to wait.
+
+        Returns:
+            The response; None if no response arrived in time, or if the server has disconnected.
+        """
         from sinew_ros import dds_types
 
         request, response = dds_types.SERVICES[kind]
@@ -152,7 +180,7 @@ class Dds:
         return None
 
     def _caller(self, name: str, request: Any, response: Any) -> tuple[Any, Any]:
-        """Return a writer for the calls of a service, and a reader for their replies."""
+        """Create a writer for the calls of a service and a reader for their replies."""
         from cyclonedds.pub import DataWriter
         from cyclonedds.sub import DataReader
 
@@ -165,13 +193,19 @@ class Dds:
         return time.time()
 
     def close(self) -> None:
-        """End the threads that read."""
+        """End the threads that read messages."""
         self._ended.set()
         for thread in self._threads:
             thread.join(5.0)
 
     def _topic(self, topic: str, kind: Any, prefix: str = "rt") -> Any:
-        """topic: ``~`` is the node. kind: ROS's name of a message, or a structure."""
+        """Create a DDS topic.
+
+        Args:
+            topic: Name in ROS; ``~`` stands for the node's name.
+            kind: Name of a message type in ROS, or a DDS structure.
+            prefix: Prefix of the name in DDS: rt for topics, rq for requests, rr for replies.
+        """
         from cyclonedds.topic import Topic
 
         from sinew_ros import dds_types
@@ -200,8 +234,8 @@ class Dds:
 
 
 def _wait_for_reader(calls: Any, replies: Any, call: Any) -> None:
-    """Wait until the caller's reader is known here. DDS announces it apart from the caller's writer, possibly later,
-    and a reply written before it is lost.
+    """Wait until DDS has announced the caller's reader. DDS announces the reader and the writer of a caller
+    separately. A reply that is written before the reader is known would be lost.
 
     Args:
         calls: The service's reader.
@@ -224,8 +258,9 @@ def _wait_for_reader(calls: Any, replies: Any, call: Any) -> None:
 
 
 def _qos(quality: str) -> Any:
-    """Return the quality of service of ROS 2's profiles: sensor data (best effort, the newest few), default, or that of
-    the status of actions (the newest one, also for who comes later)."""
+    """Return ROS 2's quality of service for sensor data (best effort), for commands (the default), or for the
+    status of actions (a late subscriber receives the newest message).
+    """
     from cyclonedds.core import Policy, Qos
     from cyclonedds.util import duration
 

@@ -1,5 +1,5 @@
 # This file does not use `from __future__ import annotations`, because cyclonedds evaluates the types of the fields.
-"""The message types that the bridge uses, as DDS structures: what rmw_cyclonedds and rmw_fastrtps put on the wire.
+"""The message types that the bridge uses, as DDS structures of rmw_cyclonedds and rmw_fastrtps.
 
 Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted), lifecycle_msgs,
 bond, control_msgs, franka_msgs and interbotix_xs_msgs. tests/ros compares their bytes with those of rosbags.
@@ -197,8 +197,15 @@ class TransitionEvent(IdlStruct, typename="lifecycle_msgs.msg.dds_.TransitionEve
 
 
 def _half(name, member="structure_needs_at_least_one_member", kind=uint8, default=int, **more):
-    """Return a half of a service (``package/sort/Name_Request``) with one member, and ``more``, which are structures:
-    one without any has a byte in ROS."""
+    """Create the request or the response of a service as a DDS structure.
+
+    Args:
+        name: Name such as ``package/srv/Name_Request``.
+        member: Name of the first member. ROS adds a byte to a structure without members.
+        kind: Type of the first member.
+        default: Creates the default value of the first member.
+        **more: Further members, which are structures or sequences of structures.
+    """
 
     def fill(body):
         body["__annotations__"] = {"guid": uint64, "seq": int64, member: kind, **more}
@@ -289,7 +296,7 @@ class RunPolicyFeedbackMessage(IdlStruct, typename="sinew_msgs.action.dds_.RunPo
 
 
 def _sends(action, goal):
-    """Return the two halves of the service that takes the goals of an action."""
+    """Create the request and the response of the service that receives the goals of an action."""
     return (
         _half(f"{action}_SendGoal_Request", "goal_id", Uuid, Uuid, goal=goal),
         _half(f"{action}_SendGoal_Response", "accepted", bool, bool, stamp=Time),
@@ -364,7 +371,7 @@ TYPES = {
 
 
 def build(kind, fields):
-    """Return a structure of the class ``kind`` with a mapping's fields; raises TypeError for an unknown one."""
+    """Create a structure of the class ``kind`` from a mapping of its fields. Raises TypeError for an unknown field."""
     made = {}
     for name, value in fields.items():
         inner = kind.__annotations__.get(name)

@@ -1,4 +1,4 @@
-"""What drives a robot as others see it: goals and the life cycle enable it, and hold it."""
+"""The interface through which goals and the life cycle enable a robot, or hold it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HOLDS_S = 1.0
 
 
 class DrivenRobot(Protocol):
-    """A robot under a policy (:class:`sinew_ros.bridge.Bridge`).
+    """A robot that a policy drives (:class:`sinew_ros.bridge.Bridge`).
 
     Attributes:
-        contract: Its topics and settings.
-        loop: The loop that commands it.
-        prompt: The instruction of goals that bring none; "" for none.
-        ended: True once the loop is over, and the robot holds.
+        contract: Topics and settings of the robot.
+        loop: The control loop that commands the robot.
+        prompt: The instruction for goals without an instruction; "" if there is none.
+        ended: True after the loop has ended and the robot holds.
     """
 
     contract: Contract
@@ -30,12 +30,19 @@ class DrivenRobot(Protocol):
     ended: bool
 
     def enable(self, on: bool) -> None:
-        """Begin, or hold until told to begin again."""
+        """Start to drive the robot, or hold it until the next call with True."""
 
 
 def hold(driven: DrivenRobot, failed: Callable[[], bool] = lambda: False) -> None:
-    """Pause a robot, and return once its robot holds. failed: whether its loop has ended with an error. Raises
-    RuntimeError where it has, or does not hold in time."""
+    """Pause a robot, and return when the robot holds.
+
+    Args:
+        driven: The robot.
+        failed: Returns True if the robot's loop has ended with an error.
+
+    Raises:
+        RuntimeError: The loop has failed, or does not hold the robot in time.
+    """
     driven.enable(False)
     loop, begun = driven.loop, driven.loop.steps
     end = time.monotonic() + HOLDS_S + 3 * driven.contract.settings.period

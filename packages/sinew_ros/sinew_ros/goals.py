@@ -1,8 +1,8 @@
-"""Goals of the action ``RunPolicy`` drive a bridge's robot, one at a time; it holds whenever none runs.
+"""Goals of the action ``RunPolicy`` drive the robot of a bridge, one at a time. Between two goals the robot holds.
 
-Knows neither rclpy nor DDS: a transport (``act``) has the services and topics of an action, asks whether a goal is
-wanted (:meth:`Goals.wants`) or may be cancelled (:meth:`Goals.cancels`), and hands over an accepted one
-(:meth:`Goals.begin`) as a :class:`Goal`.
+This module does not depend on rclpy or DDS. A transport (``act``) provides the services and topics of the
+action. It calls :meth:`Goals.wants` for a new goal, :meth:`Goals.begin` with the accepted :class:`Goal`, and
+:meth:`Goals.cancels` to cancel a goal.
 """
 
 from __future__ import annotations
@@ -39,20 +39,32 @@ OUTCOMES = {
 
 
 class Goal(Protocol):
-    """An accepted goal, as a transport hands it over. goal: its message. id: bytes [16]."""
+    """An accepted goal, as the transport passes it on.
+
+    Attributes:
+        goal: The message of the goal.
+        id: Id of the goal, 16 bytes.
+    """
 
     goal: Any
     id: bytes
 
     def feedback(self, fields: Mapping[str, Any]) -> None:
-        """Publish the fields of a feedback; may be called from any thread."""
+        """Publish the fields of a feedback message. This may be called from any thread."""
 
     def end(self, status: int, fields: Mapping[str, Any]) -> None:
-        """Set the terminal status, and the fields of the result. Called once, from any thread."""
+        """Set the terminal status and the fields of the result. This is called once, from any thread."""
 
 
 class Run:
-    """Counts what came of one goal so far. Written by the loop's thread (:meth:`saw`), ended by whoever is first."""
+    """The state and the counters of one goal. The loop's thread counts (:meth:`saw`), and any thread may end the
+    goal.
+
+    Args:
+        goal: The goal.
+        settings: Limits for goals that do not set their own.
+        failed: Number of failed requests before this goal.
+    """
 
     def __init__(self, goal: Goal, settings: GoalSettings, failed: int):
         self.goal, self.settings = goal, settings
@@ -72,12 +84,12 @@ class Run:
         self.begin(0.0)
 
     def begin(self, period: float) -> None:
-        """Count time from now. period: of a control step, seconds."""
+        """Start to count the time. ``period`` is the length of a control step in seconds."""
         self._period, self._began = period, time.monotonic()
         self._moved = self._began
 
     def end(self, outcome: int, message: str = "") -> bool:
-        """End it, if nothing has ended it before; return whether this did."""
+        """End the goal if it has not ended yet. Return True if this call ended the goal."""
         with self._lock:
             if self.over.is_set():
                 return False
@@ -87,7 +99,7 @@ class Run:
             return True
 
     def saw(self, command: Command) -> None:
-        """Count a control step of the loop."""
+        """Count one control step of the loop."""
         with self._lock:
             if self.over.is_set():
                 return
@@ -101,7 +113,7 @@ class Run:
             self._chunk = command.chunk
 
     def left(self) -> float:
-        """Return the seconds until a limit is reached, and end the run where one is."""
+        """Return the seconds until a limit is reached. If a limit is reached now, end the goal."""
         now = time.monotonic()
         whole, hold = self._began + self.time_limit - now, self._moved + self.hold_limit - now
         if whole <= 0 and self.goal.goal.limit_succeeds:
@@ -113,7 +125,7 @@ class Run:
         return max(0.0, min(whole, hold))
 
     def feedback(self) -> dict[str, Any]:
-        """Return the fields of a feedback."""
+        """Return the fields of a feedback message."""
         with self._lock:
             return {
                 "elapsed": time_of(time.monotonic() - self._began),
@@ -125,7 +137,7 @@ class Run:
             }
 
     def result(self, failed: int) -> dict[str, Any]:
-        """Return the fields of the result, once it has ended. failed: requests, of this goal and those before."""
+        """Return the fields of the result of an ended goal. ``failed`` is the number of all failed requests so far."""
         return {
             "outcome": self.outcome,
             "message": self.message,
@@ -138,8 +150,12 @@ class Run:
 
 
 class Goals:
-    """Lets goals drive the bridge that is open to them. Goals are refused while there is none, and while another one
-    runs, but for a contract's ``goals.preempt``: then the newer one takes its place without a stop."""
+    """Runs goals on the open bridge, one at a time.
+
+    Without an open bridge, goals are rejected. A goal is also rejected while another one runs, unless the
+    contract sets ``goals.preempt``. Then the new goal replaces the running goal, and the robot does not stop in
+    between.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -149,12 +165,12 @@ class Goals:
         self.count: Counter = Counter()  # outcome, or "refused" -> number of goals
 
     def open(self, bridge: DrivenRobot) -> None:
-        """Take goals for a bridge, which stands still until there is one."""
+        """Accept goals for a bridge. Without a goal its robot holds."""
         with self._lock:
             self._bridge = bridge
 
     def shut(self, why: str) -> None:
-        """Take none from now on, and end the one that runs; returns once the robot holds."""
+        """Reject new goals, and end the running goal for the reason ``why``. Return when the robot holds."""
         with self._lock:
             self._bridge, run = None, self._run
         if run is not None:
@@ -162,12 +178,14 @@ class Goals:
             run.still.wait()
 
     def close(self) -> None:
-        """Wait for the result of the last goal to be told, for a moment."""
+        """Wait up to 2 s until the result of the last goal was sent."""
         if self._thread is not None:
             self._thread.join(2.0)
 
     def wants(self, goal: Any) -> bool:
-        """Return whether a goal may run; why not is logged, since an action's refusal has no words."""
+        """Return True if a goal may run. The reason for a rejection is logged, because an action server cannot send
+        it.
+        """
         with self._lock:
             why = self._refusal(goal)
             if why:
@@ -188,7 +206,7 @@ class Goals:
         return ""
 
     def begin(self, goal: Goal) -> None:
-        """Run an accepted goal, in the place of the one before where there is one."""
+        """Run an accepted goal. It replaces the running goal if there is one."""
         with self._lock:
             bridge, before = self._bridge, self._thread
             run = Run(goal, GoalSettings() if bridge is None else bridge.contract.goals, _failed(bridge))
@@ -202,20 +220,21 @@ class Goals:
         self._thread.start()
 
     def cancels(self, number: bytes) -> bool:
-        """Cancel a goal: the robot holds. Return whether it still ran."""
+        """Cancel a goal by its id, so that the robot holds. Return True if the goal was still running."""
         with self._lock:
             run = self._run
             return run is not None and run.goal.id == number and run.end(CANCEL, "asked for")
 
     def succeed(self) -> None:
-        """End the goal that runs, if one does and has sent a command: it has been reached. What comes before that was
-        said of the one before."""
+        """End the running goal as a success. A goal without a command so far is not ended, because the message may
+        belong to the previous goal.
+        """
         with self._lock:
             if self._run is not None and self._run.feedback()["command"]:
                 self._run.end(SUCCESS, "said so")
 
     def saw(self, command: Command, paused: bool) -> None:
-        """Count a control step of the loop for the goal that runs."""
+        """Count one control step of the loop for the running goal."""
         if (run := self._run) is not None and not paused:
             run.saw(command)
 
@@ -236,7 +255,7 @@ class Goals:
             self._end(run, bridge)
 
     def _watch(self, run: Run) -> None:
-        """Tell how it goes until it is over."""
+        """Send feedback until the goal ends."""
         every = 1.0 / run.settings.feedback
         due = time.monotonic() + every
         while not run.over.wait(min(run.left(), max(0.0, due - time.monotonic()))):

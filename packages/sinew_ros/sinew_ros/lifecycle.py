@@ -1,7 +1,8 @@
-"""A managed node of ROS 2: its states are set by services that a manager calls, over any transport that serves.
+"""A managed node of ROS 2. A manager changes the state of the node by calling services, over any transport with
+services.
 
-The design is "Managed nodes" (design.ros2.org); numbers are those of lifecycle_msgs, and the table of transitions, with
-those that a node does by itself, is that of rcl_lifecycle's default state machine.
+Source: "Managed nodes" (design.ros2.org). The numbers are those of lifecycle_msgs. The transitions, with those
+that a node makes by itself, are those of rcl_lifecycle's default state machine.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ SERVICE, EVENT = "lifecycle_msgs/srv/", "lifecycle_msgs/msg/TransitionEvent"
 
 
 class Kept:
-    """A transport whose subscriptions and publishers outlast the bridge that asked for them, for the next one."""
+    """A transport that keeps its subscriptions and publishers when a bridge ends, so that the next bridge uses them
+    again.
+    """
 
     def __init__(self, transport: Any):
         self._transport = transport
@@ -90,7 +93,7 @@ class Kept:
         return self._publishers[topic, kind]
 
     def forget(self) -> None:
-        """Drop what comes from now on."""
+        """Drop all further messages until the next bridge subscribes."""
         self._takes = {topic: [] for topic in self._takes}
 
     def _take(self, topic: str, message: Any) -> None:
@@ -99,13 +102,18 @@ class Kept:
 
 
 class Managed:
-    """A bridge behind the services of a managed node: ``configure`` makes it and looks at the topics, ``activate`` lets
-    it drive, ``deactivate`` holds, then is silent, ``cleanup`` forgets it, ``shutdown`` ends the node.
+    """A bridge behind the services of a managed node.
 
-    serving: the transport of the services. topics: what the bridge speaks over. make: returns a bridge, which begins
-    paused; a ClientError of it is a configuration that failed, and the node stays unconfigured. goals: those of an
-    action, which drive in place of ``activate`` while the node is active, and are refused while it is not. An active
-    node keeps a bond with a manager that has one, and deactivates itself where that breaks: the robot holds.
+    ``configure`` creates the bridge and subscribes to its topics. ``activate`` lets the bridge drive the robot.
+    ``deactivate`` holds the robot. ``cleanup`` removes the bridge. ``shutdown`` ends the node. If the manager
+    uses bonds, an active node deactivates itself when the bond breaks, and the robot holds.
+
+    Args:
+        serving: The transport of the services.
+        topics: The transport of the bridge.
+        make: Creates a paused bridge. If it raises a ClientError, the node stays unconfigured.
+        goals: Goals of an action, which drive the robot while the node is active, and are rejected otherwise;
+            None without an action.
     """
 
     def __init__(self, serving: Any, topics: Any, make: Callable[[Any], Bridge], goals: Goals | None = None):
@@ -132,18 +140,19 @@ class Managed:
             serving.serve(f"~/{name}", SERVICE + kind, answer)
 
     def _alone(self, why: str) -> None:
-        """Deactivate where the manager is gone; it may come back, and activate again."""
+        """Deactivate the node because its manager has disconnected. The manager may return and activate the node
+        again.
+        """
         if self.state == ACTIVE:
             logger.error("the manager's bond is broken: it %s; the node deactivates itself", why)
             self._change(SimpleNamespace(id=4, label=""))
 
     def available(self) -> list[int]:
-        """Return the numbers of the transitions that may be asked now."""
+        """Return the numbers of the transitions that are possible in the present state."""
         return [number for number, (_, start, _) in ASKED.items() if start == self.state]
 
     def wait(self) -> None:
-        """Return at the end of the node, which is then finalized: after ``shutdown``, or :meth:`stop`. Raises what has
-        ended the loop."""
+        """Wait for ``shutdown`` or :meth:`stop`, and finalize the node. Raises the error that has ended the loop."""
         self._ended.wait()
         with self._lock:
             if self.state != FINALIZED:
@@ -154,11 +163,13 @@ class Managed:
             raise self._error
 
     def stop(self) -> None:
-        """End the node, as a signal does."""
+        """End the node, for example because of a signal."""
         self._ended.set()
 
     def _change(self, asked: Any) -> bool:
-        """Do a transition, by its label where there is one, else by its number. Return whether it succeeded."""
+        """Make a transition that the manager requests, by its label or else by its number. Return True if it
+        succeeded.
+        """
         with self._lock:
             known = self.available()
             found = [
@@ -237,7 +248,7 @@ class Managed:
             self._goals.shut(f"the node is {STATES[self.state]}")
 
     def _leave(self) -> None:
-        """End the loop; what is reported of it stays."""
+        """End the control loop. Its report stays available."""
         self._shut()
         if self.bridge is not None and self._thread is not None:
             self.bridge.stop()

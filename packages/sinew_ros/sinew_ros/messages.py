@@ -1,7 +1,7 @@
-"""ROS 2 messages to numbers and back.
+"""Conversion of ROS 2 messages to numbers and back.
 
-What comes in is any object with a message's fields: of rclpy, of rosbags, or a DDS structure. What goes out is a plain
-mapping of fields, from which each transport makes its own message.
+An input is any object with the fields of a message: of rclpy, of rosbags, or a DDS structure. An output is a
+mapping of fields, from which each transport creates its own message.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ENCODINGS = {
 
 
 class Refused(Exception):  # noqa: N818 - reads as the sentence it is
-    """A message that cannot be used; the text is a short reason, under which it is counted."""
+    """A message that cannot be used. The text is a short reason. Messages are counted by this reason."""
 
 
 def stamp(message: Any) -> float:
-    """Return the seconds of a message's header; 0.0 where its driver did not stamp it."""
+    """Return the stamp of a message in seconds; 0.0 if the driver did not set it."""
     time = message.header.stamp
     return int(time.sec) + 1e-9 * int(time.nanosec)
 
 
 def check_picture(message: Any) -> None:
-    """Raise :class:`Refused` for a sensor_msgs/Image that :func:`picture` cannot read. Looks at no pixel."""
+    """Raise :class:`Refused` for a sensor_msgs/Image that :func:`picture` cannot read. The pixels are not read."""
     known = ENCODINGS.get(message.encoding)
     if known is None:
         raise Refused(f"encoding {message.encoding[:40]!r}: expected {', '.join(ENCODINGS)}")
@@ -48,7 +48,7 @@ def check_picture(message: Any) -> None:
 
 
 def picture(message: Any) -> np.ndarray:
-    """Return the frame of a sensor_msgs/Image, uint8 [height, width, 3], red first. Raises :class:`Refused`."""
+    """Return the frame of a sensor_msgs/Image, uint8 [height, width, 3] in RGB order. Raises :class:`Refused`."""
     check_picture(message)
     size, order = ENCODINGS[message.encoding]
     height, width = int(message.height), int(message.width)
@@ -58,7 +58,7 @@ def picture(message: Any) -> np.ndarray:
 
 
 def compressed(message: Any) -> bytes:
-    """Return the JPEG or PNG file in a sensor_msgs/CompressedImage, which the server decodes. Raises Refused."""
+    """Return the JPEG or PNG file in a sensor_msgs/CompressedImage. The server decodes it. Raises :class:`Refused`."""
     data = bytes_of(message.data)
     if len(data) > MAX_COMPRESSED:
         raise Refused("a compressed picture beyond 32 MiB")
@@ -68,8 +68,16 @@ def compressed(message: Any) -> bytes:
 
 
 def joints(message: Any, names: Sequence[str], field: str) -> np.ndarray:
-    """Return float64 [n], the named joints of a sensor_msgs/JointState in the order of ``names``. Raises
-    :class:`Refused`."""
+    """Return the values of named joints in a sensor_msgs/JointState, float64 [n].
+
+    Args:
+        message: The message.
+        names: Names of the joints. The result has their order.
+        field: Field of the message: position, velocity or effort.
+
+    Raises:
+        Refused: A joint is missing, or a value is not finite.
+    """
     place = {name: index for index, name in enumerate(message.name)}
     values = np.asarray(getattr(message, field), np.float64)
     if len(values) != len(message.name):
@@ -91,7 +99,7 @@ def bytes_of(data: Any) -> bytes:
 
 
 def time_of(seconds: float) -> dict[str, int]:
-    """Return a builtin_interfaces/Time or Duration."""
+    """Return seconds as the fields of a builtin_interfaces/Time or Duration."""
     nanoseconds = round(seconds * 1e9)
     return {"sec": nanoseconds // 10**9, "nanosec": nanoseconds % 10**9}
 
@@ -101,13 +109,26 @@ def header(seconds: float) -> dict[str, Any]:
 
 
 def trajectory(output: Output, rows: np.ndarray, period: float) -> dict[str, Any]:
-    """Return a trajectory_msgs/JointTrajectory of ``rows`` [n, D of this output], the first to be reached after one
-    period. Its stamp is 0, which tells a controller to begin at once, whatever its clock says."""
+    """Convert actions to a trajectory_msgs/JointTrajectory.
+
+    The stamp is 0, so a controller starts the trajectory at once, whatever the time of its clock is.
+
+    Args:
+        output: The output topic.
+        rows: Actions of this output in the policy's units [n, D]. The first one is reached after one period.
+        period: Seconds between two points.
+    """
     return points(output.joints, _numbers(output, rows), period)
 
 
 def points(joints: Sequence[str], rows: np.ndarray, period: float) -> dict[str, Any]:
-    """Return the same of rows, float64 [n, D], that are in the message's numbers."""
+    """Convert joint values to a trajectory_msgs/JointTrajectory.
+
+    Args:
+        joints: Names of the joints.
+        rows: Values in the units of the message, float64 [n, D].
+        period: Seconds between two points. The first point is reached after one period.
+    """
     found = [
         {
             "positions": row.tolist(),
@@ -122,7 +143,13 @@ def points(joints: Sequence[str], rows: np.ndarray, period: float) -> dict[str, 
 
 
 def command(output: Output, row: np.ndarray, now: float) -> dict[str, Any]:
-    """Return one row as a message of the output's type, of an action its goal. now: seconds of ROS time."""
+    """Convert one action to a message of the output's type. For an action server, the result is a goal.
+
+    Args:
+        output: The output topic.
+        row: Action of this output in the policy's units [D].
+        now: ROS time in seconds.
+    """
     numbers = _numbers(output, row).tolist()
     if output.type == ARRAY:
         return {"layout": {"dim": [], "data_offset": 0}, "data": numbers}
@@ -140,8 +167,17 @@ def command(output: Output, row: np.ndarray, now: float) -> dict[str, Any]:
 
 
 def differs(output: Output, row: np.ndarray, before: np.ndarray | None, sent: np.ndarray | None) -> bool:
-    """Return whether a row is a message of its own, after the row ``before`` and the last one that was ``sent``: of an
-    action, a goal that differs by its change, or by a tenth of it once the rows stand still there."""
+    """Return True if an action needs a message of its own.
+
+    Every action needs one on a topic. On an action server, a new goal is sent if the value differs from the last
+    goal by ``output.change``. A tenth of this difference is enough once the values do not change any more.
+
+    Args:
+        output: The output topic.
+        row: The present action.
+        before: The previous action; None if there is none.
+        sent: The last action that was sent as a goal; None if there is none.
+    """
     if output.type not in GOALS or sent is None or before is None:
         return True
     moved, left = (abs(_numbers(output, row)[0] - _numbers(output, other)[0]) for other in (before, sent))
@@ -149,14 +185,21 @@ def differs(output: Output, row: np.ndarray, before: np.ndarray | None, sent: np
 
 
 def diagnostics(now: float, level: int, text: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a diagnostic_msgs/DiagnosticArray with one status. level: 0 fine, 1 a warning, 2 an error."""
+    """Return a diagnostic_msgs/DiagnosticArray with one status.
+
+    Args:
+        now: ROS time in seconds.
+        level: 0 for ok, 1 for a warning, 2 for an error.
+        text: The message of the status.
+        values: Further values by their names.
+    """
     pairs = [{"key": key, "value": str(value)} for key, value in values.items()]
     status = {"level": level, "name": "sinew: policy", "message": text, "hardware_id": "", "values": pairs}
     return {"header": header(now), "status": [status]}
 
 
 def _numbers(output: Output, rows: np.ndarray) -> np.ndarray:
-    """Return the message's numbers of the policy's, float64."""
+    """Convert values in the policy's units to the units of the message, float64."""
     return (np.asarray(rows, np.float64) - output.offset) / output.scale
 
 

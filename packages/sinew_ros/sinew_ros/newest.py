@@ -1,4 +1,4 @@
-"""The newest message of a topic, with a count of what became of all the others."""
+"""The newest message of a topic, with counts of all other messages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ REASONS = 32  # largest number of different reasons that are counted separately
 
 
 class Newest:
-    """Messages come from any thread; the loop's thread takes the newest when it needs one.
+    """Stores the newest message of a topic. Any thread adds messages. The loop's thread takes the newest one.
 
-    read: turns a message into what the policy takes; called once per message that is used, in the loop's thread.
-    check: called for every message when it arrives; must be quick. Both raise :class:`Refused`.
-    max_age: seconds since its exposure after which a message is useless. stamped: False takes the arrival for it.
-    topic: where they come from, for people.
+    Every message is counted once: ``received`` = ``used`` + ``replaced`` (by a newer message before it was used)
+    + ``dropped`` (rejected, counted by reason) + one that may be waiting.
 
-    Every message is counted once: ``received`` = ``used`` + ``replaced`` (by a newer one, before anybody needed it) +
-    ``dropped`` (refused, by reason) + one that may be waiting.
+    Args:
+        name: Name of the camera or of the part of the state.
+        read: Converts a message for the policy. It runs once for each used message, on the loop's thread. Raises
+            Refused.
+        check: Checks every message when it arrives, so it must be fast. Raises Refused.
+        max_age: Seconds since the exposure after which a message is not used any more.
+        stamped: True if the stamp of a message is its exposure time. False uses the arrival time.
+        topic: Name of the topic, for messages to users.
     """
 
     def __init__(
@@ -52,7 +56,13 @@ class Newest:
         self._any = False
 
     def put(self, message: Any, now: float, clock: float) -> None:
-        """Take a message at ``now`` (the loop's clock) and ``clock`` (ROS time), both in seconds."""
+        """Store a message.
+
+        Args:
+            message: The message.
+            now: Time on the loop's clock, seconds.
+            clock: ROS time, seconds.
+        """
         with self._lock:
             self.received += 1
             self.arrivals.append(now)
@@ -67,7 +77,14 @@ class Newest:
             self._stamp, self._taken = exposed, now - (clock - exposed)
 
     def take(self, now: float) -> tuple[Any, float]:
-        """Return the newest value and when it was exposed (the loop's clock). Raises :class:`NoObservation`."""
+        """Return the newest value and its exposure time on the loop's clock.
+
+        Args:
+            now: Time on the loop's clock, seconds.
+
+        Raises:
+            NoObservation: No message has arrived yet, or the newest message is too old.
+        """
         with self._lock:
             message, self._message = self._message, None
             taken = self._taken
@@ -90,12 +107,14 @@ class Newest:
         return self._value, self._seen
 
     def rate(self) -> float:
-        """Return messages per second over the last ones; 0 for fewer than two."""
+        """Return the rate of the last messages in Hz; 0 for fewer than two messages."""
         seen = list(self.arrivals)
         return (len(seen) - 1) / (seen[-1] - seen[0]) if len(seen) > 1 and seen[-1] > seen[0] else 0.0
 
     def _drop(self, reason: str) -> None:
-        """Count a message under its reason; reasons quote messages, so there may not be any number of them."""
+        """Count a rejected message by its reason. The number of reasons is limited, because a reason may quote a
+        message.
+        """
         known = reason in self.dropped or len(self.dropped) < REASONS
         self.dropped[reason if known else "other reasons"] += 1
 

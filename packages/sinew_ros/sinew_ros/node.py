@@ -1,4 +1,6 @@
-"""The bridge as a node of rclpy. Everything that decides is in :mod:`sinew_ros.bridge`."""
+"""The bridge as a node of rclpy. :mod:`sinew_ros.bridge` contains all decisions, and this module only transports
+messages.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from sinew_ros.goals import ABORTED, CANCELED, SUCCEEDED, Goals
 
 
 class Rclpy:
-    """A node of rclpy as the transport of a bridge; ROS time is the node's clock, simulated where it is so."""
+    """A node of rclpy as the transport of a bridge. ROS time is the node's clock, which may be simulated.
+
+    Args:
+        name: Name of the node.
+        arguments: Arguments for ROS, such as ``--ros-args``.
+
+    Raises:
+        ClientError: rclpy is not installed.
+    """
 
     def __init__(self, name: str = NODE, arguments: list[str] | None = None):
         try:
@@ -48,7 +58,7 @@ class Rclpy:
         return lambda fields: publisher.publish(_filled(made(), fields))
 
     def act(self, name: str, kind: str, actor: Goals) -> None:
-        """Be the server of an action: rclpy's own."""
+        """Serve an action with rclpy's action server. ``actor`` runs its goals."""
         from rclpy.action import ActionServer, CancelResponse, GoalResponse
 
         made = _message(kind)
@@ -74,7 +84,7 @@ class Rclpy:
         self._spin()
 
     def serve(self, name: str, kind: str, answer: Callable[[Any], Mapping[str, Any]]) -> None:
-        """Answer the calls of a service."""
+        """Answer the calls of a service. ``answer`` returns the fields of a response."""
 
         def reply(request: Any, response: Any) -> Any:
             return _filled(response, answer(request))
@@ -97,7 +107,9 @@ class Rclpy:
         return self.node.get_clock().now().nanoseconds * 1e-9
 
     def close(self) -> None:
-        """End the thread, which a process that exits would cut off, then the node."""
+        """End the thread that spins the node, then destroy the node. Without this, the exit of the process would
+        interrupt the thread.
+        """
         self._rclpy.try_shutdown()
         if self._thread is not None:
             self._thread.join(5.0)
@@ -105,7 +117,7 @@ class Rclpy:
 
 
 class RclpyGoal:
-    """A goal that rclpy's server has accepted. Its end is carried out by the thread that spins."""
+    """A goal that rclpy's action server has accepted. The thread that spins the node executes its end."""
 
     def __init__(self, handle: Any, made: Any, executor: Any):
         from rclpy.task import Future
@@ -123,7 +135,7 @@ class RclpyGoal:
         self._told.wait(1.0)
 
     async def ended(self, handle: Any) -> Any:
-        """Wait for the end; return the result."""
+        """Wait for the end of the goal, and return its result."""
         status, fields = await self._end
         {SUCCEEDED: handle.succeed, CANCELED: handle.canceled, ABORTED: handle.abort}[status]()
         # Run this after the present task, which sends the result.
@@ -137,7 +149,7 @@ def _message(kind: str) -> Any:
 
 
 def _filled(message: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a message with a mapping's fields; the level of a DiagnosticStatus is a byte there."""
+    """Set the fields of a message from a mapping. The level of a DiagnosticStatus becomes a byte."""
     forms = message.get_fields_and_field_types()
     for name, value in fields.items():
         if found := re.fullmatch(r"(sequence<)?(\w+)/(\w+)>?", forms[name]):

@@ -1,4 +1,4 @@
-"""A robot of topics: the three methods that the control loop asks for, over the newest messages."""
+"""A robot with ROS topics: the methods that the control loop requires, over the newest messages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ Publish = Callable[[Mapping[str, Any]], None]
 class TopicRobot:
     """Observes the newest message of each topic of a contract, and publishes commands.
 
-    publish: one function for each of the contract's outputs. clock: seconds of ROS time, by which messages are stamped.
-    Its numbers are those of the topics' joints; by the contract's kinematics something else makes them of poses, row by
-    row, and then a trajectory has one point.
+    State and actions are the values of the joints on the topics. If the policy outputs poses, EndEffector
+    converts each pose to joint values in its own step, so a trajectory has one point.
+
+    Args:
+        contract: The contract.
+        publish: One function for each output of the contract.
+        clock: Returns the ROS time in seconds, for the stamps of messages.
     """
 
     def __init__(self, contract: Contract, publish: list[Publish], clock: Callable[[], float] = time.time):
@@ -60,7 +64,7 @@ class TopicRobot:
         self.states[index].put(message, time.monotonic(), self._clock())
 
     def observe(self) -> dict[str, Any]:
-        """Return the newest pictures and the state, in the policy's order and units. Raises NoObservation."""
+        """Return the newest frames and the state, in the policy's order and units. Raises NoObservation."""
         now = time.monotonic()
         images, taken = {}, []
         for name, source in self.cameras.items():
@@ -73,22 +77,27 @@ class TopicRobot:
         return {"images": images, "state": np.concatenate(parts).astype(np.float32), "time": max(taken)}
 
     def act(self, row: np.ndarray) -> None:
-        """Publish one command on the topics that take one per control step."""
+        """Publish one command on the topics that receive one command per control step."""
         self._last, self._held = row, False
         self._send(row)
         if self.contract.kinematics is not None:
             self.follow(row[None])
 
     def hold(self) -> None:
-        """Repeat the last position, or send zero velocity, on the topics that take one command per step. Silent before
-        the first command, and after one hold of a pause: then somebody else may move the robot."""
+        """Repeat the last position, or send zero velocity, on the topics that receive one command per control step.
+
+        Nothing is published before the first command. During a pause one hold is published, because something
+        else may move the robot afterwards.
+        """
         if self._last is None or (self.paused and self._held):
             return
         self._held = True
         self._send(self._still(self._last))
 
     def follow(self, rows: np.ndarray) -> None:
-        """Publish ``rows`` [n, D], the first to be reached after one period, on the topics that take trajectories."""
+        """Publish actions [n, D] on the topics that receive trajectories. The first action is reached after one
+        period.
+        """
         for output, columns, publish in zip(self.contract.outputs, self._columns, self._publish):
             if messages.is_trajectory(output):
                 publish(messages.trajectory(output, rows[:, columns], self.contract.settings.period))
@@ -114,7 +123,9 @@ class TopicRobot:
             self._goals[output.topic] = (part, sent)
 
     def report(self) -> dict[str, Any]:
-        """Return counts of every topic: received, used, replaced, dropped by reason, ages in ms, rate in Hz."""
+        """Return for every topic the received, used, replaced and dropped messages, their ages in ms, and their
+        rate in Hz.
+        """
         sources = {**self.cameras, **{part.name: part for part in self.states}}
         return {
             "topics": {
@@ -133,7 +144,7 @@ class TopicRobot:
 
 
 def _reading(kind: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return the function that reads a camera's messages, and the one that checks them on arrival."""
+    """Return the function that converts a camera's messages, and the function that checks a message on arrival."""
     if kind == COMPRESSED:
         return messages.compressed, messages.compressed
     return messages.picture, messages.check_picture

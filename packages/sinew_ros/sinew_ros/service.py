@@ -1,4 +1,4 @@
-"""``GetActionChunk`` of ``sinew_msgs``: an observation in, a trajectory out, for programs that call."""
+"""The service ``GetActionChunk`` of ``sinew_msgs``: an observation in the request, a trajectory in the response."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ NAME, KIND = "/sinew/get_action_chunk", "sinew_msgs/srv/GetActionChunk"
 
 
 class ChunkService:
-    """Answers one call after the other with what a server says.
+    """Answers the calls of the service one after another, with the chunks of a policy server.
 
-    server: address of the native wire. hz: control rate, the policy's own if None. timeout: seconds of each call.
+    Args:
+        server: Address of the server, for the native protocol.
+        hz: Control rate; None uses the policy's rate.
+        timeout: Time limit of each call, seconds.
 
-    Raises ClientError where neither says a rate, and for a policy of several moments, of which a call has one.
+    Raises:
+        ClientError: No control rate is known, or the policy needs an observation history, which a call does not
+            have.
     """
 
     def __init__(self, server: str, hz: float | None = None, timeout: float = 2.0):
@@ -41,7 +46,9 @@ class ChunkService:
         self.answered = self.failed = 0
 
     def answer(self, request: Any) -> dict[str, Any]:
-        """Return the fields of a response. An error is one of them: a service of ROS has no other way."""
+        """Return the fields of a response. An error is a field of the response, because ROS services have no other
+        form for it.
+        """
         try:
             response = self._answer(request)
             self.answered += 1

@@ -1,1 +1,1 @@
-"""A static page over server-sent events: what the server sees, answers, and how long it takes."""
+"""The dashboard: a static web page that shows the server's inputs, answers and latencies over server-sent events."""

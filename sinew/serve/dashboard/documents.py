@@ -1,4 +1,4 @@
-"""The documents for users of the dashboard. They come from this installation, without a public address or a build."""
+"""The pages of the documentation for users of the dashboard, rendered from the Markdown files of this installation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ NOTE = re.compile(r'^!!! (\w+)(?: "(.*)")?\n((?: {4}.*\n|\n(?= {4}))+)', re.MULT
 
 
 def folders() -> Iterator[Path]:
-    """Yield the folders that may contain the pages: beside the package in a clone, else the wheel's documents."""
+    """Yield the folders that may contain the pages: docs/ next to the package in a clone, or the documents of the
+    wheel.
+    """
     yield Path(sinew.__file__).parents[1] / "docs"
     yield Path(sysconfig.get_path("data")) / "share" / "doc" / "sinew"
 

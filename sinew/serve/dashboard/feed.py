@@ -1,9 +1,9 @@
-"""The data of the dashboard: the last answers and frames, kept only while a viewer is connected, and an hour of
-counts.
+"""The data of the dashboard: the last answers and frames, stored only while a viewer is connected, and counts of
+one hour.
 
-``put`` runs on the scheduler's threads, once per answer and after its reply. Without a viewer it adds to the history
-(``history.py``) and returns. With a viewer it keeps references. JSON (``news.py``) and pictures are made later, at a
-limited rate.
+``put`` runs on the scheduler's threads, once per answer and after the reply. Without a viewer, ``put`` only adds
+to the history (``history.py``). With a viewer, ``put`` also stores references to the answer and its frames. JSON
+(``news.py``) and pictures are made later, at a limited rate.
 """
 
 from __future__ import annotations
@@ -45,11 +45,20 @@ NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # value of ``_frames`` before 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request that was answered or refused.
+    """One request that was answered or rejected.
 
     Attributes:
-        missed: True if the answer came after the request's deadline.
+        number: Number of the answer.
+        when: Time of the answer, seconds since the epoch.
+        wire: Name of the protocol.
+        client: Address of the peer.
+        session: Session of the request.
+        prompt: The instruction.
+        state: The state; None if it cannot be shown.
         ms: Milliseconds from the request's arrival to the answer.
+        deadline_ms: Deadline of the request; None without a deadline.
+        missed: True if the answer came after the deadline.
+        outcome: The chunk or the error.
     """
 
     number: int
@@ -65,8 +74,11 @@ class Answer:
     outcome: ActionChunk | SinewError
 
     def to_dict(self, *, actions: bool = True) -> dict[str, Any]:
-        """Return the answer as values for JSON. Numbers that are not finite become None. With ``actions``, the record
-        has the chunk and the state, which take most of the time."""
+        """Return the answer as values for JSON. Numbers that are not finite become None.
+
+        Args:
+            actions: True to include the chunk and the state, whose conversion takes most of the time.
+        """
         record: dict[str, Any] = {
             "number": self.number,
             "time": round(self.when, 3),
@@ -97,8 +109,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPictures:
-    """The cameras' frames of one answer as JPEG files. Before ``until``, by ``time.perf_counter()``, no newer pictures
-    are made."""
+    """The camera frames of one answer as JPEG files.
+
+    Attributes:
+        number: Number of the answer.
+        files: Camera -> JPEG file.
+        until: Time on the clock ``time.perf_counter()`` before which no newer pictures are made.
+    """
 
     number: int
     files: Mapping[str, bytes]
@@ -106,9 +123,11 @@ class AnswerPictures:
 
 
 class Feed:
-    """The last answers, for viewers. This class is thread-safe.
+    """The last answers, for viewers. Thread-safe.
 
-    ``image`` is the policy's preprocessing, so that pictures show the model's input; None shows the received frames.
+    Args:
+        image: The policy's preprocessing, so that pictures show the model's input; None shows the received
+            frames.
     """
 
     def __init__(self, image: ImageRecipe | None = None):
@@ -130,7 +149,7 @@ class Feed:
         self._bells: tuple[Callable[[], None], ...] = ()
 
     def follow(self, service: Service) -> None:
-        """Keep the answers of the service's first policy from now on. A second call, of another page, does nothing."""
+        """Store the answers of the service's first policy from now on. Only the first call has an effect."""
         with self._lock:
             following, self._following = self._following, True
         if not following:
@@ -160,8 +179,9 @@ class Feed:
 
     @contextlib.contextmanager
     def bell(self, ring: Callable[[], None]) -> Iterator[None]:
-        """Within the block, call ``ring`` after every kept answer. It runs on the scheduler's thread, so it must not
-        block."""
+        """Within the block, call ``ring`` after every stored answer. ``ring`` runs on the scheduler's thread and
+        must not block.
+        """
         with self._lock:
             self._bells += (ring,)
         try:
@@ -180,9 +200,16 @@ class Feed:
         seconds: float,
         deadline_s: float | None,
     ) -> None:
-        """Count an answer, and keep it if a viewer is connected. This never blocks for long.
+        """Count an answer, and store it if a viewer is connected. This never blocks for long.
 
-        ``deadline_s`` is the deadline of the request, in seconds from its arrival.
+        Args:
+            wire: Name of the protocol.
+            client: Address of the peer.
+            session: Session of the request.
+            observation: The observation; None if it was not decoded.
+            outcome: The chunk or the error.
+            seconds: Seconds from the request's arrival to the answer.
+            deadline_s: Deadline of the request, in seconds from its arrival; None without a deadline.
         """
         missed = deadline_s is not None and seconds > deadline_s
         if session != BY_HAND:
@@ -220,7 +247,9 @@ class Feed:
 
     @contextlib.contextmanager
     def viewer(self, what: str = "answers") -> Iterator[None]:
-        """Within the block, count a viewer of the "answers" or "pictures". Raises BusyError if there are too many."""
+        """Within the block, count a viewer of the "answers" or "pictures". Raises BusyError if there are too many
+        viewers.
+        """
         with self._lock:
             if self._viewers[what] >= VIEWERS:
                 raise BusyError(f"{VIEWERS} viewers look at this server, and no more may")
@@ -251,13 +280,14 @@ class Feed:
         return self._frames[0]
 
     def since(self, number: int) -> list[Answer]:
-        """Return the kept answers after ``number``, oldest first."""
+        """Return the stored answers after ``number``, oldest first."""
         with self._lock:
             return [answer for answer in self._answers if answer.number > number]
 
     def pictures(self) -> AnswerPictures:
-        """Return the last frames after preprocessing as pictures. They are made again if there are newer frames and the
-        rate allows it."""
+        """Return the last frames after preprocessing as pictures. New pictures are made if there are newer frames
+        and the rate allows it.
+        """
         with self._making:
             with self._lock:
                 number, frames = self._frames
@@ -285,7 +315,7 @@ class Feed:
 
 
 def _told(error: SinewError) -> SinewError:
-    """Return a copy of an error for viewers. The error itself refers to frames that keep the request in memory."""
+    """Return a copy of an error for viewers. The error itself would keep the frames of the request in memory."""
     shown = SinewError(str(error)[:MAX_TEXT])
     shown.code = error.code
     return shown

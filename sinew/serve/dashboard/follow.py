@@ -1,4 +1,4 @@
-"""Follow the feed of a server's dashboard from another process, and keep the data that ``sinew top`` shows."""
+"""Follow the events of a server's dashboard from another process, and store the data that ``sinew top`` shows."""
 
 from __future__ import annotations
 
@@ -126,8 +126,20 @@ class SessionRow:
 
 @dataclass
 class ServerSeen:
-    """All data that was received from a server. ``problem`` is the reason why nothing is received at present; "" if
-    there is none."""
+    """All data that was received from a server.
+
+    Attributes:
+        address: Address of the server.
+        about: The last description of the server and the policy.
+        health: The last health of the server.
+        last: The last answer with actions; None before the first one.
+        problem: The reason why no events arrive at present; "" if events arrive.
+        count: Number of answers.
+        missed: Number of answers after their deadline.
+        refused: Error code -> number of rejected requests.
+        milliseconds: Latencies of the last answers.
+        sessions: (protocol, client, session) -> answers of the session.
+    """
 
     address: str
     about: dict[str, Any] = field(default_factory=dict)
@@ -143,9 +155,15 @@ class ServerSeen:
     def hear(
         self, event: str, record: dict[str, Any], show: Callable[[ServerSeen], object] = lambda _: None
     ) -> None:
-        """Take one event: about, health or an answer. ``show`` draws everything.
+        """Process one event of the server: about, health or an answer.
 
-        Raises :class:`SinewError` for an event that is invalid or cannot be drawn.
+        Args:
+            event: Name of the event.
+            record: Data of the event.
+            show: Draws all data after the event.
+
+        Raises:
+            SinewError: The event is invalid or cannot be drawn.
         """
         if event not in _SHAPES:
             return  # a newer server may send other events
@@ -175,7 +193,7 @@ class ServerSeen:
             ) from None
 
     def lost(self, why: str) -> None:
-        """Keep the reason why the server is not heard."""
+        """Store the reason why no events arrive from the server."""
         self.problem = why
 
     def _answer(self, record: dict[str, Any]) -> None:
@@ -234,8 +252,16 @@ def events(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the server's events until it closes the connection.
 
-    Raises OSError if it cannot be reached or is silent for too long, and :class:`SinewError` for a permanent error:
-    no dashboard, or a wrong key.
+    Args:
+        host: Host of the server.
+        port: Port of the server.
+        tls: True to use TLS.
+        key: Key of the server; "" for no key.
+        end: Time on the clock ``time.monotonic()`` at which the events end; None for no end.
+
+    Raises:
+        OSError: The server cannot be reached, or is silent for too long.
+        SinewError: A permanent error: the server has no dashboard, or the key is wrong.
     """
     place = f"[{host}]" if ":" in host else host
     check_key_is_private([f"{'https' if tls else 'http'}://{place}:{port}"], key)

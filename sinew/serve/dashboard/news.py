@@ -1,9 +1,9 @@
-"""Messages to the viewers of one event loop. They are made once for all viewers, at most ten times a second, between
-requests.
+"""Messages to the viewers of one event loop. Each message is made once for all viewers, at most ten times a second,
+between two requests.
 
-Viewers must never delay a robot. So an answer only sets a flag, after its reply is sent and only with a viewer. A
-message contains all answers since the last message, with the numbers of the newest chunk alone. If answers came during
-the pause, the message waits until no request is computed.
+Viewers must never delay a robot. So an answer only sets a flag, after its reply is sent and only if a viewer is
+connected. A message contains all answers since the last message, and the numbers of the newest chunk only. If
+answers came during the pause, the message waits until no request is computed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Outbox:
 
 
 class Broadcast:
-    """Messages of one kind. They are made by one task, which runs while there are viewers."""
+    """Messages of one kind for all viewers. One task makes the messages while there are viewers."""
 
     behind = BEHIND
 
@@ -134,7 +134,9 @@ class Broadcast:
         """Clean up when the last viewer has gone."""
 
     async def _news(self, told: int) -> None:
-        """Wait until a message is due, and if possible until just after a reply, or until nothing is computed."""
+        """Wait until a message is due. If possible, also wait for a time just after a reply, or without a running
+        inference.
+        """
         after_a_reply = await self._listen(self._patience(), told)
         if not after_a_reply and self._busy():
             await self._listen(PATIENCE_S)
@@ -213,7 +215,9 @@ class HealthBroadcast(Broadcast):
 
 
 class Pictures(Broadcast):
-    """The events ``frames``: the cameras of the newest answer as JPEG files, made on the loop's thread pool."""
+    """The events ``frames``: the cameras of the newest answer as JPEG files. The event loop's thread pool makes the
+    files.
+    """
 
     behind = 1  # viewers need only the newest pictures
 
@@ -238,8 +242,11 @@ class Pictures(Broadcast):
 
 
 def records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Return answers as values for JSON. Only the newest chunk of a robot has its numbers and age; a chunk that a
-    person requested on the page does not count."""
+    """Return answers as values for JSON.
+
+    Only the newest chunk of a robot has its numbers and its age. A chunk that a person requested on the page
+    does not count.
+    """
     shown = max(
         (
             each.number

@@ -1,4 +1,4 @@
-"""Make ``/openapi.json``: the routes of a port for programs, with the policy's own cameras and sizes."""
+"""Create ``/openapi.json``: a description of a port's routes for programs, with the policy's own cameras and sizes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ ROUTES: dict[str, tuple[str, str, bool]] = {
 
 
 def describe(spec: PolicySpec, paths: Iterable[str], keyed: bool) -> dict[str, Any]:
-    """Return an OpenAPI 3.1 document. ``paths`` are the routes of the port; unknown routes are left out. ``keyed`` is
-    True if the server requires a key."""
+    """Return an OpenAPI 3.1 document.
+
+    Args:
+        spec: The policy's specification.
+        paths: The routes of the port. Routes without a description are left out.
+        keyed: True if the server requires a key.
+    """
     picture = {"type": "string", "contentEncoding": "base64", "description": "a JPEG or PNG file"}
     cameras = [camera.name for camera in spec.cameras]
     observation = {

@@ -41,9 +41,9 @@ class Dashboard:
 
     Args:
         service: The service that is shown.
-        guarded: Makes a handler that checks the server's key.
+        guarded: Creates a handler that checks the server's key.
         actions: Answers a request for actions.
-        feed: Keeps the answers of the service. The pages of several ports share one feed.
+        feed: Stores the answers of the service. The pages of several ports share one feed.
     """
 
     def __init__(self, service: Service, guarded: Guard, actions: Handler, feed: Feed):
@@ -60,8 +60,13 @@ class Dashboard:
         self._news, self._frames = HealthBroadcast(service, feed), Pictures(service, feed)
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
-        """Add the routes and return the page's handler. With ``at_root``, the page is at / too; otherwise the caller
-        shares / between browsers and clients of a WebSocket."""
+        """Add the routes, and return the handler of the page.
+
+        Args:
+            router: The router of the port.
+            at_root: True to show the page at / too. With False, the caller decides between browsers and
+                WebSocket clients at /.
+        """
         if at_root:
             router.add_get("/", self.page)
         router.add_get("/dashboard/{file}", self.page)
@@ -99,8 +104,10 @@ class Dashboard:
         return web.Response(text=page, content_type="text/html", headers=HEADERS)
 
     def _same_site(self, handler: Handler) -> Handler:
-        """Reject requests that the browser marks as coming from another site's page. Images and the like carry no
-        Origin.
+        """Return a handler that rejects requests from pages of other sites.
+
+        The browser marks such requests. The header Origin is not enough, because requests for images do not have
+        it.
         """
 
         async def answer(request: web.Request) -> web.StreamResponse:

@@ -1,7 +1,8 @@
-"""Compare the robots of requests with the training data, for one line per session on the dashboard.
+"""Compares the frames and states of requests with the training data, for one line per session on the dashboard.
 
-This runs only with a viewer. Every fifth answered request of a session is used, after its reply: eight by eight cells
-of its frames, and its state. The result of thirty such requests is computed when a viewer receives it.
+The comparison runs only with a viewer. It uses every fifth answered request of a session, after the reply: eight
+by eight cells of each frame, and the state. The result of thirty such requests is computed when a viewer
+receives it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Session:
 
 
 class Wiring:
-    """The comparison of the robots of one policy with its training data. This class is thread-safe."""
+    """The comparison of the robots of one policy with the policy's training data. Thread-safe."""
 
     def __init__(self, manifest: Manifest):
         self._manifest = manifest
@@ -41,11 +42,11 @@ class Wiring:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Wiring | None:
-        """Return None if the bundle has no training record of cameras and joints."""
+        """Create the comparison for a bundle; None if the bundle has no record of its training data."""
         return None if manifest.seen is None else cls(manifest)
 
     def put(self, wire: str, client: str, session: str, observation: Observation) -> None:
-        """Use an answered observation if it is one in :data:`EVERY` of its session."""
+        """Use an answered observation, if it is the next one in ``EVERY`` observations of its session."""
         name = wire, client, session
         with self._lock:
             robot = self._sessions.get(name)
@@ -62,7 +63,7 @@ class Wiring:
                 robot.full, robot.running = robot.running, WiringWatch(exact=False)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return the wire, client, session and findings of the sessions that look wrong, as values for JSON."""
+        """Return protocol, client, session and findings of the sessions that look wrong, as values for JSON."""
         with self._lock:
             sessions = list(self._sessions.items())
         for _, each in sessions:

@@ -31,7 +31,7 @@ _MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"})
 
 
 def pixel_limit(spec: PolicySpec) -> int:
-    """Return how many pixels all frames of one request for this policy may have together."""
+    """Return the largest number of pixels of all frames of one request together, for a policy."""
     return max(MIN_BUDGET, BUDGET_FACTOR * sum(camera.height * camera.width for camera in spec.cameras))
 
 
@@ -75,7 +75,19 @@ class PixelBudget:
 def raw_frame(
     name: str, data: bytes | memoryview, height: int, width: int, dtype: str, budget: PixelBudget
 ) -> np.ndarray:
-    """Return ``data`` as [height, width, 3] of ``dtype`` ("u1", or "<f4" in [0, 1]), as a read-only view."""
+    """Return raw pixels as a read-only view, [height, width, 3].
+
+    Args:
+        name: Name of the frame, for errors.
+        data: The pixels.
+        height: Height in pixels.
+        width: Width in pixels.
+        dtype: "u1" for bytes, or "<f4" for floats in [0, 1].
+        budget: Budget of pixels.
+
+    Raises:
+        ObservationError: The number of bytes does not fit, or the budget is exceeded.
+    """
     budget.take(name, height, width)
     item = np.dtype(dtype)
     expected = height * width * 3 * item.itemsize
@@ -89,9 +101,17 @@ def raw_frame(
 def compressed_frame(
     name: str, data: bytes | memoryview, budget: PixelBudget, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Return a JPEG or PNG file as uint8 [height, width, 3] RGB. Orientation tags are not applied.
+    """Decode a JPEG or PNG file to uint8 [height, width, 3] RGB. Orientation tags are not applied.
 
-    ``size`` is the height and width that the file must have, in RGB; None allows any size and mode."""
+    Args:
+        name: Name of the frame, for errors.
+        data: The file.
+        budget: Budget of pixels.
+        size: Height and width that the file must have, in RGB; None allows any size and mode.
+
+    Raises:
+        ObservationError: The file does not decode, has another size, or exceeds the budget.
+    """
     scans = _scans(data)
     if scans > MAX_SCANS:
         raise ObservationError(name, f"a JPEG file of at most {MAX_SCANS} scans", f"{scans}")
@@ -120,7 +140,7 @@ def compressed_frame(
 
 
 class _Watched(io.BytesIO):
-    """A file whose reading raises an error once no client waits for it."""
+    """A file that raises an error while it is read, if no client waits for the result any more."""
 
     def __init__(self, data: bytes | memoryview, check: Callable[[], None]):
         super().__init__(data)

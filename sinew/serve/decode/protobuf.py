@@ -1,4 +1,4 @@
-"""Read and write the wire format of Protobuf messages where the library would copy or allocate too much."""
+"""Read and write Protobuf messages without the library, which would copy or allocate too much."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ Field = tuple[int, int, int, int, int]  # (field number, wire type, value or len
 
 
 def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
-    """Return a message's top-level fields, added to ``found``. Their contents are skipped.
+    """Return the top-level fields of a message. The contents of the fields are skipped.
 
-    Raises RequestError; ``found`` then has the fields before the wrong field. Fields are read in one loop and returned
-    as a list, because a generator would cost a call for each field.
+    The fields are read in one loop and returned as a list, because a generator would cost a call for each field.
+
+    Args:
+        buffer: The message.
+        found: List to which the fields are added; None creates one. After an error, the list has the fields
+            before the wrong field.
+
+    Raises:
+        RequestError: The message is malformed, or has too many fields.
     """
     found = [] if found is None else found
     at, end = 0, len(buffer)
@@ -68,7 +75,7 @@ def _varint(buffer: memoryview, start: int) -> tuple[int, int]:
 
 
 def packed(number: int, values: np.ndarray) -> bytes:
-    """Return a repeated float field. It is written without making a Python number of each value."""
+    """Return a repeated float field. The values are written at once, without a Python number for each value."""
     return nested(number, values.astype("<f4", copy=False).tobytes())
 
 

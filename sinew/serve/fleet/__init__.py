@@ -1,1 +1,1 @@
-"""Policies on replicas of a Ray cluster behind the wires of this process (docs/ray.md)."""
+"""Policies whose replicas run on a Ray cluster, while this process answers the clients (docs/ray.md)."""

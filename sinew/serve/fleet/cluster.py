@@ -1,7 +1,7 @@
-"""Start, watch, update and end the replicas of a fleet on a Ray cluster. This module needs ray[serve].
+"""Starts, monitors, updates and ends the replicas of a fleet on a Ray cluster. This module needs ray[serve].
 
-Ray Serve starts replicas, replaces dead replicas, distributes requests and scales the replicas; this module does none
-of that.
+Ray Serve itself starts the replicas, replaces dead ones, distributes the requests, and changes the number of
+replicas.
 """
 
 from __future__ import annotations
@@ -40,8 +40,14 @@ SCALING = "sinew.serve.fleet.scaling:by_queue_age"
 
 
 def libraries(alone: bool = False) -> tuple[Any, Any]:
-    """Return the modules ray and ray.serve. ``alone`` is True for a cluster on this machine alone. Raises
-    MissingPackageError."""
+    """Import the modules ray and ray.serve.
+
+    Args:
+        alone: True for a cluster on this machine alone.
+
+    Raises:
+        MissingPackageError: Ray is not installed.
+    """
     # Do not let Ray send usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray reads these settings when it is imported. The first setting binds its ports to loopback, also on
@@ -93,7 +99,11 @@ def scaling(bounds: Replicas) -> dict[str, Any]:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Return the application of a RayService's ``args``: ``name``, and the fields of a policy (docker/kuberay.yaml)."""
+    """Return the application of a RayService (docker/kuberay.yaml).
+
+    Args:
+        args: ``name``, and the fields of a policy.
+    """
     fields = dict(args)
     name = str(fields.pop("name", "default"))
     return application(parse({"policies": {DEFAULT: fields}}, name).policies[DEFAULT])
@@ -105,8 +115,14 @@ def app_name(policy: str) -> str:
 
 
 class Fleet:
-    """The policies of a configuration on a cluster. With ``attach``, the policies already run, and continue to run when
-    this process ends."""
+    """The policies of a configuration on a cluster.
+
+    Args:
+        config: The configuration.
+        supervisor: Collects the problems of the server.
+        attach: True if the policies already run on the cluster, and continue to run when this process ends.
+        queue: Largest number of waiting requests of each policy.
+    """
 
     def __init__(self, config: FleetConfig, supervisor: Supervisor, attach: bool = False, queue: int = 64):
         self.config, self._attach, self._queue = config, attach, queue
@@ -120,7 +136,7 @@ class Fleet:
         self._service: Service | None = None
 
     def start(self) -> dict[str, Deployment]:
-        """Join or start a cluster, and return the policies once each of them has a replica that answers."""
+        """Connect to the cluster or start one. Return the policies when each of them has a replica that answers."""
         address = self.config.address
         if address is None:
             if self._attach:
@@ -171,7 +187,7 @@ class Fleet:
             self._ray.shutdown()
 
     def _deploy(self, name: str, config: PolicyConfig) -> None:
-        """Start a policy's replicas, or replace them one after the other; return when that is done."""
+        """Start the replicas of a policy, or replace them one after another. Return when all replicas run."""
         try:
             self._serve.run(application(config), name=app_name(name), route_prefix=None)
         except RuntimeError as error:  # a replica did not start; its log has the reason
@@ -234,11 +250,20 @@ class Fleet:
         service.swapper = self
 
     def load(self, name: str, source: str, accept: Sequence[str] = ()) -> dict[str, Any]:
-        """Replace a policy's replicas one after the other by replicas of ``source``, or start replicas of a new policy.
+        """Replace the replicas of a policy one after another by replicas of ``source``, or start the replicas of a
+        new policy.
 
-        Old and new replicas answer meanwhile. Raises BusyError during another change. Raises RequestError for a policy
-        whose form differs from the present policy's, and for a policy that does not start; the old replicas are then
-        started again.
+        Meanwhile, old and new replicas answer.
+
+        Args:
+            name: Name of the policy.
+            source: Source of the new replicas.
+            accept: Parts of the form that may differ from the present policy's form.
+
+        Raises:
+            BusyError: Another change is in progress.
+            RequestError: The policy has another form than the present policy, or does not start. The old
+                replicas are then started again.
         """
         service = self._bound()
         check_name(name)

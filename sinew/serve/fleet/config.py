@@ -22,9 +22,11 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of replicas of a policy, between ``min`` and ``max``.
 
     Attributes:
-        queue_ms: The wait before an inference begins above which replicas are added.
-        up_s: Seconds for which more replicas must have been wanted before they are started.
-        down_s: Seconds for which fewer replicas must have been wanted before replicas are stopped.
+        min: Smallest number of replicas.
+        max: Largest number of replicas.
+        queue_ms: Waiting time of requests in milliseconds above which replicas are added.
+        up_s: Seconds for which more replicas must be needed before they are started.
+        down_s: Seconds for which fewer replicas must be needed before some are stopped.
     """
 
     min: Count = 1
@@ -36,15 +38,16 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One policy of a fleet. ``source``, ``engine``, ``device``, ``dtype``, ``threads``, ``max_batch`` and
-    ``action_limits`` are as the flags of ``sinew serve``. The file of ``source`` must exist on every machine.
+    ``action_limits`` have the meaning of the flags of ``sinew serve``. The file of ``source`` must exist on
+    every machine.
 
     Attributes:
         replicas: The number of replicas.
-        ongoing: Most requests that a replica has at once. It computes one of them, or a batch.
-        cpus: Processors that a replica takes of its machine.
-        gpus: GPUs that a replica takes of its machine.
-        memory_gib: Memory that a replica takes of its machine; None for no request.
-        drain_s: Seconds in which a stopping replica sends its last answers.
+        ongoing: Largest number of requests that a replica has at once. It computes one of them, or a batch.
+        cpus: CPU cores that a replica reserves on its machine.
+        gpus: GPUs that a replica reserves on its machine.
+        memory_gib: Memory that a replica reserves on its machine, GiB; None reserves no memory.
+        drain_s: Seconds for the last answers of a replica that stops.
     """
 
     source: str

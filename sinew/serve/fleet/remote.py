@@ -1,4 +1,4 @@
-"""A policy for the scheduler of this process, whose replicas compute in other processes."""
+"""A policy for the scheduler of this process. Replicas in other processes compute its chunks."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Ask = Callable[[Observation], Response]
 
 
 class RemotePolicy(ServedPolicy):
-    """A policy whose replicas compute. An inference changes nothing on a replica, so a request whose replica has died
-    is sent to another replica.
+    """A policy whose replicas compute. An inference changes nothing on a replica, so a request of a dead replica is
+    sent to another replica.
 
     Args:
         about: The description of the policy.
-        ask: Sends an observation to some replica.
+        ask: Sends an observation to a replica.
         lost: Errors of a call whose replica has ended or cannot be reached.
         name: The policy's name.
 
@@ -86,7 +86,9 @@ class RemotePolicy(ServedPolicy):
         return observation
 
     def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
-        """Return the chunk of the replica that answers. Raises SinewError; CancelledError once ``cancel`` is set."""
+        """Return the chunk of the replica that answers. Raises SinewError, and CancelledError after ``cancel`` is
+        set.
+        """
         for attempt in range(1, TRIES + 1):
             try:
                 reply = self._wait(self._ask(observation), cancel)

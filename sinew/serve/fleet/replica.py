@@ -57,7 +57,11 @@ class ErrorRecord:
 
 
 class Replica:
-    """One process with the policy of ``config``, a :class:`PolicyConfig` as plain data, for Ray Serve's deployment."""
+    """One process with a policy, for Ray Serve's deployment.
+
+    Args:
+        config: A :class:`PolicyConfig` as plain data.
+    """
 
     def __init__(self, config: dict[str, Any]):
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

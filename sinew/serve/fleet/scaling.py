@@ -1,7 +1,7 @@
-"""The number of replicas of a policy: enough to keep the wait for an inference below the configured one.
+"""The number of replicas of a policy, so that the waiting time of requests stays below the configured time.
 
-Ray Serve calls :func:`by_queue_age` in its controller ten times a second, and applies bounds and delays to the result
-(its "custom autoscaling policies"). The measurements come from ``Replica.record_autoscaling_stats``.
+Ray Serve calls :func:`by_queue_age` in its controller ten times a second, and applies bounds and delays to the
+result (its "custom autoscaling policies"). The measurements come from ``Replica.record_autoscaling_stats``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ def by_queue_age(context: Any) -> tuple[float, dict[str, Any]]:
 def replicas_wanted(
     ongoing: float, inference_ms: Iterable[float], target_ms: Iterable[float]
 ) -> float | None:
-    """Return the number of replicas with which a request waits ``target_ms`` on average; None if nothing was measured
-    yet.
+    """Return the number of replicas with which a request waits ``target_ms`` on average; None without measurements.
 
-    If each of R replicas ends a request every s milliseconds, ``ongoing`` requests wait (ongoing / R - 1) s. This wait
-    equals the target for R = ongoing / (1 + target / s). ``inference_ms`` has s of each replica; ``target_ms`` has the
-    target of each replica, which is the same for all.
+    If each of R replicas ends a request every s milliseconds, ``ongoing`` requests wait (ongoing / R - 1) s on
+    average. This time equals the target for R = ongoing / (1 + target / s).
+
+    Args:
+        ongoing: Number of requests in progress.
+        inference_ms: Duration s of an inference on each replica, milliseconds.
+        target_ms: Target of each replica, milliseconds. All replicas have the same target.
     """
     times = [each for each in inference_ms if each > 0]
     targets = [each for each in target_ms if each > 0]

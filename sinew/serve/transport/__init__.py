@@ -1,1 +1,1 @@
-"""Transports: sockets, connections and TLS. A transport moves bytes and knows no protocol."""
+"""Transports: sockets, connections and TLS. A transport moves bytes, for any protocol."""

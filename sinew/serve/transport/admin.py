@@ -1,5 +1,7 @@
-"""The routes below ``/v1/policies``: list the policies by name, and load, exchange and unload policies. The changes are
-accepted from this machine only, and with the server's key."""
+"""The routes below ``/v1/policies``, which list, load, replace and unload policies by name.
+
+Changes are accepted only from this machine, and only with the server's key.
+"""
 
 from __future__ import annotations
 

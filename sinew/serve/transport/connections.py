@@ -1,7 +1,7 @@
-"""The connections of an asyncio server. Each protocol is wrapped, so that the memory of its connection is counted
-(``ledger.py``).
+"""The connections of an asyncio server. Each protocol object is wrapped, so that the memory of its connection is
+counted (``ledger.py``).
 
-aiohttp bounds one request; this module bounds many unfinished requests together. Everything runs on the server's event
+aiohttp limits one request. This module limits many unfinished requests together. It runs on the server's event
 loop.
 """
 
@@ -38,7 +38,7 @@ class Connections:
         return connection if self.ledger.admit(connection, self.now()) else _Refusal()
 
     async def watch(self) -> None:
-        """Close connections that take too long, in an endless loop."""
+        """Close connections whose requests take too long to arrive, in an endless loop."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self.ledger.sweep(self.now())
@@ -64,7 +64,7 @@ class Connection(Account, asyncio.Protocol):
         return cls(None, asyncio.Protocol(), 0.0)
 
     def whole(self) -> int:
-        """Count the arriving request as complete. Return its bytes, which ``answered`` takes later."""
+        """Count the arriving request as complete. Return its number of bytes, for the later call of ``answered``."""
         return 0 if self._all is None else self._all.ledger.whole(self)
 
     def answered(self, size: int) -> None:
@@ -72,7 +72,7 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.answered(self, size)
 
     def keep(self, size: int) -> None:
-        """Count bytes of this connection's memory that stay in use after its requests are answered."""
+        """Count the bytes of this connection that stay in memory after its requests are answered."""
         if self._all is not None:
             self._all.ledger.keep(self, size)
 
@@ -82,8 +82,9 @@ class Connection(Account, asyncio.Protocol):
             self._all.ledger.prove(self)
 
     def control_frame(self, payload: int) -> None:
-        """Remove a WebSocket's ping or pong of ``payload`` bytes from the arriving request. It may come between the
-        parts of a message."""
+        """Remove a WebSocket's ping or pong from the bytes of the arriving request. A ping may come between the
+        parts of a message.
+        """
         if self._all is None:
             return
         size = min(payload + CONTROL_HEADER, self.arriving)

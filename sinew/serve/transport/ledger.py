@@ -1,7 +1,7 @@
 """The account of a server's connections: their number, their memory, and the times of their requests.
 
-The reader of a request bounds this one request. This module bounds many unfinished requests together, each of which is
-within that bound, for every transport that sees its connections. It only counts: it uses no sockets, and one thread.
+The reader of a request limits this one request. This module limits many unfinished requests together, for every
+transport. It only counts. It uses no sockets, and only one thread may use it.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class MemoryLedger(Generic[A]):
 
     Args:
         name: The server's name, for messages.
-        limit: Most open connections.
-        limit_bytes: Most bytes of all connections together: requests that are not answered, and bytes that are kept
-            between requests. Above this limit, the connection with the most bytes is closed, so that connections with
-            ordinary requests continue.
+        limit: Largest number of open connections.
+        limit_bytes: Largest number of bytes of all connections together: requests without an answer, and bytes
+            that are stored between requests. Above this limit, the connection with the most bytes is closed, so
+            that connections with ordinary requests continue.
         close: Ends a connection. It must call ``forget``.
-        limit_s: Most seconds for one request to arrive.
+        limit_s: Longest time for one request to arrive, seconds.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class MemoryLedger(Generic[A]):
             self._make_room()
 
     def whole(self, account: A) -> int:
-        """Count the arriving request as complete. Return its bytes, which ``answered`` takes later."""
+        """Count the arriving request as complete. Return its number of bytes, for the later call of ``answered``."""
         size, account.arriving, account.since = account.arriving, 0, None
         account.waiting += size
         return size
@@ -110,7 +110,7 @@ class MemoryLedger(Generic[A]):
         self._count(account, -size)
 
     def keep(self, account: A, size: int) -> None:
-        """Count ``size`` bytes that the connection keeps from now on. This may close connections, also this one."""
+        """Count ``size`` bytes that the connection stores from now on. This may close connections, also this one."""
         more = size - account.kept
         self._count(account, more)
         account.kept = size

@@ -1,4 +1,4 @@
-"""The address on which a wire listens, and the limits of its connections."""
+"""The address on which a protocol listens, and the limits of its connections."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ KEY = r"-----BEGIN (?!ENCRYPTED)[A-Z ]*PRIVATE KEY-----(?!\s*Proc-Type: 4,ENCRYP
 
 
 class AddressError(SinewError):
-    """The address to listen on is in use or not this machine's."""
+    """The address to listen on is in use, or does not belong to this machine."""
 
     code = "bad_address"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """The settings of the protocol lerobot-remote besides a port. LeRobot's robots compare them with their own.
+    """Settings of the protocol lerobot-remote in addition to a port. LeRobot's robots compare them with their own
+    settings.
 
     Attributes:
         deployment: Name by which robots find the policy; "" for the name of the bundle.
-        semantics: Name of the units of state and action, which each robot has to repeat; "" for the bundle's units.
-        camera_sizes: Camera -> height and width of its frames, where they differ from those of the training data.
+        semantics: Name of the units of state and action, which each robot has to repeat; "" for the bundle's
+            units.
+        camera_sizes: Camera -> height and width of its frames, if they differ from the training data.
         router: Endpoint of a Zenoh router to connect to, such as tls/HOST:7447; "" to listen for robots.
-        zenoh_config: JSON5 file with further settings of Zenoh, such as certificates; None for none.
+        zenoh_config: JSON5 file with further settings of Zenoh, such as certificates; None without a file.
     """
 
     deployment: str = ""
@@ -120,8 +122,12 @@ class Listen:
         return replace(self, path=place) if isinstance(place, str) else replace(self, port=place)
 
     def unix_socket(self) -> socket.socket:
-        """Return a bound and listening Unix socket at ``path``, to which only this user may connect. A socket that a
-        killed server left there is replaced. Raises :class:`AddressError`."""
+        """Return a bound and listening Unix socket at ``path``. Only this user may connect. A socket file of a
+        killed server is replaced.
+
+        Raises:
+            AddressError: The path is in use, or cannot be used.
+        """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if os.path.lexists(self.path):
@@ -149,8 +155,12 @@ class Listen:
         Path(self.path).unlink()
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return the server's TLS context; None if there are no files for it. A new connection uses the newest content
-        of the files. Raises SinewError for unusable files."""
+        """Return the server's TLS context; None if there are no certificate files. New connections use the newest
+        content of the files.
+
+        Raises:
+            SinewError: The files are not usable.
+        """
         if self.tls_cert is None:
             if self.tls_key is not None:
                 raise SinewError(f"TLS: --tls-key {self.tls_key} needs --tls-cert")
@@ -211,8 +221,7 @@ def _end(cert: Path) -> str:
 
 
 def reachable(address: str) -> str:
-    """Return ``address`` as a client writes it: an address that means every interface is replaced by this machine's
-    name."""
+    """Return an address as a client writes it. An address of all interfaces is replaced by this machine's name."""
     for wildcard in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
         if f"//{wildcard}:" in address:
             return address.replace(wildcard, socket.gethostname())

@@ -1,5 +1,7 @@
-"""The interfaces of the web transport: a protocol of WebSockets, the routes of a wire, a page at /. This module also
-makes the answers to failed requests over HTTP."""
+"""The interfaces of the web transport: a protocol over WebSockets, the routes of a protocol, and a page at /.
+
+This module also creates the answers to failed requests over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ Guard = Callable[[Handler], Handler]
 
 
 class Routes(Protocol):
-    """A wire of HTTP requests."""
+    """A protocol of HTTP requests."""
 
     @property
     def name(self) -> str: ...
 
     def add(self, service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
-        """Add the routes; called once, before the first request."""
+        """Add the routes. The transport calls this once, before the first request."""
 
     def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
         """Return a program for clients, as :class:`Listener` does. ``address`` has the scheme of HTTP."""
@@ -101,18 +103,28 @@ class Page(Protocol):
     """The page that a browser shows at /."""
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
-        """Add the routes and return the page's handler. With ``at_root``, a route for / is added too; otherwise clients
-        of a WebSocket use / too, and the caller calls the handler."""
+        """Add the routes, and return the handler of the page.
+
+        Args:
+            router: The router of the port.
+            at_root: True to add a route for / too. With False, clients of a WebSocket use / too, and the caller
+                calls the handler for browsers.
+        """
 
     def end(self) -> None:
         """End the connections of all viewers, because the server stops."""
 
 
 async def read_body(request: web.Request) -> tuple[float, bytearray]:
-    """Return the time at which a request was complete, by ``time.perf_counter()``, and its body. Raises RequestError
-    for a compressed body.
+    """Read the body of a request.
 
     ``request.read`` is not used, because it keeps the body until the connection ends.
+
+    Returns:
+        The time at which the request was complete, on the clock ``time.perf_counter()``, and the body.
+
+    Raises:
+        RequestError: The body is compressed.
     """
     coding = request.headers.get("Content-Encoding", "identity")
     if coding != "identity":

@@ -1,7 +1,8 @@
-"""HTTP and WebSocket transport: one aiohttp server on its own thread, for wires of WebSockets and of routes.
+"""HTTP and WebSocket transport: one aiohttp server on its own thread, for protocols over WebSockets and HTTP
+routes.
 
-The server always has ``GET /healthz`` and ``GET /metrics``, and a page at / if there is one. The event loop only moves
-bytes; observations are decoded on the scheduler's decode thread.
+The server always has ``GET /healthz`` and ``GET /metrics``, and a page at / if there is one. The event loop only
+moves bytes. The scheduler's decode threads decode observations.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class WebServer:
     """A web server for one port.
 
     Args:
-        wires: The wires to serve. At most one of them is a Dialect, whose WebSockets are at any path.
+        wires: The protocols to serve. At most one of them is a Dialect, whose WebSockets use any path.
         listen: The address and the limits.
-        page: Makes the page for browsers from the service and the guard that checks its key; None for no page.
+        page: Creates the page for browsers from the service and the guard that checks its key; None for no page.
     """
 
     def __init__(
@@ -402,10 +403,11 @@ class WebServer:
     async def _decode(
         self, observation: Callable[[PixelBudget], Observation], deployment: Deployment
     ) -> None:
-        """Decode and check an observation for which no chunk is computed, as those of requests are.
+        """Decode and check an observation for which no chunk is computed.
 
-        Observations are decoded one at a time, because the frames of several could exceed the server's memory limit.
-        Decoding ends when the client leaves."""
+        Observations are decoded one at a time, because the frames of several could exceed the server's memory
+        limit. Decoding ends when the client disconnects.
+        """
         client_left = threading.Event()
 
         def check() -> None:
@@ -425,8 +427,11 @@ class WebServer:
             raise
 
     async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:
-        """Send an error and end the connection. openpi's protocol sends a text frame first. A client of another
-        protocol would read this frame as an answer, so it gets the error as the reason of the close frame."""
+        """Send an error and end the connection.
+
+        openpi's protocol sends a text frame first. A client of another protocol would read this frame as an
+        answer, so the error is the reason of the close frame.
+        """
         assert self._dialect is not None
         reason = text.encode()[:MAX_REASON].decode(errors="ignore").encode()
         with contextlib.suppress(ConnectionError, RuntimeError):

@@ -1,7 +1,8 @@
-"""One Zenoh session of a server: its address, its certificates, its access rules, and the bounds of its memory.
+"""One Zenoh session of a server: its address, its certificates, its access rules, and its memory limits.
 
-Zenoh runs callbacks on the threads that receive. So a callback only puts the received data into a bounded inbox, and
-one thread of the server takes it out. Transports know no wire: keys and rules are arguments.
+Zenoh runs callbacks on the threads that receive data. So a callback only puts the data into a bounded inbox, and
+one thread of the server reads the inbox. This module is independent of the protocol: keys and rules are
+arguments.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ USER = "sinew"  # user name of the first key; the second key has the user name s
 
 
 class ZenohNode:
-    """A Zenoh node. It claims its address when it is created, and accepts robots from :meth:`open` on.
+    """A Zenoh node. The constructor claims the address. Robots are accepted after :meth:`open`.
 
     Args:
-        name: The wire's name.
+        name: Name of the protocol.
         listen: The address.
-        limit: Most bytes of one message. Zenoh drops larger messages while they arrive.
+        limit: Largest message in bytes. Zenoh drops larger messages while they arrive.
 
     Attributes:
         address: The address that a robot connects to, with its scheme.
         endpoint: The same address as Zenoh writes it.
-        inbox: The received entries in order: the tuples that the functions of :meth:`queries` and :meth:`samples` made.
+        inbox: The received entries in order: the tuples that the functions of :meth:`queries` and
+            :meth:`samples` created.
     """
 
     def __init__(self, name: str, listen: Listen, limit: int):
@@ -139,15 +141,17 @@ class ZenohNode:
             self._dictionary = None
 
     def direct(self, callback: Callable[[Any], None]) -> Any:
-        """Return ``callback``, which must not wait, as a handler that Zenoh runs on the thread that receives.
+        """Return a handler that calls ``callback`` on the thread that receives data. ``callback`` must not wait.
 
-        By default, Zenoh starts a thread with a queue for each callback, and this thread keeps the process alive until
-        the session is closed."""
+        By default, Zenoh starts a thread with a queue for each callback. This thread would keep the process
+        alive until the session is closed.
+        """
         return self.zenoh.handlers.Callback(callback, indirect=False)
 
     def queries(self, made: Callable[[Any], Any]) -> Any:
-        """Return a callback for queries. ``made`` makes the entry of the inbox from a query. :meth:`answered` frees the
-        query's place."""
+        """Return a callback for queries. ``made`` creates the inbox entry of a query. :meth:`answered` frees the
+        query's place.
+        """
 
         def enqueue(query: Any) -> None:
             with self._lock:
@@ -167,8 +171,11 @@ class ZenohNode:
             self._queries -= 1
 
     def samples(self, made: Callable[[Any], Any]) -> Any:
-        """Return a callback for samples. ``made`` makes the entry of the inbox from a sample; None drops the sample.
-        :meth:`taken` frees the sample's bytes."""
+        """Return a callback for samples. :meth:`taken` frees the bytes of a sample.
+
+        Args:
+            made: Creates the inbox entry of a sample; None drops the sample.
+        """
 
         def enqueue(sample: Any) -> None:
             size = len(sample.payload)
@@ -217,7 +224,9 @@ class ZenohNode:
         return config
 
     def _require_key(self, config: Any, keys: Sequence[str]) -> None:
-        """Make Zenoh require a user and a password. Zenoh reads them from a file that only this user may read."""
+        """Make Zenoh require a user and a password from each robot. Only this user may read the file with the
+        passwords.
+        """
         if any(":" in key or "\n" in key for key in keys):
             raise SinewError(f"--api-key-file: for --wire {self._name} a key may not contain a colon")
         handle, name = tempfile.mkstemp(prefix="sinew-zenoh-")  # mkstemp creates the file with mode 0600
@@ -229,7 +238,7 @@ class ZenohNode:
 
 
 def _set(config: Any, at: str, **values: Any) -> None:
-    """Set several values of one part of the configuration. Other values of this part, from the user's file, stay."""
+    """Set several values in one part of the configuration. Other values in this part, from the user's file, stay."""
     current: dict[str, Any] = {}
     # get_json() raises an error for a part that is not set.
     with contextlib.suppress(Exception):

@@ -70,9 +70,10 @@ class Codec(Protocol):
         """Connect the codec to a service with a loaded policy. The server calls this once, before the first request."""
 
     def peek(self, payload: memoryview) -> Any:
-        """Return the header of a request: ``session``, ``policy`` (the name of the requested policy), ``deadline_ms``,
-        and ``error`` (the reason to refuse the request, or None). It runs on the loop, so it is cheap and never
-        raises."""
+        """Return the header of a request: ``session``, ``policy`` (the name of the requested policy),
+        ``deadline_ms``, and ``error`` (the reason to reject the request, or None). This runs on the loop, so it
+        must be fast and must not raise.
+        """
 
     def open_streams(self) -> Any:
         """Create ``streams`` for the first message of ``stream_kinds``, and return it."""
@@ -86,32 +87,44 @@ class Codec(Protocol):
     def decoders(
         self, header: Any, payload: memoryview, frames: shared.ReceivedFrames | None = None
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
-        """Return a decoder for each observation of a request, usually one. The decoders run on the decode thread.
+        """Return a decoder for each observation of a request, usually one. The decoders run on the decode threads.
 
-        ``frames`` is shared memory that may contain the frames of the request.
+        Args:
+            header: Header of the request.
+            payload: The request.
+            frames: Shared memory that may contain the frames of the request; None without shared memory.
         """
 
     def encode(self, header: Any, outcomes: Sequence[Outcome], server_ms: float) -> bytes:
-        """Return the reply to an inference. There is one outcome per decoder; ``server_ms`` is the time since the
-        request arrived."""
+        """Return the reply to an inference.
+
+        Args:
+            header: Header of the request.
+            outcomes: One outcome per decoder.
+            server_ms: Milliseconds since the request arrived.
+        """
 
     def encode_error(self, header: Any, error: SinewError) -> bytes:
         """Return the reply to a request that failed. ``header`` is None if the message could not be read."""
 
     def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
-        """Return the lines of a program for clients."""
+        """Return the lines of an example program for clients."""
 
 
 class ZeroMQWire:
-    """A server for a ZeroMQ protocol. Its socket is bound when it is created. From :meth:`start` on, requests are
-    answered on its own thread; earlier connections wait.
+    """A server for a ZeroMQ protocol. The constructor binds the socket. After :meth:`start`, an own thread answers
+    requests. Earlier connections wait.
 
-    With a certificate and a codec that encrypts, clients use TLS. Plain connections from this machine are accepted too,
-    so that an ssh tunnel works for clients without TLS. Plain connections from other machines are rejected before they
-    send a key.
+    With a certificate and a codec that encrypts, clients use TLS. Plain connections from this machine are
+    accepted too, so that an ssh tunnel works for clients without TLS. Plain connections from other machines are
+    rejected before they send a key.
 
-    Requests larger than ``listen.max_message_bytes`` are refused with an error; the connection of a request larger than
-    twice that size is closed.
+    A request larger than ``listen.max_message_bytes`` is rejected with an error. The connection of a request
+    larger than twice this size is closed.
+
+    Args:
+        codec: The protocol.
+        listen: The address and the limits.
     """
 
     dashboard = ""  # browsers do not support ZeroMQ
@@ -276,7 +289,7 @@ class ZeroMQWire:
         self._pause(ACCEPT_PAUSE_S, None)
 
     def _opened(self, peer: Peer) -> bool:
-        """Continue the handshake of a connection to a port with TLS. Return True once messages may come."""
+        """Continue the handshake of a connection to a port with TLS. Return True if messages may come."""
         assert self._tls is not None
         try:
             if not isinstance(peer.socket, tls.TlsSocket):
@@ -402,7 +415,9 @@ class ZeroMQWire:
         peer.watched = events
 
     def _take(self, peer: Peer, message: zmtp.Message, size: int) -> None:
-        """Answer one message, or submit its inference. ``size`` is its bytes in its connection's account."""
+        """Answer one message, or submit its inference. ``size`` is the number of its bytes in the connection's
+        account.
+        """
         codec, service, arrived = self.codec, self._service, time.perf_counter()
         header, (envelope, payload) = None, _open(message)
         count = message.count - len(envelope)
@@ -476,7 +491,7 @@ class ZeroMQWire:
             peer.next_pause = min(2 * peer.next_pause, MAX_PAUSE_S)
 
     def close(self, peer: Peer, reason: str) -> None:
-        """End a connection and cancel the requests that its client was waiting for. Call this on the loop."""
+        """End a connection, and cancel the requests of its client. Call this on the loop."""
         if peer.closed:
             return
         if reason and not self._stop:
@@ -538,7 +553,7 @@ class Peer(Account):
 
     @property
     def buffered(self) -> bool:
-        """Return True if TLS has decrypted bytes that were not received yet. The selector does not report them."""
+        """True if TLS has decrypted bytes that were not received yet. The selector does not report such bytes."""
         return isinstance(self.socket, tls.TlsSocket) and not self.closed and self.socket.pending() > 0
 
     def receive(self, room: memoryview) -> int:
@@ -550,8 +565,9 @@ class Peer(Account):
         return count
 
     def reply(self, frames: Sequence[zmtp.Frame], size: int = 0) -> None:
-        """Send one message. Call this from any thread. ``size`` is the bytes of the answered request, which are free
-        now."""
+        """Send one message. Call this from any thread. ``size`` is the number of bytes of the answered request,
+        which are free now.
+        """
         if size:
             self.freed.append(size)
         try:
@@ -567,7 +583,7 @@ class Peer(Account):
             self._wire.wake(self, at_once=bool(self.unsent or self.broken))
 
     def release(self, keeper: Any) -> None:
-        """Free the bytes that ``keeper`` keeps, because it has ended. Call this from any thread."""
+        """Free the bytes of ``keeper``, because it has ended. Call this from any thread."""
         if self.keeps.pop(keeper, None) is not None and not self._wire.on_loop():
             self._wire.wake(self, at_once=False)
 

@@ -1,5 +1,8 @@
-"""One codec per client protocol, with the names of ``sinew serve --wire``. Other distributions add protocols with an
-entry point ``sinew.wires``, NAME = "module:WIRE", whose value is a :class:`Wire` too."""
+"""One codec per client protocol, with the names of ``sinew serve --wire``.
+
+Other Python packages can add protocols with an entry point ``sinew.wires``: NAME = "module:WIRE", whose value is
+a :class:`Wire`.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +89,18 @@ NATIVE_BESIDE_GROOT = 5556
 
 
 def parse(names: Sequence[str]) -> dict[str, int | str]:
-    """Return wire -> port for names such as ``["native", "openpi:9000"]``. Port 0 picks a free port;
-    ``native:ipc:///path`` has a path in place of the port. Raises SinewError."""
+    """Read the protocols of ``sinew serve --wire``.
+
+    Args:
+        names: Names such as ``["native", "openpi:9000"]``. Port 0 picks a free port. ``native:ipc:///path`` has
+            the path of a Unix socket in place of a port.
+
+    Returns:
+        Protocol -> port or path.
+
+    Raises:
+        SinewError: A protocol is unknown, or a port is invalid.
+    """
     ports: dict[str, int | str] = {}
     for name in names or DEFAULT:
         wire, colon, port = name.partition(":")
@@ -116,7 +129,7 @@ def parse(names: Sequence[str]) -> dict[str, int | str]:
 
 
 def _add() -> None:
-    """Add the wires of other distributions, except those with the name of a wire of Sinew."""
+    """Add the protocols of other Python packages, except those with the name of a protocol of Sinew."""
     for point in entry_points(group=GROUP):
         if point.name not in WIRES:
             WIRES[point.name] = replace(loaded(GROUP, point.name, point.value, "Wire"), name=point.name)
@@ -128,8 +141,16 @@ def servers(ports: Mapping[str, int | str]) -> int:
 
 
 def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]:
-    """Claim the addresses, and return the listeners. If an address cannot be claimed, AddressError is raised and all
-    addresses are freed."""
+    """Claim the addresses, and return the listeners.
+
+    Args:
+        ports: Protocol -> port or path.
+        listen: The settings of all listeners.
+
+    Raises:
+        AddressError: An address cannot be claimed. All claimed addresses are freed.
+        SinewError: Two protocols cannot share a port.
+    """
     listeners: list[Listener] = []
     web: dict[int | str, list[Wire]] = {}
     for name, port in ports.items():
@@ -171,7 +192,7 @@ def open_wires(ports: Mapping[str, int | str], listen: Listen) -> list[Listener]
 
 
 def _page() -> Callable[[Service, Guard], Page]:
-    """Return a function that makes the dashboard of a port. The dashboards of all ports show the same answers."""
+    """Return a function that creates the dashboard of a port. The dashboards of all ports show the same answers."""
     from sinew.serve.dashboard.feed import Feed
     from sinew.serve.dashboard.routes import Dashboard
     from sinew.serve.wires.actions import Actions

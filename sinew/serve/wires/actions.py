@@ -1,5 +1,6 @@
-"""The routes of the wire ``http``: ``/v1/actions``, ``/vqa``, ``/subtask``, ``/act``, ``/v1/metadata``, for the first
-policy or for a policy by its name."""
+"""The routes of the protocol ``http``: ``/v1/actions``, ``/vqa``, ``/subtask``, ``/act`` and ``/v1/metadata``, for
+the first policy or for a policy by its name.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Actions:
     async def _answered(
         self, request: web.Request, ask: Callable[[Observation], Observation]
     ) -> web.Response:
-        """Answer an observation. ``ask`` adds the request of the route to the observation, such as a subtask."""
+        """Answer an observation. ``ask`` adds the request of the route to the observation, for example a subtask."""
         kind = http.MSGPACK if request.content_type == http.MSGPACK else http.JSON
         with self._service.reading("http", request.remote or ""):
             arrived, body = await read_body(request)
@@ -103,7 +104,7 @@ class Actions:
 
 
 class HttpRoutes:
-    """The wire ``http`` in the form of the web transport, with the administration of its policies."""
+    """The routes of the protocol ``http``, and the routes that change policies."""
 
     name = http.NAME
 

@@ -1,12 +1,12 @@
-"""Evo-1's WebSocket messages: JSON text, one object per observation, one list of actions per answer. No sockets here.
+"""Evo-1's WebSocket messages: JSON text, one object per observation, one list of actions per answer. This module
+uses no sockets.
 
-    {"image": [[[[b, g, r], ...], ...], ...], "image_mask": [1, 1, 0], "state": [...], "action_mask": [1, ..., 0],
-     "prompt": "...", "arm_key": "...", "dataset_key": "..."}        the last two may be absent
-    [[0.1, ...], ...]                                                actions of 24 numbers; those after the robot's
-        are 0
+  {"image": [[[[b, g, r], ...], ...], ...], "image_mask": [1, 1, 0], "state": [...], "action_mask": [1, ..., 0],
+   "prompt": "...", "arm_key": "...", "dataset_key": "..."}        the last two may be missing
+  [[0.1, ...], ...]                                                actions of 24 values, padded with zeros
 
-Pictures are whole-number pixels in the order blue, green, red: the original server swaps the first and the third
-colour. Views have the order of the policy's cameras, with masked ones last and black.
+Pictures are whole-number pixels in the order blue, green, red, because the original server swaps the first and
+the third colour. Pictures have the order of the policy's cameras. Masked pictures come last and are black.
 Source: MINT-SJTU/Evo-1 ``Evo_1/scripts/Evo1_server.py`` and its clients (``Evo1_client_xarm6.py``,
 ``Evo1_client_aloha.py``, ``LIBERO_evaluation``, ``MetaWorld_evaluation``, ``RoboTwin_evaluation``).
 """
@@ -51,8 +51,9 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(payload: bytes) -> WireMessage:
-    """Return the message undecoded, because megabytes of JSON would take too long on the event loop. The observation is
-    decoded elsewhere."""
+    """Store the message undecoded, because megabytes of JSON would take too long on the event loop. A decode thread
+    decodes it.
+    """
     return WireMessage(payload)
 
 
@@ -200,7 +201,7 @@ def answer(
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
-    """Return a program for the package websockets."""
+    """Return an example program that uses the package websockets."""
     pictures = [
         f"np.zeros(({camera.height}, {camera.width}, 3), np.uint8).tolist()" for camera in spec.cameras
     ]

@@ -35,17 +35,23 @@ _STATE_KEYS = ("state", "observation.state", "observation/state")
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return nested mappings as one mapping, with keys joined by "/". Raises ObservationError for a mapping that is too
-    deep or has too many keys, for a key that is too long (the key of each of its members would contain it), and for
-    two values with the same key."""
+    """Convert nested mappings to one mapping, with keys joined by "/".
+
+    Raises:
+        ObservationError: The mapping is too deep, has too many keys or a key that is too long, or two values
+            have the same key.
+    """
     flat: dict[str, Any] = {}
     _walk(tree, "", 1, flat)
     return flat
 
 
 def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any]) -> None:
-    """Flatten one mapping into ``found``. This is not a function inside of ``flatten``, because a recursive inner
-    function is a reference cycle, which would keep the frames in memory until the garbage collector runs."""
+    """Flatten one mapping into ``found``.
+
+    This is not a function inside ``flatten``, because a recursive inner function is a reference cycle, which
+    would keep the frames in memory until the garbage collector runs.
+    """
     if depth > MAX_DEPTH:
         raise ObservationError(path, f"at most {MAX_DEPTH} levels of containers", "more")
     for key, value in node.items():
@@ -66,20 +72,21 @@ def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any])
 
 
 def key_maps(spec: PolicySpec, wire: str) -> list[KeyMap]:
-    """Return the bundle's key maps for a protocol; may be empty."""
+    """Return the bundle's key maps for a protocol. The list may be empty."""
     return [keys for keys in spec.keys if keys.wire == wire]
 
 
 def camera_keys(spec: PolicySpec, wire: str) -> dict[str, str]:
-    """Return camera -> the key under which this wire's clients send it. If several spellings are accepted, the first is
-    returned."""
+    """Return camera -> key under which this protocol's clients send its frame. If several keys are accepted, the
+    first one is returned.
+    """
     for keys in key_maps(spec, wire):
         return {camera: key for key, camera in keys.images.items()}
     return {camera.name: _CAMERA_KEYS[0].format(camera.name) for camera in spec.cameras}
 
 
 def state_keys(spec: PolicySpec, wire: str) -> tuple[str, ...]:
-    """Return the keys whose values, one after the other, are the state."""
+    """Return the keys whose values are joined to the state."""
     for keys in key_maps(spec, wire):
         return keys.state
     return (_STATE_KEYS[0],)
@@ -92,7 +99,7 @@ def prompt_key(spec: PolicySpec, wire: str) -> str:
 
 
 def keys_read(spec: PolicySpec, wire: str) -> frozenset[str]:
-    """Return the keys under which this wire's clients may send the policy's inputs."""
+    """Return the keys under which this protocol's clients may send the policy's inputs."""
     maps = key_maps(spec, wire)
     cameras = [key for camera in spec.cameras for key in _spellings(camera.name)]
     if maps:
@@ -167,11 +174,19 @@ def read_observation(
 
 
 def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None = None) -> np.ndarray:
-    """Return one picture as uint8 (or float in [0, 1]) [height, width, 3].
+    """Return one picture as uint8, or float in [0, 1], [height, width, 3].
 
-    Both layouts are accepted, as by openpi's own servers. Leading axes of length 1 are dropped.
+    Both layouts are accepted, as in openpi's own servers. Leading axes of length 1 are dropped.
 
-    With ``channels_first``, a shape that fits both layouts is [3, height, width]. All other shapes are unambiguous.
+    Args:
+        key: Key of the picture, for errors.
+        value: The picture.
+        budget: Budget of pixels.
+        channels_first: True if a shape that fits both layouts is [3, height, width]. Other shapes are
+            unambiguous.
+
+    Raises:
+        ObservationError: The value is not a picture, or exceeds the budget.
     """
     array = numbers(key, value)
     if array.dtype.kind not in "uf" or (array.dtype.kind == "u" and array.dtype != np.uint8):
@@ -191,8 +206,15 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
 def _frames(
     key: str, value: Any, budget: PixelBudget, channels_first: bool | None, most: int
 ) -> list[np.ndarray]:
-    """Return the pictures of one camera, oldest first: a single picture, or pictures of up to ``most`` moments along a
-    leading axis."""
+    """Return the pictures of one camera, oldest first.
+
+    Args:
+        key: Key of the camera, for errors.
+        value: A single picture, or pictures of several observation steps along a leading axis.
+        budget: Budget of pixels.
+        channels_first: See :func:`frame`.
+        most: Largest number of observation steps.
+    """
     array = numbers(key, value)
     while array.ndim > 3 and array.shape[0] == 1:
         array = array[0]
@@ -204,7 +226,7 @@ def _frames(
 
 
 def _vectors(key: str, value: Any, moments: int) -> np.ndarray:
-    """Return the numbers of each of ``moments`` moments, float64 [moments, n]."""
+    """Return the values of each observation step, float64 [moments, n]."""
     if moments == 1:
         return vector(key, value)[None]
     array = numbers(key, value, MAX_NUMBERS)
@@ -218,7 +240,7 @@ def _vectors(key: str, value: Any, moments: int) -> np.ndarray:
 
 
 def vector(key: str, value: Any) -> np.ndarray:
-    """Return numbers as float64 [n]. A scalar is one number, and leading axes of length 1 are dropped."""
+    """Return values as float64 [n]. A scalar is one value, and leading axes of length 1 are dropped."""
     array = numbers(key, value, MAX_NUMBERS)
     while array.ndim > 1 and array.shape[0] == 1:
         array = array[0]
@@ -320,9 +342,14 @@ SEVERAL = "observations"  # key of the list in a message with several observatio
 
 
 def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the observations of a message with several observations. Raises RequestError.
+    """Return the observations of a message with several observations.
 
-    ``alone`` lists the keys that hold for all observations, and that may be beside the observations but not in them.
+    Args:
+        tree: The message.
+        alone: Keys that apply to all observations. They may be in the message, but not in an observation.
+
+    Raises:
+        RequestError: The list of observations or a key is wrong.
     """
     members = tree[SEVERAL]
     if not isinstance(members, list) or not 0 < len(members) <= MOST_TOGETHER:
@@ -339,8 +366,11 @@ def members_of(tree: Mapping[str, Any], alone: Sequence[str]) -> list[Mapping[st
 
 
 def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
-    """Return camera -> keys under which its frame may come: the key of the key map, then the camera's own name, which
-    may come from `--rename`."""
+    """Return camera -> keys under which its frame may come.
+
+    The first key is the one of the key map. The camera's own name, which may come from `--rename`, is also
+    accepted.
+    """
     if keys is not None:
         taken = {*keys.images, *keys.unread}
         return {
@@ -372,7 +402,7 @@ def _refuse_strange_frames(
 
 
 def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequence[str]) -> None:
-    """Raise ObservationError for a key that nothing reads. The error lists the keys ``shown``."""
+    """Raise ObservationError for a key that the server does not read. The error lists the keys ``shown``."""
     # A row of a LeRobot data set has further entries that no policy reads.
     rows = any(key.startswith(_LEROBOT) for key in flat)
     for key in flat:

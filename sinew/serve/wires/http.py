@@ -152,9 +152,15 @@ def read_act(body: bytes | bytearray) -> Act:
 
 
 def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a request. The bundle's key map for the wire "openvla" names the cameras. Without a key
-    map, the full image belongs to the policy's first camera, and the wrist images belong to the others, in the order
-    of the message. A policy without a state ignores the client's state, as upstream. Raises ObservationError."""
+    """Return the observation of a request of OpenVLA's clients.
+
+    The bundle's key map for the protocol "openvla" names the cameras. Without a key map, the full image belongs
+    to the policy's first camera, and the wrist images belong to the other cameras, in the order of the message.
+    A policy without a state ignores the client's state, as OpenVLA's server does.
+
+    Raises:
+        ObservationError: An input is missing or wrong.
+    """
     flat = field_names.flatten(_arrays(act.content))
     unnorm_key = field_names.optional_text("unnorm_key", flat.pop("unnorm_key", None))
     # LIBERO's name may end in _no_noops, as in the original server.
@@ -191,7 +197,7 @@ def act_answer(chunk: ActionChunk, act: Act) -> bytes:
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
-    """Return a program that needs the standard library and Pillow."""
+    """Return an example program that needs only the standard library and Pillow."""
     images = [
         f'    "{key}": picture({camera.width}, {camera.height}),'
         for key, camera in zip(field_names.camera_keys(spec, NAME).values(), spec.cameras, strict=False)

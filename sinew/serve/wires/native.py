@@ -1,12 +1,12 @@
-"""The native wire: Protobuf messages of ``sinew_client``'s ``sinew.proto``, a superset of vla.cpp's.
+"""The native protocol: Protobuf messages of ``sinew_client``'s ``sinew.proto``, a superset of vla.cpp's messages.
 
-:meth:`NativeCodec.peek` first scans a request without parsing it. It finds the fields that the loop needs to route the
-request, and refuses requests for which the parser would allocate without bound. ``decode`` then parses the request and
-checks its form. :meth:`sinew.Policy.prepare` checks the values (finite numbers, camera names, an instruction that is
-not empty) in the same way for every wire.
+:meth:`NativeCodec.peek` first scans a request without parsing it. The scan finds the fields that the loop needs
+to route the request, and rejects requests for which the parser would allocate too much memory. ``decode`` then
+parses the request and checks its form. :meth:`sinew.Policy.prepare` checks the values (finite numbers, camera
+names, an instruction that is not empty) in the same way for every protocol.
 
-vla.cpp's clients send token ids, a zero-padded state and unnamed images, and read the padded ``action_chunk``; Sinew's
-own clients send names, text and the raw state, and read ``actions``.
+vla.cpp's clients send token ids, a zero-padded state and unnamed images, and read the padded ``action_chunk``.
+Sinew's own clients send names, text and the raw state, and read ``actions``.
 """
 
 from __future__ import annotations
@@ -141,9 +141,13 @@ class NativeCodec:
         return self.streams
 
     def peek(self, payload: Payload, asked: str = "") -> NativeHeader:
-        """Scan a request without parsing it. This never raises: the header has the reason of a refusal.
+        """Scan a request without parsing it. This never raises an error: the header contains the reason for a
+        rejection.
 
-        ``asked`` is the policy of a request that names no policy."""
+        Args:
+            payload: The request.
+            asked: Name of the policy, for a request that names no policy.
+        """
         header = NativeHeader(policy=asked)
         images, other_bytes, members, lone = 0, 0, list[memoryview](), ""
         buffer, found, error = memoryview(payload), list[Field](), None
@@ -206,7 +210,9 @@ class NativeCodec:
         return header
 
     def _most_images(self, policy: str) -> int:
-        """Return the most images of a request. A policy that reads many moments allows more images than usual."""
+        """Return the largest number of images of a request. A policy with an observation history allows more
+        images.
+        """
         try:
             return max(MAX_IMAGES, self.service.policies.get(policy).spec.views)
         except UnknownPolicyError:  # the request is rejected later, because the policy is unknown
@@ -313,8 +319,9 @@ class NativeCodec:
         )
 
     def parse(self, payload: Payload, found: Sequence[Field] | None = None) -> tuple[Any, list[memoryview]]:
-        """Return the message without its images, and the images. Raises RequestError for bytes that are not a
-        message."""
+        """Return the message without its images, and the images. Raises RequestError if the bytes are not a
+        message.
+        """
         buffer = memoryview(payload)
         pictures, beside = [], []
         for number, wire_type, value, start, end in fields(buffer) if found is None else found:
@@ -379,8 +386,13 @@ class NativeCodec:
         return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
 
     def encode_metadata(self, header: NativeHeader, content: dict[str, Any], deployment: int = 0) -> bytes:
-        """Return the answer to METADATA and HEALTH. For RESET and REPORT, ``content`` is empty. ``deployment`` is the
-        number of the policy that METADATA describes."""
+        """Return the answer to METADATA, HEALTH, RESET or REPORT.
+
+        Args:
+            header: Header of the request.
+            content: The answer's content; {} for RESET and REPORT.
+            deployment: Number of the deployment that METADATA describes.
+        """
         reply = PredictResponse(request_id=header.request_id, session=header.session, deployment=deployment)
         if content:
             reply.metadata = json.dumps(content)

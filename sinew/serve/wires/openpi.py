@@ -1,8 +1,9 @@
 """openpi's WebSocket messages, and vLLM-Omni's dialect of them. This module uses no sockets.
 
-A connection begins with the server's metadata. Then each observation is one msgpack map, and so is each answer. Source:
-openpi ``serving/websocket_policy_server.py`` and ``openpi_client/{msgpack_numpy,websocket_client_policy}.py``; the keys
-``endpoint``, ``session_id`` and ``seed`` are those of vLLM-Omni's ``serving/openpi_api``.
+A connection begins with the server's metadata. After that, each observation and each answer is one msgpack map.
+Source: openpi ``serving/websocket_policy_server.py`` and
+``openpi_client/{msgpack_numpy,websocket_client_policy}.py``. The keys ``endpoint``, ``session_id`` and ``seed``
+are those of vLLM-Omni's ``serving/openpi_api``.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def _one(tree: Mapping[str, Any]) -> WireMessage:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a message. Frames in [0, 1] become bytes as in openpi: times 255, rounded down. Raises
-    ObservationError."""
+    """Return the observation of a message. Frames in [0, 1] become bytes as in openpi: times 255, rounded down.
+    Raises ObservationError.
+    """
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
     seen = field_names.read_observation(
         flat, spec, NAME, budget, (*OPTIONS, *IGNORED), session=message.session, **options(flat)
@@ -86,9 +88,16 @@ def answer(
 
 
 def _answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> dict[str, Any]:
-    """Return the answer with a chunk. ``server_ms`` is the time since the request arrived, ``previous_ms`` the whole
-    time of the connection's previous request. openpi's example client prints a statistic of every number in the two
-    timing maps, so they have only numbers."""
+    """Return the answer with a chunk.
+
+    openpi's example client prints a statistic of every value in the two timing maps, so these maps contain only
+    numbers.
+
+    Args:
+        chunk: The chunk.
+        server_ms: Milliseconds since the request arrived.
+        previous_ms: Whole time of the connection's previous request, milliseconds; None for the first request.
+    """
     timing = chunk.timing
     server = {"infer_ms": server_ms, "queue_ms": timing.queue_ms, "batch": float(timing.batch)}
     if previous_ms is not None:
@@ -122,7 +131,7 @@ def reset_answer() -> bytes:
 
 
 def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
-    """Return the first frame of a connection. Its first names are the names that vLLM-Omni's clients read."""
+    """Return the first frame of a connection. It begins with the fields that vLLM-Omni's clients read."""
     first = spec.cameras[0]
     cameras = field_names.camera_keys(spec, NAME)
     wrists = [name for name, key in cameras.items() if "wrist" in f"{name} {key}"]
@@ -144,7 +153,7 @@ def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
-    """Return a program for PyPI's openpi-client."""
+    """Return an example program that uses the package openpi-client."""
     maps = field_names.key_maps(spec, NAME)
     first = maps[0].channels_first if maps else False
     fields: list[tuple[str, str]] = []

@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class OwnPolicy(ServedPolicy):
-    """A policy of the user's own class behind a scheduler. It computes one observation at a time, on one thread."""
+    """A policy of your own class behind a scheduler. It computes one observation at a time, on one thread."""
 
     def __init__(self, policy: Policy):
         self._policy, self.spec = policy, policy.spec
 
     def warm_up(self) -> None:
-        """Do nothing: an unknown class has no known warm-up."""
+        """Do nothing, because an unknown class has no known warm-up."""
 
     def prepare(self, observation: Observation) -> Observation:
-        """Return the observation. Raises ObservationError if its state has another length, or if it has other
-        cameras.
+        """Return the observation. Raises ObservationError if its state has another length, or if its cameras
+        differ.
         """
         state, cameras = observation.state, {camera.name for camera in self.spec.cameras}
         if state.shape != (self.spec.state.dim,):

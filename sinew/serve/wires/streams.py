@@ -1,9 +1,11 @@
-"""Streams in the native protocol: samples and frames are received, windows of waypoints are sent (docs/stream.md).
+"""Streams in the native protocol: the server receives samples and frames, and sends windows of waypoints
+(docs/stream.md).
 
 A stream belongs to a connection and a session's name. It begins with its first message. Each message contains
-everything that a server needs, so a robot's stream survives a restart of the server. A stream whose policy is replaced
-ends, and begins again with its next sample. The server bounds the streams of one connection and of all connections, the
-bytes of a message, and the unread windows of a client; further windows are dropped.
+everything that a server needs, so a robot's stream continues after a restart of the server. If the policy of a
+stream is replaced, the stream ends, and begins again with its next sample. The server limits the streams of one
+connection and of all connections, the bytes of a message, and the unread windows of a client. Further windows
+are dropped.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 
 
 class StreamParser(Protocol):
-    """The codec of a wire reads and writes the messages of its streams."""
+    """The codec that reads and writes the messages of streams."""
 
     def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]:
         """Return a message without its images, and the images."""
@@ -70,15 +72,25 @@ class StreamParser(Protocol):
 
 @dataclass(eq=False)
 class StreamingRobot:
-    """One stream of a robot, which receives the stream's windows.
+    """One stream of a robot. It receives the windows of the stream.
 
     Attributes:
-        policy: The policy's name.
+        session: The session of the stream.
+        name: Name of the session.
+        policy: Name of the policy.
+        settings: Settings of the stream.
         deployment: The deployment of the policy.
-        on_end: Ends the stream; :meth:`abandon` calls it when the connection ends.
+        peer: The connection of the robot.
+        envelope: Routing frames for messages to the robot.
+        safety: Limits of actions; None without limits.
+        parser: Reads and writes the messages.
+        on_end: Ends the stream. :meth:`abandon` calls it when the connection ends.
         heard: The time at which the last sample came.
-        dropped: The number of windows that were dropped because the client did not read.
-        frames: Bytes of the messages whose frames the session holds: the newest message, and the message of the prefix.
+        quiet: Log with a limited rate.
+        ended: True after the end of the stream.
+        dropped: Number of windows that were dropped because the client did not read.
+        frames: Bytes of the two messages whose frames the session stores: the newest message, and the message of
+            the prefix.
     """
 
     session: Session
@@ -99,8 +111,9 @@ class StreamingRobot:
     _told: bool = False
 
     def window(self, window: Window) -> None:
-        """Send one window. An empty window is sent too, because the robot measures the delay with it. This runs on the
-        fast loop."""
+        """Send one window on the fast loop. An empty window is sent too, because the robot measures the delay with
+        it.
+        """
         if self.ended:
             return
         if self.peer.unsent > MAX_UNREAD:
@@ -230,8 +243,15 @@ class Streams:
         return max(0.0, heard + SILENT_S - self._clock())
 
     def end_silent(self, seconds: float | None = None, most: int = MAX_STREAMS) -> int:
-        """End streams without a sample for ``seconds`` (:data:`SILENT_S` by default), at most ``most`` of them, longest
-        silence first. Return how many were ended."""
+        """End streams without a sample, longest silence first.
+
+        Args:
+            seconds: Seconds without a sample after which a stream is ended; None uses :data:`SILENT_S`.
+            most: Largest number of streams to end.
+
+        Returns:
+            The number of ended streams.
+        """
         oldest = self._clock() - (SILENT_S if seconds is None else seconds)
         silent = sorted((r for r in self.robots.values() if r.heard <= oldest), key=lambda r: r.heard)
         for robot in silent[:most]:
@@ -243,7 +263,8 @@ class Streams:
 
     def _images(self, content: memoryview, policy: str) -> Any:
         """Decode the frames of a message. This runs on the slow loop. Raises UnknownPolicyError if the policy was
-        unloaded."""
+        unloaded.
+        """
         budget = PixelBudget(self._service.policies.get(policy).pixels)
         return self._parser.decode(content, budget, policy).images
 
@@ -298,8 +319,13 @@ class Streams:
         return robot
 
     def _make_place(self, peer: Peer) -> None:
-        """Make room for a stream of this connection. If the server is full, end a silent stream, or a stream of the
-        client with the most streams. Raises BusyError if neither exists."""
+        """Make room for a stream of this connection.
+
+        If the server is full, a silent stream or a stream of the client with the most streams ends.
+
+        Raises:
+            BusyError: The connection has too many streams, or no stream can end.
+        """
         robots = list(self.robots.values())
         mine = [each for each in robots if each.peer is peer]
         if len(mine) >= PER_CONNECTION:
@@ -317,8 +343,9 @@ class Streams:
         self._end(owned[-1])
 
     def _left(self, scheduler: Scheduler) -> None:
-        """End the streams of a policy that was exchanged or unloaded, and wait until their computations have ended, so
-        that the policy's memory can be freed. This runs on the thread that changes the policy."""
+        """End the streams of a policy that was replaced or unloaded, and wait until their computations have ended.
+        Then the memory of the policy can be freed. This runs on the thread that changes the policy.
+        """
         with self._lock:
             robots = [each for each in self.robots.values() if each.deployment.scheduler is scheduler]
         for robot in robots:

@@ -1,11 +1,13 @@
-"""vla-eval's WebSocket messages, whose clients are its benchmarks. No sockets here.
+"""vla-eval's WebSocket messages. The clients are vla-eval's benchmarks. This module uses no sockets.
 
-Every message is a msgpack map of ``type``, ``payload``, ``seq`` and ``timestamp``. ``hello`` is answered with the
-inputs that the policy needs, ``episode_start`` and ``episode_end`` with nothing, ``observation`` with an ``action``,
-which is one action. A connection gets as many actions of a chunk as the training project executes before another
-chunk is computed. If the bundle does not state that number, it is the default of Sinew's own robots. A failure is an
-``error`` with the same ``seq``, and the connection continues. Source: vla-eval 0.8.0, ``protocol/*.py``,
-``connection.py``, ``model_servers/{serve,predict,lerobot}.py``.
+Every message is a msgpack map with ``type``, ``payload``, ``seq`` and ``timestamp``. The answer to ``hello`` has
+the inputs that the policy needs. ``episode_start`` and ``episode_end`` have no answer. The answer to
+``observation`` is an ``action`` with a single action.
+
+A connection executes as many actions of a chunk as the project that trained the policy. If the bundle does not
+state this number, the default of Sinew's own robots applies. After a failure, the answer is an ``error`` with
+the same ``seq``, and the connection continues. Source: vla-eval 0.8.0, ``protocol/*.py``, ``connection.py``,
+``model_servers/{serve,predict,lerobot}.py``.
 """
 
 from __future__ import annotations
@@ -69,8 +71,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """The content of an observation. earlier: the moments before it that the policy reads, oldest first. seed: of the
-    noise; None leaves it to the policy. decoded: its own moment, once it is decoded for a policy of several."""
+    """The content of an observation.
+
+    Attributes:
+        content: The payload of the message.
+        earlier: The earlier observation steps that the policy reads, oldest first.
+        seed: Seed of the noise; None lets the policy draw the noise.
+        decoded: The decoded step of this observation, for a policy with an observation history.
+    """
 
     content: Mapping[str, Any]
     earlier: tuple[Moment, ...] = ()
@@ -80,12 +88,12 @@ class StepSeen:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A frame as a file or as bytes of pixels; decoded only where a camera of the policy takes it."""
+    """A frame as an image file or as raw pixels. It is decoded only if it belongs to a camera of the policy."""
 
     values: Mapping[str, Any]
 
     def pixels(self, key: str, budget: PixelBudget) -> np.ndarray:
-        """Return uint8 [height, width, channels]. Raises ObservationError."""
+        """Decode the frame to uint8 [height, width, channels]. Raises ObservationError."""
         kind, data = self.values.get("format"), self.values.get("data")
         if kind == "raw":
             return array(key, data, self.values.get("dtype"), self.values.get("shape"))
@@ -97,20 +105,19 @@ class Picture:
 
 
 class Conversation:
-    """One connection: its episode, the remaining actions of the chunk, and the observation history if the policy has
-    one.
+    """One connection: its episode, the remaining actions of the chunk, and the observation history.
 
-    Such a client sends every step and keeps none. So each step is decoded when it arrives, and only a valid one is
-    kept. An episode ends with its connection.
+    The client sends every step and stores none. So each step is decoded when it arrives, and only valid steps
+    are stored. An episode ends with its connection.
 
     Args:
         spec: The policy's specification.
         about: The service's description.
-        query: Query of the address. A client that takes only an address sets ``rows`` and ``noise`` there, a number
-            that is part of every seed.
+        query: Query of the address, for clients that accept only an address. ``rows`` sets the number of
+            executed actions. ``noise`` is a number that becomes part of every seed.
 
     Attributes:
-        rows: Actions of a chunk that are executed before another one is computed.
+        rows: Number of actions of a chunk that are executed before another chunk is computed.
 
     Raises:
         RequestError: The query is not valid.
@@ -144,18 +151,18 @@ class Conversation:
         self._once, self._quiet = LogOnce(logger), RateLimitedLog(logger)
 
     def dialect(self) -> Dialect:
-        """Return this connection's own dialect."""
+        """Return the dialect of this connection."""
         return replace(
             DIALECT, read=self.read, observation=self.observation, seen=self.seen, answer=self.answer,
             error=self.error, kept=self.kept, connect=None,
         )  # fmt: skip
 
     def kept(self) -> int:
-        """Return the bytes of decoded steps that this connection keeps between two messages."""
+        """Return the bytes of decoded steps that this connection stores between two messages."""
         return sum(self._sizes)
 
     def read(self, payload: bytes) -> WireMessage:
-        """Raises RequestError or ObservationError."""
+        """Read a message of the client. Raises RequestError or ObservationError."""
         self._seq = None
         tree = unpack(payload)
         if not isinstance(tree, Mapping) or not {"type", "payload", "seq"} <= tree.keys():
@@ -186,7 +193,7 @@ class Conversation:
     def answer(
         self, message: WireMessage, outcomes: Sequence[Outcome], _server_ms: float, _before: float | None
     ) -> bytes:
-        """Return the first row, and keep those that are executed after it."""
+        """Return the first action of a chunk, and store the actions that are executed after it."""
         (chunk,) = (each for each in outcomes if isinstance(each, ActionChunk))
         self._keep(message)
         rows = chunk.actions[: self.rows]
@@ -201,7 +208,7 @@ class Conversation:
         return self._message("action", {"actions": first, **warnings})
 
     def error(self, error: SinewError) -> bytes | None:
-        """Return the error message for the client; None if there is no message to answer."""
+        """Return the error message for the client; None if the message had no valid number."""
         if self._seq is None:
             return None
         return self._message("error", {"error": f"{error} [{error.code}]"})
@@ -209,8 +216,14 @@ class Conversation:
     def observation(
         self, message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None
     ) -> Observation:
-        """Return the observation of a benchmark. For a policy of several moments the message holds its own moment then,
-        which is kept once it is accepted. Raises ObservationError."""
+        """Return the observation of a message.
+
+        For a policy with an observation history, the decoded step is stored in the message, until the request is
+        accepted.
+
+        Raises:
+            ObservationError: The observation does not fit the policy.
+        """
         found = observation(message, spec, budget)
         if self._spec.history > 1:
             size = sum(frame.nbytes for frame in found.images.values())
@@ -228,7 +241,7 @@ class Conversation:
         return found
 
     def seen(self, message: WireMessage) -> bytes:
-        """Return the next row of the chunk for a step that was decoded, which is thereby accepted."""
+        """Return the next action of the chunk for a step that was decoded without a new chunk."""
         self._keep(message)
         return self._message("action", {"actions": self._left.popleft()})
 
@@ -242,21 +255,21 @@ class Conversation:
         return WireMessage(seen, session=self._session)
 
     def _keep(self, message: WireMessage) -> None:
-        """Add a decoded step to the history. Its frames are copied: they may be views of the whole message."""
+        """Add a decoded step to the history. Its frames are copied, because they may be views of the whole message."""
         for moment in message.content.decoded if isinstance(message.content, StepSeen) else ():
             self._history.see(self._step, moment.images, moment.state)
             self._sizes.append(sum(each.nbytes for each in (*moment.images.values(), moment.state)))
         self._step += 1
 
     def _forget(self) -> None:
-        """An episode begins or ends."""
+        """Forget the actions and the history, because an episode begins or ends."""
         self._left.clear()
         self._history.clear()
         self._sizes.clear()
         self._step = 0
 
     def _begin(self, content: Mapping[str, Any]) -> None:
-        """Take over the name of an episode, which its recording has, and what its noise is drawn from."""
+        """Begin an episode: store the name of its recording, and the hash of its task for the noise."""
         self._forget()
         self._ensembled = None if self._blend is None else Ensembled(self._blend)
         self._chunks, self._task, self._session = 0, None, ""
@@ -270,8 +283,11 @@ class Conversation:
             self._task = hashlib.sha256(text.encode(errors="replace")).digest()
 
     def _seed(self) -> int | None:
-        """Return 63 bits of the task, the number of the episode, that of the chunk and ``noise``: an episode has the
-        same noise in every run and in every shard."""
+        """Return the seed of the next chunk, 63 bits; None without a task.
+
+        The seed depends on the task, the number of the episode, the number of the chunk and ``noise``. So an
+        episode has the same noise in every run and in every shard.
+        """
         if self._task is None:
             return None
         drawn = self._noise.to_bytes(8, "big") + self._task + self._chunks.to_bytes(8, "big")
@@ -279,7 +295,7 @@ class Conversation:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def _hello(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer for the orchestrator: ``observation_params`` become arguments of the benchmark."""
+        """Return the answer to ``hello``. vla-eval passes ``observation_params`` to the benchmark as arguments."""
         if (version := content.get("protocol_version", PROTOCOL)) != PROTOCOL:
             raise RequestError(f"protocol_version: expected {PROTOCOL}, got {shown(version, MAX_SHOWN)}")
         wants: dict[str, Any] = {}
@@ -308,7 +324,7 @@ class Conversation:
 
 
 def pack(tree: Any) -> bytes:
-    """Return a message in msgpack with arrays as its clients read them: maps with text as keys."""
+    """Return a message in msgpack. Arrays become maps with text as keys, as vla-eval reads them."""
     return msgpack.packb(tree, default=_to_map)
 
 
@@ -321,10 +337,10 @@ def _to_map(value: Any) -> Any:
 
 
 def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
-    """Return the observation of a benchmark. Raises ObservationError.
+    """Return the observation of a benchmark. Cameras and vectors that the policy does not read stay undecoded.
 
-    Benchmarks send what they have: cameras and vectors that the policy does not read stay undecoded. What it does read
-    has to be there.
+    Raises:
+        ObservationError: An input of the policy is missing or wrong.
     """
     seen: StepSeen = message.content
     budget = budget or PixelBudget()
@@ -337,7 +353,17 @@ def observation(message: WireMessage, spec: PolicySpec, budget: PixelBudget | No
 def _moment(
     content: Mapping[str, Any], spec: PolicySpec, budget: PixelBudget, files: PixelBudget
 ) -> Observation:
-    """Return the observation of one step. files: Counts the pixels of files."""
+    """Return the observation of one step.
+
+    Args:
+        content: The payload of the message.
+        spec: The policy's specification.
+        budget: Counts the pixels of frames.
+        files: Counts the pixels of picture files while they are decoded.
+
+    Raises:
+        ObservationError: An input of the policy is missing or wrong.
+    """
     maps = field_names.key_maps(spec, NAME)
     flat = field_names.flatten(_pictures(content))
     if not maps:
@@ -366,7 +392,9 @@ def _moment(
 
 
 def _pictures(node: Any) -> Any:
-    """Return maps with their pictures marked, so that they are leaves. The decoder of msgpack bounds the depth."""
+    """Mark the pictures in nested maps, so that a picture is not flattened. The msgpack decoder has limited the
+    depth.
+    """
     if not isinstance(node, dict):
         return node
     if node.get("__image__") is True:
@@ -375,8 +403,8 @@ def _pictures(node: Any) -> Any:
 
 
 class ControlPlane:
-    """vla-eval's HTTP routes on the same port: ``GET /health`` reports readiness, ``GET /config`` would change the
-    batching, which is set when the server starts.
+    """vla-eval's HTTP routes on the same port. ``GET /health`` reports readiness. ``GET /config`` rejects changes
+    of the batching, which is set when the server starts.
     """
 
     name = NAME
@@ -402,13 +430,20 @@ class ControlPlane:
 
 
 def connect(spec: PolicySpec, about: Mapping[str, Any], query: Mapping[str, str]) -> Dialect:
-    """Return the dialect of one connection. Raises RequestError for a query that it does not take."""
+    """Create the dialect of one connection. Raises RequestError for an invalid query."""
     return Conversation(spec, about, query).dialect()
 
 
 def _plain(node: Any, room: list[int]) -> Any:
-    """Return the text, numbers and containers in a task; arrays and bytes are left out. room: how many characters and
-    values may come. Raises RequestError beyond that, before anything is written as text."""
+    """Return the text, the numbers and the containers in a task, without arrays and bytes.
+
+    Args:
+        node: The task, or a part of the task.
+        room: List with one number: how many characters and values are still allowed.
+
+    Raises:
+        RequestError: The task is too large. It has not been converted to text in this case.
+    """
     texts = (
         [node]
         if isinstance(node, str)
@@ -433,7 +468,7 @@ def _count(name: str, text: str, low: int, high: int) -> int:
 
 
 def guide(spec: PolicySpec, address: str) -> list[str]:
-    """A program for the package vla-eval."""
+    """Return a program that uses the package vla-eval."""
     frames = ", ".join(
         f'"{camera}": np.zeros(({size.height}, {size.width}, 3), np.uint8)'
         for (camera, size) in zip(_cameras(spec), spec.cameras, strict=False)
@@ -457,7 +492,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _cameras(spec: PolicySpec) -> list[str]:
-    """Return the names of the policy's cameras under ``images``."""
+    """Return the names of the policy's cameras in ``images``."""
     return [key.removeprefix("images/") for key in field_names.camera_keys(spec, NAME).values()]
 
 

@@ -1,1 +1,1 @@
-"""The wire of Isaac-GR00T's policy client."""
+"""The protocol of Isaac-GR00T's policy client."""

@@ -114,8 +114,11 @@ class GrootCodec:
         self._modalities = _modalities(self.names, service.spec)
 
     def peek(self, payload: memoryview) -> GrootHeader:
-        """Return the header of a request. The whole message is read, except its arrays, which stay undecoded; the rest
-        is small, or the request is refused."""
+        """Return the header of a request.
+
+        The whole message is read, except its arrays, which stay undecoded. A message with too much other content
+        is rejected.
+        """
         header = GrootHeader()
         try:
             with RequestError.at("MessagePack", UntrustedError):
@@ -228,7 +231,7 @@ class GrootCodec:
 
     @staticmethod
     def _moment(batch: _Batch, index: int, at: int, budget: PixelBudget) -> Moment:
-        """Return an observation step of a member, counted from behind: -1 is the newest."""
+        """Return an observation step of a member of the batch. ``at`` counts from the end: -1 is the newest step."""
         images = {
             camera: frame(camera, frames[index, at], budget, channels_first=False)
             for camera, frames in batch.frames.items()
@@ -386,7 +389,7 @@ def _read_data(header: GrootHeader, data: dict[str, Any]) -> GrootHeader:
 
 
 def _continuation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of guidance that the request has. ``previous`` is an array [R, action_dim]."""
+    """Return the options for guidance of a request. ``previous`` is an array [R, action_dim]."""
     number = (int, float)
     kinds: dict[str, Any] = {"delay": int, "horizon": int, "rtc": str, "schedule": str, "beta": number}
     kinds |= {"advantage": str, "guidance_scale": number}
@@ -433,7 +436,9 @@ def _checked(key: str, read: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _numbers(key: str, value: Any) -> np.ndarray:
-    """Return an array of numbers. Text is rejected first, because it would make each number as wide as itself."""
+    """Return an array of numbers. Text is rejected first, because a long text would make every element of the array
+    as wide.
+    """
     return numbers(key, _array(key, value))
 
 
@@ -481,10 +486,11 @@ def _raw(array: np.ndarray) -> dict[bytes, Any]:
 
 
 def _modalities(names: Names, spec: PolicySpec) -> bytes:
-    """Return the reply to get_modality_config: the sampled steps of each modality, in control steps from now.
+    """Return the reply to get_modality_config: the sampled steps of each modality, counted in control steps from
+    now.
 
-    N1.7 has its own marker, and its clients accept either form. N1.5's require JSON text and N1.6's a map, and the
-    request does not tell them apart.
+    N1.7 has its own marker, and its clients accept either form. N1.5's clients require JSON text, and N1.6's
+    clients require a map. A request does not show which client has sent it.
     """
     as_text = JSON_TEXT in hints(spec.architecture)
     reply = {}

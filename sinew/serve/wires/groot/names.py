@@ -79,8 +79,15 @@ class Names:
     def select(
         self, observation: Mapping[str, Any]
     ) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, Any]], tuple[str, Any] | None]:
-        """Return the policy's inputs in an observation, which may be nested or flat: the frames by camera, the parts of
-        the state in order, and the instruction, each as (key, value). Raises ObservationError for a missing key."""
+        """Return the policy's inputs in an observation, which may be nested or flat.
+
+        Returns:
+            The frames by camera, the parts of the state in their order, and the instruction. Each entry is (key,
+            value).
+
+        Raises:
+            ObservationError: A key is missing or unknown.
+        """
         _refuse_unknown(observation, self.prompt)
         video, state = _modality(observation, "video"), _modality(observation, "state")
         frames = {
@@ -110,8 +117,9 @@ class Names:
     def unread(self, observation: Mapping[str, Any]) -> list[str]:
         """Return a sentence if there are states or instructions that the policy does not read.
 
-        Simulations send all their states and instructions, so unread ones are reported and not refused. :meth:`select`
-        has refused all other unknown keys."""
+        Simulations send all their states and instructions, so unread ones are reported but not rejected.
+        :meth:`select` has rejected all other unknown keys.
+        """
         state, languages = _modality(observation, "state"), _languages(observation, self.prompt)
         strange = [f"state.{key}" for key in state if key not in self.states] if len(state) > 1 else []
         strange += (

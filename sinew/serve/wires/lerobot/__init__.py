@@ -1,1 +1,1 @@
-"""The wire of LeRobot's asynchronous RobotClient."""
+"""The protocol of LeRobot's asynchronous RobotClient."""

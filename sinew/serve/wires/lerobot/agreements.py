@@ -1,9 +1,10 @@
-"""The agreements with the LeRobot clients of each host, which are kept across connections and restarts of the server.
+"""The agreements with the LeRobot clients of each host. They are kept across connections and restarts of the
+server.
 
-The stock client names its policy once, at its start. If its connection breaks, because the network failed or the server
-was restarted, gRPC makes a new connection and the client continues without naming its policy again. Then the earlier
-agreements with its host are used. They are written to a small file, so that they outlive the process. The file has the
-names of joints and cameras, and no frames, states or actions.
+The stock client names its policy only once, at its start. If its connection breaks, because the network failed
+or the server was restarted, gRPC makes a new connection, and the client continues without naming its policy
+again. Then the earlier agreements with its host are used. They are written to a small file, so that they outlive
+the process. The file has the names of joints and cameras, but no frames, states or actions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def state_folder() -> Path:
 
 
 class Agreements:
-    """The agreements of at most ``hosts`` hosts. Beyond that, the host that agreed longest ago is forgotten."""
+    """The agreements of at most ``hosts`` hosts. Above this number, the host with the oldest agreement is removed."""
 
     def __init__(self, hosts: int):
         self._most = hosts
@@ -46,8 +47,13 @@ class Agreements:
         self._policy = ""
 
     def open(self, file: Path | None, spec: PolicySpec) -> None:
-        """Read the agreements of an earlier process about the policy of ``spec``. An invalid file is ignored. With None
-        for ``file``, agreements are kept only in this process."""
+        """Read the agreements of an earlier process.
+
+        Args:
+            file: The file of the agreements. An invalid file is ignored. With None, agreements exist only in
+                this process.
+            spec: Specification of the served policy. Agreements about another policy are ignored.
+        """
         self._file = file
         self._policy = sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()
         if file is None:
@@ -63,7 +69,7 @@ class Agreements:
             logger.warning("lerobot: %s is not used: %s", file, error)
 
     def add(self, host: str, agreement: Agreement) -> None:
-        """Keep the agreement of a client of this host."""
+        """Store the agreement of a client of this host."""
         agreed = self._by_host.setdefault(host, [])
         if agreement in agreed:
             agreed.remove(agreement)
@@ -94,8 +100,9 @@ class Agreements:
 
 
 def fitting(agreements: tuple[Agreement, ...], observation: Mapping[str, Any]) -> Agreement | None:
-    """Return the newest agreement with which this observation can be read; None if such agreements differ in its
-    meaning."""
+    """Return the newest agreement with which this observation can be read; None if several agreements fit and
+    differ.
+    """
     fit = [
         each
         for each in agreements

@@ -1,4 +1,4 @@
-"""The agreement between a LeRobot client and the served policy, and observations in its terms.
+"""The agreement between a LeRobot client and the served policy, and the conversion of observations.
 
 The client names a policy, a device and the features of its robot before its first observation. A robot's raw
 observation is flat: a number per joint, a frame per camera, and the task. The features state which keys form the
@@ -52,8 +52,9 @@ class Agreement:
 
 
 def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
-    """Return the agreement with a client. Raises ObservationError with the field of the client's request that does not
-    fit the served policy."""
+    """Return the agreement with a client. Raises ObservationError with the field of the client's request that does
+    not fit the policy.
+    """
     _same_policy(config, spec)
     if config.actions_per_chunk < 1:
         raise ObservationError("actions_per_chunk", "a number above 0", str(config.actions_per_chunk))
@@ -148,13 +149,15 @@ def _state_names(features: Mapping[str, tuple[str, Any]], spec: PolicySpec) -> t
 def _cameras(
     features: Mapping[str, tuple[str, Any]], spec: PolicySpec, by_bundle: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return raw key -> camera. The bundle's key map decides if it has the key; otherwise the name decides.
+    """Return raw key -> camera. The bundle's key map decides if it has the key. Otherwise the name decides.
 
-    A camera has two names: the robot's name, and the slot's name, which comes from the checkpoint's ``rename_map``. A
-    name from the client's ``rename_map`` is first looked up among the slots, any other name first among the robot's
-    names. Further cameras are ignored if the client has every camera of the policy. If a camera is missing, further
-    cameras are refused: one of them may be the missing camera under another name, and a guess by order could swap views
-    unnoticed.
+    A camera has two names: the robot's name, and the slot's name, which comes from the checkpoint's
+    ``rename_map``. A name from the client's ``rename_map`` is first searched among the slots. Any other name is
+    first searched among the robot's names.
+
+    If the client has every camera of the policy, further cameras are ignored. If a camera is missing, further
+    cameras are rejected: one of them may be the missing camera under another name, and a guess by order could
+    swap views without an error.
     """
     own = [camera.name for camera in spec.cameras]
     slots = {camera.slot: camera.name for camera in spec.cameras if camera.slot}

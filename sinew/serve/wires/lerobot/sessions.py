@@ -1,6 +1,6 @@
-"""The clients of the LeRobot wire, the agreement with each of them, and the observations that wait or arrive.
+"""The clients of the LeRobot protocol, the agreement with each of them, and the observations that wait or arrive.
 
-All of this is used on the wire's event loop only.
+Only the protocol's event loop uses this module.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ class TooSlowError(SinewError):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An observation that waits for its inference. ``size`` is the bytes that it keeps in memory."""
+    """An observation that waits for its inference.
+
+    Attributes:
+        timestep: Step of the client's control loop.
+        observation: The observation.
+        size: Bytes that the observation takes in memory.
+        arrived: Time of arrival.
+    """
 
     timestep: int
     observation: Observation
@@ -52,7 +59,15 @@ class Waiting:
 
 @dataclass(slots=True)
 class RobotSession:
-    """The session of one connection."""
+    """The session of one connection.
+
+    Attributes:
+        agreement: The agreement with the client; None before the agreement.
+        heard: Time of the last observation.
+        waiting: The waiting observation; None without one.
+        news: Event that is set when an observation arrives.
+        predicted: Timesteps for which chunks were computed.
+    """
 
     agreement: Agreement | None = None
     heard: float = float("-inf")  # time of the last observation
@@ -91,10 +106,13 @@ class Sessions:
         self._arriving = 0  # bytes of observations that are being received or decoded
 
     def begin(self, client: str) -> RobotSession:
-        """Begin the session of a client that starts. Its earlier observations are dropped; the policy that it named is
-        kept.
+        """Begin the session of a client that starts. The earlier observations of the client are dropped, and its
+        agreement stays.
 
-        Raises BusyError if there is no place. A client that drives a robot never loses its place.
+        A client that drives a robot never loses its place.
+
+        Raises:
+            BusyError: No place is free.
         """
         previous = self._sessions.pop(client, None)
         if previous is None and len(self._sessions) >= self._most:
@@ -119,8 +137,15 @@ class Sessions:
         self.agreements.add(_host(client), agreement)
 
     def find(self, client: str) -> tuple[RobotSession, tuple[Agreement, ...]]:
-        """Return the session of a client, and its possible agreements: its own agreement, or all agreements of its host
-        if the client has reconnected. Raises NoPolicyError if there is none."""
+        """Return the session of a client, and its possible agreements.
+
+        Returns:
+            The session, and the client's own agreement. If the client has reconnected, all agreements of its
+            host are returned.
+
+        Raises:
+            NoPolicyError: There is no agreement.
+        """
         session = self._sessions.get(client)
         if session is not None and session.agreement is not None:
             self._sessions.move_to_end(client)
@@ -133,7 +158,7 @@ class Sessions:
         return session or self.begin(client), agreed
 
     def recognize(self, client: str, session: RobotSession, agreement: Agreement) -> None:
-        """Keep the agreement with which an observation of this client was read."""
+        """Store the agreement with which an observation of this client was read."""
         session.heard = time.monotonic()
         if session.agreement is None:
             logger.info("lerobot: %s has not introduced itself; taken for a client that reconnects", client)
@@ -155,8 +180,15 @@ class Sessions:
             self._arriving -= size
 
     async def receive(self, pieces: AsyncIterator[bytes]) -> bytes:
-        """Return the bytes of one observation from a stream of pieces: END alone, or BEGIN, any number of MIDDLE,
-        END."""
+        """Return the bytes of one observation from a stream of pieces.
+
+        The pieces are one END, or BEGIN, any number of MIDDLE, and END.
+
+        Raises:
+            RequestError: The order of the pieces is wrong, or the observation is too large.
+            TooSlowError: The pieces do not arrive in time.
+            BusyError: Too many bytes are in memory.
+        """
         received: list[bytes] = []
         size = 0
         began = False

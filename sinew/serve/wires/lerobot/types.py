@@ -52,8 +52,14 @@ class RemotePolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class TimedObservation:
-    """A robot's raw observation. ``timestamp`` is in seconds of the client's clock; ``timestep`` counts the steps of
-    the client's control loop."""
+    """A robot's raw observation.
+
+    Attributes:
+        timestamp: Time on the client's clock, seconds.
+        timestep: Step of the client's control loop.
+        observation: Raw key -> value.
+        must_go: True if the client requires a chunk for this observation.
+    """
 
     timestamp: float
     timestep: int
@@ -103,8 +109,16 @@ class _Instance(BuiltObject):
 
 
 def _checked(name: str, wanted: str, value: Any) -> Any:
-    """Return ``value`` if it has the type ``wanted``, the annotation of a field of the classes above. Raises
-    SafePickleError."""
+    """Return ``value`` if it has the required type.
+
+    Args:
+        name: Name of the field, for errors.
+        wanted: The annotation of the field.
+        value: The value.
+
+    Raises:
+        SafePickleError: The value has another type.
+    """
     if wanted == "float" and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if wanted == "int" and type(value) is int and -(1 << 63) <= value < 1 << 63:
@@ -159,10 +173,17 @@ def _read(data: bytes, kind: type[T]) -> T:
 def write_actions(
     actions: np.ndarray, timestamp: float, timestep: int, interval_s: float, helpers: str = HELPERS
 ) -> bytes:
-    """Return the reply to GetActions: a ``list[TimedAction]``, one per row, in pickle protocol 3.
+    """Return the reply to GetActions: a ``list[TimedAction]``, one per action, in pickle protocol 3.
 
-    ``actions`` is float32 [H, D]. The rows become tensors that share one storage, as the rows of upstream's chunk do.
-    Row ``i`` is for ``timestep + i`` at ``timestamp + i * interval_s``.
+    The actions become tensors that share one storage, as in LeRobot's own server. Action ``i`` is for ``timestep
+    + i`` at ``timestamp + i * interval_s``.
+
+    Args:
+        actions: The chunk, float32 [H, D].
+        timestamp: Time of the observation, seconds.
+        timestep: Step of the observation.
+        interval_s: Seconds between two actions.
+        helpers: Module of the client's classes.
     """
     rows, width = actions.shape
     out = bytearray(b"\x80\x03")
@@ -199,7 +220,8 @@ _PREAMBLE = (
 def _storage(numbers: np.ndarray) -> bytes:
     """Return a torch FloatStorage as a file in the format of ``torch.serialization._legacy_save``.
 
-    The bytes are written here, so that this wire needs no torch. A test compares them with torch's own bytes.
+    The bytes are written here, so that this protocol needs no torch. A test compares them with the bytes that
+    torch writes.
     """
     flat = np.ascontiguousarray(numbers, "<f4").reshape(-1)
     key = _text("0") + b"q"  # name of the storage in the file; torch uses a memory address as the name

@@ -55,15 +55,19 @@ STOP_S = 4.0  # seconds for the server and its thread to end
 
 
 class LeRobotWire:
-    """The server of LeRobot's protocol. It claims its port when it is created, and runs on its own event loop and
-    thread. Requests wait until :meth:`start`."""
+    """The server of LeRobot's protocol. The constructor claims the port. The server runs on its own event loop and
+    thread, and requests wait until :meth:`start`.
+
+    Args:
+        listen: The address and the limits.
+        memory: File for agreements, so that they outlive this process; None uses a file of the user for this
+            port.
+    """
 
     name = NAME
     dashboard = ""
 
     def __init__(self, listen: Listen, memory: Path | None = None):
-        """Claim the port. ``memory`` is the file in which agreements outlive this process; None uses a file of the user
-        for this port."""
         self._memory = memory
         try:
             import grpc
@@ -349,8 +353,11 @@ class LeRobotWire:
             raise ShuttingDownError
 
     def _deadline_ms(self, context: Any, arrived: float) -> float | None:
-        """Return the deadline after the observation's arrival: the server's limit, or the end of the client's call if
-        it is earlier; None if there is neither."""
+        """Return the deadline in milliseconds after the observation's arrival.
+
+        The deadline is the server's limit, or the end of the client's call if it is earlier; None if there is
+        neither.
+        """
         limit = self._ready_service.deadline_ms
         remaining = context.time_remaining()
         if remaining is None:
@@ -359,7 +366,7 @@ class LeRobotWire:
         return call if limit is None else min(call, limit)
 
     async def _next(self, session: RobotSession) -> Waiting | None:
-        """Wait for an observation and return it; None if none comes in :data:`OBSERVATION_WAIT_S`."""
+        """Wait for an observation and return it; None if no observation arrives in :data:`OBSERVATION_WAIT_S`."""
         try:
             async with asyncio.timeout(OBSERVATION_WAIT_S):
                 while (waiting := session.take()) is None:

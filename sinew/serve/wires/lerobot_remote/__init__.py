@@ -1,1 +1,1 @@
-"""LeRobot's remote inference (LeRobot 0.7): Zenoh and MessagePack."""
+"""The protocol of LeRobot's remote inference (LeRobot 0.7): Zenoh and MessagePack."""

@@ -1,7 +1,9 @@
-"""What robot and server agree on before the first observation: names, shapes, units, rate, identity and mode.
+"""The agreement between a robot and the server before the first observation: names, shapes, units, rate, identity
+and mode.
 
-The descriptor states it, a robot's open request repeats it, and each observation is checked against it. Source:
-huggingface/lerobot, ``remote_inference/{server,client,chunk_contract}.py`` and ``inference/contracts.py`` at 88807eb6.
+The server's descriptor states the agreement, and a robot's open request repeats it. Each observation is checked
+against it. Source: huggingface/lerobot, ``remote_inference/{server,client,chunk_contract}.py`` and
+``inference/contracts.py`` at 88807eb6.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ KINDS = {"vqa": "question", "next_subtask": "subtask"}
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One input or the action, as robot and server compare it."""
+    """One input of the policy, or the action, in the form that robot and server compare."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +64,7 @@ class Feature:
     semantics: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain containers for a message."""
+        """Return the feature as plain containers, for a message."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -79,20 +81,20 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a deployment offers to robots.
+    """The properties of a deployment that robots must match.
 
     Attributes:
         identity: ``sha256:`` and the hash of the bundle.
-        semantics: Units of state and action, as the robot's operator has to confirm them.
+        semantics: Units of state and action. The robot's operator has to confirm them.
         interval: Seconds from one action to the next.
-        features: Inputs in their order, the state first.
-        cameras: Feature name -> camera of the policy.
+        features: The inputs in their order, the state first.
+        cameras: Name of a feature -> camera of the policy.
         action: The action.
-        prediction: Rows of a chunk.
-        execution: Rows that a robot in chunk mode gets.
-        modes: The protocol's modes -> value of ``Observation.rtc``; "" for chunk.
-        max_delay: Most rows that a policy was trained to continue; 0: none.
-        texts: Fields of an observation that may ask for text.
+        prediction: Number of actions of a chunk.
+        execution: Number of actions that a robot in chunk mode receives.
+        modes: Mode of the protocol -> value of ``Observation.rtc``; "" for chunk.
+        max_delay: Longest action prefix that the policy was trained to continue; 0 without such training.
+        texts: Fields of an observation with which a robot may request text.
     """
 
     identity: str
@@ -108,7 +110,7 @@ class Contract:
     texts: tuple[str, ...]
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the keys of the client's record of capabilities, without others, which it would reject."""
+        """Return the fields of the client's record of capabilities. The client would reject any other field."""
         rtc = len(self.modes) > 1
         return {
             "modes": list(self.modes),
@@ -123,7 +125,7 @@ class Contract:
         }
 
     def describe(self, deployment: str, instance: str) -> dict[str, Any]:
-        """Return the body of a descriptor; an accepted one adds the mode and the settings."""
+        """Return the body of a descriptor. The answer to an open request adds the mode and the settings."""
         return {
             "deployment": deployment,
             "instance_id": instance,
@@ -150,14 +152,14 @@ class Contract:
 
 
 def contract(deployed: Deployment, settings: RemoteSettings) -> Contract:
-    """Make the contract of a served policy.
+    """Create the contract of a served policy.
 
     Args:
         deployed: The policy.
-        settings: What the operator of the server states about the robots.
+        settings: Statements of the server's operator about the robots.
 
     Returns:
-        The contract. It depends on nothing else, so it is equal as long as the policy is.
+        The contract. It depends only on the two arguments, so the same policy always has the same contract.
 
     Raises:
         SinewError: A setting does not fit the policy.
@@ -207,7 +209,7 @@ def contract(deployed: Deployment, settings: RemoteSettings) -> Contract:
 
 
 def identity(deployed: Deployment) -> str:
-    """Return ``sha256:`` and the hash of the bundle; of a policy without a bundle, that of its specification."""
+    """Return ``sha256:`` and the hash of the bundle. A policy without a bundle has the hash of its specification."""
     found = deployed.identity.get("hash", "")
     if not found:
         found = hashlib.sha256(json.dumps(deployed.spec.to_dict(), sort_keys=True).encode()).hexdigest()
@@ -215,7 +217,7 @@ def identity(deployed: Deployment) -> str:
 
 
 def units(spec: PolicySpec) -> str:
-    """Return the units of state and action in one word, for a server whose operator names no profile."""
+    """Return the units of state and action as one word, for a server whose operator has not named a profile."""
 
     def word(which: str, values: tuple[str, ...]) -> str:
         short = ["".join(each.split()) or "?" for each in values]
@@ -228,7 +230,7 @@ def units(spec: PolicySpec) -> str:
 
 
 def robot_names(spec: PolicySpec) -> dict[str, str]:
-    """Return camera -> the name that the robot gives it, without LeRobot's prefix."""
+    """Return camera -> the robot's name of the camera, without LeRobot's prefix."""
     keys: Mapping[str, str] = {}
     if field_names.key_maps(spec, "lerobot"):
         keys = field_names.camera_keys(spec, "lerobot")
@@ -236,7 +238,7 @@ def robot_names(spec: PolicySpec) -> dict[str, str]:
 
 
 def _joints(spec: PolicySpec) -> tuple[str, ...]:
-    """Return the names of the state's numbers: LeRobot compares them with the robot's."""
+    """Return the names of the values of the state. LeRobot compares these names with the robot's names."""
     for keys in field_names.key_maps(spec, "lerobot"):
         if len(keys.state) == spec.state.dim and not set(keys.state) <= {STATE}:
             return keys.state
@@ -249,7 +251,13 @@ def _numbered(count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What one robot has opened a session with."""
+    """The agreement with which a robot has opened its session.
+
+    Attributes:
+        contract: The contract of the policy.
+        mode: The mode: chunk, rtc_guided or rtc_trained.
+        merge: The chunk merging: append or aligned.
+    """
 
     contract: Contract
     mode: str
@@ -264,11 +272,11 @@ def agree(body: Mapping[str, Any], offered: Contract) -> Agreed:
     """Check a robot's open request.
 
     Args:
-        body: Of the request.
-        offered: What the server offers.
+        body: The body of the request.
+        offered: The contract of the server.
 
     Returns:
-        What the session is opened with.
+        The agreement for the session.
 
     Raises:
         RemoteError: A field differs. Its code is unsupported, incompatible or malformed.
@@ -336,15 +344,15 @@ def _differs(code: str, name: str, expected: str, value: object) -> RemoteError:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An observation or a request for text whose fields are checked. Arrays and frames are not decoded yet.
+    """An observation or a request for text, with checked fields. Its arrays and frames are not decoded yet.
 
     Attributes:
-        sequence: Its number in the session.
+        sequence: The number of the request in the session.
         echo: The fields that the answer repeats.
         options: Further fields of the observation.
         prompt: The instruction.
-        features: Tensors and pictures by name.
-        kind: Of text that is asked for, "" for actions.
+        features: Name of a feature -> its tensor or picture.
+        kind: Kind of the requested text; "" for a request for actions.
     """
 
     sequence: int
@@ -359,14 +367,15 @@ def read_observation(body: Mapping[str, Any], agreed: Agreed) -> Asked:
     """Check the body of an observation.
 
     Args:
-        body: Of the message.
-        agreed: What its session was opened with.
+        body: The body of the message.
+        agreed: The agreement of the session.
 
     Returns:
-        The fields. ``observation`` makes an observation of them.
+        The checked fields. ``observation`` decodes them.
 
     Raises:
-        RemoteError: A field is wrong: incompatible where it differs from what was agreed, else malformed.
+        RemoteError: A field is wrong. The code is incompatible if the field differs from the agreement, else
+            malformed.
     """
     offered = agreed.contract
     sequence, echo, features = _common(body, offered)
@@ -396,7 +405,7 @@ def read_observation(body: Mapping[str, Any], agreed: Agreed) -> Asked:
 
 
 def read_language(body: Mapping[str, Any], agreed: Agreed) -> Asked:
-    """Check the body of a request for text, as :func:`read_observation` does. Raises RemoteError."""
+    """Check the body of a request for text, as :func:`read_observation` does for observations. Raises RemoteError."""
     offered = agreed.contract
     sequence, echo, features = _common(body, offered)
     kind, text = body.get("kind"), body.get("text")
@@ -414,7 +423,7 @@ def read_language(body: Mapping[str, Any], agreed: Agreed) -> Asked:
 
 
 def observation(asked: Asked, offered: Contract, session: str, budget: PixelBudget) -> Observation:
-    """Decode arrays and frames, on a thread of the scheduler. Raises ObservationError."""
+    """Decode the arrays and frames of a checked request, on a thread of the scheduler. Raises ObservationError."""
     images, state = {}, np.zeros(0, np.float32)
     for name, record in asked.features.items():
         if isinstance(record, RemoteFrame):
@@ -472,7 +481,17 @@ def _whole(body: Mapping[str, Any], name: str, most: int = MAX_COUNTER) -> int:
 
 
 def _rows(body: Mapping[str, Any], name: str, most: int, width: int | None) -> Tensor | None:
-    """Return the rows of a continuation, None for none. width: of a row; None: any."""
+    """Return the actions of a continuation; None if there are no actions.
+
+    Args:
+        body: The body of the message.
+        name: Name of the field.
+        most: Largest number of actions.
+        width: Number of values of an action; None allows any number.
+
+    Raises:
+        RemoteError: The field has the wrong type, shape or values.
+    """
     rows = body.get(name)
     if rows is None:
         return None

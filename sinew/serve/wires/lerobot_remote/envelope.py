@@ -1,7 +1,7 @@
 """The messages of LeRobot's remote inference: an envelope in MessagePack, with arrays and pictures as tagged maps.
 
-The reader checks every size before memory is taken for it. It leaves arrays and pictures as views of the message;
-``Tensor.array`` and ``RemoteFrame.frame`` read their numbers. Source: huggingface/lerobot,
+The reader checks every size before it allocates memory. Arrays and pictures stay views of the message until
+``Tensor.array`` and ``RemoteFrame.frame`` decode them. Source: huggingface/lerobot,
 ``remote_inference/{protocol,codec}.py`` at 88807eb6 and ``transport/wire`` at a8401e9b.
 """
 
@@ -60,9 +60,9 @@ class RemoteError(SinewError):
     """A request that is answered with an error envelope.
 
     Attributes:
-        code: One of the protocol's words: unsupported, malformed, busy, stale, incompatible, execution, timeout,
+        code: One of the protocol's codes: unsupported, malformed, busy, stale, incompatible, execution, timeout,
             protocol.
-        details: What else the envelope has, or None.
+        details: Further fields of the envelope; None without such fields.
     """
 
     def __init__(self, code: str, message: str, details: dict[str, Any] | None = None):
@@ -71,17 +71,24 @@ class RemoteError(SinewError):
 
 
 class UnreadableError(RemoteError):
-    """A message without a readable envelope, so that nobody can be answered."""
+    """A message without a readable envelope. The server cannot answer it, because the sender is unknown."""
 
 
 def malformed(name: str, expected: str, value: object) -> RemoteError:
-    """Return the error of a field with a value of the wrong type or range."""
+    """Create the error of a field with a value of the wrong type or range."""
     return RemoteError("malformed", f"{name}: expected {expected}, got {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array of a message. data: a view of the message, as long as ``dtype`` and ``shape`` require."""
+    """An array of a message.
+
+    Attributes:
+        dtype: Type of the values.
+        shape: Shape of the array.
+        big: True if the bytes are big-endian.
+        data: View of the message. Its length fits ``dtype`` and ``shape``.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -89,13 +96,13 @@ class Tensor:
     data: memoryview | bytes
 
     def array(self, name: str) -> np.ndarray:
-        """Return the numbers, in this machine's byte order and without a copy where they have it.
+        """Return the values in this machine's byte order. They are copied only if the byte order differs.
 
         Args:
-            name: Of the field, for errors.
+            name: Name of the field, for errors.
 
         Raises:
-            ObservationError: A number is not finite.
+            ObservationError: A value is not finite.
         """
         made = np.frombuffer(self.data, self.dtype.newbyteorder(">" if self.big else "<")).reshape(self.shape)
         if made.dtype.kind == "f" and not np.isfinite(made).all():
@@ -105,7 +112,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFrame:
-    """A camera frame of a message, uint8 RGB. data: a view of the message: raw pixels, or a JPEG file."""
+    """A camera frame of a message, uint8 RGB.
+
+    Attributes:
+        jpeg: True if ``data`` is a JPEG file. False if ``data`` has raw pixels.
+        height: Height in pixels.
+        width: Width in pixels.
+        data: View of the message.
+    """
 
     jpeg: bool
     height: int
@@ -120,8 +134,8 @@ class RemoteFrame:
         """Return the pixels, uint8 [height, width, 3].
 
         Args:
-            name: Of the feature, for errors.
-            budget: What all frames of a request may have.
+            name: Name of the feature, for errors.
+            budget: Budget of pixels of all frames of the request.
 
         Raises:
             ObservationError: The file does not decode, or has another size or another number of colours.
@@ -135,7 +149,16 @@ class RemoteFrame:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One message. ``body`` has plain values, :class:`Tensor` and :class:`RemoteFrame`."""
+    """One message.
+
+    Attributes:
+        kind: Type of the message.
+        instance: Id of the server's process.
+        session: Id of the session; "" outside of a session.
+        generation: Generation of the session.
+        request: Id of the request.
+        body: Plain values, :class:`Tensor` and :class:`RemoteFrame` by their names.
+    """
 
     kind: str
     instance: str = ""
@@ -145,7 +168,7 @@ class Envelope:
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def reply(self, kind: str, body: Mapping[str, Any], **changes: Any) -> Envelope:
-        """Return an answer: it repeats the identity of its request, but for ``changes``."""
+        """Create an answer of type ``kind``. It repeats the ids of this request, except those in ``changes``."""
         identity = {
             "instance": self.instance,
             "session": self.session,
@@ -155,7 +178,7 @@ class Envelope:
         return Envelope(kind, body=body, **{**identity, **changes})
 
     def error(self, error: SinewError) -> Envelope:
-        """Return the error envelope that answers this request."""
+        """Create the error envelope that answers this request."""
         body: dict[str, Any] = {"code": code_of(error), "message": str(error)[:MAX_ERROR]}
         if isinstance(error, RemoteError) and error.details is not None:
             body["details"] = error.details
@@ -172,19 +195,20 @@ CODES = {
 
 
 def code_of(error: SinewError) -> str:
-    """Return the protocol's word for an error."""
+    """Return the protocol's code for an error."""
     return error.code if isinstance(error, RemoteError) else CODES.get(error.code, "execution")
 
 
 def decode(payload: bytes | memoryview) -> Envelope:
-    """Return the envelope in a message, with its body checked against every limit.
+    """Read the envelope in a message, and check its body against every limit.
 
     Args:
-        payload: The message. Arrays and pictures of the result are views of it.
+        payload: The message. The arrays and pictures of the result are views of the message.
 
     Raises:
-        UnreadableError: It is no envelope, or is beyond a limit. Nobody can be answered.
-        RemoteError: The envelope can be read and the body cannot. ``envelope_of`` finds whom to answer.
+        UnreadableError: The message has no envelope, or exceeds a limit. The server cannot answer it.
+        RemoteError: The envelope is readable, but the body is not. ``envelope_of`` returns the envelope for an
+            answer.
     """
     envelope, body = _read(payload)
     room = _Room()
@@ -192,7 +216,7 @@ def decode(payload: bytes | memoryview) -> Envelope:
 
 
 def envelope_of(payload: bytes | memoryview) -> Envelope | None:
-    """Return the envelope of a message whose body may be damaged, without its body; None if there is none."""
+    """Return the envelope of a message without its body, which may be damaged; None if there is no envelope."""
     try:
         return _read(payload)[0]
     except UnreadableError:
@@ -235,7 +259,7 @@ def _read(payload: bytes | memoryview) -> tuple[Envelope, Mapping[str, Any]]:
 
 
 class _Room:
-    """Counts the bytes that the arrays of one message decode to."""
+    """The remaining bytes for the decoded arrays of one message."""
 
     __slots__ = ("left",)
 
@@ -314,7 +338,7 @@ def _tensor(
 
 
 def encode(envelope: Envelope) -> bytes:
-    """Return the bytes of a message; numpy arrays of its body become tensors, float32 and little-endian ones too."""
+    """Return a message as bytes. numpy arrays in the body become tensors in little-endian byte order."""
     tree = {
         "version": VERSION,
         "message_type": envelope.kind,

@@ -1,4 +1,4 @@
-"""The sessions of LeRobot's remote inference. They are used on the wire's own thread only."""
+"""The sessions of LeRobot's remote inference. Only the thread of this protocol uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMEMBERED = 128
 
 
 class Recent(OrderedDict[str, bytes]):
-    """Id of a request -> its answer. At most ``most`` answers are kept; the oldest is dropped first."""
+    """Id of a request -> its answer, for the last ``most`` requests. The oldest answer is removed first."""
 
     def __init__(self, most: int = REMEMBERED):
         super().__init__()
@@ -30,7 +30,14 @@ class Recent(OrderedDict[str, bytes]):
 
 @dataclass(slots=True)
 class UnderWay:
-    """A request that is being computed. ``size`` is the bytes of its message in the ledger."""
+    """A request that is being computed.
+
+    Attributes:
+        message: The envelope of the request.
+        asked: The checked fields of the request.
+        size: Bytes of the message in the ledger.
+        job: The job of the scheduler.
+    """
 
     message: Envelope
     asked: Asked
@@ -42,8 +49,11 @@ class UnderWay:
 class Control:
     """A control request that waits for the end of an inference, or until the robot has subscribed to its answers.
 
-    ``until`` is the time, by the monotonic clock, at which the request is answered with an error; None while an
-    inference is under way.
+    Attributes:
+        message: The envelope of the request.
+        query: Zenoh's query, which receives the answer.
+        until: Time on the monotonic clock at which the request gets an error; None while an inference is in
+            progress.
     """
 
     message: Envelope
@@ -52,23 +62,23 @@ class Control:
 
 
 class RemoteSession(Account):
-    """One robot's session.
+    """The session of one robot.
 
     Attributes:
-        name: The session's id in keys and envelopes.
+        name: Id of the session in keys and envelopes.
         policy: Name of the policy that answers the session; "" for the first policy.
-        prefix: The beginning of the session's keys.
+        prefix: Beginning of the session's keys.
         agreed: The agreement with which the session was opened.
-        generation: The generation of the session's requests; requests of other generations are stale.
-        sequence: The number of the last observation.
-        seen: Requests that were answered already.
-        acks: Answers of control requests.
+        generation: Generation of the session's requests. Requests of other generations are stale.
+        sequence: Number of the last observation.
+        seen: Ids of the requests that were accepted already.
+        acks: Id of a control request -> its answer.
         act: Zenoh's publisher of chunks.
         language: Zenoh's publisher of texts.
-        absent: The time at which the robot's liveliness token disappeared; None while the token exists.
+        absent: Time at which the robot's liveliness token disappeared; None while the token exists.
         running: The request that is being computed.
         controls: Control requests that wait.
-        ready: True once the robot has subscribed to its answers.
+        ready: True after the robot has subscribed to its answers.
     """
 
     def __init__(
@@ -87,7 +97,7 @@ class RemoteSession(Account):
         self.ready = False
 
     def accept(self, message: Envelope, sequence: int) -> None:
-        """Keep an observation's number. Raises RemoteError for an observation that came before."""
+        """Store the number and the id of an observation. Raises RemoteError if the observation was accepted before."""
         if message.request in self.seen:
             raise RemoteError("stale", "request_id: expected a new one, got one that was answered")
         if sequence <= self.sequence:
@@ -96,7 +106,7 @@ class RemoteSession(Account):
         self.sequence = sequence
 
     def hears(self) -> bool:
-        """Return True once the robot has subscribed to its answers."""
+        """Return True if the robot has subscribed to its answers."""
         return bool(self.act.matching_status.matching and self.language.matching_status.matching)
 
     def undeclare(self) -> None:

@@ -1,9 +1,9 @@
-"""LeRobot's remote inference: the server that ``lerobot-rollout --inference.type=remote`` expects.
+"""LeRobot's remote inference: the server for ``lerobot-rollout --inference.type=remote``.
 
-A robot asks for the descriptor of a deployment, opens a session, resets it, and then sends one observation after the
-other. LeRobot's server takes one robot. Here each open request gets a session of its own, and all of them share the
-queue of the policy. The keys and the life of a session follow ``remote_inference/{server,client}.py`` of
-huggingface/lerobot at 88807eb6.
+A robot requests the descriptor of a deployment, opens a session, resets the session, and then sends one
+observation after another. LeRobot's server accepts one robot. Here, each open request gets its own session, and
+all sessions share the queue of the policy. The keys and the steps of a session are those of
+``remote_inference/{server,client}.py`` of huggingface/lerobot at 88807eb6.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ OPERATIONS = ("reset", "invalidate", "close", "status")
 
 
 class LeRobotRemoteWire:
-    """Claims its port when created. From :meth:`start` on robots can connect, and one thread answers them."""
+    """The server of the protocol. The constructor claims the port. After :meth:`start`, robots can connect, and one
+    thread answers them.
+    """
 
     name = NAME
     dashboard = ""
@@ -111,7 +113,9 @@ class LeRobotRemoteWire:
         self._node.close()
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
-        """The command of LeRobot's own client; the robot's type, port and camera indices are the user's to fill in."""
+        """Return the command line of LeRobot's own client. The user replaces the robot's type, port and camera
+        indices.
+        """
         hz = spec.control_hz or DEFAULT_HZ
         sizes, names = dict(self._settings.camera_sizes), agreements.robot_names(spec)
         cameras = []
@@ -134,12 +138,12 @@ class LeRobotRemoteWire:
         ]
 
     def _deployment(self, spec: PolicySpec) -> str:
-        """Return the name under which robots find the first policy."""
+        """Return the name of the deployment by which robots find the first policy."""
         words = re.sub(r"[^A-Za-z0-9_.-]+", "-", spec.name).strip("-_.")
         return self._settings.deployment or words[:128] or DEFAULT
 
     def _adopt(self) -> None:
-        """Declare the policies that were added since, each as a deployment of its own name."""
+        """Declare new policies of the server. Each policy becomes a deployment with the policy's name."""
         for policy in self._service.policies.names:
             if policy != DEFAULT and policy not in self._served:
                 self._declare(policy, policy)
@@ -178,7 +182,7 @@ class LeRobotRemoteWire:
         ]
 
     def _arriving(self, kind: str, sample: Any) -> Any:
-        """Return the inbox entry of a robot's message, on a thread of Zenoh; None drops the message."""
+        """Return the inbox entry of a robot's message; None to drop the message. This runs on a thread of Zenoh."""
         name = _session_in(sample.key_expr)
         if name not in self._sessions or name in self._inbound:
             return None
@@ -186,7 +190,7 @@ class LeRobotRemoteWire:
         return kind, name, sample
 
     def _explain(self, spec: PolicySpec, offered: Contract) -> None:
-        """Log what LeRobot's robots will be compared with although the bundle does not state it."""
+        """Log the properties that robots must match although the bundle does not state them."""
         if not spec.action.names:
             logger.warning(
                 "lerobot-remote: the bundle does not name its actions, so robots have to call them %s",
@@ -250,7 +254,9 @@ class LeRobotRemoteWire:
                 self._end(session)
 
     def _query(self, kind: str, deployment: str, query: Any) -> None:
-        """Answer a query. One that nobody answers ends at once for the robot, so each is dropped or kept."""
+        """Answer a query, or store it. A dropped query ends at once for the robot, so each query is answered,
+        dropped or stored.
+        """
         payload, key = b"" if query.payload is None else query.payload.to_bytes(), str(query.key_expr)
         message = None if "*" in key else envelope_of(payload)
         answer: bytes | None = b""
@@ -266,7 +272,21 @@ class LeRobotRemoteWire:
             query.drop()
 
     def _answer_to(self, kind: str, deployment: str, key: str, payload: bytes, query: Any) -> bytes | None:
-        """Return the answer to a query, None where the query is kept and answered later. Raises SinewError."""
+        """Compute the answer to a query.
+
+        Args:
+            kind: The expected type of the message.
+            deployment: Name of the deployment.
+            key: Zenoh's key of the query.
+            payload: The message.
+            query: Zenoh's query.
+
+        Returns:
+            The answer; None if the query was stored and will be answered later.
+
+        Raises:
+            SinewError: The query is rejected.
+        """
         message = decode(payload)
         if message.kind != kind:
             raise RemoteError("malformed", f"message_type: expected {kind}, got {message.kind}")
@@ -349,7 +369,14 @@ class LeRobotRemoteWire:
         return None
 
     def _apply(self, session: RemoteSession, control: Control) -> bool:
-        """Apply a reset or an invalidation, and note its answer; False while it has to wait. Raises RemoteError."""
+        """Apply a reset or an invalidation to a session, and store its answer.
+
+        Returns:
+            False if the request has to wait.
+
+        Raises:
+            RemoteError: The robot has not subscribed to its answers in time.
+        """
         message, now = control.message, time.monotonic()
         if session.running is not None:
             return False
@@ -473,7 +500,7 @@ class LeRobotRemoteWire:
             session.running.job.abandon()  # the robot cannot receive the answer
 
     def _end(self, session: RemoteSession) -> None:
-        """Forget a session: its requests are stale from now on."""
+        """Remove a session. All further requests of the session are stale."""
         if self._sessions.pop(session.name, None) is None:
             return
         if session.running is not None and session.running.job is not None:
@@ -491,7 +518,9 @@ class LeRobotRemoteWire:
 
 
 def _rules(instance: str) -> list[dict[str, Any]]:
-    """Return the permissions of robots: their own side of the protocol, and nothing of another robot's."""
+    """Return Zenoh's rules for robots: each robot may use its own side of the protocol, but no messages of other
+    robots.
+    """
     at = f"{ROOT}/*/instances/{instance}"
     each = f"{at}/sessions/*"
 
@@ -520,7 +549,7 @@ def _rules(instance: str) -> list[dict[str, Any]]:
 
 
 def _session_in(key: Any) -> str:
-    """Return the session's name in a key, "" where it has none."""
+    """Return the id of the session in a key; "" if the key has none."""
     return str(key).partition("/sessions/")[2].partition("/")[0]
 
 
@@ -538,7 +567,19 @@ def _ack(message: Envelope, **more: Any) -> Envelope:
 
 
 def _answer(running: UnderWay, chunk: Any, agreed: agreements.Agreed) -> tuple[str, Mapping[str, Any]]:
-    """Return the type and the body of an answer. Raises RemoteError where the policy's does not fit the contract."""
+    """Create the answer to a request.
+
+    Args:
+        running: The request.
+        chunk: The policy's answer.
+        agreed: The agreement of the session.
+
+    Returns:
+        The type and the body of the answer.
+
+    Raises:
+        RemoteError: The policy's answer does not fit the contract.
+    """
     timing, offered = chunk.timing, agreed.contract
     head_s = (timing.vision_ms + timing.prefix_ms + timing.text_ms + timing.head_ms) / 1e3
     body = dict(running.asked.echo)

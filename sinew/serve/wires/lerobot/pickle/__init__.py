@@ -1,1 +1,1 @@
-"""A reader of the pickles that LeRobot's clients send; it imports and calls nothing."""
+"""A reader for the pickles of LeRobot's clients. It imports no modules and calls only its own functions."""

@@ -1,9 +1,9 @@
-"""What a pickle of numpy arrays and torch tensors is built of, with every argument checked.
+"""Readers for numpy arrays and torch tensors inside a pickle. Every argument is checked.
 
-Data stay where they came: each array is a view of the message, of exactly the bytes that its shape and dtype
-need. A torch storage inside the pickle is a file of its own (torch's format from before its zip files, the one
-that ``pickle.dumps`` of a tensor writes); it is read by the same machine, with the storage types as its only
-names. torch is not imported, so nothing can reach it.
+The data are not copied: each array is a view of the message, with exactly the bytes that its shape and dtype
+need. A torch storage inside a pickle has its own file format (the format before torch's zip files, which
+``pickle.dumps`` of a tensor writes). The same machine reads it, and allows only the names of storage types.
+torch is not imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STORAGES = {
 
 
 class _Dtype(BuiltObject):
-    """``numpy.dtype(code, False, True)`` and its state; only numbers and booleans."""
+    """``numpy.dtype(code, False, True)`` and its state. Only types of numbers and booleans are allowed."""
 
     def __init__(self, code: str):
         self._code = code
@@ -86,7 +86,7 @@ class _Array(BuiltObject):
 
 
 class _Storage:
-    """A torch storage: numbers in a row."""
+    """A torch storage: a sequence of numbers."""
 
     name = "torch storage"
 
@@ -147,7 +147,7 @@ def _sizes(what: str, sizes: Any) -> tuple[int, ...]:
 
 
 def _encode(_machine: Machine, text: Any, encoding: Any) -> memoryview:
-    """``_codecs.encode(text, "latin1")``: how protocol 2 writes bytes."""
+    """``_codecs.encode(text, "latin1")``, with which protocol 2 writes bytes."""
     if type(encoding) is not str or encoding != "latin1" or not isinstance(text, (str, LongText)):
         raise SafePickleError("pickle: expected _codecs.encode of text as latin1")
     return memoryview(text.encode("latin1")) if isinstance(text, str) else text.latin1()
@@ -162,7 +162,7 @@ def _ordered_dict(_machine: Machine) -> dict[str, Any]:
 
 
 def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
-    """One storage: five pickles in a row, then for each storage the count of its numbers, and the numbers."""
+    """Read one torch storage: five pickles, then for each storage the count of its numbers and the numbers."""
     if not isinstance(data, memoryview):
         raise SafePickleError("pickle: expected the bytes of a torch storage")
     at = 0
@@ -196,7 +196,7 @@ def _load_from_bytes(outer: Machine, data: Any) -> _Storage:
 
 
 def _identity(storage: Any) -> tuple[PickledName, str, int]:
-    """("storage", its class, its key, the device, the count of numbers, None): class, key and count."""
+    """Read ("storage", class, key, device, count of the numbers, None). Return the class, the key and the count."""
     if (
         type(storage) is tuple
         and len(storage) in (5, 6)

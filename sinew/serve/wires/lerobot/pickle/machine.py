@@ -1,14 +1,15 @@
-"""Reads pickles of untrusted clients: the part of the format that plain data needs, without any code execution.
+"""Reads pickles of untrusted clients without executing code. It supports the part of the format that plain data
+needs.
 
-A pickle is a program for a stack machine. This is our own such machine; Python's ``pickle`` is not used. It supports
-the opcodes that protocols 2 to 5 use for numbers, text, bytes and containers. A name such as ``numpy.ndarray`` is
-looked up in a table of the caller and never imported. Its entry is a function of ours that checks its arguments.
-Everything else is rejected: names outside the table, the extension registry, persistent ids, out-of-band buffers, the
-text opcodes of protocols 0 and 1.
+A pickle is a program for a stack machine. This module has its own machine and does not use Python's ``pickle``.
+It supports the opcodes that protocols 2 to 5 use for numbers, text, bytes and containers. A name such as
+``numpy.ndarray`` is looked up in a table of the caller and never imported. Its entry is a function of Sinew that
+checks its arguments. All other content is rejected: names outside the table, the extension registry, persistent
+ids, out-of-band buffers, and the text opcodes of protocols 0 and 1.
 
-Bytes are views of the message, never copies. So the result is no larger than the message, apart from a bounded cost
-per opcode. Nesting and size of the result are counted at the end with every reference followed, so neither cycles nor
-repeated containers are returned.
+Bytes are views of the message and never copies. So the result is not larger than the message, apart from a
+limited cost per opcode. At the end, the depth and the size of the result are counted along every reference. So a
+result with cycles, or with containers that repeat too often, is rejected.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ _PROTOCOLS = range(2, 6)
 
 
 class SafePickleError(RequestError):
-    """Not a pickle, or one that asks for more than data."""
+    """The bytes are not a pickle, or the pickle contains more than plain data."""
 
 
 class PickledName:
     """The meaning of a global name.
 
     Attributes:
-        call: For REDUCE, called with the machine and the arguments.
-        new: For NEWOBJ. Without both, the name can only be an argument.
+        name: The name, for errors.
+        call: Function for REDUCE. It is called with the machine and the arguments.
+        new: Function for NEWOBJ, without arguments. If both functions are None, the name can only be an
+            argument.
     """
 
     __slots__ = ("call", "name", "new")
@@ -52,19 +55,19 @@ class PickledName:
 
 
 class BuiltObject:
-    """Something that a later BUILD completes, as numpy's arrays and instances of dataclasses are."""
+    """An object that a later BUILD completes, such as a numpy array or an instance of a dataclass."""
 
     def build(self, state: Any) -> None:
-        """Take the state. Raises SafePickleError."""
+        """Set the state of the object. Raises SafePickleError."""
         raise NotImplementedError
 
     def finish(self, plain: Callable[[Any], Any]) -> Any:
-        """The value, once the whole pickle has been read. ``plain`` does the same for values inside."""
+        """Return the value after the whole pickle has been read. ``plain`` converts the values inside the object."""
         raise NotImplementedError
 
 
 class LongText(BuiltObject):
-    """Text that is not decoded until it must be, and then once: protocol 2 has no bytes and writes them as text."""
+    """Text that is decoded only when it is needed, and only once. Protocol 2 has no bytes and writes them as text."""
 
     def __init__(self, data: memoryview):
         self._data = data
@@ -72,7 +75,7 @@ class LongText(BuiltObject):
         self._text: str | None = None
 
     def latin1(self) -> memoryview:
-        """Return its bytes in protocol 2."""
+        """Return the bytes that the text stands for in protocol 2."""
         if self._latin1 is None:
             # In UTF-8, a byte above 0xC3 starts a character outside latin1. Reject such text before it is decoded,
             # because it would become four times as large.
@@ -98,8 +101,19 @@ Names = Mapping[tuple[str, str], PickledName]
 
 
 def load(data: bytes, names: Names) -> Any:
-    """The value of a pickle, made of None, bool, int, float, str, list, tuple, dict, read-only memoryviews in
-    place of bytes, and of what ``names`` build. Raises :class:`SafePickleError` and nothing else."""
+    """Read the value of a pickle.
+
+    Args:
+        data: The pickle.
+        names: The allowed global names.
+
+    Returns:
+        A value of None, bool, int, float, str, list, tuple and dict, of read-only memoryviews in place of bytes,
+        and of the objects that ``names`` create.
+
+    Raises:
+        SafePickleError: The pickle is not valid or not allowed. No other error is raised.
+    """
     if data[:1] != b"\x80":
         raise SafePickleError(
             f"pickle: expected protocol 2 to 5, got bytes that begin with {data[:4].hex()!r}"
@@ -123,8 +137,8 @@ def load(data: bytes, names: Names) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return the finished value, with every :class:`BuiltObject` replaced by its result, and sizes and depth
-    counted.
+    """Replace every :class:`BuiltObject` in a value by its result. Raises SafePickleError if the value is too large
+    or too deep.
     """
     left = MAX_NODES
 
@@ -151,9 +165,16 @@ def plain(value: Any) -> Any:
 class Machine:
     """Runs one pickle.
 
-    opcodes: how many may still run, in a list of one that a pickle inside another one shares.
-    persistent: what to do with a persistent id; without it there may be none.
-    at: where the pickle begins, and after ``run`` where it ended.
+    Args:
+        data: The bytes that contain the pickle.
+        names: The allowed global names.
+        opcodes: List with one number: how many opcodes may still run. Pickles inside this pickle share the list.
+        persistent: Converts a persistent id; None rejects persistent ids.
+        at: Position at which the pickle begins.
+
+    Attributes:
+        at: After ``run``, the position at which the pickle has ended.
+        opcodes: The argument.
     """
 
     def __init__(
